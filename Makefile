@@ -1,0 +1,60 @@
+# The commands of the project. None of them needs root; everything is kept in .venv, build and the cache folder.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload
+REPORT ?= finetune-report
+
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt scripts/setup_venv.sh scripts/fetch_deb.py \
+           $(wildcard cmake/*) $(shell find csrc -type f)
+CXX_SOURCES = $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.inc' \))
+TYPED := $(wildcard offload swap scripts)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test nightly finetune lint format bench clean distclean
+
+help:             ## what there is
+	@sed -n 's/^\([a-z]*\): .*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
+
+venv: $(STAMP)    ## the virtual environment in .venv, with the extensions built
+
+$(STAMP): $(SOURCES)
+	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+test: $(STAMP)    ## the tests
+	$(BIN)/python -m pytest -q $(ARGS)
+
+nightly: $(STAMP) ## the tests with at least 10 000 hypothesis examples each (hours)
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q --timeout=0 $(ARGS)
+
+lint: $(STAMP)    ## ruff, mypy --strict and clang-format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(TYPED)
+	@$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES),true)
+
+format: $(STAMP)  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix-only --exit-zero --quiet .
+	$(BIN)/ruff format .
+	@$(if $(CXX_SOURCES),$(BIN)/clang-format -i $(CXX_SOURCES),true)
+
+bench: $(STAMP)   ## every bench, short; JSON goes to build/bench
+	@mkdir -p build/bench
+	@set -e; for file in bench/*.py; do case $$file in */_*) continue;; esac; \
+	    echo "== $$file"; $(BIN)/python $$file --smoke $(ARGS); done
+
+finetune: $(STAMP) ## fine-tune SmolLM2-135M through device memory, host memory and NVMe
+	@$(BIN)/python scripts/prepare.py --cache "$(CACHE)"
+	@mkdir -p "$(CACHE)/swap"
+	$(BIN)/python -m offload finetune --model "$(CACHE)/smollm2-135m" --text "$(CACHE)/text/corpus.txt" \
+	    --output "$(REPORT)" $(ARGS)
+
+clean:            ## remove what the build and the tools left (keeps .venv)
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis finetune-report
+	rm -f $(STAMP)
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -print | xargs rm -rf
+
+distclean: clean  ## clean, and remove .venv
+	rm -rf $(VENV)
