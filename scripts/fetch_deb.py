@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Download Debian packages as an ordinary user and unpack them into a folder.
 
-Uses `apt-get download` and `dpkg-deb -x`: nothing is installed and nothing needs root. Where the package lists of
-the system are missing, private ones are fetched into the work folder. Standard library only, because the set-up
-runs it before there is a virtual environment.
+Uses `apt-get download` and `dpkg-deb -x`: nothing is installed, nothing needs root. Where the package lists
+of the system are missing, private ones are fetched into the work folder. Standard library only, because the
+set-up runs it before there is a virtual environment.
 
     python3 scripts/fetch_deb.py build/liburing liburing-dev liburing2
 """
@@ -29,7 +29,13 @@ def _run(command: list[str], cwd: Path, timeout_s: float) -> None:
     env = dict(os.environ, LC_ALL="C", DEBIAN_FRONTEND="noninteractive")
     try:
         done = subprocess.run(
-            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            command,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as error:
         raise FetchError(f"{command[0]}: no answer within {timeout_s:g} s") from error

@@ -1,0 +1,58 @@
+"""Hypothesis profiles and markers shared by all tests.
+
+Profiles (environment variable HYPOTHESIS_PROFILE): `quick` on a developer's machine, `ci` where CI is set,
+`nightly` with at least 10 000 examples per test, which also selects the tests marked `nightly`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+NIGHTLY_EXAMPLES = 10_000
+
+_COMMON = {
+    "deadline": None,  # two cores shared with a build: wall time says nothing
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("quick", max_examples=30, **_COMMON)
+settings.register_profile("ci", max_examples=60, print_blob=True, **_COMMON)
+settings.register_profile("nightly", max_examples=NIGHTLY_EXAMPLES, print_blob=True, **_COMMON)
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick")
+settings.load_profile(PROFILE)
+
+
+def missing_for_gpu() -> str | None:
+    """Return what a GPU test misses on this machine, or None when it can run."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported: {error}"
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no CUDA device (torch.cuda.is_available() is False)"
+    return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip GPU tests where there is none, and leave nightly tests out of every other profile."""
+    if any(item.get_closest_marker("gpu") for item in items):
+        missing = missing_for_gpu()
+        if missing is not None:
+            for item in items:
+                if item.get_closest_marker("gpu"):
+                    item.add_marker(pytest.mark.skip(reason=missing))
+    if PROFILE != "nightly":
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        if nightly:
+            config.hook.pytest_deselected(items=nightly)
+            items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+
+
+def pytest_report_header() -> str:
+    """Say under which hypothesis profile the tests run."""
+    return f"hypothesis profile: {PROFILE}"

@@ -1,0 +1,304 @@
+"""Imports go one way, and each duty has one home.
+
+The rules are data below; the checker works on sources, so that it is itself tested on small synthetic ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From the bottom to the top. A module may import lower layers, and its own layer without a cycle.
+OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "config", "stats", "cpu_adam"),
+    ("tiers",),
+    ("shard", "transfer"),
+    ("placement", "schedule"),
+    ("manager",),
+    ("hooks", "optimizer", "checkpoint"),
+    ("engine",),
+    ("report", "finetune"),
+    ("cli",),
+    ("__main__",),
+)
+SWAP_LAYERS: tuple[tuple[str, ...], ...] = (("errors",), ("extents", "aio"), ("store",))
+LAYERS = {"offload": OFFLOAD_LAYERS, "swap": SWAP_LAYERS}
+
+# package or module -> what it may not import, directly and at any depth of the source
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "swap": ("torch", "offload", "transformers"),
+    "offload.placement": ("torch",),
+    "offload.schedule": ("torch",),
+}
+# compiled module -> the one file that may import it
+FACES = {"swap._aio": "swap.aio", "offload._cpu_adam": "offload.cpu_adam"}
+REBINDS_DATA = {"offload.hooks"}
+WRITES_SHARD_STATE = {"offload.manager"}
+MAY_PRINT = {"offload.cli", "offload.finetune", "offload.__main__"}
+
+Sources = Mapping[str, str]  # dotted module name -> source text
+
+
+def read_sources(root: Path = ROOT) -> dict[str, str]:
+    """Return the sources of both packages; files that do not exist yet are simply not there."""
+    sources = {}
+    for package in LAYERS:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            sources[name] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def imported(name: str, source: str, modules: set[str]) -> set[str]:
+    """Return the dotted names that `name` imports, anywhere in its source, relative imports resolved."""
+    package = name if name in LAYERS else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                parts = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parts, base] if base else parts)
+            for alias in (
+                node.names
+            ):  # `from offload import hooks` names a module, `from offload import Engine` does not
+                full = f"{base}.{alias.name}"
+                found.add(full if full in modules or full in FACES or base in LAYERS else base)
+    return found
+
+
+def rank_of(name: str) -> int | None:
+    """Return the layer of a module, counted from the bottom; None for a package and for an unknown module."""
+    package, _, rest = name.partition(".")
+    for rank, layer in enumerate(LAYERS.get(package, ())):
+        if rest.split(".")[0] in layer:
+            return rank
+    return None
+
+
+def import_violations(sources: Sources) -> Iterator[str]:
+    modules = set(sources)
+    graph: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        package, _, rest = name.partition(".")
+        targets = imported(name, source, modules)
+        for prefix, forbidden in FORBIDDEN.items():
+            if name == prefix or name.startswith(prefix + "."):
+                for target in sorted(targets):
+                    if target.split(".")[0] in forbidden:
+                        yield f"{name} imports {target}, which {prefix} must not know"
+        for face, home in FACES.items():
+            if face in targets and name != home:
+                yield f"{name} imports {face}; only {home} may"
+        if not rest:
+            continue  # the package's __init__ collects the public names
+        rank = rank_of(name)
+        if rank is None:
+            yield f"{name} has no layer; add it to the layers in tests/test_architecture.py"
+            continue
+        graph[name] = set()
+        for target in sorted(targets):
+            target_package, _, target_rest = target.partition(".")
+            if target_package != package or target in FACES:
+                continue
+            if not target_rest or (target not in modules and rank_of(target) is None):
+                # `from offload import Engine`: a public name, which the package takes from every layer
+                if rank < rank_of_top(package):
+                    yield f"{name} imports the package {package} itself; import the defining module"
+                continue
+            target_rank = rank_of(target)
+            if target_rank is None:
+                continue  # reported for that module itself
+            if target_rank > rank:
+                yield f"{name} (layer {rank}) imports {target} (layer {target_rank}): imports go down only"
+            elif target_rank == rank and target != name:
+                graph[name].add(target)
+    yield from cycles(graph)
+
+
+def rank_of_top(package: str) -> int:
+    """Return the lowest layer that may use the package's public names: what is built on the library."""
+    return next(
+        (rank for rank, layer in enumerate(LAYERS[package]) if "finetune" in layer), len(LAYERS[package])
+    )
+
+
+def cycles(graph: Mapping[str, set[str]]) -> Iterator[str]:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> Iterator[str]:
+        if name in path:
+            yield "import cycle: " + " > ".join([*path[path.index(name) :], name])
+        elif name not in done:
+            for target in sorted(graph.get(name, ())):
+                yield from visit(target, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        yield from visit(name, ())
+
+
+def _targets(node: ast.AST) -> Iterator[ast.expr]:
+    if isinstance(node, ast.Assign):
+        found: list[ast.expr] = list(node.targets)
+    elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
+        found = [node.target]
+    else:
+        return
+    while found:
+        target = found.pop()
+        if isinstance(target, (ast.Tuple, ast.List)):
+            found.extend(target.elts)
+        elif isinstance(target, ast.Starred):
+            found.append(target.value)
+        else:
+            yield target
+
+
+def assigned_attributes(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, expression, attribute) of every `expression.attribute = ...` and constant setattr."""
+    for node in ast.walk(ast.parse(source)):
+        for target in _targets(node):
+            if isinstance(target, ast.Attribute):
+                yield node.lineno, ast.unparse(target.value), target.attr  # type: ignore[attr-defined]
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("setattr", "object.__setattr__")
+            and len(node.args) == 3
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            yield node.lineno, ast.unparse(node.args[0]), str(node.args[1].value)
+
+
+def duty_violations(sources: Sources) -> Iterator[str]:
+    for name, source in sources.items():
+        if not name.startswith(("offload", "swap")):
+            continue
+        for line, owner, attribute in assigned_attributes(source):
+            if attribute == "data" and owner != "self" and name not in REBINDS_DATA:
+                yield f"{name}:{line} assigns {owner}.data; only hooks.py rebinds a parameter's data"
+            if attribute in ("state", "_state") and owner != "self" and name.startswith("offload"):
+                if name not in WRITES_SHARD_STATE:
+                    yield f"{name}:{line} assigns {owner}.{attribute}; only manager.py writes a shard's state"
+        if name not in MAY_PRINT:
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                    yield f"{name}:{node.lineno} prints; use logging"
+
+
+def test_imports_go_one_way() -> None:
+    assert list(import_violations(read_sources())) == []
+
+
+def test_every_duty_has_one_home() -> None:
+    assert list(duty_violations(read_sources())) == []
+
+
+def test_native_code_knows_no_torch() -> None:
+    pattern = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10)/")
+    files = [path for ext in ("*.cpp", "*.hpp", "*.h") for path in (ROOT / "csrc").rglob(ext)]
+    assert [str(path) for path in files if pattern.search(path.read_text(encoding="utf-8"))] == []
+
+
+def _modules_after(statement: str) -> set[str]:
+    code = f"import sys\n{statement}\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_swap_runs_without_torch() -> None:
+    assert _modules_after("import swap, swap.store") & {"torch", "offload", "numpy"} == set()
+
+
+def test_import_is_quick() -> None:
+    """Heavy libraries are imported by the functions that use them."""
+    loaded = _modules_after("import offload, offload.cli")
+    assert loaded & {"transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors"} == set()
+
+
+# --- the checker itself ---
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"swap.store": "import torch"}, "swap.store imports torch"),
+        ({"swap.store": "def f():\n    from torch.nn import Module"}, "swap.store imports torch.nn"),
+        ({"swap.aio": "from offload.errors import OffloadError"}, "swap.aio imports offload.errors"),
+        ({"swap.extents": "from swap.store import SwapStore", "swap.store": ""}, "imports go down only"),
+        ({"offload.tiers": "import offload.manager", "offload.manager": ""}, "imports go down only"),
+        ({"offload.tiers": "from offload.manager import Manager"}, "imports go down only"),
+        ({"offload.tiers": "from .manager import Manager", "offload.manager": ""}, "imports go down only"),
+        ({"offload.tiers": "from . import manager", "offload.manager": ""}, "imports go down only"),
+        ({"offload.hooks": "from offload import Engine"}, "imports the package offload itself"),
+        ({"offload.hooks": "import offload"}, "imports the package offload itself"),
+        ({"offload.helpers": ""}, "has no layer"),
+        ({"offload.optimizer": "from offload import _cpu_adam"}, "only offload.cpu_adam may"),
+        ({"offload.placement": "import torch"}, "offload.placement must not know"),
+        (
+            {"offload.hooks": "from offload import optimizer", "offload.optimizer": "import offload.hooks"},
+            "import cycle",
+        ),
+    ],
+)
+def test_checker_finds_wrong_imports(sources: Sources, expected: str) -> None:
+    assert any(expected in found for found in import_violations(sources)), list(import_violations(sources))
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"offload.manager": "from offload.shard import Shard\nfrom swap import SwapStore\nimport torch"},
+        {"offload.manager": "from . import shard", "offload.shard": "from .errors import OffloadError"},
+        {
+            "offload.finetune": "import offload\nfrom offload import Engine",
+            "offload": "from .engine import Engine",
+        },
+        {"offload.cpu_adam": "from offload import _cpu_adam", "swap.aio": "from swap import _aio"},
+        {"offload.config": "from offload.errors import ConfigError", "offload.errors": ""},
+    ],
+)
+def test_checker_accepts_right_imports(sources: Sources) -> None:
+    assert list(import_violations(sources)) == []
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({"offload.engine": "param.data = x"}, "only hooks.py"),
+        ({"offload.engine": "a, p.data = 1, x"}, "only hooks.py"),
+        ({"offload.engine": "setattr(p, 'data', x)"}, "only hooks.py"),
+        ({"offload.engine": "shard.state = State.DIRTY"}, "only manager.py"),
+        ({"offload.hooks": "self.shards[0].state = State.DIRTY"}, "only manager.py"),
+        ({"offload.tiers": "def f():\n    print('x')"}, "offload.tiers:2 prints"),
+        ({"swap.store": "print('x')"}, "prints"),
+    ],
+)
+def test_checker_finds_duties_in_the_wrong_place(sources: Sources, expected: str) -> None:
+    assert any(expected in found for found in duty_violations(sources)), list(duty_violations(sources))
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"offload.hooks": "param.data = x"},
+        {"offload.manager": "shard.state = State.DIRTY"},
+        {"offload.optimizer": "self.state[p] = {}\nself.state = {}"},
+        {"offload.engine": "x = param.data\nlogger.info('x')"},
+        {"offload.cli": "print('x')"},
+    ],
+)
+def test_checker_accepts_duties_at_home(sources: Sources) -> None:
+    assert list(duty_violations(sources)) == []
