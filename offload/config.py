@@ -1,0 +1,282 @@
+"""Options of the engine: one frozen value, validated once.
+
+Owns the spelling of every option, its defaults and the parsing of byte counts. Knows nothing of torch or of hardware:
+percentages and missing budgets are resolved against the machine in :mod:`offload.tiers`. Next: :mod:`offload.engine`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from offload.errors import ConfigError, did_you_mean
+
+OffloadTier = Literal["auto", "none", "cpu", "nvme"]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[_letter] = 1024**_power
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*|%)\s*$")
+_TIER_ALIASES: dict[object, str] = {
+    "device": "device",
+    "gpu": "device",
+    "cuda": "device",
+    0: "device",
+    "0": "device",
+    "cpu": "cpu",
+    "host": "cpu",
+    "nvme": "nvme",
+    "disk": "nvme",
+}
+TIER_NAMES = ("device", "cpu", "nvme")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """A budget given as a share of what the tier has free, in 0..1."""
+
+    fraction: float
+
+
+def parse_bytes(value: int | str | float, *, subject: str) -> int | Share:
+    """Parse a byte count.
+
+    Args:
+        value: an integer (bytes), ``"8GiB"``, ``"500 MB"`` (decimal), ``"1.5G"`` (binary) or ``"80%"``.
+        subject: what is being parsed, for the error text.
+
+    Returns:
+        Bytes, or a :class:`Share` for a percentage.
+
+    Raises:
+        ConfigError: the text is not a byte count, or is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f'{subject}: expected bytes as int or text like "8GiB" but got {value!r}')
+    if not isinstance(value, str):
+        if value < 0 or value != int(value):
+            raise ConfigError(f"{subject}: expected a whole, non-negative number of bytes but got {value!r}")
+        return int(value)
+    match = _SIZE.match(value)
+    if match is None:
+        raise ConfigError(f'{subject}: expected bytes like "8GiB", "500MB" or "80%" but got {value!r}')
+    number, unit = float(match.group(1)), match.group(2)
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ConfigError(f"{subject}: expected a percentage in (0, 100] but got {value!r}")
+        return Share(number / 100)
+    if unit.upper() not in _UNITS:
+        raise ConfigError(f"{subject}: unknown unit in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB, TB or %")
+    return int(number * _UNITS[unit.upper()])
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return `size_bytes` for people, with binary units: ``1.50 GiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AdamW:
+    """Hyper-parameters of AdamW (decoupled weight decay), applied to all trainable parameters as one group.
+
+    Pass a ``torch.optim.AdamW`` instance instead to use several parameter groups.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adam(AdamW):
+    """Hyper-parameters of Adam; `weight_decay` is added to the gradient (L2), as in ``torch.optim.Adam``.
+
+    Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, algorithm 1.
+    """
+
+    weight_decay: float = 0.0
+
+
+def check_hyper_parameters(values: Mapping[str, Any], *, subject: str) -> None:
+    """Check the ranges of Adam's hyper-parameters.
+
+    Raises:
+        ConfigError: one of ``lr``, ``betas``, ``eps`` or ``weight_decay`` is out of range.
+    """
+    beta1, beta2 = values["betas"]
+    for name, value, ok in (
+        ("lr", values["lr"], values["lr"] >= 0),
+        ("betas[0]", beta1, 0 <= beta1 < 1),
+        ("betas[1]", beta2, 0 <= beta2 < 1),
+        ("eps", values["eps"], values["eps"] >= 0),
+        ("weight_decay", values["weight_decay"], values["weight_decay"] >= 0),
+    ):
+        if not ok:
+            raise ConfigError(f"{subject}: {name} is out of range: {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """All options of :class:`offload.Engine`.
+
+    Attributes:
+        device: torch device name; None takes ``"cuda"`` where there is one, else ``"cpu"``.
+        max_memory: budget per tier, keys ``"device"`` (or 0), ``"cpu"``, ``"nvme"`` (or ``"disk"``); bytes as int or
+            text, or a percentage of what is free. A missing tier gets what is free less head-room; ``nvme`` needs
+            `nvme_path`.
+        nvme_path: directory, or several, for the swap files. None: the NVMe tier is not used.
+        dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision.
+        offload_param, offload_optimizer: force a home (``"none"`` = device), or let the plan choose (``"auto"``).
+        max_grad_norm: clip the global gradient norm to this value; None does not clip.
+        gradient_accumulation_steps: micro-batches per optimizer step; gradients are averaged over them.
+        activation_memory: part of the device budget kept for activations and temporaries; None: 40 % of it, less
+            where the parameters need the room.
+        unit_bytes: split modules whose parameters are larger than this; None chooses from the budget.
+        chunk_numel: elements per optimizer chunk; None chooses from the budget.
+        threads: threads of the CPU optimizer; None takes one per core.
+        prefetch: fetch the next units while one computes.
+        io_deadline_s: seconds after which a wait for a transfer is given up with an error.
+        initial_loss_scale, loss_scale_window, loss_scale_hysteresis, min_loss_scale: dynamic loss scaling for float16.
+        init_weights: callable initialising a module whose parameters are on the meta device, given that module;
+            None uses the model's own ``_init_weights`` or ``reset_parameters``.
+    """
+
+    device: str | None = None
+    max_memory: Mapping[Any, int | str] | None = None
+    nvme_path: str | Path | Sequence[str | Path] | None = None
+    dtype: DtypeName | None = None
+    offload_param: OffloadTier = "auto"
+    offload_optimizer: OffloadTier = "auto"
+    max_grad_norm: float | None = None
+    gradient_accumulation_steps: int = 1
+    activation_memory: int | str | None = None
+    unit_bytes: int | str | None = None
+    chunk_numel: int | None = None
+    threads: int | None = None
+    prefetch: bool = True
+    io_deadline_s: float = 60.0
+    initial_loss_scale: float = 65536.0
+    loss_scale_window: int = 1000
+    loss_scale_hysteresis: int = 2
+    min_loss_scale: float = 1.0
+    init_weights: Any = None
+
+    def __post_init__(self) -> None:
+        if self.device is not None and not isinstance(self.device, str):
+            object.__setattr__(self, "device", str(self.device))
+        if self.dtype is not None:
+            name = str(self.dtype).removeprefix("torch.")
+            if name not in get_args(DtypeName):
+                raise ConfigError(
+                    f"dtype: expected one of {', '.join(get_args(DtypeName))} but got {self.dtype!r}"
+                    f"{did_you_mean(name, get_args(DtypeName))}"
+                )
+            object.__setattr__(self, "dtype", name)
+        for option in ("offload_param", "offload_optimizer"):
+            tier = getattr(self, option)
+            if tier not in get_args(OffloadTier):
+                raise ConfigError(
+                    f"{option}: expected one of {', '.join(get_args(OffloadTier))} but got {tier!r}"
+                    f"{did_you_mean(str(tier), get_args(OffloadTier))}"
+                )
+            if tier == "nvme" and self.nvme_path is None:
+                raise ConfigError(f'{option}="nvme": nvme_path is missing; name a directory on the drive')
+        steps = self.gradient_accumulation_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps: expected a whole number >= 1 but got {steps!r}")
+        for option in ("max_grad_norm", "io_deadline_s", "initial_loss_scale", "min_loss_scale"):
+            value = getattr(self, option)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{option}: expected a number > 0 but got {value!r}")
+        for option in ("chunk_numel", "threads", "loss_scale_window", "loss_scale_hysteresis"):
+            value = getattr(self, option)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{option}: expected a whole number >= 1 but got {value!r}")
+        self.budgets()
+        self.bytes_of("activation_memory")
+        self.bytes_of("unit_bytes")
+
+    def budgets(self) -> dict[str, int | Share]:
+        """Return the budgets that were given, by canonical tier name (``device``, ``cpu``, ``nvme``)."""
+        budgets: dict[str, int | Share] = {}
+        for key, value in (self.max_memory or {}).items():
+            name = _TIER_ALIASES.get(key)
+            if name is None:
+                raise ConfigError(
+                    f"max_memory: expected keys device, cpu, nvme but got {key!r}{did_you_mean(str(key), TIER_NAMES)}"
+                )
+            if name in budgets:
+                raise ConfigError(f"max_memory: {name!r} is given twice (as {key!r} and under another name)")
+            budgets[name] = parse_bytes(value, subject=f"max_memory[{key!r}]")
+        return budgets
+
+    def bytes_of(self, option: Literal["activation_memory", "unit_bytes"]) -> int | None:
+        """Return a byte option as a number, or None where it was not given.
+
+        Raises:
+            ConfigError: it is a percentage or not a byte count.
+        """
+        value = getattr(self, option)
+        if value is None:
+            return None
+        size = parse_bytes(value, subject=option)
+        if isinstance(size, Share):
+            raise ConfigError(f"{option}: expected bytes but got {value!r}")
+        return size
+
+    def paths(self) -> tuple[Path, ...]:
+        """Return the NVMe directories."""
+        if self.nvme_path is None:
+            return ()
+        if isinstance(self.nvme_path, (str, Path)):
+            return (Path(self.nvme_path),)
+        return tuple(Path(path) for path in self.nvme_path)
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:
+        """Make a Config from another one, a dict or a JSON file, with keyword options on top.
+
+        Raises:
+            ConfigError: an option is unknown (with a suggestion) or invalid, or the file is not a JSON object.
+        """
+        values: dict[str, Any]
+        if source is None:
+            values = {}
+        elif isinstance(source, Config):
+            values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+        elif isinstance(source, Mapping):
+            values = dict(source)
+        else:
+            try:
+                values = json.loads(Path(source).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"config file {os.fspath(source)}: cannot be read as JSON: {error}") from error
+            if not isinstance(values, dict):
+                raise ConfigError(f"config file {os.fspath(source)}: expected a JSON object at the top")
+        values.update(options)
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    f"unknown option {name!r}{did_you_mean(str(name), known)}; options: {', '.join(known)}"
+                )
+        return cls(**values)

@@ -1,0 +1,41 @@
+"""Errors a caller can meet.
+
+Owns the exception classes of the package. Every message reads ``<subject>: <expected> but got <actual>; <remedy>``.
+Errors of the NVMe tier come from :mod:`swap.errors` and are passed on unchanged: they already name path, offset,
+length, errno and remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OffloadError(RuntimeError):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """An option is unknown, has the wrong type, or contradicts another one."""
+
+
+class BudgetError(OffloadError, MemoryError):
+    """A tier's budget cannot hold what must be in it; the text names the bytes and the smallest budget that would do."""
+
+
+class StateError(OffloadError):
+    """A call came in an order that has no meaning (a step without backward, a closed engine, a wrapped model...)."""
+
+
+class NonFiniteError(OffloadError, ArithmeticError):
+    """A loss or gradient is NaN or infinite; the text names the parameter. The step was skipped, nothing was changed."""
+
+
+class InternalError(OffloadError):
+    """Bookkeeping contradicts itself. Always a bug of this package; the text holds a state dump."""
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the closest of `choices`, or an empty string."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,0 +1,84 @@
+"""Counters of a run and the frozen snapshot that users read.
+
+Owns the names of the links and how busy seconds are counted. Knows nothing of what is moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping
+
+LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "cpu_adam", "compute")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkStats:
+    """What one link has carried so far: `bytes`, and `seconds` in which it was busy."""
+
+    bytes: int
+    seconds: float
+
+    @property
+    def bandwidth_gb_s(self) -> float:
+        """Bytes over busy seconds, in 1e9 bytes per second (0 where nothing was moved)."""
+        return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stats:
+    """Snapshot of an engine.
+
+    Attributes:
+        step: optimizer steps done.
+        skipped_steps: steps skipped by loss scaling.
+        links: bytes and busy seconds of ``nvme_read``, ``nvme_write``, ``h2d``, ``d2h``, ``cpu_adam``, ``compute``.
+        hits: uses of a unit that found it on the device.
+        misses: uses that had to start a fetch and wait for it.
+        stalls: uses that waited for a fetch already under way; `stall_seconds` counts both kinds of wait.
+        stall_seconds: seconds compute waited for parameters.
+        used_bytes, peak_bytes: bytes per tier (``device``, ``cpu``, ``nvme``); activations are in ``device``.
+        budget_bytes: the hard limits.
+        loss_scale: current loss scale (1.0 unless float16).
+    """
+
+    step: int
+    skipped_steps: int
+    links: Mapping[str, LinkStats]
+    hits: int
+    misses: int
+    stalls: int
+    stall_seconds: float
+    used_bytes: Mapping[str, int]
+    peak_bytes: Mapping[str, int]
+    budget_bytes: Mapping[str, int]
+    loss_scale: float
+
+    @property
+    def binding_link(self) -> str:
+        """Name of the link that was busy longest."""
+        return max(LINKS, key=lambda name: self.links[name].seconds)
+
+
+class Counters:
+    """Mutable counters behind :class:`Stats`; safe from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes = dict.fromkeys(LINKS, 0)
+        self._seconds = dict.fromkeys(LINKS, 0.0)
+        self.hits = 0
+        self.misses = 0
+        self.stalls = 0
+        self.stall_seconds = 0.0
+
+    def add(self, link: str, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
+        """Count `size_bytes` moved and `seconds` busy on `link`."""
+        with self._lock:
+            self._bytes[link] += size_bytes
+            self._seconds[link] += seconds
+
+    def links(self) -> dict[str, LinkStats]:
+        """Return the links' totals."""
+        with self._lock:
+            return {name: LinkStats(self._bytes[name], self._seconds[name]) for name in LINKS}
