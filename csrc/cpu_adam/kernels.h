@@ -1,0 +1,88 @@
+// What every instruction-set path offers: element kernels as pure functions over a range [begin, end) of raw
+// pointers.
+//
+// Guarantee: element i of a result depends on element i of the inputs and on the constants only, never on
+// where the range starts, its length, the alignment of the pointers, the thread that runs it or the
+// instruction set. The only reduction, sum_of_squares_chunk, has a fixed order (see kSumBlock). Knows neither
+// threads (thread_pool.h) nor which path is best (dispatch.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace offload::cpu_adam {
+
+enum class Dtype : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+inline constexpr int kDtypes = 3;
+
+// Where the float32 master weight lives and what else is written. kSplit: upper half in the bfloat16
+// parameter, signed 16-bit remainder beside it. The others: a float32 array, and for kEmit* a 16-bit copy
+// written in the same pass.
+enum class Master : int { kSplit = 0, kFloat32 = 1, kEmitBfloat16 = 2, kEmitFloat16 = 3 };
+inline constexpr int kMasters = 4;
+
+// Elements handed out to a thread at a time; a multiple of kSumBlock.
+inline constexpr std::size_t kChunk = 64 * 1024;
+// sum_of_squares: inside a block of kSumBlock elements, element j is added to lane j % kSumLanes in rising
+// order, the lanes are combined as a binary tree (lane k += lane k + 16, + 8, ... + 1), blocks are added in
+// rising order.
+inline constexpr std::size_t kSumBlock = 4096;
+inline constexpr std::size_t kSumLanes = 32;
+
+// One optimizer step over flat arrays. Constants are rounded once from double.
+//   g  = grad * grad_scale                      (decoupled == false: g += weight_decay * p)
+//   m += one_minus_beta1 * (g - m)
+//   v += one_minus_beta2 * (g * g - v)
+//   p  = p * decay + neg_step * (m / (sqrt(v) * inv_sqrt_bc2 + eps))
+struct AdamArgs {
+    const void* grad;      // (numel,) grad dtype
+    std::uint16_t* param;  // (numel,) bfloat16 bits, kSplit only
+    void* master;          // (numel,) float32, or int16 for kSplit
+    float* exp_avg;        // (numel,) float32
+    float* exp_avg_sq;     // (numel,) float32
+    std::uint16_t* emit;   // (numel,) bfloat16 or float16 bits, kEmit* only
+    float one_minus_beta1;
+    float one_minus_beta2;
+    float eps;
+    float neg_step;
+    float inv_sqrt_bc2;
+    float decay;         // decoupled only
+    float weight_decay;  // not decoupled only
+    float grad_scale;
+};
+
+struct SquareSum {
+    double sum;
+    std::int64_t non_finite;  // elements that are infinite or NaN
+};
+
+using AdamKernel = void (*)(const AdamArgs& args, std::size_t begin, std::size_t end);
+using SumKernel = SquareSum (*)(const void* x, std::size_t begin, std::size_t end);
+// src is read, dst is written or updated, at the same element indices.
+using UnaryKernel = void (*)(const void* src, void* dst, std::size_t begin, std::size_t end);
+using SplitKernel = void (*)(const float* src, std::uint16_t* param, std::int16_t* remainder,
+                             std::size_t begin, std::size_t end);
+using JoinKernel = void (*)(const std::uint16_t* param, const std::int16_t* remainder, float* dst,
+                            std::size_t begin, std::size_t end);
+using StreamKernel = void (*)(float* a, float* b, float* c, float* d, std::size_t begin, std::size_t end);
+
+struct Kernels {
+    AdamKernel adam[2][kDtypes][kMasters];  // [decoupled][gradient dtype][master]
+    SumKernel sum_of_squares[kDtypes];      // begin is a multiple of kSumBlock
+    UnaryKernel accumulate[kDtypes];        // float32 dst += src
+    UnaryKernel accumulate_same[kDtypes];   // dst = round_to_nearest_even(dst + src)
+    UnaryKernel convert[kDtypes][kDtypes];  // [from][to]
+    SplitKernel split;
+    JoinKernel join;
+    StreamKernel stream;  // reads and writes four arrays in place: the memory roofline of the benchmark
+};
+
+const Kernels& scalar_kernels();
+#if defined(OFFLOAD_HAVE_AVX2)
+const Kernels& avx2_kernels();
+#endif
+#if defined(OFFLOAD_HAVE_AVX512)
+const Kernels& avx512_kernels();
+#endif
+
+}  // namespace offload::cpu_adam

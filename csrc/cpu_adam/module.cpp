@@ -1,0 +1,216 @@
+// Python face of the kernels: addresses are integers, checked in offload/cpu_adam.py. Every call releases the
+// GIL.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "dispatch.h"
+#include "float_env.h"
+#include "kernels.h"
+#include "thread_pool.h"
+
+namespace py = pybind11;
+
+namespace offload::cpu_adam {
+namespace {
+
+using Address = std::uintptr_t;
+
+template <typename T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+int checked(int value, int count, const char* name) {
+    if (value < 0 || value >= count) {
+        throw std::invalid_argument(std::string(name) + ": expected 0 to " + std::to_string(count - 1) +
+                                    " but got " + std::to_string(value) +
+                                    "; use offload.cpu_adam, which names the values");
+    }
+    return value;
+}
+
+// body(begin, end) over chunks of [0, numel) on all threads, with the wanted floating-point environment in
+// each.
+template <typename Body>
+void for_chunks(std::size_t numel, Subnormals subnormals, Body&& body) {
+    auto chunk = [&](std::size_t index) {
+        const FloatEnv env(subnormals);
+        const std::size_t begin = index * kChunk;
+        body(begin, std::min(begin + kChunk, numel));
+    };
+    parallel_for((numel + kChunk - 1) / kChunk, chunk);
+}
+
+void adam_step(std::size_t numel, Address grad, int grad_dtype, Address param, Address master,
+               int master_kind, Address exp_avg, Address exp_avg_sq, Address emit, bool decoupled,
+               double one_minus_beta1, double one_minus_beta2, double eps, double neg_step,
+               double inv_sqrt_bc2, double decay, double weight_decay, double grad_scale) {
+    const AdamKernel kernel = active_path().kernels->adam[decoupled ? 1 : 0][checked(
+        grad_dtype, kDtypes, "grad_dtype")][checked(master_kind, kMasters, "master_kind")];
+    AdamArgs args;
+    args.grad = at<const void>(grad);
+    args.param = at<std::uint16_t>(param);
+    args.master = at<void>(master);
+    args.exp_avg = at<float>(exp_avg);
+    args.exp_avg_sq = at<float>(exp_avg_sq);
+    args.emit = at<std::uint16_t>(emit);
+    const FloatEnv env(Subnormals::kKeep);  // the rounding of the constants is the environment's too
+    args.one_minus_beta1 = static_cast<float>(one_minus_beta1);
+    args.one_minus_beta2 = static_cast<float>(one_minus_beta2);
+    args.eps = static_cast<float>(eps);
+    args.neg_step = static_cast<float>(neg_step);
+    args.inv_sqrt_bc2 = static_cast<float>(inv_sqrt_bc2);
+    args.decay = static_cast<float>(decay);
+    args.weight_decay = static_cast<float>(weight_decay);
+    args.grad_scale = static_cast<float>(grad_scale);
+    for_chunks(numel, Subnormals::kFlush,
+               [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
+}
+
+std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std::size_t numel) {
+    // Chunk sums are added in rising order; a fixed number of them at a time, so that nothing is allocated.
+    constexpr std::size_t kChunks = 1024;
+    const SumKernel kernel = active_path().kernels->sum_of_squares[checked(dtype, kDtypes, "dtype")];
+    const void* x = at<const void>(address);
+    SquareSum chunks[kChunks];
+    SquareSum total{0.0, 0};
+    for (std::size_t base = 0; base < numel; base += kChunks * kChunk) {
+        const std::size_t length = std::min(numel - base, kChunks * kChunk);
+        for_chunks(length, Subnormals::kFlush, [&](std::size_t begin, std::size_t end) {
+            chunks[begin / kChunk] = kernel(x, base + begin, base + end);
+        });
+        for (std::size_t i = 0; i * kChunk < length; ++i) {
+            total.sum += chunks[i].sum;
+            total.non_finite += chunks[i].non_finite;
+        }
+    }
+    if (total.sum != total.sum) {
+        total.sum = std::numeric_limits<double>::quiet_NaN();
+    }
+    return {total.sum, total.non_finite};
+}
+
+void run_unary(UnaryKernel kernel, Address src, Address dst, std::size_t numel) {
+    for_chunks(numel, Subnormals::kKeep, [&](std::size_t begin, std::size_t end) {
+        kernel(at<const void>(src), at<void>(dst), begin, end);
+    });
+}
+
+void accumulate(Address acc, Address grad, int grad_dtype, std::size_t numel) {
+    run_unary(active_path().kernels->accumulate[checked(grad_dtype, kDtypes, "grad_dtype")], grad, acc,
+              numel);
+}
+
+void accumulate_same(Address acc, Address grad, int dtype, std::size_t numel) {
+    run_unary(active_path().kernels->accumulate_same[checked(dtype, kDtypes, "dtype")], grad, acc, numel);
+}
+
+void convert(Address src, int src_dtype, Address dst, int dst_dtype, std::size_t numel) {
+    run_unary(active_path().kernels->convert[checked(src_dtype, kDtypes, "src_dtype")]
+                                            [checked(dst_dtype, kDtypes, "dst_dtype")],
+              src, dst, numel);
+}
+
+void split_master(Address src, Address param, Address remainder, std::size_t numel) {
+    const SplitKernel kernel = active_path().kernels->split;
+    for_chunks(numel, Subnormals::kKeep, [&](std::size_t begin, std::size_t end) {
+        kernel(at<const float>(src), at<std::uint16_t>(param), at<std::int16_t>(remainder), begin, end);
+    });
+}
+
+void join_master(Address param, Address remainder, Address dst, std::size_t numel) {
+    const JoinKernel kernel = active_path().kernels->join;
+    for_chunks(numel, Subnormals::kKeep, [&](std::size_t begin, std::size_t end) {
+        kernel(at<const std::uint16_t>(param), at<const std::int16_t>(remainder), at<float>(dst), begin, end);
+    });
+}
+
+void stream_in_place(Address a, Address b, Address c, Address d, std::size_t numel) {
+    const StreamKernel kernel = active_path().kernels->stream;
+    for_chunks(numel, Subnormals::kFlush, [&](std::size_t begin, std::size_t end) {
+        kernel(at<float>(a), at<float>(b), at<float>(c), at<float>(d), begin, end);
+    });
+}
+
+// Float32 bit patterns in [begin, end) that split and join do not give back: themselves, or 0x7fc00000 for a
+// NaN; or whose upper half is not of the pattern's class (finite numbers of at least 2^127 * (2 - 2^-8) round
+// to infinity).
+std::int64_t count_split_failures(std::uint64_t first, std::uint64_t last) {
+    const Kernels& kernels = *active_path().kernels;
+    std::atomic<std::int64_t> failures{0};
+    constexpr std::uint32_t kMagnitude = 0x7fffffffu;
+    constexpr std::uint32_t kInfinity = 0x7f800000u;
+    constexpr std::size_t kBatch = 4096;
+    for_chunks(last - first, Subnormals::kKeep, [&](std::size_t begin, std::size_t end) {
+        float values[kBatch];
+        float joined[kBatch];
+        std::uint16_t param[kBatch];
+        std::int16_t remainder[kBatch];
+        std::int64_t bad = 0;
+        for (std::size_t base = begin; base < end; base += kBatch) {
+            const std::size_t n = std::min(kBatch, end - base);
+            for (std::size_t k = 0; k < n; ++k) {
+                values[k] = __builtin_bit_cast(float, static_cast<std::uint32_t>(first + base + k));
+            }
+            kernels.split(values, param, remainder, 0, n);
+            kernels.join(param, remainder, joined, 0, n);
+            for (std::size_t k = 0; k < n; ++k) {
+                const std::uint32_t u = static_cast<std::uint32_t>(first + base + k);
+                const std::uint32_t upper = std::uint32_t{param[k]} << 16;
+                const bool nan = (u & kMagnitude) > kInfinity;
+                const std::uint32_t want = nan ? 0x7fc00000u : u;
+                const bool upper_nan = (upper & kMagnitude) > kInfinity;
+                const bool upper_infinite = (upper & kMagnitude) == kInfinity;
+                const bool to_infinity = !nan && (u & kMagnitude) >= 0x7f7f8000u;
+                const bool same_sign = nan || ((upper ^ u) & ~kMagnitude) == 0;
+                bad += __builtin_bit_cast(std::uint32_t, joined[k]) != want || upper_nan != nan ||
+                       upper_infinite != to_infinity || !same_sign;
+            }
+        }
+        failures.fetch_add(bad, std::memory_order_relaxed);
+    });
+    return failures.load();
+}
+
+}  // namespace
+}  // namespace offload::cpu_adam
+
+PYBIND11_MODULE(_cpu_adam, m) {
+    using namespace offload::cpu_adam;
+    using Release = py::call_guard<py::gil_scoped_release>;
+    m.doc() = "CPU optimizer kernels on raw addresses; use offload.cpu_adam, which checks its arguments.";
+    m.def("adam_step", &adam_step, py::kw_only(), py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"),
+          py::arg("param"), py::arg("master"), py::arg("master_kind"), py::arg("exp_avg"),
+          py::arg("exp_avg_sq"), py::arg("emit"), py::arg("decoupled"), py::arg("one_minus_beta1"),
+          py::arg("one_minus_beta2"), py::arg("eps"), py::arg("neg_step"), py::arg("inv_sqrt_bc2"),
+          py::arg("decay"), py::arg("weight_decay"), py::arg("grad_scale"), Release());
+    m.def("sum_of_squares", &sum_of_squares, py::arg("address"), py::arg("dtype"), py::arg("numel"),
+          Release());
+    m.def("accumulate", &accumulate, py::arg("acc"), py::arg("grad"), py::arg("grad_dtype"), py::arg("numel"),
+          Release());
+    m.def("accumulate_same", &accumulate_same, py::arg("acc"), py::arg("grad"), py::arg("dtype"),
+          py::arg("numel"), Release());
+    m.def("convert", &convert, py::arg("src"), py::arg("src_dtype"), py::arg("dst"), py::arg("dst_dtype"),
+          py::arg("numel"), Release());
+    m.def("split_master", &split_master, py::arg("src"), py::arg("param"), py::arg("remainder"),
+          py::arg("numel"), Release());
+    m.def("join_master", &join_master, py::arg("param"), py::arg("remainder"), py::arg("dst"),
+          py::arg("numel"), Release());
+    m.def("stream_in_place", &stream_in_place, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("d"),
+          py::arg("numel"), Release());
+    m.def("count_split_failures", &count_split_failures, py::arg("first"), py::arg("last"), Release());
+    m.def("set_num_threads", &set_num_threads, py::arg("count"));
+    m.def("num_threads", &num_threads);
+    m.def("isa", [] { return std::string(active_path().name); });
+    m.def("available_isas", &available_isas);
+    m.def("force_isa", &force_isa, py::arg("name"));
+}

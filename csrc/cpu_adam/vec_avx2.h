@@ -1,0 +1,70 @@
+// Eight elements at a time: AVX2, FMA and F16C. Included by kernels_avx2.cpp only, inside its anonymous
+// namespace.
+struct Vec {
+    static constexpr std::size_t kWidth = 8;
+    static constexpr std::size_t kAccumulators = 2;
+    using F = __m256;
+    using U = __m256i;
+    using D = __m256d;
+
+    static F set(float x) { return _mm256_set1_ps(x); }
+    static U setu(std::uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+    static __m128i load_half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+    static U load_u16(const std::uint16_t* p) { return _mm256_cvtepu16_epi32(load_half(p)); }
+    static U load_s16(const std::int16_t* p) { return _mm256_cvtepi16_epi32(load_half(p)); }
+    static __m128i narrow(U x) {  // low 16 bits of each
+        const __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
+        return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    }
+    static void store_u16(std::uint16_t* p, U x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+    }
+    static void stream_u16(std::uint16_t* p, U x) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+    }
+
+    static U bits(F x) { return _mm256_castps_si256(x); }
+    static F real(U x) { return _mm256_castsi256_ps(x); }
+    static U add(U a, U b) { return _mm256_add_epi32(a, b); }
+    static U band(U a, U b) { return _mm256_and_si256(a, b); }
+    template <int N>
+    static U shl(U a) {
+        return _mm256_slli_epi32(a, N);
+    }
+    template <int N>
+    static U shr(U a) {
+        return _mm256_srli_epi32(a, N);
+    }
+
+    static F addf(F a, F b) { return _mm256_add_ps(a, b); }
+    static F subf(F a, F b) { return _mm256_sub_ps(a, b); }
+    static F mulf(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F divf(F a, F b) { return _mm256_div_ps(a, b); }
+    static F sqrtf(F a) { return _mm256_sqrt_ps(a); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
+    static F canonical_nan(F x) {
+        return _mm256_blendv_ps(x, real(setu(0x7fc00000u)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    }
+
+    static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load_half(p)); }
+    static __m128i to_f16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+    static void store_f16(std::uint16_t* p, F x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_f16(x));
+    }
+    static void stream_f16(std::uint16_t* p, F x) {
+        _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_f16(x));
+    }
+
+    static D zero() { return _mm256_setzero_pd(); }
+    static void add_squares(D* acc, F x) {
+        const D low = _mm256_cvtps_pd(_mm256_castps256_ps128(x));
+        const D high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
+        acc[0] = _mm256_fmadd_pd(low, low, acc[0]);
+        acc[1] = _mm256_fmadd_pd(high, high, acc[1]);
+    }
+    static void store_d(double* p, D x) { _mm256_storeu_pd(p, x); }
+    static void fence() { _mm_sfence(); }
+};

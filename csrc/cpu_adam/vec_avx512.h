@@ -1,0 +1,67 @@
+// Sixteen elements at a time: AVX-512 F, BW, DQ and VL. Included by kernels_avx512.cpp only, inside its
+// anonymous namespace.
+struct Vec {
+    static constexpr std::size_t kWidth = 16;
+    static constexpr std::size_t kAccumulators = 2;
+    using F = __m512;
+    using U = __m512i;
+    using D = __m512d;
+
+    static F set(float x) { return _mm512_set1_ps(x); }
+    static U setu(std::uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+    static F load(const float* p) { return _mm512_loadu_ps(p); }
+    static void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+    static __m256i load_half(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+    static U load_u16(const std::uint16_t* p) { return _mm512_cvtepu16_epi32(load_half(p)); }
+    static U load_s16(const std::int16_t* p) { return _mm512_cvtepi16_epi32(load_half(p)); }
+    static __m256i narrow(U x) { return _mm512_cvtepi32_epi16(x); }  // low 16 bits of each
+    static void store_u16(std::uint16_t* p, U x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x));
+    }
+    static void stream_u16(std::uint16_t* p, U x) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x));
+    }
+
+    static U bits(F x) { return _mm512_castps_si512(x); }
+    static F real(U x) { return _mm512_castsi512_ps(x); }
+    static U add(U a, U b) { return _mm512_add_epi32(a, b); }
+    static U band(U a, U b) { return _mm512_and_si512(a, b); }
+    template <int N>
+    static U shl(U a) {
+        return _mm512_slli_epi32(a, N);
+    }
+    template <int N>
+    static U shr(U a) {
+        return _mm512_srli_epi32(a, N);
+    }
+
+    static F addf(F a, F b) { return _mm512_add_ps(a, b); }
+    static F subf(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mulf(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F divf(F a, F b) { return _mm512_div_ps(a, b); }
+    static F sqrtf(F a) { return _mm512_sqrt_ps(a); }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
+    static F canonical_nan(F x) {
+        return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), real(setu(0x7fc00000u)));
+    }
+
+    static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }
+    static __m256i to_f16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+    static void store_f16(std::uint16_t* p, F x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_f16(x));
+    }
+    static void stream_f16(std::uint16_t* p, F x) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_f16(x));
+    }
+
+    static D zero() { return _mm512_setzero_pd(); }
+    static void add_squares(D* acc, F x) {
+        const D low = _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+        const D high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+        acc[0] = _mm512_fmadd_pd(low, low, acc[0]);
+        acc[1] = _mm512_fmadd_pd(high, high, acc[1]);
+    }
+    static void store_d(double* p, D x) { _mm512_storeu_pd(p, x); }
+    static void fence() { _mm_sfence(); }
+};
