@@ -10,8 +10,9 @@
 
 namespace offload::cpu_adam {
 namespace {
-#include "kernels_impl.h"
 #include "vec_avx512.h"
+// then what is written over it
+#include "kernels_impl.h"
 }  // namespace
 
 const Kernels& avx512_kernels() {

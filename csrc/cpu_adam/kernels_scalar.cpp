@@ -8,8 +8,9 @@
 
 namespace offload::cpu_adam {
 namespace {
-#include "kernels_impl.h"
 #include "vec_scalar.h"
+// then what is written over it
+#include "kernels_impl.h"
 }  // namespace
 
 const Kernels& scalar_kernels() {
