@@ -7,8 +7,8 @@ CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload
 REPORT ?= finetune-report
 
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt scripts/setup_venv.sh scripts/fetch_deb.py \
-           $(wildcard cmake/*) $(shell find csrc -type f)
-CXX_SOURCES = $(shell find csrc -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.inc' \))
+           $(shell find csrc -type f)
+CXX_SOURCES = $(shell find csrc -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' \))
 TYPED := $(wildcard offload swap scripts)
 
 .DEFAULT_GOAL := help

@@ -36,20 +36,20 @@ say "installing the packages pinned in constraints.txt"
 pip install --quiet --constraint constraints.txt scikit-build-core pybind11 cmake ninja
 
 root=""
-ignore=OFF
+io_uring=ON
 if [ -n "${OFFLOAD_NO_LIBURING:-}" ]; then
-    ignore=ON
+    io_uring=OFF
     say "liburing: left out as asked (OFFLOAD_NO_LIBURING): the thread engine is built"
 elif [ -z "${OFFLOAD_IGNORE_SYSTEM_LIBURING:-}" ] &&
     printf '#include <liburing.h>\nint main() { return io_uring_queue_init == nullptr; }\n' |
     "${CXX:-c++}" -x c++ - -o /dev/null -luring 2>/dev/null; then
     say "liburing: the system's"
 else
-    ignore=ON
     if [ -d build/liburing ] || "$python" scripts/fetch_deb.py build/liburing liburing-dev liburing2; then
         root=$PWD/build/liburing
         say "liburing: unpacked in build/liburing"
     else
+        io_uring=OFF
         say "liburing: not in the system and not fetchable with apt: the thread engine is built (as fast, at more CPU time)"
     fi
 fi
@@ -59,7 +59,7 @@ log=build/extensions.log
 mkdir -p build
 if ! pip install --no-build-isolation --constraint constraints.txt \
     --config-settings=cmake.define.OFFLOAD_LIBURING_ROOT="$root" \
-    --config-settings=cmake.define.OFFLOAD_IGNORE_SYSTEM_LIBURING="$ignore" \
+    --config-settings=cmake.define.OFFLOAD_WITH_IO_URING="$io_uring" \
     --editable '.[hf,finetune,test,dev]' >"$log" 2>&1; then
     tail -n 60 "$log" >&2
     echo "set-up failed; the whole log is in $log" >&2

@@ -208,7 +208,7 @@ def test_every_duty_has_one_home() -> None:
 
 def test_native_code_knows_no_torch() -> None:
     pattern = re.compile(r"#\s*include\s*[<\"](torch|ATen|c10)/")
-    files = [path for ext in ("*.cpp", "*.hpp", "*.h") for path in (ROOT / "csrc").rglob(ext)]
+    files = [path for ext in ("*.cc", "*.cpp", "*.h") for path in (ROOT / "csrc").rglob(ext)]
     assert [str(path) for path in files if pattern.search(path.read_text(encoding="utf-8"))] == []
 
 
