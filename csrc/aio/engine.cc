@@ -1,0 +1,119 @@
+#include "engine.h"
+
+#include <chrono>
+#include <cstdio>
+#include <utility>
+
+namespace swap_aio {
+
+OperationPtr Engine::submit(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length,
+                            bool urgent) {
+    auto operation = std::make_shared<Operation>(kind, fd, offset, address, length, urgent);
+    {
+        std::lock_guard<std::mutex> guard(mutex_);
+        if (closing_) return nullptr;
+        operation->id = next_id_++;
+        live_.emplace(operation->id, operation);
+        if (live_.size() > peak_in_flight_) peak_in_flight_ = live_.size();
+        Busy& b = busy(kind);
+        if (b.in_flight++ == 0) b.since_s = operation->submitted_s;
+    }
+    if (length == 0) {
+        finish(operation);
+    } else {
+        enqueue(operation);
+    }
+    return operation;
+}
+
+void Engine::finish(const OperationPtr& operation) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Busy& b = busy(operation->kind);
+    if (--b.in_flight == 0) b.counters.busy_s += monotonic_s() - b.since_s;
+    if (operation->error == 0) {
+        ++b.counters.operations;
+        b.counters.bytes += operation->length;
+    } else {
+        ++b.counters.errors;
+    }
+    live_.erase(operation->id);
+    operation->publish();
+    if (live_.empty()) idle_.notify_all();
+}
+
+void Engine::count(const TransferCounters& counters) {
+    if (counters.short_transfers != 0)
+        short_transfers_.fetch_add(counters.short_transfers, std::memory_order_relaxed);
+    if (counters.retries != 0) retries_.fetch_add(counters.retries, std::memory_order_relaxed);
+}
+
+Engine::Closing Engine::close(double timeout_s) {
+    bool stop_now = false;
+    {
+        std::unique_lock<std::mutex> guard(mutex_);
+        if (ended_) return {drained_, true};
+        closing_ = true;
+        const std::chrono::duration<double> limit(timeout_s);
+        drained_ = idle_.wait_for(guard, limit, [this] { return live_.empty(); }) && drained_;
+        stop_now = !std::exchange(stopped_, true);
+    }
+    if (stop_now) stop();
+    // Idle threads end at once; one that still waits for the kernel is given a moment, not for ever.
+    const bool ended = join(1.0);
+    std::lock_guard<std::mutex> guard(mutex_);
+    ended_ = ended_ || ended;
+    return {drained_, ended_};
+}
+
+bool Engine::register_buffer(char*, std::size_t) { return false; }
+void Engine::unregister_buffer(char*) {}
+bool Engine::register_file(int) { return false; }
+void Engine::unregister_file(int) {}
+
+Counters Engine::counters() const {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Counters counters;
+    const double now_s = monotonic_s();
+    counters.reads = reads_.counters;
+    counters.writes = writes_.counters;
+    if (reads_.in_flight != 0) counters.reads.busy_s += now_s - reads_.since_s;
+    if (writes_.in_flight != 0) counters.writes.busy_s += now_s - writes_.since_s;
+    counters.in_flight = live_.size();
+    counters.peak_in_flight = peak_in_flight_;
+    counters.short_transfers = short_transfers_.load(std::memory_order_relaxed);
+    counters.retries = retries_.load(std::memory_order_relaxed);
+    return counters;
+}
+
+std::string Engine::dump() const {
+    constexpr int kShown = 8;
+    std::lock_guard<std::mutex> guard(mutex_);
+    const double now_s = monotonic_s();
+    char line[200];
+    std::snprintf(line, sizeof line, "engine %s%s: %zu operations in flight (%llu reads, %llu writes)",
+                  name(), closing_ ? " (closing)" : "", live_.size(),
+                  static_cast<unsigned long long>(reads_.in_flight),
+                  static_cast<unsigned long long>(writes_.in_flight));
+    std::string text = line;
+    int shown = 0;
+    for (const auto& [id, operation] : live_) {
+        if (shown++ == kShown) {
+            text += "\n  ...";
+            break;
+        }
+        std::snprintf(line, sizeof line, "\n  #%llu %s%s fd %d offset %lld length %zu, %.3f s old",
+                      static_cast<unsigned long long>(id), operation->kind == Kind::kRead ? "read" : "write",
+                      operation->urgent ? " urgent" : "", operation->fd,
+                      static_cast<long long>(operation->offset), operation->length,
+                      now_s - operation->submitted_s);
+        text += line;
+    }
+    return text;
+}
+
+#ifndef OFFLOAD_HAVE_LIBURING
+std::unique_ptr<Engine> make_uring_engine(const Settings&) { return nullptr; }
+std::string uring_refusal() { return "built without liburing"; }
+#endif
+
+}  // namespace swap_aio

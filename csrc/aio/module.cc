@@ -1,0 +1,303 @@
+// What Python sees: one thin layer.  Checks arguments, releases the GIL, refuses to touch an engine after a
+// fork.
+//
+// Owns: the life of an engine under Python's rules (destructors that must neither hang nor throw).
+// Must not know: anything about stores, keys, alignment rules; swap/aio.py gives types and error texts.
+#include <pybind11/pybind11.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "engine.h"
+#include "files.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using swap_aio::Counters;
+using swap_aio::Engine;
+using swap_aio::Fault;
+using swap_aio::FaultAction;
+using swap_aio::Kind;
+using swap_aio::OperationPtr;
+using swap_aio::Settings;
+
+constexpr double kSignalCheckS = 0.1;     // Ctrl-C is noticed this often during a wait
+constexpr double kDestructorWaitS = 5.0;  // an engine that was not closed gets this long
+
+[[noreturn]] void raise_os_error(int errno_value, const std::string& text) {
+    py::object error = py::reinterpret_borrow<py::object>(PyExc_OSError)(errno_value, text);
+    PyErr_SetObject(PyExc_OSError, error.ptr());
+    throw py::error_already_set();
+}
+
+[[noreturn]] void raise_forked() {
+    raise_os_error(ECHILD,
+                   "asynchronous I/O engine: it belongs to the parent process; open a new one after fork()");
+}
+
+// An operation and the process it belongs to.
+class PyOperation {
+  public:
+    explicit PyOperation(OperationPtr operation) : operation_(std::move(operation)), pid_(::getpid()) {}
+
+    bool done() const { return operation_->done(); }
+
+    bool wait(double timeout_s) const {
+        if (operation_->done()) return true;
+        if (::getpid() != pid_) raise_forked();
+        const double deadline_s = swap_aio::monotonic_s() + timeout_s;
+        for (;;) {
+            const double left_s = deadline_s - swap_aio::monotonic_s();
+            bool done;
+            {
+                py::gil_scoped_release release;
+                done = operation_->wait(std::clamp(left_s, 0.0, kSignalCheckS));
+            }
+            if (done) return true;
+            if (left_s <= 0) return false;
+            if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        }
+    }
+
+    int error() const { return operation_->done() ? operation_->error : 0; }
+    std::int64_t error_offset() const { return operation_->done() ? operation_->error_offset : 0; }
+    std::size_t error_length() const { return operation_->done() ? operation_->error_length : 0; }
+
+  private:
+    OperationPtr operation_;
+    pid_t pid_;
+};
+
+class PyEngine {
+  public:
+    PyEngine(const std::string& name, unsigned queue_depth, std::size_t block_bytes, unsigned threads)
+        : pid_(::getpid()) {
+        if (queue_depth < 1 || queue_depth > 4096)
+            throw py::value_error("queue_depth: expected 1 to 4096 but got " + std::to_string(queue_depth));
+        if (threads < 1 || threads > 256)
+            throw py::value_error("threads: expected 1 to 256 but got " + std::to_string(threads));
+        if (block_bytes < 4096 || block_bytes % 4096 != 0 || block_bytes > (std::size_t{1} << 30))
+            throw py::value_error("block_bytes: expected a multiple of 4096 up to 1 GiB but got " +
+                                  std::to_string(block_bytes));
+        const Settings settings{queue_depth, block_bytes, threads};
+        int refused = 0;
+        std::string reason;
+        {
+            py::gil_scoped_release release;
+            try {
+                if (name == "io_uring")
+                    engine_ = swap_aio::make_uring_engine(settings);
+                else if (name == "threads")
+                    engine_ = swap_aio::make_thread_engine(settings);
+                if (engine_ == nullptr) refused = EOPNOTSUPP, reason = name + ": not in this build";
+            } catch (const std::system_error& error) {
+                refused = error.code().value();
+                reason = error.what();
+            }
+        }
+        if (refused != 0) raise_os_error(refused, reason);
+    }
+
+    PyEngine(const PyEngine&) = delete;
+    PyEngine& operator=(const PyEngine&) = delete;
+
+    ~PyEngine() {
+        if (engine_ == nullptr) return;
+        // In a forked child the threads do not exist and the locks may be held for ever: leave everything as
+        // it is.
+        if (::getpid() != pid_) {
+            (void)engine_.release();
+            return;
+        }
+        py::gil_scoped_release release;
+        if (!engine_->close(kDestructorWaitS).ended) (void)engine_.release();
+        engine_.reset();
+    }
+
+    std::string name() const { return engine_->name(); }
+
+    PyOperation submit(bool write, int fd, std::int64_t offset, std::uintptr_t address, std::size_t length,
+                       bool urgent) {
+        Engine& engine = own();
+        if (fd < 0) throw py::value_error("fd: expected a file descriptor but got " + std::to_string(fd));
+        if (offset < 0)
+            throw py::value_error("offset: expected 0 or more bytes but got " + std::to_string(offset));
+        if (address == 0 && length != 0)
+            throw py::value_error("address: expected memory but got a null pointer");
+        if (length > static_cast<std::size_t>(INT64_MAX - offset) || length > UINTPTR_MAX - address)
+            throw py::value_error("length: the range ends beyond the address space: " +
+                                  std::to_string(length));
+        OperationPtr operation;
+        {
+            py::gil_scoped_release release;
+            operation = engine.submit(write ? Kind::kWrite : Kind::kRead, fd, offset,
+                                      reinterpret_cast<char*>(address), length, urgent);
+        }
+        if (operation == nullptr) raise_os_error(EBADF, "asynchronous I/O engine: it is closed");
+        return PyOperation(std::move(operation));
+    }
+
+    bool register_buffer(std::uintptr_t address, std::size_t length) {
+        Engine& engine = own();
+        if (address == 0 || length == 0 || length > UINTPTR_MAX - address)
+            throw py::value_error("register_buffer: expected memory but got an empty or impossible range");
+        py::gil_scoped_release release;
+        return engine.register_buffer(reinterpret_cast<char*>(address), length);
+    }
+    void unregister_buffer(std::uintptr_t address) {
+        Engine& engine = own();
+        py::gil_scoped_release release;
+        engine.unregister_buffer(reinterpret_cast<char*>(address));
+    }
+    bool register_file(int fd) {
+        Engine& engine = own();
+        py::gil_scoped_release release;
+        return engine.register_file(fd);
+    }
+    void unregister_file(int fd) {
+        Engine& engine = own();
+        py::gil_scoped_release release;
+        engine.unregister_file(fd);
+    }
+
+    void plan_fault(const std::string& action, std::uint64_t nth, bool forever, bool reads, bool writes,
+                    int errno_value, std::size_t short_bytes, double delay_s) {
+        Fault fault;
+        if (action == "fail")
+            fault.action = FaultAction::kFail;
+        else if (action == "short")
+            fault.action = FaultAction::kShort;
+        else if (action == "hang")
+            fault.action = FaultAction::kHang;
+        else if (action == "delay")
+            fault.action = FaultAction::kDelay;
+        else
+            throw py::value_error("fault action: expected fail, short, hang or delay but got " + action);
+        if (nth < 1) throw py::value_error("fault nth: expected 1 or more but got 0");
+        if (fault.action == FaultAction::kFail && errno_value <= 0)
+            throw py::value_error("fault errno: expected a positive number but got " +
+                                  std::to_string(errno_value));
+        if (!(delay_s >= 0 && delay_s < 1e6))
+            throw py::value_error("fault delay_s: expected 0 to 1e6 seconds");
+        fault.nth = nth;
+        fault.forever = forever;
+        fault.reads = reads;
+        fault.writes = writes;
+        fault.errno_value = errno_value;
+        fault.short_bytes = short_bytes;
+        fault.delay_s = delay_s;
+        own().faults.plan(fault);
+    }
+    void clear_faults() { own().faults.clear(); }
+
+    // (drained, ended), see Engine::Closing.
+    py::tuple close(double timeout_s) {
+        Engine::Closing closing;
+        if (::getpid() == pid_) {
+            py::gil_scoped_release release;
+            closing = engine_->close(std::clamp(timeout_s, 0.0, 1e6));
+        }
+        return py::make_tuple(closing.drained, closing.ended);
+    }
+
+    void abandon_in_child() {
+        if (::getpid() != pid_) engine_->abandon_in_child();
+    }
+
+    py::dict counters() {
+        const Counters counters = own().counters();
+        py::dict out;
+        const auto add = [&](const char* prefix, const swap_aio::KindCounters& kind) {
+            const std::string p = prefix;
+            out[py::str(p + "s")] = kind.operations;
+            out[py::str(p + "_bytes")] = kind.bytes;
+            out[py::str(p + "_errors")] = kind.errors;
+            out[py::str(p + "_seconds")] = kind.busy_s;
+        };
+        add("read", counters.reads);
+        add("write", counters.writes);
+        out["in_flight"] = counters.in_flight;
+        out["peak_in_flight"] = counters.peak_in_flight;
+        out["short_transfers"] = counters.short_transfers;
+        out["retries"] = counters.retries;
+        return out;
+    }
+
+    std::string dump() {
+        if (::getpid() != pid_) return "engine of the parent process";
+        py::gil_scoped_release release;
+        return engine_->dump();
+    }
+
+  private:
+    Engine& own() {
+        if (::getpid() != pid_) raise_forked();
+        return *engine_;
+    }
+
+    std::unique_ptr<Engine> engine_;
+    pid_t pid_;
+};
+
+py::dict file_facts(int fd) {
+    swap_aio::FileFacts facts;
+    if (const int error = swap_aio::file_facts(fd, facts)) raise_os_error(error, "file_facts");
+    py::dict out;
+    out["memory_alignment"] = facts.memory_alignment;
+    out["offset_alignment"] = facts.offset_alignment;
+    out["alignment_known"] = facts.alignment_known;
+    out["in_memory"] = facts.in_memory;
+    return out;
+}
+
+int preallocate(int fd, std::int64_t length) {
+    if (length <= 0) throw py::value_error("preallocate: expected a positive length");
+    py::gil_scoped_release release;
+    return swap_aio::preallocate(fd, length);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_aio, m) {
+    m.doc() = "Asynchronous file I/O (io_uring or threads); use swap.aio, its typed face.";
+#ifdef OFFLOAD_HAVE_LIBURING
+    m.attr("BUILT_WITH_IO_URING") = true;
+#else
+    m.attr("BUILT_WITH_IO_URING") = false;
+#endif
+    m.def("uring_refusal", &swap_aio::uring_refusal, py::call_guard<py::gil_scoped_release>());
+    m.def("file_facts", &file_facts, py::arg("fd"));
+    m.def("preallocate", &preallocate, py::arg("fd"), py::arg("length"));
+
+    py::class_<PyOperation>(m, "Operation")
+        .def("done", &PyOperation::done)
+        .def("wait", &PyOperation::wait, py::arg("timeout_s"))
+        .def_property_readonly("error", &PyOperation::error)
+        .def_property_readonly("error_offset", &PyOperation::error_offset)
+        .def_property_readonly("error_length", &PyOperation::error_length);
+
+    py::class_<PyEngine>(m, "Engine")
+        .def(py::init<const std::string&, unsigned, std::size_t, unsigned>(), py::arg("name"),
+             py::arg("queue_depth"), py::arg("block_bytes"), py::arg("threads"))
+        .def_property_readonly("name", &PyEngine::name)
+        .def("submit", &PyEngine::submit, py::arg("write"), py::arg("fd"), py::arg("offset"),
+             py::arg("address"), py::arg("length"), py::arg("urgent"))
+        .def("register_buffer", &PyEngine::register_buffer, py::arg("address"), py::arg("length"))
+        .def("unregister_buffer", &PyEngine::unregister_buffer, py::arg("address"))
+        .def("register_file", &PyEngine::register_file, py::arg("fd"))
+        .def("unregister_file", &PyEngine::unregister_file, py::arg("fd"))
+        .def("plan_fault", &PyEngine::plan_fault, py::arg("action"), py::arg("nth"), py::arg("forever"),
+             py::arg("reads"), py::arg("writes"), py::arg("errno_value"), py::arg("short_bytes"),
+             py::arg("delay_s"))
+        .def("clear_faults", &PyEngine::clear_faults)
+        .def("close", &PyEngine::close, py::arg("timeout_s"))
+        .def("abandon_in_child", &PyEngine::abandon_in_child)
+        .def("counters", &PyEngine::counters)
+        .def("dump", &PyEngine::dump);
+}

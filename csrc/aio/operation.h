@@ -1,0 +1,63 @@
+// One read or write of one contiguous range, from submission to result.
+//
+// Owns: the request as the caller made it, its progress, its result, and the way to wait for it.
+// Must not know: rings, threads, Python.
+// Next: requests.h cuts operations into requests; engine.h moves them.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace swap_aio {
+
+enum class Kind : std::uint8_t { kRead, kWrite };
+
+/// Seconds of a monotonic clock.
+double monotonic_s();
+
+struct Operation {
+    Operation(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length, bool urgent);
+
+    /// True once the result below is final.
+    bool done() const { return state_.load(std::memory_order_acquire) != 0; }
+
+    /// Block until done or until `timeout_s` passed; returns done().  Never touches a lock, so that a forked
+    /// child that inherited the object cannot hang in its destructor.
+    bool wait(double timeout_s) const;
+
+    /// Publish the result and wake the waiters (called once, by Engine::finish).
+    void publish();
+
+    /// Record the first error of any of the operation's requests (called by the engine, before publish).
+    void fail(int errno_value, std::int64_t at_offset, std::size_t at_length);
+
+    const Kind kind;
+    const bool urgent;
+    const int fd;
+    const std::int64_t offset;
+    char* const address;
+    const std::size_t length;
+    const double submitted_s;
+    std::uint64_t id = 0;
+
+    // Progress: written by the engine only (its I/O thread, or under its mutex).
+    std::size_t chunks_issued = 0;
+    unsigned requests_in_flight = 0;
+    bool queued = false;
+
+    // Result: written before publish(), read after done().  error is 0 or a positive errno.
+    int error = 0;
+    std::int64_t error_offset = 0;
+    std::size_t error_length = 0;
+
+  private:
+    std::atomic<std::uint32_t> state_{0};
+};
+
+using OperationPtr = std::shared_ptr<Operation>;
+
+}  // namespace swap_aio

@@ -1,0 +1,79 @@
+// From operations to device requests: chunking, order, priorities, partial transfers.
+//
+// Owns: which request is issued next and what a request's result means.  Both engines use it, so both behave
+// alike. Must not know: how a request is carried out. Next: engine.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+
+#include "operation.h"
+
+namespace swap_aio {
+
+/// One piece of an operation, at most block_bytes long: what the kernel is asked for at a time.
+struct Request {
+    OperationPtr operation;
+    char* address = nullptr;
+    std::size_t length = 0;
+    std::int64_t offset = 0;
+    unsigned retries = 0;
+};
+
+enum class Next : std::uint8_t { kRetire, kReissue };
+
+struct TransferCounters {
+    std::uint64_t short_transfers = 0;
+    std::uint64_t retries = 0;
+};
+
+/// Take the result of one attempt (bytes, or -errno): move the request on, or record the operation's error.
+///
+/// A partial transfer continues with the rest; EINTR and EAGAIN are tried again, up to a limit; 0 bytes mean
+/// that the file ends before the range does and are an error (ENODATA).
+Next take_result(Request& request, std::int64_t result, TransferCounters& counters);
+
+/// The operations that wait for the device, in the order in which their requests go out.
+///
+/// Urgent before normal; within a priority reads and writes alternate (a mixed pattern is faster than two
+/// bursts), and within a kind first come, first served.  The requests of one operation go out even chunks
+/// first, odd chunks after: neighbours that the block layer would merge cost bandwidth.  Not thread-safe: the
+/// caller serialises.
+class RequestQueue {
+  public:
+    using Finish = std::function<void(const OperationPtr&)>;
+
+    RequestQueue(std::size_t block_bytes, Finish finish)
+        : block_bytes_(block_bytes), finish_(std::move(finish)) {}
+
+    void push(OperationPtr operation);
+
+    /// Next request to issue, or false when there is none.  The caller owes a retire() for each.
+    bool pop(Request& request);
+
+    /// A request is over (its operation may have failed).  Finishes the operation with its last request.
+    void retire(const Request& request);
+
+    /// Fail everything that was not issued yet.
+    void cancel(int errno_value);
+
+    bool empty() const;
+
+  private:
+    using Line = std::deque<OperationPtr>;
+
+    Line* next_line();
+    void leave(Line& line, const OperationPtr& operation);
+    std::size_t chunks_of(const Operation& operation) const {
+        return (operation.length + block_bytes_ - 1) / block_bytes_;
+    }
+
+    const std::size_t block_bytes_;
+    const Finish finish_;
+    Line lines_[2][2];  // [urgent][kind]
+    Kind last_kind_ = Kind::kWrite;
+};
+
+}  // namespace swap_aio

@@ -1,0 +1,42 @@
+"""Bytes between memory and NVMe: an asynchronous I/O engine and a copy-on-write swap store.
+
+Owns: the public names of the package. Stands on its own: no torch, no tensors, only addresses and lengths.
+Next: `store` (objects under keys), `aio` (raw reads and writes), `extents` (free space), `errors`.
+"""
+
+from swap.aio import (
+    Aio,
+    AioStats,
+    Fault,
+    FaultAction,
+    FaultTarget,
+    IoTicket,
+    Priority,
+    Ticket,
+    engines_available,
+    uring_refusal,
+)
+from swap.errors import SwapDeadlineError, SwapError, SwapFullError
+from swap.extents import Extent, ExtentAllocator
+from swap.store import StoreTicket, SwapStats, SwapStore
+
+__all__ = [
+    "Aio",
+    "AioStats",
+    "Extent",
+    "ExtentAllocator",
+    "Fault",
+    "FaultAction",
+    "FaultTarget",
+    "IoTicket",
+    "Priority",
+    "StoreTicket",
+    "SwapDeadlineError",
+    "SwapError",
+    "SwapFullError",
+    "SwapStats",
+    "SwapStore",
+    "Ticket",
+    "engines_available",
+    "uring_refusal",
+]

@@ -1,0 +1,482 @@
+"""Asynchronous reads and writes between raw memory and files: the typed face of the extension.
+
+Owns: the choice of the engine (io_uring, or threads where io_uring is missing or forbidden), argument checks,
+error texts, deadlines, behaviour after a fork and at exit.
+Must not know: extents, keys, which bytes matter; it moves what it is told to move.
+Next: `store` builds the swap store on one `Aio`; csrc/aio/engine.h is the other side.
+
+Example:
+    >>> aio = Aio()
+    >>> ticket = aio.write(fd, 0, address, length)   # returns at once; the memory must stay alive
+    >>> ticket.wait(None)                            # raises SwapError if the write failed
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno as _errno
+import os
+import threading
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from swap import _aio
+from swap.errors import SwapDeadlineError, SwapError, SwapFullError
+
+_ENGINE_VARIABLE = "OFFLOAD_AIO_ENGINE"
+_ENGINES = ("io_uring", "threads")
+
+_REMEDIES = {
+    _errno.EIO: "the device failed: look at the kernel log and replace or avoid the drive",
+    _errno.EINVAL: "direct I/O needs address, offset and length to be multiples of the file's alignment",
+    _errno.EFAULT: "the address range is not (or no longer) mapped memory",
+    _errno.EBADF: "the file is closed or was opened for another direction",
+    _errno.ENODATA: "the file ends before the range does: it was truncated or never that long",
+    _errno.ENOSPC: "free space on the file system or use another path",
+    _errno.EDQUOT: "raise the quota or use another path",
+    _errno.EROFS: "the file system became read-only: look at the kernel log",
+    _errno.ECANCELED: "the engine was closed before the operation finished",
+}
+
+
+class Priority(Enum):
+    """Order in which waiting operations go to the device: every urgent one before any normal one."""
+
+    NORMAL = "normal"
+    URGENT = "urgent"
+
+
+class FaultAction(Enum):
+    """What an injected fault does to the I/O that it hits."""
+
+    FAIL = "fail"
+    SHORT = "short"
+    HANG = "hang"
+    DELAY = "delay"
+
+
+class FaultTarget(Enum):
+    """Which I/Os an injected fault counts and hits."""
+
+    ANY = "any"
+    READS = "reads"
+    WRITES = "writes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A fault to inject into an engine, for tests: no root and no broken disk needed.
+
+    An I/O is one request to the device: at most ``block_bytes`` of an operation, and one more for each retry
+    or continuation after a partial transfer.
+
+    Attributes:
+        nth: which matching I/O is hit, counted from 1 since the fault was planned.
+        action: FAIL (result is `errno`), SHORT (at most `short_bytes` are transferred; 0 looks like the end
+            of the file), HANG (never completes) or DELAY (issued `delay_s` later).
+        errno: for FAIL.
+        short_bytes: for SHORT, bytes.
+        delay_s: for DELAY, seconds.
+        target: which I/Os count.
+        forever: hit every matching I/O from the nth on, not only the nth.
+    """
+
+    nth: int = 1
+    action: FaultAction = FaultAction.FAIL
+    errno: int = _errno.EIO
+    short_bytes: int = 0
+    delay_s: float = 0.0
+    target: FaultTarget = FaultTarget.ANY
+    forever: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AioStats:
+    """Counters of one engine since it was opened.
+
+    Attributes:
+        reads: operations that succeeded. Likewise `writes`.
+        read_bytes: bytes of those. Likewise `write_bytes`.
+        read_seconds: time with at least one read in flight. Likewise `write_seconds`.
+        read_errors: operations that failed. Likewise `write_errors`.
+        in_flight: operations submitted and not finished.
+        peak_in_flight: the most there were at a time.
+        short_transfers: partial transfers that were continued.
+        retries: requests repeated after EINTR or EAGAIN.
+    """
+
+    reads: int
+    read_bytes: int
+    read_errors: int
+    read_seconds: float
+    writes: int
+    write_bytes: int
+    write_errors: int
+    write_seconds: float
+    in_flight: int
+    peak_in_flight: int
+    short_transfers: int
+    retries: int
+
+
+class Ticket(Protocol):
+    """One asynchronous operation."""
+
+    def done(self) -> bool:
+        """Tell whether the operation is over, well or badly. Neither blocks nor raises."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the operation is over.
+
+        Args:
+            timeout_s: seconds to wait at most; None uses the deadline of the engine or store.
+
+        Raises:
+            SwapDeadlineError: not over in time; the operation stays in flight and may be waited for again.
+            SwapError: the operation failed. Every wait on this ticket raises it.
+        """
+
+
+def engines_available() -> tuple[str, ...]:
+    """Engines that work here and now, best first. Probes the kernel, which costs well under a millisecond."""
+    return _ENGINES if not _uring_refusal() else _ENGINES[1:]
+
+
+def uring_refusal() -> str | None:
+    """Why io_uring cannot be used here, or None when it can."""
+    return _uring_refusal() or None
+
+
+def _uring_refusal() -> str:
+    return _aio.uring_refusal()
+
+
+class IoTicket:
+    """Ticket of one read or write of an `Aio`."""
+
+    __slots__ = ("_aio", "_length", "_offset", "_operation", "_subject", "_write")
+
+    def __init__(
+        self, aio: Aio, operation: _aio.Operation, *, write: bool, subject: str, offset: int, length: int
+    ) -> None:
+        self._aio = aio
+        self._operation = operation
+        self._write = write
+        self._subject = subject
+        self._offset = offset
+        self._length = length
+
+    def done(self) -> bool:
+        """See `Ticket.done`."""
+        return self._operation.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """See `Ticket.wait`."""
+        limit_s = self._aio.deadline_s if timeout_s is None else timeout_s
+        if not self.wait_done(limit_s):
+            raise self.deadline_error(limit_s, self._aio.dump())
+        if error := self.error():
+            raise error
+
+    def wait_done(self, timeout_s: float) -> bool:
+        """Block until the operation is over or `timeout_s` passed; tell whether it is over, not how it went.
+
+        Raises:
+            SwapError: the operation belongs to the parent process.
+        """
+        try:
+            return self._operation.wait(max(timeout_s, 0.0))
+        except OSError as error:
+            raise SwapError(str(error.strerror), errno=error.errno) from None
+
+    def deadline_error(self, limit_s: float, state: str) -> SwapDeadlineError:
+        """The error of a wait that gave up after `limit_s` seconds, with a state dump in its text."""
+        return SwapDeadlineError(
+            f"{self._what()}: expected a result within {limit_s:g} s but got none",
+            errno=_errno.ETIMEDOUT,
+            path=self._subject,
+            offset_bytes=self._offset,
+            length_bytes=self._length,
+            remedy="look at the kernel log for a stuck device, or allow a longer deadline",
+            detail=state,
+        )
+
+    def error(self) -> SwapError | None:
+        """The error of a finished operation; None while it is in flight or when it succeeded."""
+        code = self._operation.error
+        if code == 0:
+            return None
+        full = code in (_errno.ENOSPC, _errno.EDQUOT)
+        at, length = self._operation.error_offset, self._operation.error_length
+        return (SwapFullError if full else SwapError)(
+            f"{self._what()}: failed at offset {at}, {length} bytes",
+            errno=code,
+            path=self._subject,
+            offset_bytes=at,
+            length_bytes=length,
+            remedy=_REMEDIES.get(code, "look at the kernel log"),
+        )
+
+    def _what(self) -> str:
+        verb = "write" if self._write else "read"
+        return f"{verb} of {self._length} bytes at offset {self._offset} of {self._subject}"
+
+
+class Aio:
+    """One submission queue for asynchronous reads and writes; safe from several threads.
+
+    Attributes:
+        engine: name of the engine in use, "io_uring" or "threads".
+        fallback_reason: why it is not io_uring, or None when it is, or when threads were asked for.
+        deadline_s: limit in seconds of waits that give none.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str = "auto",
+        queue_depth: int = 32,
+        block_bytes: int = 1 << 20,
+        threads: int = 4,
+        deadline_s: float = 60.0,
+        faults: Iterable[Fault] = (),
+    ) -> None:
+        """Open an engine.
+
+        Args:
+            engine: "auto" (io_uring where it works, else threads; the environment variable OFFLOAD_AIO_ENGINE
+                decides when set), "io_uring" or "threads".
+            queue_depth: requests given to the kernel at a time (io_uring).
+            block_bytes: largest request; longer operations are cut. A multiple of 4096.
+            threads: workers of the thread engine.
+            deadline_s: limit in seconds of waits that give none.
+            faults: faults to inject, for tests.
+
+        Raises:
+            ValueError: unknown engine or impossible numbers.
+            SwapError: the engine asked for does not work here; the text says why.
+        """
+        asked = os.environ.get(_ENGINE_VARIABLE, "auto") or "auto" if engine == "auto" else engine
+        if asked not in ("auto", *_ENGINES):
+            source = f"environment variable {_ENGINE_VARIABLE}" if engine == "auto" else "engine"
+            raise ValueError(f"{source}: expected auto, io_uring or threads but got {asked!r}")
+        if not deadline_s > 0:
+            raise ValueError(f"deadline_s: expected more than 0 seconds but got {deadline_s}")
+        self.deadline_s = deadline_s
+        self.fallback_reason: str | None = None
+        self._pid = os.getpid()
+        self._names: dict[int, str] = {}
+        self._closed = False
+        self._ended = False
+        self._close_lock = threading.Lock()
+
+        def open_engine(name: str) -> _aio.Engine:
+            return _aio.Engine(name, queue_depth, block_bytes, threads)
+
+        if asked != "threads":
+            refusal = _uring_refusal()
+            if not refusal:
+                try:
+                    self._engine = open_engine("io_uring")
+                except OSError as error:
+                    refusal = str(error.strerror)
+            if refusal:
+                if asked == "io_uring":
+                    raise SwapError(
+                        f"io_uring: it was asked for but cannot be used here: {refusal}",
+                        remedy='use engine="threads" (or "auto")',
+                    )
+                self.fallback_reason = refusal
+                asked = "threads"
+        if asked == "threads":
+            try:
+                self._engine = open_engine("threads")
+            except OSError as error:
+                raise SwapError(
+                    "thread engine: cannot start its workers",
+                    errno=error.errno,
+                    remedy="raise the limit of processes (ulimit -u)",
+                ) from None
+        self.engine: str = self._engine.name
+        for fault in faults:
+            self.inject(fault)
+        _open.add(self)
+
+    def read(
+        self, fd: int, offset: int, address: int, length: int, *, priority: Priority = Priority.NORMAL
+    ) -> IoTicket:
+        """Start reading `length` bytes at `offset` of a file into memory.
+
+        The memory must stay valid and untouched, and the file open, until the ticket is done.
+
+        Raises:
+            ValueError: impossible numbers.
+            SwapError: the engine is closed or belongs to the parent process.
+        """
+        return self._submit(False, fd, offset, address, length, priority)
+
+    def write(
+        self, fd: int, offset: int, address: int, length: int, *, priority: Priority = Priority.NORMAL
+    ) -> IoTicket:
+        """Start writing `length` bytes from memory to `offset` of a file; see `read`."""
+        return self._submit(True, fd, offset, address, length, priority)
+
+    def register_file(self, fd: int, name: str | None = None) -> bool:
+        """Let the kernel look the file up once (best effort) and name it in errors.
+
+        Call `unregister_file` before the descriptor is closed.
+        """
+        if name is not None:
+            self._names[fd] = name
+        with _as_swap_error():
+            return self._engine.register_file(fd)
+
+    def unregister_file(self, fd: int) -> None:
+        """Forget a file given to `register_file`."""
+        self._names.pop(fd, None)
+        with _as_swap_error():
+            self._engine.unregister_file(fd)
+
+    def register_buffer(self, address: int, length: int) -> bool:
+        """Let the kernel pin a memory range once instead of at every request: half the CPU time. Best effort.
+
+        Call `unregister_buffer` before the memory is unmapped: the kernel goes on using the old pages
+        otherwise.
+
+        Returns:
+            False when refused (thread engine, old kernel, lock limit): everything works without.
+        """
+        with _as_swap_error():
+            return self._engine.register_buffer(address, length)
+
+    def unregister_buffer(self, address: int) -> None:
+        """Forget a range given to `register_buffer`. Nothing may be in flight on it."""
+        with _as_swap_error():
+            self._engine.unregister_buffer(address)
+
+    def inject(self, fault: Fault) -> None:
+        """Plan a fault, for tests."""
+        with _as_swap_error():
+            self._engine.plan_fault(
+                fault.action.value,
+                fault.nth,
+                fault.forever,
+                fault.target is not FaultTarget.WRITES,
+                fault.target is not FaultTarget.READS,
+                fault.errno,
+                fault.short_bytes,
+                fault.delay_s,
+            )
+
+    def clear_faults(self) -> None:
+        """Drop all planned faults."""
+        with _as_swap_error():
+            self._engine.clear_faults()
+
+    def stats(self) -> AioStats:
+        """Counters since the engine was opened."""
+        with _as_swap_error():
+            c = self._engine.counters()
+        return AioStats(
+            reads=c["reads"],
+            read_bytes=c["read_bytes"],
+            read_errors=c["read_errors"],
+            read_seconds=c["read_seconds"],
+            writes=c["writes"],
+            write_bytes=c["write_bytes"],
+            write_errors=c["write_errors"],
+            write_seconds=c["write_seconds"],
+            in_flight=c["in_flight"],
+            peak_in_flight=c["peak_in_flight"],
+            short_transfers=c["short_transfers"],
+            retries=c["retries"],
+        )
+
+    def dump(self) -> str:
+        """State of the engine and the oldest operations in flight, for error messages."""
+        return self._engine.dump()
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self._closed
+
+    @property
+    def ended(self) -> bool:
+        """True when `close` left nothing running: descriptors and memory may be reused."""
+        return self._ended
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the operations in flight and stop the engine. Idempotent; does nothing in a forked child.
+
+        Args:
+            timeout_s: seconds to wait at most; None uses `deadline_s`.
+
+        Raises:
+            SwapDeadlineError: operations did not finish in time. They are cancelled as far as the kernel lets
+                go of them; if it does not, the memory they use must not be reused.
+        """
+        if self._pid != os.getpid():
+            return
+        limit_s = self.deadline_s if timeout_s is None else timeout_s
+        with self._close_lock:
+            if self._closed:
+                return
+            state = self._engine.dump()
+            drained, self._ended = self._engine.close(limit_s)
+            ended, self._closed = self._ended, True
+            _open.discard(self)
+        if not drained:
+            held = "were cancelled" if ended else "are still held by the kernel: do not reuse their memory"
+            raise SwapDeadlineError(
+                f"close of the I/O engine: expected an end within {limit_s:g} s but operations {held}",
+                errno=_errno.ETIMEDOUT,
+                remedy="look at the kernel log for a stuck device",
+                detail=state,
+            )
+
+    def __enter__(self) -> Aio:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _submit(
+        self, write: bool, fd: int, offset: int, address: int, length: int, priority: Priority
+    ) -> IoTicket:
+        with _as_swap_error():
+            operation = self._engine.submit(write, fd, offset, address, length, priority is Priority.URGENT)
+        subject = self._names.get(fd) or f"file descriptor {fd}"
+        return IoTicket(self, operation, write=write, subject=subject, offset=offset, length=length)
+
+
+class _as_swap_error(contextlib.AbstractContextManager[None]):
+    """Turn the extension's OSError (closed, forked) into SwapError."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError) and not isinstance(error, SwapError):
+            raise SwapError(str(error.strerror), errno=error.errno) from None
+
+
+_open: weakref.WeakSet[Aio] = weakref.WeakSet()
+
+
+def _abandon_in_child() -> None:
+    for aio in list(_open):
+        aio._engine.abandon_in_child()
+
+
+def _close_at_exit() -> None:
+    for aio in list(_open):
+        with contextlib.suppress(SwapError):
+            aio.close(min(aio.deadline_s, 5.0))
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)
+atexit.register(_close_at_exit)
