@@ -1,0 +1,61 @@
+"""Exact heterogeneous memory offload for PyTorch: train models larger than the GPU through host memory and NVMe.
+
+``offload.Engine`` wraps any ``torch.nn.Module``; see :mod:`offload.engine`. Importing this package imports neither
+torch nor the compiled extensions: names are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.config import Adam, AdamW, Config
+    from offload.engine import Engine
+    from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
+    from offload.placement import Plan
+    from offload.stats import LinkStats, Stats
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Adam": "config",
+    "AdamW": "config",
+    "Config": "config",
+    "Engine": "engine",
+    "BudgetError": "errors",
+    "ConfigError": "errors",
+    "InternalError": "errors",
+    "NonFiniteError": "errors",
+    "OffloadError": "errors",
+    "StateError": "errors",
+    "Plan": "placement",
+    "LinkStats": "stats",
+    "Stats": "stats",
+}
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "BudgetError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "InternalError",
+    "LinkStats",
+    "NonFiniteError",
+    "OffloadError",
+    "Plan",
+    "StateError",
+    "Stats",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'offload' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"offload.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,226 @@
+"""Reads and writes real tensors through the tiers: state dicts, loading, restoring.
+
+Owns the translation between named tensors and shards. Everything goes through :func:`offload.stream.stream`, so that a
+parameter's home is of no interest here. Tensors come out on the CPU, contiguous, in ordinary memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from offload import cpu_adam
+from offload.errors import ConfigError
+from offload.manager import KERNEL_DTYPE, Manager
+from offload.optimizer import StepCounts
+from offload.shard import Role, Slot, State, Unit
+from offload.stream import ALL_STATES, Chunk, stream
+
+Where = tuple[int, int]  # unit index, slot index
+
+
+def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dict[Where, torch.Tensor]:
+    """Return parameters as tensors of their shape and stored dtype.
+
+    Args:
+        manager: owner of the shards.
+        wanted: which ones; None for all.
+    """
+    result: dict[Where, torch.Tensor] = {}
+    units = _units_of(manager, wanted)
+    for unit in units:
+        dtype = getattr(torch, unit.dtype)
+        for index, slot in enumerate(unit.slots):
+            if wanted is None or (unit.index, index) in wanted:
+                result[unit.index, index] = torch.empty(slot.shape, dtype=dtype)
+
+    def visit(chunk: Chunk) -> None:
+        size = chunk.unit.itemsize
+        for index, slot, start, stop in _overlaps(chunk):
+            tensor = result.get((chunk.unit.index, index))
+            if tensor is not None:
+                target = tensor.data_ptr() + (start - slot.offset_numel) * size
+                ctypes.memmove(target, chunk.at(Role.PARAM, start, size), (stop - start) * size)
+
+    stream(manager, units, visit, reads=frozenset({Role.PARAM}))
+    return result
+
+
+def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor]) -> None:
+    """Write parameters home, and their masters: a master is the given value in fp32, exactly.
+
+    Args:
+        manager: owner of the shards.
+        values: new values, of any floating dtype for floating parameters; moments stay as they are.
+
+    Raises:
+        ConfigError: a shape does not fit.
+    """
+    units = _units_of(manager, set(values))
+    sources: dict[Where, torch.Tensor] = {}
+    for (index, position), value in values.items():
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        if tuple(value.shape) != slot.shape:
+            raise ConfigError(f"{slot.name}: expected shape {slot.shape} but got {tuple(value.shape)}")
+        stored = getattr(torch, unit.dtype)
+        value = value.detach().to("cpu")
+        wide = unit.trainable and stored in (torch.bfloat16, torch.float16) and value.dtype != stored
+        sources[index, position] = value.to(torch.float32 if wide else stored).contiguous()
+
+    def visit(chunk: Chunk) -> None:
+        for index, slot, start, stop in _overlaps(chunk):
+            source = sources.get((chunk.unit.index, index))
+            if source is not None:
+                address = source.data_ptr() + (start - slot.offset_numel) * source.element_size()
+                _write_parameter(chunk, start, stop - start, address, source.dtype)
+
+    for unit in units:
+        given = [sources.get((unit.index, index)) for index in range(len(unit.slots))]
+        whole = all(source is not None for source in given)
+        wide = any(source is not None and source.dtype.itemsize > unit.itemsize for source in given)
+        states = manager.shard(unit.index, Role.EXP_AVG)
+        fresh = states is None or states.state is State.EMPTY
+        reads: frozenset[Role] = frozenset() if whole else frozenset({Role.PARAM})
+        writes = frozenset({Role.PARAM})
+        if unit.trainable and unit.dtype != "float32" and (wide or not fresh):
+            reads, writes = reads | ALL_STATES, writes | ALL_STATES
+            if fresh:
+                reads = reads | {Role.PARAM} if manager_has_parameter(manager, unit) else reads
+        stream(manager, [unit], visit, reads=reads, writes=writes)
+
+
+def manager_has_parameter(manager: Manager, unit: Unit) -> bool:
+    """Tell whether the unit's parameters have content yet."""
+    shard = manager.shard(unit.index, Role.PARAM)
+    return shard is not None and shard.state is not State.EMPTY
+
+
+def _write_parameter(chunk: Chunk, start: int, numel: int, source: int, dtype: torch.dtype) -> None:
+    """Write elements and, where it is open, their master."""
+    unit = chunk.unit
+    size = unit.itemsize
+    target = chunk.at(Role.PARAM, start, size)
+    wide = dtype.itemsize > size
+    if not wide:
+        ctypes.memmove(target, source, numel * size)
+    elif unit.dtype == "float16":
+        cpu_adam.convert(source, cpu_adam.Dtype.FLOAT32, target, cpu_adam.Dtype.FLOAT16, numel)
+    if Role.MASTER not in chunk.addresses:
+        if wide and unit.dtype == "bfloat16":
+            cpu_adam.convert(source, cpu_adam.Dtype.FLOAT32, target, cpu_adam.Dtype.BFLOAT16, numel)
+        return
+    if unit.dtype == "bfloat16":
+        master = chunk.at(Role.MASTER, start, 2)
+        if wide:
+            cpu_adam.split_master(source, target, master, numel)
+        else:
+            ctypes.memset(master, 0, numel * 2)
+    else:
+        master = chunk.at(Role.MASTER, start, 4)
+        if wide:
+            ctypes.memmove(master, source, numel * 4)
+        else:
+            cpu_adam.convert(source, KERNEL_DTYPE[unit.dtype], master, cpu_adam.Dtype.FLOAT32, numel)
+
+
+def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str, Any]]:
+    """Return per parameter ``step`` (0-dim fp32), ``exp_avg``, ``exp_avg_sq`` and ``master`` (fp32, parameter's shape).
+
+    Parameters that have never been updated are left out, as in torch.
+    """
+    result: dict[Where, dict[str, Any]] = {}
+    units = [unit for unit in manager.units if unit.trainable and any(counts.counts[unit.index])]
+    for unit in units:
+        for index, slot in enumerate(unit.slots):
+            count = counts.counts[unit.index][index]
+            if count:
+                entry: dict[str, Any] = {"step": torch.tensor(float(count))}
+                for name in ("exp_avg", "exp_avg_sq", "master"):
+                    entry[name] = torch.empty(slot.shape, dtype=torch.float32)
+                result[unit.index, index] = entry
+
+    def visit(chunk: Chunk) -> None:
+        for index, slot, start, stop in _overlaps(chunk):
+            entry = result.get((chunk.unit.index, index))
+            if entry is None:
+                continue
+            skip = start - slot.offset_numel
+            for role, name in ((Role.EXP_AVG, "exp_avg"), (Role.EXP_AVG_SQ, "exp_avg_sq")):
+                ctypes.memmove(entry[name].data_ptr() + skip * 4, chunk.at(role, start, 4), (stop - start) * 4)
+            _read_master(chunk, start, stop - start, entry["master"].data_ptr() + skip * 4)
+
+    stream(manager, units, visit, reads=ALL_STATES | {Role.PARAM})
+    return result
+
+
+def _read_master(chunk: Chunk, start: int, numel: int, target: int) -> None:
+    """Copy the fp32 master of elements from `start` on to `target`."""
+    unit = chunk.unit
+    param = chunk.at(Role.PARAM, start, unit.itemsize)
+    if unit.dtype == "bfloat16":
+        cpu_adam.join_master(param, chunk.at(Role.MASTER, start, 2), target, numel)
+    elif unit.dtype == "float16":
+        ctypes.memmove(target, chunk.at(Role.MASTER, start, 4), numel * 4)
+    else:
+        ctypes.memmove(target, param, numel * 4)
+
+
+def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, Mapping[str, Any]]) -> None:
+    """Write optimizer states home; a missing ``master`` keeps the parameter's present one.
+
+    Raises:
+        ConfigError: a shape does not fit, or a moment is missing.
+    """
+    sources: dict[Where, dict[str, torch.Tensor]] = {}
+    for (index, position), entry in values.items():
+        slot = manager.units[index].slots[position]
+        tensors = {}
+        for name in ("exp_avg", "exp_avg_sq", "master"):
+            if name not in entry:
+                if name == "master":
+                    continue
+                raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
+            if tuple(entry[name].shape) != slot.shape:
+                raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(entry[name].shape)}")
+            tensors[name] = entry[name].detach().to("cpu", torch.float32).contiguous()
+        sources[index, position] = tensors
+
+    def visit(chunk: Chunk) -> None:
+        unit = chunk.unit
+        for index, slot, start, stop in _overlaps(chunk):
+            tensors = sources.get((unit.index, index))
+            if tensors is None:
+                continue
+            numel, skip = stop - start, (start - slot.offset_numel) * 4
+            for role, name in ((Role.EXP_AVG, "exp_avg"), (Role.EXP_AVG_SQ, "exp_avg_sq")):
+                ctypes.memmove(chunk.at(role, start, 4), tensors[name].data_ptr() + skip, numel * 4)
+            if "master" in tensors:
+                source = tensors["master"].data_ptr() + skip
+                if unit.dtype == "float32":
+                    ctypes.memmove(chunk.at(Role.PARAM, start, 4), source, numel * 4)
+                else:
+                    _write_parameter(chunk, start, numel, source, torch.float32)
+
+    roles = ALL_STATES | {Role.PARAM}
+    stream(manager, _units_of(manager, set(sources)), visit, reads=roles, writes=roles)
+    for (index, position), entry in values.items():
+        counts.counts[index][position] = int(entry["step"])
+
+
+def _units_of(manager: Manager, wanted: set[Where] | None) -> list[Unit]:
+    if wanted is None:
+        return list(manager.units)
+    indices = {index for index, _ in wanted}
+    return [unit for unit in manager.units if unit.index in indices]
+
+
+def _overlaps(chunk: Chunk) -> Iterator[tuple[int, Slot, int, int]]:
+    """Yield (slot index, slot, start, stop) of the unit's elements [start, stop) that are in the chunk."""
+    for index, slot in enumerate(chunk.unit.slots):
+        start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
+        if start < stop:
+            yield index, slot, start, stop

@@ -1,0 +1,742 @@
+"""The engine: wraps a module and trains it within memory budgets.
+
+Owns the order of things - plan, load, forward, backward, step, close - and the errors for calls out of order. The work
+is done below: :mod:`offload.placement` plans, :mod:`offload.manager` moves, :mod:`offload.hooks` ties in the module,
+:mod:`offload.optimizer` updates, :mod:`offload.checkpoint` reads and writes tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from swap import SwapStore
+from torch import nn
+
+from offload import checkpoint, cpu_adam
+from offload.config import AdamW, Config
+from offload.errors import ConfigError, NonFiniteError, StateError
+from offload.hooks import Hooks
+from offload.manager import Manager
+from offload.optimizer import (
+    GradientNorm,
+    LossScaler,
+    OffloadOptimizer,
+    StepCounts,
+    clip_factor,
+    group_of_slots,
+    measure,
+    update,
+)
+from offload.placement import Plan, Request, make_plan
+from offload.stats import Counters, Stats
+from offload.tiers import Budget, Tier, resolve_budgets
+from offload.units import find_units
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
+SMALLEST_UNIT_LIMIT = 1 << 20
+SWAP_ALIGNMENT = 4096
+
+
+class Engine:
+    """Trains a module whose parameters, gradients and optimizer states do not fit the device.
+
+    Calling the engine calls the module. ``backward`` and ``step`` follow; ``loss.backward()`` works, too (not with
+    float16, which needs the loss scaled). Gradients are averaged over `gradient_accumulation_steps` micro-batches:
+    do not divide the loss. Everything is bit-identical for every placement.
+
+    The module keeps its parameters' names, shapes, dtypes and identity; between uses they may have no memory of their
+    own. Use :meth:`gather`, :meth:`state_dict` or :meth:`save_pretrained` to read them.
+
+    Attributes:
+        module: the wrapped module.
+        optimizer: a ``torch.optim.Optimizer`` over its parameters; None for an engine that only evaluates.
+        plan: homes, buffers and predicted bytes; printable.
+        config: the options.
+        device: where compute runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: AdamW | torch.optim.Optimizer | None = None,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        """Plan, then load the model into its tiers.
+
+        Args:
+            model: any module, on the CPU; parameters may be on the meta device (see ``Config.init_weights``).
+            optimizer: ``offload.AdamW(...)``, or a ``torch.optim.AdamW/Adam`` over the model's parameters, which is
+                taken over; None for an engine that only evaluates.
+            config: options as Config, dict or JSON file.
+            **options: options of :class:`offload.Config`, on top of `config`.
+
+        Raises:
+            ConfigError: unknown or contradicting options, or a model that cannot be trained as asked.
+            BudgetError: the budgets cannot hold the model; nothing has been loaded then.
+            StateError: the model is wrapped already.
+            swap.SwapError: the NVMe path is missing, not writable, or full.
+        """
+        self._manager: Manager | None = None
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
+        self.config = Config.load(config, **options)
+        self.module = model
+        self.device = _resolve_device(self.config.device)
+        self._unusable: str | None = None
+        self._closed = False
+        self._guard: list[Any] = []
+
+        paths = self.config.paths()
+        limits = resolve_budgets(self.config.budgets(), self.device, _free_bytes(paths))
+        limit = self.config.bytes_of("unit_bytes")
+        self._tree = find_units(
+            model,
+            max_unit_bytes=limit or max(limits[Tier.DEVICE] // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT),
+            dtype=getattr(torch, self.config.dtype) if self.config.dtype else None,
+            train=optimizer is not None,
+        )
+        self._hooks = Hooks(model, self._tree, self.device)
+        self.plan: Plan = make_plan(
+            Request(
+                units=self._tree.units,
+                budgets=limits,
+                param_tier=_FORCED[self.config.offload_param],
+                optimizer_tier=_FORCED[self.config.offload_optimizer],
+                accumulate=self.config.gradient_accumulation_steps > 1,
+                device_is_host=self.device.type == "cpu",
+                activation_bytes=self.config.bytes_of("activation_memory"),
+                chunk_numel=self.config.chunk_numel,
+            )
+        )
+        if self.config.threads is not None:
+            cpu_adam.set_num_threads(self.config.threads)
+        self._counters = Counters()
+        self._budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
+        self._step_counts = StepCounts(self._tree.units)
+        trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in self._tree.units)
+        self._scaler = LossScaler(self.config, enabled=trains_fp16)
+        self._steps = 0
+        self._skipped = 0
+        self._micro_batch = 0
+        self._in_backward = False
+        self._last_loss: weakref.ref[torch.Tensor] | None = None
+        self._grad_norm: float | None = None
+
+        self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer)
+        self._manager = self._open_tiers(paths)
+        loaded: list[int] = []
+        try:
+            self._load(loaded)
+            if self.optimizer is not None:
+                self._tie_optimizer(self.optimizer, optimizer)
+        except BaseException:
+            for index, tensors in self._restore(loaded).items():
+                self._hooks.replace(self._tree.units[index], tensors)
+            self._manager.close()
+            self._manager = None
+            raise
+        self._hooks.attach(self._manager, self._budgets[Tier.DEVICE])
+        self._register_state_dict_hooks()
+        self._hooks.final_micro_batch = lambda: (
+            self._micro_batch + 1 >= self.config.gradient_accumulation_steps
+        )
+        self._hooks.refuse_gradient = self._refuse_gradient
+        self._move_buffers()
+        self._manager.prefetch()
+        logger.info("plan:\n%s", self.plan)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward.
+
+        Raises:
+            StateError: the engine is closed, or a batch is on the wrong device.
+            BudgetError: activations do not fit the device budget.
+        """
+        manager = self._require_open()
+        self._check_batch(args, kwargs)
+        begin, stalled = time.perf_counter(), self._counters.stall_seconds
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.unwind()
+            raise
+        finally:
+            del manager
+            self._count_compute(begin, stalled)
+
+    forward = __call__
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward from `loss`.
+
+        Args:
+            loss: scalar tensor, not divided by the number of accumulation steps.
+            **kwargs: passed to ``torch.Tensor.backward``.
+
+        Raises:
+            NonFiniteError: the loss is NaN or infinite; no gradient was computed.
+            StateError: backward was called for this loss already, or the engine is closed.
+        """
+        manager = self._require_open()
+        if not isinstance(loss, torch.Tensor):
+            raise StateError(f"backward: expected the loss as a tensor but got {type(loss).__name__}; pass output.loss")
+        if self.optimizer is None:
+            raise StateError("backward: this engine only evaluates; pass optimizer=offload.AdamW(...)")
+        if self._last_loss is not None and self._last_loss() is loss and not kwargs.get("retain_graph"):
+            raise StateError("backward: called twice for the same loss; run the forward again, or pass retain_graph=True")
+        if loss.device.type == "cpu" and not torch.isfinite(loss.detach()).all():
+            raise NonFiniteError(
+                f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; nothing was changed. "
+                "Look at the batch and the learning rate, or for labels that are all ignored"
+            )
+        begin, stalled = time.perf_counter(), self._counters.stall_seconds
+        self._in_backward = True
+        try:
+            (loss * self._scaler.scale if self._scaler.enabled else loss).backward(**kwargs)
+        except BaseException:
+            self._hooks.unwind()
+            manager.reset()
+            self._micro_batch = 0
+            raise
+        finally:
+            self._in_backward = False
+            self._count_compute(begin, stalled)
+        self._last_loss = weakref.ref(loss)
+
+    def step(self) -> bool:
+        """Close a micro-batch; at the end of an accumulation, take the optimizer step.
+
+        Returns:
+            True where parameters were updated; False inside an accumulation, or where float16 gradients overflowed and
+            the step was skipped.
+
+        Raises:
+            StateError: no gradient has arrived since the last step.
+            NonFiniteError: a gradient is not finite; nothing was changed, the gradients are dropped.
+            swap.SwapError: an I/O error in the middle of the step: the engine cannot be used further.
+        """
+        self._require_open()
+        self._micro_batch += 1
+        if self._micro_batch < self.config.gradient_accumulation_steps:
+            return False
+        return self._step_now()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Tell whether the next :meth:`step` updates the parameters."""
+        return self._micro_batch + 1 >= self.config.gradient_accumulation_steps
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that have arrived since the last step."""
+        self._require_open().drop_gradients()
+        self._micro_batch = 0
+
+    def _step_now(self) -> bool:
+        manager = self._require_open()
+        offloaded = self.optimizer
+        if offloaded is None:
+            raise StateError("step: this engine only evaluates; pass optimizer=offload.AdamW(...)")
+        self._last_loss = None
+        self._hooks.unwind()
+        manager.settle_gradients()
+        norm = measure(manager)
+        if norm.count == 0:
+            self._micro_batch = 0
+            raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
+        averaged = 1.0 / (self.config.gradient_accumulation_steps * self._scaler.scale)
+        if norm.bad:
+            return self._skip(norm, averaged)
+        self._grad_norm = norm.squares**0.5 * averaged
+        factor = clip_factor(self._grad_norm, self.config.max_grad_norm) * averaged
+        groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
+
+        def work() -> None:
+            update(manager, self._step_counts, groups, decoupled=offloaded.decoupled, grad_scale=factor)
+            manager.drop_gradients()
+
+        try:
+            _uninterrupted(work)
+        except KeyboardInterrupt:
+            self._stepped(manager)
+            raise
+        except BaseException as error:
+            self._unusable = f"a step failed half way ({type(error).__name__}: {error})"
+            raise
+        self._stepped(manager)
+        return True
+
+    def _stepped(self, manager: Manager) -> None:
+        self._steps += 1
+        self._micro_batch = 0
+        self._scaler.succeeded()
+        manager.schedule.restart()
+        manager.prefetch()
+
+    def _skip(self, norm: GradientNorm, averaged: float) -> bool:
+        """Leave everything as it is: a gradient is not finite."""
+        manager = self._require_open()
+        self._micro_batch = 0
+        self._grad_norm = norm.squares**0.5 * averaged
+        manager.drop_gradients()
+        manager.schedule.restart()
+        if self._scaler.enabled:
+            self._skipped += 1
+            self._scaler.overflowed()
+            logger.info("step skipped: gradient overflow in %s; loss scale %g", norm.bad[0], self._scaler.scale)
+            return False
+        more = f" and {len(norm.bad) - 1} more" if len(norm.bad) > 1 else ""
+        raise NonFiniteError(
+            f"gradient of {norm.bad[0]}{more}: expected finite values but got NaN or infinity; the step was skipped, "
+            "parameters and states are unchanged. Look at the batch, the learning rate and the loss"
+        )
+
+    def _refuse_gradient(self) -> str | None:
+        if self._scaler.enabled and not self._in_backward:
+            return "float16: the loss must be scaled; call engine.backward(loss) instead of loss.backward()"
+        return None
+
+    # --- reading and writing tensors --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the module's state dict with real tensors: parameters as CPU copies, buffers as they are."""
+        self._require_open()
+        return dict(self.module.state_dict())
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load parameters and buffers by name; masters follow the given values, moments are kept.
+
+        Raises:
+            ConfigError: names or shapes do not fit (with `strict`, missing and unexpected names too).
+        """
+        manager = self._require_open()
+        own = self._named_tensors()
+        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+        if strict and (missing or unexpected):
+            raise ConfigError(f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore")
+        values = {}
+        for name, value in state_dict.items():
+            tensor = own.get(name)
+            if tensor is None:
+                continue
+            where = self._hooks.slot_of(tensor)
+            if where is not None:
+                values[where] = value
+            elif tuple(tensor.shape) != tuple(value.shape):
+                raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
+            else:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        checkpoint.scatter_parameters(manager, values)
+
+    @contextlib.contextmanager
+    def gather(
+        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False
+    ) -> Iterator[None]:
+        """Give parameters real data on the device inside the ``with`` block.
+
+        Args:
+            params: a parameter, several, or a module.
+            modify: write what was changed home, masters included; without it changes are lost.
+
+        Raises:
+            BudgetError: they do not fit the device budget at once.
+            StateError: a parameter is not this engine's.
+        """
+        manager = self._require_open()
+        if isinstance(params, nn.Parameter):
+            params = [params]
+        elif isinstance(params, nn.Module):
+            params = list(params.parameters())
+        wanted = list(params)
+        places = {}
+        for parameter in wanted:
+            where = self._hooks.slot_of(parameter)
+            if where is None:
+                raise StateError(f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model")
+            places[where] = parameter
+        taken: list[int] = []
+        changed = {}
+        try:
+            for index in dict.fromkeys(index for index, _ in places):
+                manager.acquire(index)
+                taken.append(index)
+            yield
+            if modify:
+                changed = {where: parameter.detach().clone() for where, parameter in places.items()}
+        finally:
+            for index in taken:
+                manager.release(index)
+        if changed:
+            checkpoint.scatter_parameters(manager, changed)
+
+    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
+        """Save a Hugging Face model with its own ``save_pretrained``.
+
+        Raises:
+            StateError: the module has no ``save_pretrained``.
+        """
+        self._require_open()
+        save = getattr(self.module, "save_pretrained", None)
+        if save is None:
+            raise StateError(
+                f"save_pretrained: {type(self.module).__name__} is not a Hugging Face model; "
+                "use torch.save(engine.state_dict(), path)"
+            )
+        save(directory, state_dict=self.state_dict(), **kwargs)
+
+    # --- looking at it ----------------------------------------------------------------------------------------------
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm of the last step, averaged and unscaled, before clipping; None before the first step."""
+        return self._grad_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Current loss scale; 1.0 unless float16 is trained."""
+        return self._scaler.scale
+
+    @property
+    def training(self) -> bool:
+        """Whether the module is in training mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Engine:
+        """Put the module in training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """Put the module in evaluation mode."""
+        self.module.eval()
+        return self
+
+    def stats(self) -> Stats:
+        """Return a frozen snapshot of bytes, seconds, hits and stalls."""
+        links = self._counters.links()
+        peak = {tier.value: budget.peak_bytes for tier, budget in self._budgets.items()}
+        used = {tier.value: budget.used_bytes for tier, budget in self._budgets.items()}
+        manager = self._manager
+        if manager is not None:
+            used = manager.used_bytes()
+            if manager.store is not None:
+                swapped = manager.store.stats()
+                links["nvme_read"] = type(links["h2d"])(swapped.read_bytes, swapped.read_seconds)
+                links["nvme_write"] = type(links["h2d"])(swapped.written_bytes, swapped.write_seconds)
+                peak[Tier.NVME.value] = swapped.peak_used_bytes
+        return Stats(
+            step=self._steps,
+            skipped_steps=self._skipped,
+            links=links,
+            hits=self._counters.hits,
+            misses=self._counters.misses,
+            stalls=self._counters.stalls,
+            stall_seconds=self._counters.stall_seconds,
+            used_bytes=used,
+            peak_bytes=peak,
+            budget_bytes={tier.value: budget.limit_bytes for tier, budget in self._budgets.items()},
+            loss_scale=self._scaler.scale,
+        )
+
+    # --- closing ----------------------------------------------------------------------------------------------------
+
+    def close(self, *, restore: bool | None = None) -> None:
+        """Free all tiers; idempotent.
+
+        Args:
+            restore: give the module's parameters ordinary memory again. None does so where they fit the device and
+                host budgets that are being freed. Without it, the module's forward raises a clear error.
+        """
+        manager = self._manager
+        if manager is None or self._closed:
+            return
+        self._closed = True
+        total = sum(unit.param_bytes for unit in self._tree.units)
+        if restore is None:
+            room = self._budgets[Tier.HOST].limit_bytes
+            room += self._budgets[Tier.DEVICE].limit_bytes if self.device.type == "cpu" else 0
+            restore = self._unusable is None and total <= room
+        self._hooks.unwind()
+        with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
+            manager.reset()
+        for handle in self._guard:
+            handle.remove()
+        self._guard.clear()
+        try:
+            restored = self._restore(range(len(self._tree.units))) if restore else {}
+        finally:
+            self._hooks.detach()
+            manager.close()
+            self._manager = None
+        for index, tensors in restored.items():
+            self._hooks.replace(self._tree.units[index], tensors)
+        if not restore:
+            self._guard.append(self.module.register_forward_pre_hook(_refuse_forward))
+
+    def __enter__(self) -> Engine:
+        """Return the engine; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the interpreter may be shutting down
+            if getattr(self, "_manager", None) is not None:
+                self.close(restore=False)
+
+    # --- set-up helpers ---------------------------------------------------------------------------------------------
+
+    def _open_tiers(self, paths: tuple[Path, ...]) -> Manager:
+        store = None
+        size = self.plan.arena_bytes[Tier.NVME]
+        if size:
+            store = SwapStore(paths, size, deadline_s=self.config.io_deadline_s)
+            if store.alignment > SWAP_ALIGNMENT:
+                alignment = store.alignment
+                store.close()
+                raise ConfigError(
+                    f"nvme_path: the file system wants transfers aligned to {alignment} bytes, more than the "
+                    f"{SWAP_ALIGNMENT} this version can do; use another file system"
+                )
+        try:
+            return Manager(
+                self.plan,
+                self.device,
+                self._budgets,
+                store,
+                self._hooks,
+                self._counters,
+                deadline_s=self.config.io_deadline_s,
+                prefetch=self.config.prefetch,
+            )
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
+
+    def _load(self, loaded: list[int]) -> None:
+        """Move the parameters to their homes unit by unit; each unit's original memory is freed at once."""
+        manager = self._require_open()
+        for unit in self._tree.units:
+            members = self._tree.parameters[unit.index]
+            if any(parameter.is_meta for parameter in members):
+                self._materialise(unit.index)
+            values = {(unit.index, slot): parameter.data for slot, parameter in enumerate(members)}
+            checkpoint.scatter_parameters(manager, values)
+            del values
+            if not manager.is_resident(unit.index):
+                self._hooks.unbind(unit)
+            loaded.append(unit.index)
+
+    def _materialise(self, index: int) -> None:
+        """Give a unit's meta parameters memory and their initial values."""
+        members = self._tree.parameters[index]
+        owned = {id(parameter) for parameter in members}
+        with torch.no_grad():
+            for parameter in members:
+                if parameter.is_meta:
+                    real = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
+                    torch.utils.swap_tensors(parameter, real)
+            for module in self._tree.leases:
+                if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
+                    self._initialiser(module)(module)
+
+    def _initialiser(self, module: nn.Module) -> Callable[[nn.Module], object]:
+        if self.config.init_weights is not None:
+            return self.config.init_weights  # type: ignore[no-any-return]
+        own = getattr(self.module, "_init_weights", None)
+        if own is not None:
+            return own  # type: ignore[no-any-return]
+        if hasattr(module, "reset_parameters"):
+            return lambda m: m.reset_parameters()  # type: ignore[operator]
+        raise ConfigError(
+            f"module {self._tree.module_names[module]}: its parameters are on the meta device and it has no "
+            "reset_parameters; pass init_weights=callable"
+        )
+
+    def _tie_optimizer(self, offloaded: OffloadOptimizer, given: AdamW | torch.optim.Optimizer | None) -> None:
+        manager = self._require_open()
+
+        def place(parameter_id: int) -> tuple[int, int]:
+            for unit in self._tree.units:
+                for slot, parameter in enumerate(self._tree.parameters[unit.index]):
+                    if id(parameter) == parameter_id:
+                        return unit.index, slot
+            raise StateError("optimizer state: belongs to a parameter that is not the model's")
+
+        def gather_state() -> dict[int, dict[str, Any]]:
+            states = checkpoint.gather_states(self._require_open(), self._step_counts)
+            return {id(self._tree.parameters[index][slot]): state for (index, slot), state in states.items()}
+
+        def scatter_state(states: dict[int, dict[str, Any]]) -> None:
+            values = {place(key): state for key, state in states.items()}
+            checkpoint.scatter_states(self._require_open(), self._step_counts, values)
+
+        offloaded.on_step = lambda: void(self._step_now())
+        offloaded.on_zero_grad = self.zero_grad
+        offloaded.gather_state = gather_state
+        offloaded.scatter_state = scatter_state
+        if isinstance(given, torch.optim.Optimizer) and given.state:
+            values = {place(id(p)): state for p, state in given.state.items() if state}
+            checkpoint.scatter_states(manager, self._step_counts, values)
+            given.state.clear()
+
+    def _move_buffers(self) -> None:
+        for module in self.module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != self.device and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(self.device)
+
+    def _restore(self, indices: Iterable[int]) -> dict[int, list[torch.Tensor]]:
+        """Return ordinary tensors with the units' parameters."""
+        manager = self._require_manager()
+        wanted = {(i, slot) for i in indices for slot in range(len(self._tree.units[i].slots))}
+        values = checkpoint.gather_parameters(manager, wanted)
+        restored: dict[int, list[torch.Tensor]] = {}
+        for index, slot in sorted(values):
+            restored.setdefault(index, []).append(values[index, slot].to(self.device))
+        return restored
+
+    # --- state dicts of the module itself ---------------------------------------------------------------------------
+
+    def _register_state_dict_hooks(self) -> None:
+        """Let ``module.state_dict()`` return real tensors, and refuse ``module.load_state_dict()``."""
+
+        def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+            self._fill_state_dict(module, state, prefix)  # torch marks hooks, which a bound method does not allow
+
+        for module in self._tree.leases:
+            self._guard.append(module.register_state_dict_post_hook(fill))
+            self._guard.append(module.register_load_state_dict_pre_hook(_refuse_load))
+
+    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Replace the parameters of `module` (all below it, where it is where ``state_dict()`` was called)."""
+        if prefix and module is not self.module:
+            return  # the outermost module's hook replaces everything below it
+        names = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            where = self._hooks.slot_of(parameter)
+            if where is not None and prefix + name in state:
+                names[prefix + name] = where
+        values = checkpoint.gather_parameters(self._require_open(), set(names.values()))
+        for name, where in names.items():
+            state[name] = values[where]
+
+    def _named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a state dict holds, without reading parameters."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    tensors[prefix + name] = parameter
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    tensors[prefix + name] = buffer
+        return tensors
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def _require_manager(self) -> Manager:
+        if self._manager is None:
+            raise StateError("engine: it is closed; make a new one")
+        return self._manager
+
+    def _require_open(self) -> Manager:
+        if self._unusable is not None:
+            raise StateError(f"engine: {self._unusable}; close it and resume from a checkpoint")
+        if self._closed:
+            raise StateError("engine: it is closed; make a new one")
+        return self._require_manager()
+
+    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for name, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, torch.Tensor) and value.device.type != self.device.type:
+                raise StateError(
+                    f"batch: argument {name!r} is on {value.device} but the engine computes on {self.device}; "
+                    f"move it with .to(engine.device)"
+                )
+
+    def _count_compute(self, begin: float, stalled_before: float) -> None:
+        stalled = self._counters.stall_seconds - stalled_before
+        self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def _refuse_load(*_: object) -> None:
+    raise StateError("load_state_dict: the module's parameters are offloaded; use engine.load_state_dict(state_dict)")
+
+
+def _refuse_forward(module: nn.Module, args: object) -> None:
+    raise StateError(
+        "model: its engine was closed without restoring the parameters (they did not fit the budgets); load the saved "
+        "model again, or close with restore=True"
+    )
+
+
+def _uninterrupted(work: Callable[[], T]) -> T:
+    """Run `work` in a thread, so that Ctrl-C cannot tear it in the middle; the interrupt is raised afterwards."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:  # handed to the caller below
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="offload-step")
+    thread.start()
+    interrupt: KeyboardInterrupt | None = None
+    while thread.is_alive():
+        try:
+            thread.join()
+        except KeyboardInterrupt as signal:
+            interrupt = signal
+    if failure:
+        raise failure[0]
+    if interrupt is not None:
+        raise interrupt
+    return outcome[0]
+
+
+def _resolve_device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _free_bytes(paths: tuple[Path, ...]) -> int | None:
+    """Return the free bytes at the NVMe paths together, None without paths; missing ones are the store's to report."""
+    if not paths:
+        return None
+    return sum(shutil.disk_usage(path).free for path in paths if path.exists())

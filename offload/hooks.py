@@ -1,0 +1,354 @@
+"""Ties a module tree to the memory manager; the only file that rebinds ``param.data``.
+
+Owns the hooks on modules and parameters, the stand-ins of parameters that are not on the device, and the handles that
+autograd keeps instead of parameters:
+
+* A parameter that is not resident has as ``.data`` one NaN *expanded* to its shape (stride 0): shape, dtype and
+  identity stay real, it takes no memory, and a use that slipped through turns into NaN, which is noticed.
+* Forward pre-hooks lease the units a module needs, forward hooks return them. A use that no hook announced (tied
+  weights, functional use) is seen by a ``TorchFunctionMode`` that is active inside the outermost forward.
+* Autograd's saved tensors that view a unit become handles (unit, offset, shape, stride) and are rebuilt when backward
+  asks for them: evicting a unit between forward and backward frees its memory. Whatever else still views the unit
+  (recomputed tensors of gradient checkpointing, aliases of the user) holds a reference on the unit's storage, and the
+  manager never evicts a unit whose storage is referenced from outside.
+* A hook behind each parameter's gradient accumulation hands the gradient to the manager and drops ``.grad``.
+
+Knows neither budgets nor the optimizer. Next: :mod:`offload.engine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import StateError
+from offload.manager import Manager
+from offload.shard import Unit
+from offload.tiers import Budget
+from offload.units import UnitTree
+
+# Modules that some engine manages, so that a second one can be refused.
+_managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavedView:
+    """What autograd keeps instead of a tensor that views a unit."""
+
+    unit: int
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class SavedActivation:
+    """A tensor kept for backward, charged to the device budget as long as it is kept."""
+
+    __slots__ = ("_key", "_ledger", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, ledger: ActivationLedger) -> None:
+        self.tensor = tensor
+        self._ledger = ledger
+        self._key = ledger.charge(tensor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_key"):
+            self._ledger.refund(self._key)
+
+
+class ActivationLedger:
+    """Charges each storage once, however many tensors view it."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
+
+    def charge(self, tensor: torch.Tensor) -> int:
+        """Charge a tensor's storage; returns the key for the refund.
+
+        Raises:
+            BudgetError: the device budget cannot hold it.
+        """
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        held = self._held.get(key)
+        if held is not None:
+            held[0] += 1
+            return key
+        self._budget.reserve("activations", storage.nbytes())
+        self._held[key] = [1, storage.nbytes()]
+        return key
+
+    def refund(self, key: int) -> None:
+        """Give one tensor's charge back."""
+        held = self._held[key]
+        held[0] -= 1
+        if not held[0]:
+            del self._held[key]
+            self._budget.release("activations", held[1])
+
+
+class Hooks:
+    """Hooks of one engine on its model. See the module's text."""
+
+    def __init__(self, model: nn.Module, tree: UnitTree, device: torch.device) -> None:
+        taken = [tree.module_names[m] or "model" for m in tree.leases if m in _managed]
+        if taken:
+            raise StateError(
+                f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}); close that one first"
+            )
+        self._tree = tree
+        self._device = device
+        self._leases = dict(tree.leases)
+        self._slot_of: dict[int, tuple[int, int]] = {}
+        self._stand_ins: list[list[torch.Tensor]] = []
+        self._dtypes = [getattr(torch, unit.dtype) for unit in tree.units]
+        for unit, parameters in zip(tree.units, tree.parameters, strict=True):
+            self._stand_ins.append(
+                [stand_in(s.shape, self._dtypes[unit.index], device) for s in unit.slots]
+            )
+            for slot, parameter in enumerate(parameters):
+                self._slot_of[id(parameter)] = (unit.index, slot)
+        self._bases: dict[int, int] = {}
+        self._base_of: dict[int, int] = {}
+        self._stack: list[tuple[nn.Module, tuple[int, ...], contextlib.ExitStack | None]] = []
+        self._handles: list[RemovableHandle] = []
+        self._manager: Manager | None = None
+        self._ledger: ActivationLedger | None = None
+        self._model = weakref.ref(model)
+        self.refuse_gradient: Callable[[], str | None] = lambda: None
+        self.final_micro_batch: Callable[[], bool] = lambda: True
+
+    # --- binding ----------------------------------------------------------------------------------------------------
+
+    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        """Let the unit's parameters view `storage`."""
+        dtype = self._dtypes[unit.index]
+        with torch._C.DisableTorchFunction():
+            for slot, parameter in zip(unit.slots, self._tree.parameters[unit.index], strict=True):
+                view = torch.empty(0, dtype=dtype, device=self._device)
+                parameter.data = view.set_(storage, slot.offset_numel, slot.shape)  # type: ignore[call-overload]
+        base = storage.data_ptr()
+        self._bases[base] = unit.index
+        self._base_of[unit.index] = base
+
+    def unbind(self, unit: Unit) -> None:
+        """Let the unit's parameters be stand-ins."""
+        base = self._base_of.pop(unit.index, None)
+        if base is not None:
+            del self._bases[base]
+        with torch._C.DisableTorchFunction():
+            for index, parameter in enumerate(self._tree.parameters[unit.index]):
+                parameter.data = self._stand_ins[unit.index][index]
+
+    def replace(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the unit's parameters ordinary memory: the engine is being closed."""
+        for parameter, tensor in zip(self._tree.parameters[unit.index], tensors, strict=True):
+            parameter.data = tensor
+
+    def slot_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
+        """Return (unit, slot) of a parameter of this model."""
+        return self._slot_of.get(id(parameter))
+
+    # --- attach and detach ------------------------------------------------------------------------------------------
+
+    def attach(self, manager: Manager, budget: Budget) -> None:
+        """Register all hooks."""
+        self._manager = manager
+        self._ledger = ActivationLedger(budget)
+        for module in self._leases:
+            self._handles.append(module.register_forward_pre_hook(self._before_forward))
+            self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+            _managed.add(module)
+        for unit, parameters in zip(self._tree.units, self._tree.parameters, strict=True):
+            if unit.trainable:
+                for slot, parameter in enumerate(parameters):
+                    hook = self._gradient_hook(unit.index, slot)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def detach(self) -> None:
+        """Remove all hooks. Idempotent."""
+        self.unwind()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._leases:
+            _managed.discard(module)
+        self._manager = None
+
+    def unwind(self) -> None:
+        """Leave every forward that an interrupt has torn out of."""
+        while self._stack:
+            self._leave()
+
+    # --- modules ----------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        assert self._manager is not None
+        units = self._leases[module]
+        contexts = None
+        if not self._stack and not in_backward():
+            contexts = contextlib.ExitStack()
+            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            contexts.enter_context(_SeeParameters(self))
+        leased = 0
+        try:
+            for index in units:
+                self._manager.acquire(index)
+                leased += 1
+        except BaseException:
+            for index in units[:leased]:
+                self._manager.release(index)
+            if contexts is not None:
+                contexts.close()
+            raise
+        self._stack.append((module, units, contexts))
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if self._stack and self._stack[-1][0] is module:
+            self._leave()
+
+    def _leave(self) -> None:
+        _, units, contexts = self._stack.pop()
+        if self._manager is not None:
+            for index in units:
+                self._manager.release(index)
+        if contexts is not None:
+            contexts.close()
+
+    def use_unannounced(self, indices: list[int], call: Callable[[], Any]) -> Any:
+        """Run `call`, which uses the parameters of units that no hook has brought here.
+
+        The innermost module remembers them, so that they are fetched ahead of its next forward; not the outermost one,
+        which would hold them for the whole pass.
+        """
+        assert self._manager is not None
+        if len(self._stack) > 1:
+            module = self._stack[-1][0]
+            self._leases[module] = tuple(dict.fromkeys((*self._leases[module], *indices)))
+        taken = []
+        try:
+            for index in indices:
+                self._manager.acquire(index)
+                taken.append(index)
+            return call()
+        finally:
+            for index in taken:
+                self._manager.release(index)
+
+    def missing_units(self, values: Iterable[Any]) -> list[int]:
+        """Return the units among the parameters in `values` (one level deep) that are not on the device."""
+        missing = []
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                where = self._slot_of.get(id(value))
+                if where is not None and where[0] not in self._base_of:
+                    missing.append(where[0])
+            elif isinstance(value, (list, tuple)):
+                missing.extend(self.missing_units(value))
+        return missing
+
+    # --- autograd ---------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd shall keep for `tensor`."""
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+            return tensor
+        unit = self._bases.get(tensor.untyped_storage().data_ptr())
+        if unit is not None:
+            return SavedView(unit, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.device.type != self._device.type:
+            return tensor
+        assert self._ledger is not None
+        return SavedActivation(tensor, self._ledger)
+
+    def unpack(self, saved: object) -> torch.Tensor:
+        """Return the tensor that :meth:`pack` was given."""
+        if isinstance(saved, SavedActivation):
+            return saved.tensor
+        if isinstance(saved, torch.Tensor):
+            return saved
+        assert isinstance(saved, SavedView)
+        if self._manager is None:
+            raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
+        storage = self._manager.resident_storage(saved.unit)
+        tensor = torch.empty(0, dtype=saved.dtype, device=self._device)
+        return tensor.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload, no-any-return]
+
+    def _gradient_hook(self, unit: int, slot: int) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            refusal = self.refuse_gradient()
+            if refusal is not None:
+                raise StateError(refusal)
+            assert self._manager is not None and gradient is not None
+            if gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+            self._manager.add_gradient(unit, slot, gradient, final=self.final_micro_batch())
+
+        return hook
+
+
+class _SeeParameters(TorchFunctionMode):
+    """Brings parameters to the device that are used without their module's forward."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        super().__init__()
+        self._hooks = hooks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        missing = self._hooks.missing_units(args)
+        if kwargs:
+            missing += self._hooks.missing_units(kwargs.values())
+        if not missing or _only_metadata(func):
+            return func(*args, **kwargs)
+        return self._hooks.use_unannounced(missing, lambda: func(*args, **kwargs))
+
+
+_METADATA_METHODS = frozenset(
+    {
+        torch.Tensor.size,
+        torch.Tensor.dim,
+        torch.Tensor.numel,
+        torch.Tensor.stride,
+        torch.Tensor.element_size,
+        torch.Tensor.is_floating_point,
+        torch.Tensor.is_complex,
+        torch.Tensor.requires_grad_,
+        torch.Tensor.get_device,
+    }
+)
+_CONTENT_PROPERTIES = ("data", "T", "mT", "H", "mH", "real", "imag")
+_CONTENT_GETTERS = [getattr(torch.Tensor, name) for name in _CONTENT_PROPERTIES]
+
+
+def _only_metadata(func: Any) -> bool:
+    """Tell whether a call looks only at shape, dtype and the like."""
+    name = getattr(func, "__name__", "")
+    if name in ("__set__", "__delete__"):
+        return True
+    if name == "__get__":
+        return not any(getattr(func, "__self__", None) is getter for getter in _CONTENT_GETTERS)
+    return func in _METADATA_METHODS
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of `shape` without memory of its own, full of NaN (zeros where the dtype has no NaN)."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)

@@ -1,0 +1,745 @@
+"""The memory manager: the only writer of shard state.
+
+Owns every shard of an engine, the arenas they live in, and the transfers under way. It answers three questions: give me
+this unit's parameters on the device (:meth:`Manager.acquire`), take this gradient (:meth:`Manager.add_gradient`), and
+let me run over these shards chunk by chunk (:meth:`Manager.open`, used by :mod:`offload.stream`). It knows neither
+modules nor hyper-parameters, and rebinds no parameter itself: that is the :class:`Binder`'s work (``hooks.py``).
+
+Called from one thread at a time: the one that computes, or the one that runs the optimizer step while the former waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from swap import SwapStore
+
+from offload import cpu_adam
+from offload.config import format_bytes
+from offload.errors import BudgetError, InternalError, StateError
+from offload.placement import STATE_ROLES, Plan, role_itemsize
+from offload.schedule import NEVER, Schedule
+from offload.shard import (
+    HAS_WORKING_COPY,
+    IN_FLIGHT,
+    Event,
+    Role,
+    Shard,
+    State,
+    Unit,
+    advance,
+    check,
+)
+from offload.stats import Counters
+from offload.tiers import Arena, Budget, Buffer, Region, Tier, storage_use_count
+from offload.transfer import CpuMover, CudaMover, Mover, Ticket, TicketGroup, Transfer
+
+PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
+KERNEL_DTYPE = {
+    "float32": cpu_adam.Dtype.FLOAT32,
+    "bfloat16": cpu_adam.Dtype.BFLOAT16,
+    "float16": cpu_adam.Dtype.FLOAT16,
+}
+
+
+class Binder(Protocol):
+    """Makes parameters see their bytes."""
+
+    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        """Let the unit's parameters view `storage`."""
+
+    def unbind(self, unit: Unit) -> None:
+        """Let the unit's parameters be stand-ins without memory."""
+
+
+@dataclasses.dataclass(slots=True)
+class Residency:
+    """A unit's parameters on the device: their storage, and how many references are the binding's own."""
+
+    storage: torch.UntypedStorage
+    own_references: int
+
+
+@dataclasses.dataclass(slots=True)
+class Gradient:
+    """What is known of a unit's gradient in the current step.
+
+    Attributes:
+        arrived: per slot, whether a gradient has come since the last step.
+        missing: slots whose gradient has not come in the current backward.
+        sums: per slot, the sum of squares and number of non-finite elements of the final gradient, None until known.
+    """
+
+    arrived: list[bool]
+    missing: set[int]
+    sums: list[tuple[float, int] | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """Addresses of one unit's shards while they are open, by role; absent where the bytes come through staging.
+
+    Attributes:
+        addresses: start of each directly addressable shard.
+        fresh_states: the states have no content yet: they count as zero moments and a master equal to the parameter.
+        write_through: a working copy that must be copied to this host address after it was changed, or 0.
+    """
+
+    addresses: dict[Role, int]
+    fresh_states: bool
+    write_through: int = 0
+
+
+class Manager:
+    """Memory of one engine. See the module's text."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        budgets: dict[Tier, Budget],
+        store: SwapStore | None,
+        binder: Binder,
+        counters: Counters,
+        *,
+        deadline_s: float,
+        prefetch: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.units = plan.request.units
+        self.device = device
+        self.budgets = budgets
+        self.store = store
+        self.counters = counters
+        self.deadline_s = deadline_s
+        order = [unit.index for unit in self.units]
+        self.schedule = Schedule(order + order[::-1])
+        self._binder = binder
+        self._prefetch_enabled = prefetch
+        self._shards: dict[tuple[int, Role], Shard] = {}
+        self._params: list[Shard] = []
+        self._residency: dict[int, Residency] = {}
+        self._fetches: dict[int, Transfer] = {}
+        self._flushes: dict[int, Transfer] = {}
+        self._gradients: dict[int, Gradient] = {}
+        self._opened: list[Unit] = []
+
+        for tier in Tier:
+            budgets[tier].reserve("arena", plan.arena_bytes[tier])
+        host_device = device.type == "cpu"
+        self._device_arena = Arena(Tier.DEVICE, plan.arena_bytes[Tier.DEVICE], device)
+        self._host_arena = Arena(
+            Tier.HOST, plan.arena_bytes[Tier.HOST], torch.device("cpu"), page_locked=not host_device
+        )
+        self._arenas = {Tier.DEVICE: self._device_arena, Tier.HOST: self._host_arena}
+        self._lay_out()
+        self._working = Region(self._device_arena.take(plan.working_bytes)) if plan.working_bytes else None
+        self._pool = Region(self._host_arena.take(plan.grad_pool_bytes)) if plan.grad_pool_bytes else None
+        slot_bytes = plan.chunk_numel * plan.staging_numel_bytes
+        self.staging = [self._host_arena.take(slot_bytes) for _ in range(plan.staging_slots)]
+        if host_device:
+            self._mover: Mover = CpuMover(counters)
+        else:
+            half = plan.fetch_staging_bytes // 2
+            largest = max((u.param_bytes for u in self.units if u.trainable), default=1)
+            fetch = [self._host_arena.take(half) for _ in range(2)] if half else []
+            self._mover = CudaMover(counters, device, fetch, largest)
+        for buffer in self.staging:
+            self._touch(buffer)
+        if store is not None:
+            for arena in self._arenas.values():
+                if arena.size_bytes and arena.device.type == "cpu":
+                    store.register_buffer(arena.base_address, arena.size_bytes)
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def acquire(self, index: int) -> None:
+        """Take a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
+        self._make_resident(index)
+        self._params[index].readers += 1
+        self.prefetch()
+
+    def release(self, index: int) -> None:
+        """Return a lease."""
+        shard = self._params[index]
+        assert shard.readers > 0, shard.describe()
+        shard.readers -= 1
+
+    def resident_storage(self, index: int) -> torch.UntypedStorage:
+        """Return the device storage of a unit for a tensor that keeps it there as long as the tensor lives."""
+        self.acquire(index)  # prefetching must not evict what was asked for
+        self._params[index].readers -= 1
+        return self._residency[index].storage
+
+    def is_resident(self, index: int) -> bool:
+        """Tell whether the unit's parameters are on the device and bound."""
+        return index in self._residency
+
+    def prefetch(self) -> None:
+        """Start fetching the units used next, as far as units used later give way."""
+        if self._working is None or not self._prefetch_enabled:
+            return
+        for index in self.schedule.upcoming(PREFETCH_WINDOW):
+            shard = self._params[index]
+            if shard.state is State.STORED and shard.home is not Tier.DEVICE and not shard.writing:
+                if not self._start_fetch(shard, required=False):
+                    return
+
+    def _make_resident(self, index: int) -> None:
+        shard = self._params[index]
+        self.schedule.use(index)
+        if index in self._residency:
+            self.counters.hits += 1
+            return
+        begin = time.perf_counter()
+        if shard.state is State.FETCHING:
+            self.counters.stalls += 1
+        else:
+            if shard.state is not State.STORED:
+                raise StateError(
+                    f"parameters of {shard.unit.name}: expected content but got state {shard.state.value}; "
+                    "load them again with engine.load_state_dict"
+                )
+            self.counters.misses += 1
+            self._start_fetch(shard, required=True)
+        self._finish_fetch(shard)
+        self.counters.stall_seconds += time.perf_counter() - begin
+
+    def _start_fetch(self, shard: Shard, *, required: bool) -> bool:
+        index = shard.unit.index
+        buffer = self._room_for(shard, required=required)
+        if buffer is None:
+            return False
+        shard.state = advance(shard, Event.FETCH)
+        shard.work_buffer = buffer
+        try:
+            if shard.home_buffer is not None:
+                self._fetches[index] = self._mover.fetch_host(
+                    shard.home_buffer.address, buffer, shard.size_bytes
+                )
+            else:
+                self._fetches[index] = self._mover.fetch_nvme(
+                    lambda address: self._start_reads(shard, address, urgent=required), buffer, shard.size_bytes
+                )
+        except BaseException:
+            self._fetch_failed(shard)
+            raise
+        return True
+
+    def _finish_fetch(self, shard: Shard) -> None:
+        index = shard.unit.index
+        try:
+            self._fetches[index].wait(self.deadline_s)
+        except Exception:
+            self._fetch_failed(shard)
+            raise
+        del self._fetches[index]
+        shard.state = advance(shard, Event.FETCHED)
+        assert shard.work_buffer is not None
+        self._bind(shard, shard.work_buffer)
+
+    def _fetch_failed(self, shard: Shard) -> None:
+        self._fetches.pop(shard.unit.index, None)
+        shard.state = advance(shard, Event.FETCH_FAILED)
+        shard.work_buffer = None
+        assert self._working is not None
+        self._working.free(shard.unit.index)
+
+    def _bind(self, shard: Shard, buffer: Buffer) -> None:
+        storage = self._arenas[Tier.DEVICE].storage(buffer)
+        self._binder.bind(shard.unit, storage)
+        self._residency[shard.unit.index] = Residency(storage, storage_use_count(storage))
+
+    def _borrowed(self, index: int) -> bool:
+        """Tell whether a tensor other than the parameters still views the unit's bytes."""
+        residency = self._residency[index]
+        return storage_use_count(residency.storage) > residency.own_references
+
+    def _evict(self, shard: Shard) -> None:
+        index = shard.unit.index
+        shard.state = advance(shard, Event.EVICT)
+        self._binder.unbind(shard.unit)
+        del self._residency[index]
+        assert shard.work_buffer is not None and self._working is not None
+        self._mover.release(shard.work_buffer)
+        shard.work_buffer = None
+        self._working.free(index)
+
+    def _room_for(self, shard: Shard, *, required: bool) -> Buffer | None:
+        """Find a working buffer, evicting what is needed later; None where that is not possible and not `required`."""
+        region = self._working
+        assert region is not None, shard.describe()
+        index = shard.unit.index
+        buffer = region.allocate(shard.size_bytes, index)
+        if buffer is not None:
+            return buffer
+        mine = self.schedule.distance(index)
+
+        def cost(owner: int) -> float | None:
+            other = self._params[owner]
+            if other.state is not State.RESIDENT or other.readers or self._borrowed(owner):
+                return None
+            distance = self.schedule.distance(owner)
+            if not required and distance <= mine:
+                return None
+            return -distance if distance != NEVER else float("-inf")
+
+        window = region.cheapest_window(shard.size_bytes, cost)
+        if window is None and required:
+            for owner in list(self._fetches):  # prefetched copies that are still arriving can go once they are here
+                self._finish_fetch(self._params[owner])
+            window = region.cheapest_window(shard.size_bytes, cost)
+            if window is None:
+                gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
+                window = region.cheapest_window(shard.size_bytes, cost)
+        if window is None:
+            if not required:
+                return None
+            raise BudgetError(
+                f"device budget: unit {shard.unit.name} needs {format_bytes(shard.size_bytes)} in one piece but the "
+                f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
+                f'max_memory["device"], lower activation_memory, or set a smaller unit_bytes\n{self.dump()}'
+            )
+        for owner in window:
+            self._evict(self._params[owner])  # type: ignore[index]
+        buffer = region.allocate(shard.size_bytes, index)
+        assert buffer is not None
+        return buffer
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def add_gradient(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool) -> None:
+        """Add one parameter's gradient to what has arrived since the last step.
+
+        Args:
+            index: unit.
+            slot: position of the parameter in the unit.
+            gradient: (slot shape) in the unit's dtype, on the device.
+            final: no further micro-batch follows before the step, so the sum of squares is taken now.
+        """
+        gradient = gradient.contiguous()
+        self._mover.read_tensor(gradient, lambda address: self._add(index, slot, address, final=final))
+
+    def _add(self, index: int, slot: int, source: int, *, final: bool) -> None:
+        shard, gradient = self._shards[index, Role.GRAD], self._gradients[index]
+        where = shard.unit.slots[slot]
+        stored, dtype = self._gradient_dtype(shard.unit), KERNEL_DTYPE[shard.unit.dtype]
+        target = self._gradient_address(shard)
+        target += where.offset_numel * stored.itemsize
+        if not gradient.arrived[slot]:
+            if stored is dtype:
+                ctypes.memmove(target, source, where.numel * dtype.itemsize)
+            else:
+                cpu_adam.convert(source, dtype, target, stored, where.numel)
+        elif stored is cpu_adam.Dtype.FLOAT32:
+            cpu_adam.accumulate(target, source, dtype, where.numel)
+        else:
+            cpu_adam.accumulate_same(target, source, dtype, where.numel)
+        gradient.arrived[slot] = True
+        gradient.sums[slot] = cpu_adam.sum_of_squares(target, stored, where.numel) if final else None
+        gradient.missing.discard(slot)
+        if not gradient.missing:
+            gradient.missing = set(range(len(shard.unit.slots)))
+            if shard.home is Tier.NVME:
+                self._start_flush(shard)
+
+    def gradient_sums(self, index: int) -> list[tuple[float, int] | None]:
+        """Return per slot (sum of squares, non-finite elements) of the step's gradient; None where none has arrived.
+
+        Sums that were not taken at arrival (the last micro-batch did not reach the parameter) are taken now.
+        """
+        gradient, shard = self._gradients[index], self._shards[index, Role.GRAD]
+        late = [s for s, arrived in enumerate(gradient.arrived) if arrived and gradient.sums[s] is None]
+        if late:
+            stored, base = self._gradient_dtype(shard.unit), self._gradient_address(shard)
+            for slot in late:
+                where = shard.unit.slots[slot]
+                address = base + where.offset_numel * stored.itemsize
+                gradient.sums[slot] = cpu_adam.sum_of_squares(address, stored, where.numel)
+        return [total if gradient.arrived[s] else None for s, total in enumerate(gradient.sums)]
+
+    def arrived(self, index: int) -> list[bool]:
+        """Return per slot whether a gradient has arrived since the last step."""
+        return self._gradients[index].arrived
+
+    def settle_gradients(self) -> None:
+        """Wait until every gradient is in host memory (they may still be on their way to NVMe)."""
+        self._mover.settle(self.deadline_s)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients that have arrived since the last step."""
+        self._mover.settle(self.deadline_s)
+        for index, gradient in self._gradients.items():
+            shard = self._shards[index, Role.GRAD]
+            if shard.state is State.FLUSHING:
+                self._finish_flush(shard)
+            if shard.work_buffer is not None:
+                shard.work_buffer = None
+                assert self._pool is not None
+                self._pool.free(index)
+            if shard.state is State.FAILED:
+                shard.state = advance(shard, Event.RESTORE)
+            elif shard.state is not State.EMPTY:
+                shard.state = advance(shard, Event.DISCARD)
+            if shard.home is Tier.NVME:
+                self._delete(shard)
+            slots = len(shard.unit.slots)
+            gradient.arrived = [False] * slots
+            gradient.missing = set(range(slots))
+            gradient.sums = [None] * slots
+
+    def _gradient_dtype(self, unit: Unit) -> cpu_adam.Dtype:
+        if self.plan.request.accumulate:
+            return cpu_adam.Dtype.FLOAT32
+        return KERNEL_DTYPE[unit.dtype]
+
+    def _gradient_address(self, shard: Shard) -> int:
+        """Return where the unit's gradient may be written now, in host memory."""
+        if shard.home_buffer is not None:
+            if shard.state is State.EMPTY:
+                shard.state = advance(shard, Event.OVERWRITE_HOME)
+            return shard.home_buffer.address
+        if shard.state is State.FLUSHING:
+            self._finish_flush(shard)
+        if shard.state is State.RESIDENT:
+            shard.state = advance(shard, Event.MODIFY)
+        elif shard.state is State.EMPTY:
+            buffer = self._pool_room(shard)
+            shard.state = advance(shard, Event.OVERWRITE_WORK)
+            shard.work_buffer = buffer
+        elif shard.state is State.STORED:
+            buffer = self._pool_room(shard)
+            shard.state = advance(shard, Event.FETCH)
+            shard.work_buffer = buffer
+            TicketGroup(self._start_reads(shard, buffer.address, urgent=True)).wait(self.deadline_s)
+            shard.state = advance(shard, Event.FETCHED)
+            shard.state = advance(shard, Event.MODIFY)
+        assert shard.work_buffer is not None, shard.describe()
+        return shard.work_buffer.address
+
+    def _pool_room(self, shard: Shard) -> Buffer:
+        """Find room for a gradient that waits for NVMe: the oldest one leaves first."""
+        assert self._pool is not None, shard.describe()
+        while True:
+            buffer = self._pool.allocate(shard.size_bytes, shard.unit.index)
+            if buffer is not None:
+                return buffer
+            owners: list[int] = [o for o in self._shards_in_pool() if o != shard.unit.index]
+            if not owners:
+                raise InternalError(f"{shard.describe()}: does not fit the gradient pool\n{self.dump()}")
+            oldest = self._shards[owners[0], Role.GRAD]
+            if oldest.state is State.DIRTY:
+                self._start_flush(oldest)
+            if oldest.state is State.FLUSHING:
+                self._finish_flush(oldest)
+            oldest.state = advance(oldest, Event.EVICT)
+            oldest.work_buffer = None
+            self._pool.free(oldest.unit.index)
+
+    def _shards_in_pool(self) -> list[int]:
+        """Return the owners of pool buffers, first filled first: in backward, units come in reverse model order."""
+        assert self._pool is not None
+        return sorted((o for o in self._pool.owners() if isinstance(o, int)), reverse=True)
+
+    def _start_flush(self, shard: Shard) -> None:
+        shard.state = advance(shard, Event.FLUSH)
+        assert shard.work_buffer is not None
+        tickets: list[Ticket] = []
+        for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel)):
+            itemsize = shard.size_bytes // shard.unit.numel
+            address = shard.work_buffer.address + begin * itemsize
+            tickets.append(self.write_chunk(shard.unit, shard.role, number, address, (end - begin) * itemsize))
+        self._flushes[shard.unit.index] = TicketGroup(tickets)
+
+    def _finish_flush(self, shard: Shard) -> None:
+        try:
+            self._flushes.pop(shard.unit.index).wait(self.deadline_s)
+        except Exception:
+            shard.state = advance(shard, Event.FLUSH_FAILED)
+            raise
+        shard.state = advance(shard, Event.FLUSHED)
+
+    # --- chunks: what the optimizer and checkpoints stream over ------------------------------------------------------
+
+    def open(self, unit: Unit, *, reads: frozenset[Role], writes: frozenset[Role]) -> Access:
+        """Lease the shards of `unit` for streaming; :meth:`close_all` or :meth:`abandon_all` returns the leases.
+
+        PARAM, GRAD and the state roles may be asked for; state roles go together.
+        """
+        addresses: dict[Role, int] = {}
+        write_through = 0
+        fresh = False
+        self._opened.append(unit)
+        for role in reads | writes:
+            shard = self._shards.get((unit.index, role))
+            if shard is None:
+                continue
+            if role is Role.PARAM:
+                write_through = self._open_param(shard, role in writes, addresses)
+                continue
+            if role is Role.GRAD and shard.home_buffer is None:
+                if shard.state is State.FLUSHING:
+                    self._finish_flush(shard)
+                if shard.work_buffer is not None:
+                    addresses[role] = shard.work_buffer.address
+            elif shard.home_buffer is not None:
+                addresses[role] = shard.home_buffer.address
+            if role in STATE_ROLES:
+                fresh = shard.state is State.EMPTY
+            if role in writes:
+                shard.state = advance(shard, Event.OVERWRITE_HOME)
+                shard.writing = True
+            elif shard.state is not State.EMPTY:
+                shard.readers += 1
+        return Access(addresses, fresh, write_through)
+
+    def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
+        """Lease PARAM; returns the home address to write a changed working copy through to."""
+        index = shard.unit.index
+        host_device = self.device.type == "cpu"
+        if shard.state is State.FETCHING:
+            self._finish_fetch(shard)
+        if shard.state is State.RESIDENT and not host_device and write:
+            if self._borrowed(index):
+                raise StateError(
+                    f"parameters of {shard.unit.name}: a tensor outside the model still views their device memory, so "
+                    "they cannot be replaced; drop it before the step"
+                )
+            self._evict(shard)
+        if shard.state is State.RESIDENT and host_device:
+            assert shard.work_buffer is not None
+            addresses[Role.PARAM] = shard.work_buffer.address
+            if not write:
+                shard.readers += 1
+                return 0
+            shard.state = advance(shard, Event.MODIFY)
+            shard.writing = True
+            return shard.home_buffer.address if shard.home_buffer is not None else 0
+        if shard.home_buffer is not None and (host_device or shard.home is Tier.HOST):
+            addresses[Role.PARAM] = shard.home_buffer.address
+        if write:
+            shard.state = advance(shard, Event.OVERWRITE_HOME)
+            shard.writing = True
+        else:
+            shard.readers += 1
+        return 0
+
+    def close_all(self) -> None:
+        """Return the leases of all opened units: what was written is now their content."""
+        for shard in self._opened_shards():
+            shard.readers = max(shard.readers - 1, 0) if not shard.writing else 0
+            shard.writing = False
+            if shard.state is State.DIRTY and shard.role is Role.PARAM:
+                shard.state = advance(shard, Event.FLUSH)
+                shard.state = advance(shard, Event.FLUSHED)
+            if shard.role is Role.PARAM and shard.home is Tier.DEVICE and shard.unit.index not in self._residency:
+                assert shard.home_buffer is not None
+                self._bind(shard, shard.home_buffer)
+        self._opened.clear()
+
+    def abandon_all(self) -> None:
+        """Mark everything that was open for writing as lost: an exception came in between."""
+        for shard in self._opened_shards():
+            shard.readers = 0
+            if not shard.writing:
+                continue
+            shard.writing = False
+            was_dirty = shard.state is State.DIRTY
+            shard.state = advance(shard, Event.ABANDON)
+            if was_dirty and shard.work_buffer is not None and self._working is not None:
+                self._binder.unbind(shard.unit)
+                self._residency.pop(shard.unit.index, None)
+                self._working.free(shard.unit.index)
+                shard.work_buffer = None
+        self._opened.clear()
+
+    def _opened_shards(self) -> list[Shard]:
+        return [
+            shard
+            for unit in self._opened
+            for role in Role
+            if (shard := self._shards.get((unit.index, role))) is not None and (shard.writing or shard.readers)
+        ]
+
+    def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
+        """Return the bytes of elements [begin, end) in `role`."""
+        return (end - begin) * role_itemsize(unit, role, accumulate=self.plan.request.accumulate)
+
+    def read_chunk(self, unit: Unit, role: Role, number: int, address: int, size_bytes: int) -> Ticket | None:
+        """Start bringing chunk `number` to host `address`; None where it has never been written.
+
+        The state roles are one record per chunk, named by :attr:`Role.MASTER`.
+        """
+        shard = self._shards[unit.index, role if role is not Role.MASTER else Role.EXP_AVG]
+        if shard.home is Tier.DEVICE:
+            assert isinstance(self._mover, CudaMover) and shard.home_buffer is not None
+            offset = self.chunk_bytes(unit, role, 0, self.plan.chunk_numel) * number
+            return self._mover.download(shard.home_buffer.address + offset, address, size_bytes)
+        store = self._require_store()
+        key = (unit.index, role.value, number)
+        return store.get(key, address, size_bytes) if key in store else None
+
+    def write_chunk(self, unit: Unit, role: Role, number: int, address: int, size_bytes: int) -> Ticket:
+        """Start writing chunk `number` from host `address` to its home."""
+        shard = self._shards[unit.index, role if role is not Role.MASTER else Role.EXP_AVG]
+        if shard.home is Tier.DEVICE:
+            assert isinstance(self._mover, CudaMover) and shard.home_buffer is not None
+            offset = self.chunk_bytes(unit, role, 0, self.plan.chunk_numel) * number
+            return self._mover.upload(address, shard.home_buffer.address + offset, size_bytes)
+        return self._require_store().put((unit.index, role.value, number), address, size_bytes)
+
+    # --- life and death ---------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Return to a settled state after an exception in forward or backward.
+
+        Leases are dropped, transfers awaited, working copies and gradients discarded. Parameters and optimizer states
+        are untouched: they are only ever written inside a step.
+        """
+        for shard in self._params:
+            shard.readers = 0
+            if shard.state is State.FETCHING:
+                with contextlib.suppress(Exception):  # the reader of the parameter will meet the error again
+                    self._finish_fetch(shard)
+            if shard.state is State.FAILED and self._home_intact(shard):
+                shard.state = advance(shard, Event.RESTORE)
+                shard.state = advance(shard, Event.OVERWRITE_HOME)
+        for index in list(self._flushes):
+            with contextlib.suppress(Exception):  # the gradient is discarded below
+                self._finish_flush(self._shards[index, Role.GRAD])
+        with contextlib.suppress(Exception):
+            self._mover.settle(self.deadline_s)
+        self.drop_gradients()
+        self.schedule.restart()
+
+    def _home_intact(self, shard: Shard) -> bool:
+        """Tell whether a shard that failed still has its content at home: failed reads damage nothing."""
+        if shard.home is not Tier.NVME:
+            return shard.home_buffer is not None
+        store = self._require_store()
+        count = len(shard.unit.chunks(self.plan.chunk_numel))
+        return all((shard.unit.index, shard.role.value, number) in store for number in range(count))
+
+    def close(self) -> None:
+        """Drop everything and return the memory. Idempotent."""
+        for transfer in [*self._fetches.values(), *self._flushes.values()]:
+            with contextlib.suppress(Exception):  # closing: nobody needs the bytes any more
+                transfer.wait(self.deadline_s)
+        self._fetches.clear()
+        self._flushes.clear()
+        self._mover.close()
+        leak = any(self._borrowed(index) for index in self._residency)
+        for index in list(self._residency):
+            self._binder.unbind(self.units[index])
+        self._residency.clear()
+        if self.store is not None:
+            self.store.close()
+        for arena in self._arenas.values():
+            arena.close(leak=leak)
+        for tier in Tier:
+            held = self.budgets[tier].reservations().get("arena", 0)
+            self.budgets[tier].release("arena", held)
+
+    def check(self) -> None:
+        """Check the invariants of every shard and of the ledgers; used by tests and after resets.
+
+        Raises:
+            InternalError: one does not hold.
+        """
+        for shard in self._shards.values():
+            check(shard)
+            flying = self._fetches if shard.role is Role.PARAM else self._flushes
+            if (shard.state in IN_FLIGHT) != (shard.unit.index in flying and shard.role in (Role.PARAM, Role.GRAD)):
+                raise InternalError(f"{shard.describe()}: in flight and transfers disagree")
+            bound = shard.unit.index in self._residency
+            if shard.role is Role.PARAM and shard.home is not Tier.DEVICE:
+                if bound != (shard.state in HAS_WORKING_COPY):
+                    raise InternalError(f"{shard.describe()}: binding and state disagree")
+
+    def shard(self, index: int, role: Role) -> Shard | None:
+        """Return a shard for inspection."""
+        return self._shards.get((index, role))
+
+    def used_bytes(self) -> dict[str, int]:
+        """Return bytes in use per tier: device arena and activations, host arena, occupied swap space."""
+        used = {tier.value: self.budgets[tier].used_bytes for tier in Tier}
+        used[Tier.NVME.value] = self.store.used_bytes if self.store is not None else 0
+        return used
+
+    def dump(self) -> str:
+        """Return the state of every shard that is not simply at home, for error messages."""
+        lines = [f"step position {len(self.schedule.trace)} uses; tiers: {self.used_bytes()}"]
+        for shard in self._shards.values():
+            if shard.state not in (State.EMPTY, State.STORED) or shard.readers or shard.writing:
+                borrowed = (
+                    ", borrowed"
+                    if shard.role is Role.PARAM
+                    and shard.unit.index in self._residency
+                    and self._borrowed(shard.unit.index)
+                    else ""
+                )
+                lines.append("  " + shard.describe() + borrowed)
+        return "\n".join(lines)
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _lay_out(self) -> None:
+        for unit in self.units:
+            for role in (Role.PARAM, Role.GRAD, *STATE_ROLES):
+                size = self.plan.role_bytes(unit, role)
+                home = self.plan.home(unit, role)
+                if size == 0 or home is None:
+                    continue
+                shard = Shard(unit, role, home, size)
+                if home is not Tier.NVME:
+                    shard.home_buffer = self._arenas[home].take(size)
+                    if role is not Role.PARAM:
+                        self._touch(shard.home_buffer)
+                self._shards[unit.index, role] = shard
+            self._params.append(self._shards[unit.index, Role.PARAM])
+            if unit.trainable:
+                slots = len(unit.slots)
+                self._gradients[unit.index] = Gradient(
+                    [False] * slots, set(range(slots)), [None] * slots
+                )
+
+    @staticmethod
+    def _touch(buffer: Buffer) -> None:
+        """Bring the pages in now: the first step must not pay for page faults."""
+        ctypes.memset(buffer.address, 0, buffer.size_bytes)
+
+    def _start_reads(self, shard: Shard, address: int, *, urgent: bool) -> list[Ticket]:
+        store = self._require_store()
+        itemsize = shard.size_bytes // shard.unit.numel
+        return [
+            store.get(
+                (shard.unit.index, shard.role.value, number),
+                address + begin * itemsize,
+                (end - begin) * itemsize,
+                urgent=urgent,
+            )
+            for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel))
+        ]
+
+    def _delete(self, shard: Shard) -> None:
+        store = self._require_store()
+        for number in range(len(shard.unit.chunks(self.plan.chunk_numel))):
+            key = (shard.unit.index, shard.role.value, number)
+            if key in store:
+                store.delete(key)
+
+    def _require_store(self) -> SwapStore:
+        assert self.store is not None, "a shard has its home on NVMe but there is no store"
+        return self.store
+
+
+def trainable_units(units: Sequence[Unit]) -> list[Unit]:
+    """Return the units that the optimizer updates, in update order."""
+    return [unit for unit in units if unit.trainable]

@@ -1,0 +1,326 @@
+"""Adam and AdamW over offloaded shards: one definition of the step, wherever the bytes live.
+
+Owns the optimizer's public face (a ``torch.optim.Optimizer``), the global norm, clipping, loss scaling and the update
+itself as a visit of :func:`offload.stream.stream`. The arithmetic of an element is in ``csrc/cpu_adam``. Where a
+parameter's bytes are is none of its business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from offload import cpu_adam
+from offload.config import Adam, AdamW, Config, check_hyper_parameters
+from offload.errors import ConfigError, StateError
+from offload.manager import KERNEL_DTYPE, Manager, trainable_units
+from offload.shard import Role, Unit
+from offload.stream import ALL_STATES, Chunk, stream
+
+CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+
+
+class OffloadOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer: param groups, LR schedulers and step hooks as in torch; the states are offloaded.
+
+    ``state`` is empty: use :meth:`state_dict`, which gathers the moments as real tensors in torch's own format.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        spec: AdamW | torch.optim.Optimizer,
+    ) -> None:
+        """Take over hyper-parameters and groups.
+
+        Args:
+            parameters: the model's parameters.
+            spec: hyper-parameters for all trainable ones, or a torch Adam/AdamW whose groups are shared from now on.
+
+        Raises:
+            ConfigError: an optimizer class or option that is not supported, or parameters of another model.
+        """
+        self.on_step: Callable[[], None] = lambda: None
+        self.on_zero_grad: Callable[[], None] = lambda: None
+        self.gather_state: Callable[[], dict[int, dict[str, Any]]] = dict
+        self.scatter_state: Callable[[dict[int, dict[str, Any]]], None] = lambda state: None
+        known = {id(p) for p in parameters}
+        if isinstance(spec, torch.optim.Optimizer):
+            self.decoupled = _is_decoupled(spec)
+            super().__init__([{**group} for group in spec.param_groups], dict(spec.defaults))
+            self.param_groups = spec.param_groups  # shared: schedulers made for `spec` keep working
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in known:
+                        raise ConfigError(
+                            f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; "
+                            "make the optimizer from model.parameters() of the same model"
+                        )
+            spec.register_step_pre_hook(_refuse_replaced)
+        else:
+            self.decoupled = not isinstance(spec, Adam)
+            trainable = [p for p in parameters if p.requires_grad]
+            if not trainable:
+                raise ConfigError("model: expected parameters that require a gradient but all are frozen")
+            super().__init__(trainable, dataclasses.asdict(spec))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters now from the gradients that have arrived, whatever the accumulation count.
+
+        Raises:
+            StateError: no gradient has arrived.
+            NonFiniteError: a gradient is not finite; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.on_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients that have arrived since the last step."""
+        self.on_zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and states in torch's format, states as fp32 CPU tensors of the parameters' shapes."""
+        packed = super().state_dict()
+        positions = self._positions()
+        packed["state"] = {positions[key]: value for key, value in self.gather_state().items()}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` or a ``torch.optim.Adam/AdamW`` returned."""
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        parameters = {position: key for key, position in self._positions().items()}
+        self.scatter_state({parameters[position]: state for position, state in state_dict["state"].items()})
+
+    def _positions(self) -> dict[int, int]:
+        """Return the position of each parameter (by id) in the groups, as torch numbers them."""
+        flat = [p for group in self.param_groups for p in group["params"]]
+        return {id(p): position for position, p in enumerate(flat)}
+
+
+def _is_decoupled(spec: torch.optim.Optimizer) -> bool:
+    if not isinstance(spec, (torch.optim.Adam, torch.optim.AdamW)):
+        raise ConfigError(
+            f"optimizer: expected offload.AdamW, offload.Adam, torch.optim.AdamW or torch.optim.Adam but got "
+            f"{type(spec).__name__}; other optimizers are not supported yet"
+        )
+    for group in spec.param_groups:
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group.get(option):
+                raise ConfigError(f"optimizer: {option}=True is not supported; make the optimizer without it")
+    return isinstance(spec, torch.optim.AdamW) or bool(spec.defaults.get("decoupled_weight_decay"))
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    raise StateError("optimizer: the engine has taken this optimizer over; call engine.step() or engine.optimizer.step()")
+
+
+class LossScaler:
+    """Dynamic loss scale for float16: halves after an overflow, doubles after `window` good steps.
+
+    With `hysteresis` n, the scale is lowered only at the n-th overflow in a row of short runs, as DeepSpeed does.
+
+    Source: Micikevicius et al., Mixed Precision Training, section 3.2.
+    """
+
+    def __init__(self, config: Config, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = config.initial_loss_scale if enabled else 1.0
+        self._window = config.loss_scale_window
+        self._hysteresis = config.loss_scale_hysteresis
+        self._minimum = config.min_loss_scale
+        self._tolerance = self._hysteresis
+        self._good_steps = 0
+
+    def overflowed(self) -> None:
+        """Note a step whose gradients were not finite."""
+        self._good_steps = 0
+        self._tolerance -= 1
+        if self._tolerance <= 0:
+            self.scale = max(self.scale / 2, self._minimum)
+
+    def succeeded(self) -> None:
+        """Note a step that was taken."""
+        self._good_steps += 1
+        if self._good_steps % self._window == 0:
+            self.scale *= 2
+            self._tolerance = self._hysteresis
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state as plain numbers."""
+        return {"scale": self.scale, "tolerance": self._tolerance, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.scale = float(state["scale"])
+        self._tolerance = int(state["tolerance"])
+        self._good_steps = int(state["good_steps"])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientNorm:
+    """Global norm of a step's gradients.
+
+    Attributes:
+        squares: sum of squares of the raw gradients (sums over micro-batches, with the loss scale in them).
+        bad: names of parameters with NaN or infinite elements.
+        count: parameters that have a gradient.
+    """
+
+    squares: float
+    bad: list[str]
+    count: int
+
+
+def measure(manager: Manager) -> GradientNorm:
+    """Add up what was measured when the gradients arrived, in model order: the same bits for every placement."""
+    squares, bad, count = 0.0, [], 0
+    for unit in trainable_units(manager.units):
+        for slot, total in zip(unit.slots, manager.gradient_sums(unit.index), strict=True):
+            if total is None:
+                continue
+            count += 1
+            squares += total[0]
+            if total[1]:
+                bad.append(slot.name)
+    return GradientNorm(squares, bad, count)
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return what gradients are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` defines it."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + CLIP_EPSILON))
+
+
+class StepCounts:
+    """Updates that each parameter has had: bias correction counts only those, as in torch."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(list(units))}
+
+
+def group_of_slots(
+    optimizer: OffloadOptimizer, units: Sequence[Unit], parameters: Sequence[Sequence[torch.nn.Parameter]]
+) -> dict[int, list[dict[str, Any] | None]]:
+    """Return per trainable unit and slot the param group it is in, None where the optimizer leaves it out."""
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {unit.index: [group_of.get(id(p)) for p in parameters[unit.index]] for unit in trainable_units(list(units))}
+
+
+def update(
+    manager: Manager,
+    counts: StepCounts,
+    groups: dict[int, list[dict[str, Any] | None]],
+    *,
+    decoupled: bool,
+    grad_scale: float,
+) -> None:
+    """Take one optimizer step with the gradients that have arrived.
+
+    Args:
+        manager: owner of the shards.
+        counts: updates so far; raised by one for what is updated.
+        groups: param group per slot.
+        decoupled: AdamW, else Adam with L2.
+        grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
+
+    Raises:
+        swap.SwapError: an I/O error; the units of this step are then FAILED.
+    """
+    segments: dict[int, list[tuple[int, int, cpu_adam.AdamHyper]]] = {}
+    units = []
+    hyper_of: dict[tuple[int, int], cpu_adam.AdamHyper] = {}
+    for unit in trainable_units(manager.units):
+        arrived = manager.arrived(unit.index)
+        ranges: list[tuple[int, int, cpu_adam.AdamHyper]] = []
+        for position, slot in enumerate(unit.slots):
+            group = groups[unit.index][position]
+            if not arrived[position] or group is None:
+                continue
+            counts.counts[unit.index][position] += 1
+            count = counts.counts[unit.index][position]
+            key = (id(group), count)
+            hyper = hyper_of.get(key)
+            if hyper is None:
+                hyper = hyper_of[key] = _hyper(group, count, decoupled=decoupled, grad_scale=grad_scale)
+            end = unit.slots[position + 1].offset_numel if position + 1 < len(unit.slots) else unit.numel
+            if ranges and ranges[-1][1] == slot.offset_numel and ranges[-1][2] is hyper:
+                ranges[-1] = (ranges[-1][0], end, hyper)
+            else:
+                ranges.append((slot.offset_numel, end, hyper))
+        if ranges:
+            segments[unit.index] = ranges
+            units.append(unit)
+
+    accumulate = manager.plan.request.accumulate
+
+    def visit(chunk: Chunk) -> None:
+        begin = time.perf_counter()
+        done = 0
+        for first, last, hyper in segments[chunk.unit.index]:
+            start, stop = max(first, chunk.begin), min(last, chunk.end)
+            if start < stop:
+                _update_range(chunk, start, stop, hyper, accumulate=accumulate)
+                done += stop - start
+        size = sum(
+            manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
+            for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
+        )
+        manager.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
+
+    roles = frozenset({Role.PARAM}) | ALL_STATES
+    stream(manager, units, visit, reads=roles | {Role.GRAD}, writes=roles)
+
+
+def _hyper(group: dict[str, Any], count: int, *, decoupled: bool, grad_scale: float) -> cpu_adam.AdamHyper:
+    values = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    values["lr"] = float(values["lr"])
+    check_hyper_parameters(values, subject="param group")
+    return cpu_adam.AdamHyper(
+        lr=values["lr"],
+        beta1=float(values["betas"][0]),
+        beta2=float(values["betas"][1]),
+        eps=float(values["eps"]),
+        weight_decay=float(values["weight_decay"]),
+        step=count,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+    )
+
+
+def _update_range(chunk: Chunk, start: int, stop: int, hyper: cpu_adam.AdamHyper, *, accumulate: bool) -> None:
+    unit = chunk.unit
+    dtype = KERNEL_DTYPE[unit.dtype]
+    grad_dtype = cpu_adam.Dtype.FLOAT32 if accumulate else dtype
+    param = chunk.at(Role.PARAM, start, unit.itemsize)
+    common: dict[str, Any] = {
+        "numel": stop - start,
+        "grad": chunk.at(Role.GRAD, start, grad_dtype.itemsize),
+        "grad_dtype": grad_dtype,
+        "exp_avg": chunk.at(Role.EXP_AVG, start, 4),
+        "exp_avg_sq": chunk.at(Role.EXP_AVG_SQ, start, 4),
+        "hyper": hyper,
+    }
+    if dtype is cpu_adam.Dtype.BFLOAT16:
+        master = chunk.at(Role.MASTER, start, 2)
+        cpu_adam.adam_step(param=param, master=master, master_kind=cpu_adam.MasterKind.SPLIT, **common)
+    elif dtype is cpu_adam.Dtype.FLOAT16:
+        master = chunk.at(Role.MASTER, start, 4)
+        cpu_adam.adam_step(
+            param=0, master=master, master_kind=cpu_adam.MasterKind.FLOAT32, emit=param, emit_dtype=dtype, **common
+        )
+    else:
+        cpu_adam.adam_step(param=0, master=param, master_kind=cpu_adam.MasterKind.FLOAT32, **common)
+
+
+def is_finite(value: float) -> bool:
+    """Tell whether a norm can be used."""
+    return math.isfinite(value)

@@ -1,0 +1,387 @@
+"""The plan: homes, buffer sizes, and the bytes and seconds a step will take, worked out before anything is loaded.
+
+Owns the arithmetic of budgets. Pure Python over plain values: testable without torch, a GPU or a disk. It decides
+nothing at run time. Next: :mod:`offload.manager` lays out the arenas as the plan says.
+
+Bytes per parameter (16-bit parameters p, gradients g): p 2, g 2 (4 when several micro-batches accumulate), split master
+2 (bf16) or fp32 master 4 (fp16) or none (fp32), moments 4 + 4. What sits on NVMe is read and written once per step
+(parameters: read for forward and backward, and written); so host memory is given first to gradients (which would be
+written and read again), then to parameters (three passes), then to states (two passes).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from offload.config import format_bytes
+from offload.errors import BudgetError
+from offload.shard import Role, Unit
+from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+
+WORKING_UNITS = 3  # computing, arriving, leaving
+STAGING_SLOTS = 4  # reading, reading, computing, writing
+GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
+MIN_CHUNK_NUMEL = 64 * 1024
+MAX_CHUNK_NUMEL = 2 * 1024 * 1024
+STAGING_SHARE = 0.2  # bytes of staging per parameter that are worth their room
+ACTIVATION_SHARE = 0.4
+SMALL_UNIT_BYTES = 1 << 20
+SMALL_UNITS_SHARE = 0.05
+NVME_SLACK_CHUNKS = 16
+
+STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+
+
+def role_itemsize(unit: Unit, role: Role, *, accumulate: bool) -> int:
+    """Return bytes per element of `unit` in `role` (0 where it does not exist).
+
+    Args:
+        unit: the unit.
+        role: the role.
+        accumulate: gradients are summed over micro-batches, hence kept in fp32.
+    """
+    if role is Role.PARAM:
+        return unit.itemsize
+    if not unit.trainable:
+        return 0
+    if role is Role.GRAD:
+        return 4 if accumulate else unit.itemsize
+    if role is Role.MASTER:
+        return {"bfloat16": 2, "float16": 4, "float32": 0}[unit.dtype]
+    return 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the planner needs to know.
+
+    Attributes:
+        units: all units of the model.
+        budgets: bytes per tier.
+        param_tier, optimizer_tier: a forced home, or None.
+        accumulate: gradients are kept in fp32 (several micro-batches per step).
+        device_is_host: the compute device is the CPU: states may live on DEVICE, and NVMe reads reach it directly.
+        activation_bytes: part of the device budget for activations, None for the default.
+        chunk_numel: optimizer chunk, None for the default.
+        alignment_bytes: granularity of the swap files.
+    """
+
+    units: Sequence[Unit]
+    budgets: Mapping[Tier, int]
+    param_tier: Tier | None = None
+    optimizer_tier: Tier | None = None
+    accumulate: bool = False
+    device_is_host: bool = True
+    activation_bytes: int | None = None
+    chunk_numel: int | None = None
+    alignment_bytes: int = BUFFER_ALIGNMENT_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Homes:
+    """Homes of one unit's shards; `states` is None for a frozen unit, like `grad`."""
+
+    param: Tier
+    grad: Tier | None
+    states: Tier | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Homes, buffers, and worst-case bytes per tier. ``print(plan)`` shows it as a table.
+
+    Attributes:
+        homes: per unit.
+        working_bytes: region of DEVICE for working copies of parameters.
+        activation_bytes: room in the device budget for activations and temporaries.
+        grad_pool_bytes: region of HOST for gradients on their way to NVMe.
+        fetch_staging_bytes: buffers of HOST through which NVMe reaches a GPU.
+        chunk_numel, staging_slots, staging_numel_bytes: the optimizer's pipeline buffers in HOST.
+        arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
+        step_bytes: predicted bytes per link and optimizer step (one micro-batch).
+    """
+
+    request: Request
+    homes: tuple[Homes, ...]
+    working_bytes: int
+    activation_bytes: int
+    grad_pool_bytes: int
+    fetch_staging_bytes: int
+    chunk_numel: int
+    staging_slots: int
+    staging_numel_bytes: int
+    arena_bytes: Mapping[Tier, int]
+    step_bytes: Mapping[str, int]
+
+    def role_bytes(self, unit: Unit, role: Role) -> int:
+        """Return the bytes of a shard."""
+        return unit.numel * role_itemsize(unit, role, accumulate=self.request.accumulate)
+
+    def home(self, unit: Unit, role: Role) -> Tier | None:
+        """Return the home of a shard, None where the unit has no such role."""
+        homes = self.homes[unit.index]
+        if role is Role.PARAM:
+            return homes.param
+        return homes.grad if role is Role.GRAD else homes.states
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def make_plan(request: Request) -> Plan:
+    """Choose homes and sizes.
+
+    Raises:
+        BudgetError: the model cannot be trained within the budgets; names the tier, the bytes, and the smallest budget
+            that would do with the other budgets as they are.
+    """
+    device_budget, host_budget = request.budgets[Tier.DEVICE], request.budgets[Tier.HOST]
+    units = request.units
+    params = {unit.index: unit.param_bytes for unit in units}
+    grads = {u.index: _bytes(request, u, Role.GRAD) for u in units if u.trainable}
+    states = {u.index: sum(_bytes(request, u, role) for role in STATE_ROLES) for u in units if u.trainable}
+
+    # DEVICE: everything if it fits; else small units stay and the rest of the room holds working copies.
+    largest = sum(sorted(params.values(), reverse=True)[:WORKING_UNITS])
+    if request.activation_bytes is not None:
+        activation = request.activation_bytes
+    else:
+        activation = max(min(int(device_budget * ACTIVATION_SHARE), device_budget - largest), 0)
+    resident = sum(grads.values()) + sum(states.values())
+    states_stay = request.optimizer_tier is Tier.DEVICE
+    if states_stay and not request.device_is_host:
+        raise BudgetError(
+            'device budget: optimizer states cannot stay on a GPU yet; use offload_optimizer="auto", "cpu" or "nvme"'
+        )
+    room = device_budget - activation - (resident if states_stay else 0)
+    if room < 0:
+        what = f'optimizer states (offload_optimizer="none") and {format_bytes(activation)} of activations'
+        raise _too_small(Tier.DEVICE, resident + activation + largest, device_budget, what)
+    param_home: dict[int, Tier] = {}
+    working = 0
+    on_device = sum(params.values())
+    if request.param_tier is Tier.DEVICE or (request.param_tier is None and on_device <= room):
+        if on_device > room:
+            raise _too_small(Tier.DEVICE, on_device + activation, device_budget, 'parameters (offload_param="none")')
+        param_home = dict.fromkeys(params, Tier.DEVICE)
+    else:
+        if largest > room:
+            raise _too_small(
+                Tier.DEVICE,
+                largest + activation,
+                device_budget,
+                f"the {WORKING_UNITS} largest units ({_names(units)}) and {format_bytes(activation)} of activations",
+            )
+        on_device = 0
+        for unit in sorted(units, key=lambda u: u.param_bytes):
+            small = unit.param_bytes <= SMALL_UNIT_BYTES and request.param_tier is None
+            share = on_device + unit.param_bytes <= room * SMALL_UNITS_SHARE
+            if small and share and largest + on_device + unit.param_bytes <= room:
+                param_home[unit.index] = Tier.DEVICE
+                on_device += unit.param_bytes
+        away = sum(size for index, size in params.items() if index not in param_home)
+        working = min(room - on_device, away)
+    device_left = room - on_device - working
+
+    # Optimizer states and gradients may stay on DEVICE only where it is host memory.
+    state_home: dict[int, Tier] = {}
+    grad_home: dict[int, Tier] = {}
+    if states_stay or (request.optimizer_tier is None and request.device_is_host and resident <= device_left):
+        state_home = dict.fromkeys(states, Tier.DEVICE)
+        grad_home = dict.fromkeys(grads, Tier.DEVICE)
+        on_device += resident
+
+    def fill_host(nvme_allowed: bool) -> tuple[dict[int, Tier], dict[int, Tier], dict[int, Tier], dict[str, int]]:
+        """Give host memory away in order of worth; raise where NVMe would be needed but is not there."""
+        chunk = _chunk(request)
+        grad_at, param_at, state_at = dict(grad_home), dict(param_home), dict(state_home)
+        sizes = {"staging": 0, "pool": 0, "fetch": 0, "chunk": chunk, "slot": 0}
+        if nvme_allowed or not request.device_is_host:  # parameters of a GPU pass through staging, too
+            sizes["slot"] = _slot_bytes(request)
+            sizes["staging"] = STAGING_SLOTS * sizes["slot"] * chunk
+            if nvme_allowed and not request.device_is_host:
+                sizes["fetch"] = 2 * max(params.values())
+        left = host_budget - sizes["staging"] - sizes["fetch"]
+        waiting = [index for index in grads if index not in grad_at]
+        if nvme_allowed and sum(grads[i] for i in waiting) > left:
+            sizes["pool"] = GRAD_POOL_BUFFERS * max(grads[i] for i in waiting)
+            left -= sizes["pool"]
+        if left < 0:
+            need = sizes["staging"] + sizes["fetch"] + sizes["pool"]
+            raise _too_small(Tier.HOST, need, host_budget, "the buffers of the NVMe pipeline")
+        for kind, wanted, placed, forced in (
+            ("gradients", grads, grad_at, None),
+            ("parameters", params, param_at, request.param_tier),
+            ("optimizer states", states, state_at, request.optimizer_tier),
+        ):
+            for index, size in wanted.items():
+                if index in placed:
+                    continue
+                if forced is not Tier.NVME and size <= left:
+                    placed[index] = Tier.HOST
+                    left -= size
+                elif forced is Tier.HOST or not nvme_allowed:
+                    total = sum(
+                        s
+                        for kind_sizes, kind_at in ((grads, grad_home), (params, param_home), (states, state_home))
+                        for i, s in kind_sizes.items()
+                        if i not in kind_at
+                    )
+                    raise _too_small(Tier.HOST, total, host_budget, f"{kind} without an NVMe tier")
+                else:
+                    placed[index] = Tier.NVME
+        return grad_at, param_at, state_at, sizes
+
+    placed = None
+    if Tier.NVME not in (request.param_tier, request.optimizer_tier):
+        try:
+            placed = fill_host(nvme_allowed=False)
+        except BudgetError:
+            if request.budgets[Tier.NVME] <= 0:
+                raise
+    if placed is None:
+        placed = fill_host(nvme_allowed=True)
+    grad_at, param_at, state_at, sizes = placed
+
+    nvme = 0
+    for unit in units:
+        if param_at[unit.index] is Tier.NVME:
+            nvme += _padded(request, unit, unit.itemsize, sizes["chunk"])
+        if unit.trainable and state_at[unit.index] is Tier.NVME:
+            itemsize = sum(role_itemsize(unit, role, accumulate=False) for role in STATE_ROLES)
+            nvme += _padded(request, unit, itemsize, sizes["chunk"])
+        if unit.trainable and grad_at[unit.index] is Tier.NVME:
+            itemsize = role_itemsize(unit, Role.GRAD, accumulate=request.accumulate)
+            nvme += _padded(request, unit, itemsize, sizes["chunk"])
+    if nvme:  # copy-on-write needs room for the versions in flight
+        nvme += NVME_SLACK_CHUNKS * (sizes["slot"] * sizes["chunk"] + request.alignment_bytes)
+    if nvme > request.budgets[Tier.NVME]:
+        raise _too_small(Tier.NVME, nvme, request.budgets[Tier.NVME], "parameters, gradients and states that do not fit above")
+
+    host = sizes["staging"] + sizes["pool"] + sizes["fetch"]
+    host += sum(size for i, size in grads.items() if grad_at[i] is Tier.HOST)
+    host += sum(size for i, size in params.items() if param_at[i] is Tier.HOST)
+    host += sum(size for i, size in states.items() if state_at[i] is Tier.HOST)
+    device = on_device + working
+    homes = tuple(Homes(param_at[u.index], grad_at.get(u.index), state_at.get(u.index)) for u in units)
+    return Plan(
+        request=request,
+        homes=homes,
+        working_bytes=working,
+        activation_bytes=device_budget - device,
+        grad_pool_bytes=sizes["pool"],
+        fetch_staging_bytes=sizes["fetch"],
+        chunk_numel=sizes["chunk"],
+        staging_slots=STAGING_SLOTS if sizes["staging"] else 0,
+        staging_numel_bytes=sizes["slot"],
+        arena_bytes={Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme},
+        step_bytes=_step_bytes(request, homes),
+    )
+
+
+def _bytes(request: Request, unit: Unit, role: Role) -> int:
+    return unit.numel * role_itemsize(unit, role, accumulate=request.accumulate)
+
+
+def _chunk(request: Request) -> int:
+    """Return elements per optimizer chunk: a multiple of the smallest chunk, bounded by memory and by the largest unit."""
+    if request.chunk_numel is not None:
+        return -(-request.chunk_numel // MIN_CHUNK_NUMEL) * MIN_CHUNK_NUMEL
+    total = sum(unit.numel for unit in request.units if unit.trainable)
+    wanted = int(total * STAGING_SHARE) // (STAGING_SLOTS * max(_slot_bytes(request), 1))
+    largest = max((unit.numel for unit in request.units), default=0)
+    wanted = min(wanted, MAX_CHUNK_NUMEL, largest)
+    return max(wanted // MIN_CHUNK_NUMEL, 1) * MIN_CHUNK_NUMEL
+
+
+def _slot_bytes(request: Request) -> int:
+    """Return bytes per element of one staging slot: every role that may have to pass through it."""
+    return max(
+        (
+            sum(role_itemsize(u, role, accumulate=request.accumulate) for role in (Role.PARAM, Role.GRAD, *STATE_ROLES))
+            for u in request.units
+        ),
+        default=0,
+    )
+
+
+def _padded(request: Request, unit: Unit, itemsize: int, chunk: int) -> int:
+    align = request.alignment_bytes
+    return sum(-(-(end - begin) * itemsize // align) * align for begin, end in unit.chunks(chunk))
+
+
+def _step_bytes(request: Request, homes: Sequence[Homes]) -> dict[str, int]:
+    """Predict bytes per link for one optimizer step with one micro-batch, working copies never surviving."""
+    read = write = h2d = adam = d2h = 0
+    for unit, home in zip(request.units, homes, strict=True):
+        states = sum(_bytes(request, unit, role) for role in STATE_ROLES)
+        grad = _bytes(request, unit, Role.GRAD)
+        passes = 2 if unit.trainable else 1
+        if home.param is Tier.NVME:
+            read += passes * unit.param_bytes
+            if unit.trainable:
+                write += unit.param_bytes
+                read += unit.param_bytes if unit.dtype != "float16" else 0
+        if home.param is not Tier.DEVICE and not (request.device_is_host and home.param is Tier.NVME):
+            h2d += passes * unit.param_bytes
+        if home.states is Tier.NVME:
+            read += states
+            write += states
+        if home.grad is Tier.NVME:
+            read += grad
+            write += grad
+        if unit.trainable:
+            adam += unit.param_bytes + grad + states
+            d2h += unit.param_bytes if not request.device_is_host else 0
+    return {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
+
+
+def _too_small(tier: Tier, need: int, limit: int, what: str) -> BudgetError:
+    return BudgetError(
+        f"{tier.value} budget: {what} need {format_bytes(need)} ({need} bytes) but the limit is {format_bytes(limit)}; "
+        f'the smallest max_memory["{tier.value}"] that would do is {need} bytes'
+        + ("" if tier is Tier.NVME else ", or offload more of it: see nvme_path and offload_param/offload_optimizer")
+    )
+
+
+def _names(units: Sequence[Unit]) -> str:
+    largest = sorted(units, key=lambda unit: unit.param_bytes, reverse=True)[:WORKING_UNITS]
+    return ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in largest)
+
+
+def render(plan: Plan) -> str:
+    """Return the plan as a table for people."""
+    request = plan.request
+    rows = [("", "parameters", "gradients", "states", "buffers", "total", "budget")]
+    buffers = {
+        Tier.DEVICE: plan.working_bytes,
+        Tier.HOST: plan.arena_bytes[Tier.HOST],
+        Tier.NVME: plan.arena_bytes[Tier.NVME],
+    }
+    for tier in Tier:
+        param = sum(u.param_bytes for u in request.units if plan.homes[u.index].param is tier)
+        grad = sum(_bytes(request, u, Role.GRAD) for u in request.units if plan.homes[u.index].grad is tier)
+        states = sum(
+            sum(_bytes(request, u, role) for role in STATE_ROLES)
+            for u in request.units
+            if plan.homes[u.index].states is tier
+        )
+        rest = buffers[tier] - (0 if tier is Tier.DEVICE else param + grad + states)
+        sizes = (param, grad, states, rest, plan.arena_bytes[tier], request.budgets[tier])
+        rows.append((tier.value, *(format_bytes(size) if size else "-" for size in sizes)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    trainable = sum(slot.numel for u in request.units if u.trainable for slot in u.slots)
+    frozen = sum(slot.numel for u in request.units if not u.trainable for slot in u.slots)
+    lines.insert(
+        0,
+        f"{len(request.units)} units, {trainable:,} trainable parameters"
+        + (f", {frozen:,} frozen" if frozen else ""),
+    )
+    lines.append(f"activations and temporaries: {format_bytes(plan.activation_bytes)} of the device budget")
+    moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in plan.step_bytes.items() if size)
+    lines.append(f"moved per step (one micro-batch, nothing cached): {moved or 'nothing'}")
+    if plan.step_bytes["nvme_write"]:
+        lines.append(f"drive wear: {plan.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps")
+    return "\n".join(lines)

@@ -1,0 +1,179 @@
+"""Runs over shards chunk by chunk, wherever they live: reads, work and writes as a pipeline.
+
+Owns the pipeline over the staging buffers: while one chunk is computed on, the next two are arriving from NVMe and the
+previous one is leaving, so both queues of the drive are busy at once. What lives in memory is used in place. The
+optimizer step, checkpoints and loading are all visits of this one stream. Knows no hyper-parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from offload import cpu_adam
+from offload.manager import Access, Manager
+from offload.placement import STATE_ROLES
+from offload.shard import Role, Unit
+from offload.transfer import Ticket
+
+ALL_STATES = frozenset(STATE_ROLES)
+_IN_FLIGHT_AHEAD = 2  # of four staging slots: one computing, one being written
+
+
+@dataclasses.dataclass(slots=True)
+class Chunk:
+    """Elements [begin, end) of a unit, with the host address of each role's first element."""
+
+    unit: Unit
+    number: int
+    begin: int
+    end: int
+    addresses: dict[Role, int]
+    access: Access
+    reading: list[Ticket] = dataclasses.field(default_factory=list)
+    writing: list[Ticket] = dataclasses.field(default_factory=list)
+    staged: frozenset[Role] = frozenset()
+
+    @property
+    def numel(self) -> int:
+        """Elements in the chunk."""
+        return self.end - self.begin
+
+    def at(self, role: Role, element: int, itemsize: int) -> int:
+        """Return the address of unit element `element` in `role`, whose elements have `itemsize` bytes."""
+        return self.addresses[role] + (element - self.begin) * itemsize
+
+
+def stream(
+    manager: Manager,
+    units: Iterable[Unit],
+    visit: Callable[[Chunk], None],
+    *,
+    reads: frozenset[Role],
+    writes: frozenset[Role] = frozenset(),
+) -> None:
+    """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
+
+    Args:
+        manager: owner of the shards.
+        units: what to run over.
+        visit: works on a chunk in place; chunks of `reads` hold the current content (states that have none yet count
+            as zero moments and a master equal to the parameter).
+        reads: roles whose content is needed. The state roles go together, in one record on NVMe.
+        writes: roles that `visit` changes as a whole; they are written home.
+
+    Raises:
+        swap.SwapError: an I/O error or a missed deadline. Everything open for writing is then FAILED.
+        Exception: what `visit` raised, likewise.
+    """
+    chunks: list[Chunk] = []
+    try:
+        for unit in units:
+            access = manager.open(unit, reads=reads, writes=writes)
+            for number, (begin, end) in enumerate(unit.chunks(manager.plan.chunk_numel)):
+                chunks.append(Chunk(unit, number, begin, end, {}, access))
+        for index in range(min(_IN_FLIGHT_AHEAD, len(chunks))):
+            _start_reads(manager, chunks, index, reads | writes, reads)
+        for index, chunk in enumerate(chunks):
+            if index + _IN_FLIGHT_AHEAD < len(chunks):
+                _start_reads(manager, chunks, index + _IN_FLIGHT_AHEAD, reads | writes, reads)
+            for ticket in chunk.reading:
+                ticket.wait(manager.deadline_s)
+            if chunk.access.fresh_states:
+                _initialise_states(manager, chunk)
+            visit(chunk)
+            _start_writes(manager, chunk, writes)
+        for chunk in chunks:
+            for ticket in chunk.writing:
+                ticket.wait(manager.deadline_s)
+    except BaseException:
+        for chunk in chunks:
+            for ticket in (*chunk.reading, *chunk.writing):
+                with contextlib.suppress(Exception):  # the first error is on its way up; buffers must come to rest
+                    ticket.wait(manager.deadline_s)
+        manager.abandon_all()
+        raise
+    manager.close_all()
+
+
+def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
+    """Return the wanted roles that the unit has, records in their order."""
+    order = (Role.PARAM, Role.GRAD, *STATE_ROLES)
+    return [role for role in order if role in wanted and manager.plan.role_bytes(unit, role)]
+
+
+def _start_reads(
+    manager: Manager, chunks: list[Chunk], index: int, wanted: frozenset[Role], reads: frozenset[Role]
+) -> None:
+    """Give the chunk its addresses; start the reads of what comes through staging."""
+    chunk = chunks[index]
+    unit, number = chunk.unit, chunk.number
+    staged = []
+    for role in _roles(manager, unit, wanted):
+        base = chunk.access.addresses.get(role)
+        if base is None:
+            staged.append(role)
+        else:
+            chunk.addresses[role] = base + manager.chunk_bytes(unit, role, 0, chunk.begin)
+    if not staged:
+        return
+    chunk.staged = frozenset(staged)
+    slot = index % len(manager.staging)
+    for user in range(index - len(manager.staging), -1, -len(manager.staging)):
+        for ticket in chunks[user].writing:  # the slot's previous user must have left
+            ticket.wait(manager.deadline_s)
+        break
+    address = manager.staging[slot].address
+    for role in staged:
+        chunk.addresses[role] = address
+        address += manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+    for role in (Role.PARAM, Role.GRAD):
+        if role in staged and role in reads:
+            size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+            ticket = manager.read_chunk(unit, role, number, chunk.addresses[role], size)
+            if ticket is not None:
+                chunk.reading.append(ticket)
+    record = [role for role in staged if role in ALL_STATES]
+    if record and reads & ALL_STATES and not chunk.access.fresh_states:
+        size = sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record)
+        ticket = manager.read_chunk(unit, Role.MASTER, number, chunk.addresses[record[0]], size)
+        if ticket is not None:
+            chunk.reading.append(ticket)
+
+
+def _start_writes(manager: Manager, chunk: Chunk, writes: frozenset[Role]) -> None:
+    unit = chunk.unit
+    for role in (Role.PARAM, Role.GRAD):
+        if role not in writes or role not in chunk.addresses:
+            continue
+        size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+        shard = manager.shard(unit.index, role)
+        assert shard is not None
+        if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
+            chunk.writing.append(manager.write_chunk(unit, role, chunk.number, chunk.addresses[role], size))
+        elif role is Role.PARAM and chunk.access.write_through:
+            target = chunk.access.write_through + manager.chunk_bytes(unit, role, 0, chunk.begin)
+            ctypes.memmove(target, chunk.addresses[role], size)
+    record = [role for role in STATE_ROLES if role in chunk.staged and role in writes]
+    if record:
+        size = sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record)
+        address = chunk.addresses[record[0]]
+        chunk.writing.append(manager.write_chunk(unit, Role.MASTER, chunk.number, address, size))
+
+
+def _initialise_states(manager: Manager, chunk: Chunk) -> None:
+    """Give states that have no content their first one: zero moments, a master equal to the parameter."""
+    for role in STATE_ROLES:
+        if role in chunk.addresses:
+            size = manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            ctypes.memset(chunk.addresses[role], 0, size)
+    if chunk.unit.dtype == "float16" and Role.MASTER in chunk.addresses and Role.PARAM in chunk.addresses:
+        cpu_adam.convert(
+            chunk.addresses[Role.PARAM],
+            cpu_adam.Dtype.FLOAT16,
+            chunk.addresses[Role.MASTER],
+            cpu_adam.Dtype.FLOAT32,
+            chunk.numel,
+        )
