@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -523,7 +524,7 @@ def test_accumulation_is_that_of_torch(isa: str, dtype: Dtype) -> None:
 
 
 def summed_in_order(values: npt.NDArray[np.float64]) -> float:
-    """Reference of the documented order: 32 lanes in blocks of 4096, blocks in chunks of 65536, chunks in order."""
+    """Reference of the order: 32 lanes in blocks of 4096, blocks in chunks of 65536, chunks in order."""
     total = 0.0
     for chunk in range(0, len(values), 65536):
         of_chunk = 0.0
@@ -744,6 +745,25 @@ def test_unknown_path_in_the_environment_names_the_choices() -> None:
     assert "imported" in result.stdout
     assert f"ValueError: OFFLOAD_CPU_ADAM_ISA: expected one of {', '.join(ISAS)}" in result.stderr
     assert "sse9" in result.stderr
+
+
+def test_the_bench_runs(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "bench" / "cpu_adam.py"),
+        "--smoke",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert report["machine"]["isa"] == cpu_adam.isa()
+    assert len(report["table"]) == 10
+    assert all(row["milliseconds"] > 0 for row in report["table"])
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------

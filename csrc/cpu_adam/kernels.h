@@ -64,7 +64,8 @@ using SplitKernel = void (*)(const float* src, std::uint16_t* param, std::int16_
                              std::size_t begin, std::size_t end);
 using JoinKernel = void (*)(const std::uint16_t* param, const std::int16_t* remainder, float* dst,
                             std::size_t begin, std::size_t end);
-using StreamKernel = void (*)(float* a, float* b, float* c, float* d, std::size_t begin, std::size_t end);
+using StreamKernel = void (*)(float* a, float* b, float* c, float* d, float factor, std::size_t begin,
+                              std::size_t end);
 
 struct Kernels {
     AdamKernel adam[2][kDtypes][kMasters];  // [decoupled][gradient dtype][master]
@@ -74,7 +75,7 @@ struct Kernels {
     UnaryKernel convert[kDtypes][kDtypes];  // [from][to]
     SplitKernel split;
     JoinKernel join;
-    StreamKernel stream;  // reads and writes four arrays in place: the memory roofline of the benchmark
+    StreamKernel stream;  // multiplies four arrays in place: the memory roofline of the benchmark
 };
 
 const Kernels& scalar_kernels();

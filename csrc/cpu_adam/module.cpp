@@ -134,10 +134,10 @@ void join_master(Address param, Address remainder, Address dst, std::size_t nume
     });
 }
 
-void stream_in_place(Address a, Address b, Address c, Address d, std::size_t numel) {
+void stream_in_place(Address a, Address b, Address c, Address d, float factor, std::size_t numel) {
     const StreamKernel kernel = active_path().kernels->stream;
     for_chunks(numel, Subnormals::kFlush, [&](std::size_t begin, std::size_t end) {
-        kernel(at<float>(a), at<float>(b), at<float>(c), at<float>(d), begin, end);
+        kernel(at<float>(a), at<float>(b), at<float>(c), at<float>(d), factor, begin, end);
     });
 }
 
@@ -206,7 +206,7 @@ PYBIND11_MODULE(_cpu_adam, m) {
     m.def("join_master", &join_master, py::arg("param"), py::arg("remainder"), py::arg("dst"),
           py::arg("numel"), Release());
     m.def("stream_in_place", &stream_in_place, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("d"),
-          py::arg("numel"), Release());
+          py::arg("factor"), py::arg("numel"), Release());
     m.def("count_split_failures", &count_split_failures, py::arg("first"), py::arg("last"), Release());
     m.def("set_num_threads", &set_num_threads, py::arg("count"));
     m.def("num_threads", &num_threads);
