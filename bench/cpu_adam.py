@@ -2,7 +2,7 @@
 
 Prints each kernel beside the measured memory roofline (four float32 arrays updated in place) and
 ``torch.optim.AdamW(fused=True)``, all on the same memory, in rounds that run every contender once, so that
-what else the machine does hits them alike. Times are medians; ratios are medians of the ratios inside a round.
+what else the machine does hits them alike. Times are medians; ratios are medians of those inside a round.
 Writes JSON.
 """
 
