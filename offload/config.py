@@ -148,7 +148,7 @@ class Config:
         offload_param, offload_optimizer: force a home (``"none"`` = device), or let the plan choose (``"auto"``).
         max_grad_norm: clip the global gradient norm to this value; None does not clip.
         gradient_accumulation_steps: micro-batches per optimizer step; gradients are averaged over them.
-        activation_memory: part of the device budget kept for activations and temporaries; None: 40 % of it, less
+        activation_memory: part of the device budget kept for activations and temporaries; None: half of it, less
             where the parameters need the room.
         unit_bytes: split modules whose parameters are larger than this; None chooses from the budget.
         chunk_numel: elements per optimizer chunk; None chooses from the budget.

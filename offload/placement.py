@@ -25,7 +25,7 @@ GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
 MIN_CHUNK_NUMEL = 64 * 1024
 MAX_CHUNK_NUMEL = 2 * 1024 * 1024
 STAGING_SHARE = 0.2  # bytes of staging per parameter that are worth their room
-ACTIVATION_SHARE = 0.4
+ACTIVATION_SHARE = 0.5
 SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
 NVME_SLACK_CHUNKS = 16
@@ -181,7 +181,7 @@ def make_plan(request: Request) -> Plan:
                 param_home[unit.index] = Tier.DEVICE
                 on_device += unit.param_bytes
         away = sum(size for index, size in params.items() if index not in param_home)
-        working = min(room - on_device, away)
+        working = min(room - on_device, away) // BUFFER_ALIGNMENT_BYTES * BUFFER_ALIGNMENT_BYTES
     device_left = room - on_device - working
 
     # Optimizer states and gradients may stay on DEVICE only where it is host memory.

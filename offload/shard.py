@@ -28,7 +28,7 @@ from enum import Enum
 from offload.errors import InternalError
 from offload.tiers import Buffer, Tier
 
-PAD_NUMEL = 2048  # units are padded to this many elements: 4 KiB in 16 bits, so that every role is page-aligned
+PAD_NUMEL = 4096  # units are padded to this many elements, so that every role is a whole number of 4 KiB pages
 SLOT_ALIGN_NUMEL = 64  # parameters start on cache lines in every role
 
 
