@@ -27,6 +27,8 @@ from offload import _cpu_adam, cpu_adam
 from offload.cpu_adam import AdamHyper, Dtype, MasterKind
 
 ROOT = Path(__file__).resolve().parent.parent
+# OpenMP's threads spin for a while after a torch operation and would take a core from what comes next.
+SETTLE_SECONDS = 0.05
 HYPER = AdamHyper(lr=1e-4, weight_decay=0.1, step=10, grad_scale=0.5)
 
 
@@ -173,6 +175,7 @@ def measure(what: list[Contender], rounds: int) -> dict[str, list[float]]:
         for contender in what:
             if contender.prepare is not None:
                 contender.prepare()
+            time.sleep(SETTLE_SECONDS)
             start = time.perf_counter()
             contender.run()
             if counted:
