@@ -141,6 +141,44 @@ class Ticket(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What the kernel says about an open file.
+
+    Attributes:
+        memory_alignment: of addresses for direct I/O, bytes; 0 when not known.
+        offset_alignment: of offsets and lengths for direct I/O, bytes; 0 when not known or not possible.
+        direct_refused: the kernel says that direct I/O is not possible on this file.
+        in_memory: the file system keeps its files in memory (tmpfs, ramfs).
+    """
+
+    memory_alignment: int
+    offset_alignment: int
+    direct_refused: bool
+    in_memory: bool
+
+
+def file_facts(fd: int) -> FileFacts:
+    """Ask the kernel about an open file (statx, statfs).
+
+    Raises:
+        SwapError: the descriptor is not open.
+    """
+    with _as_swap_error():
+        facts = _aio.file_facts(fd)
+    return FileFacts(
+        memory_alignment=facts["memory_alignment"],
+        offset_alignment=facts["offset_alignment"],
+        direct_refused=facts["alignment_known"] and facts["offset_alignment"] == 0,
+        in_memory=facts["in_memory"],
+    )
+
+
+def preallocate(fd: int, length: int) -> int:
+    """Reserve `length` bytes from the start of a file (fallocate); returns 0 or the errno of the refusal."""
+    return _aio.preallocate(fd, length)
+
+
 def engines_available() -> tuple[str, ...]:
     """Engines that work here and now, best first. Probes the kernel, which costs well under a millisecond."""
     return _ENGINES if not _uring_refusal() else _ENGINES[1:]

@@ -30,8 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from swap import _aio
-from swap.aio import Aio, Fault, IoTicket, Priority
+from swap.aio import Aio, Fault, IoTicket, Priority, file_facts, preallocate
 from swap.errors import SwapDeadlineError, SwapError, SwapFullError, format_bytes
 from swap.extents import Extent, ExtentAllocator
 
@@ -635,10 +634,10 @@ def _open_unlinked(path: str) -> _File:
             fd = _open_nameless(path, 0)
         except OSError as again:
             raise _open_error(path, again) from None
-    facts = _aio.file_facts(fd)
-    if direct and facts["alignment_known"] and facts["offset_alignment"] == 0:
+    facts = file_facts(fd)
+    if facts.direct_refused:
         direct = False
-    if facts["in_memory"]:
+    if facts.in_memory:
         direct = False
         _log.warning("swap path %s: it is a file system in memory; its bytes are host memory, not disk", path)
     elif not direct:
@@ -648,7 +647,7 @@ def _open_unlinked(path: str) -> _File:
     if not direct:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    alignment = max(_LEAST_ALIGNMENT, facts["memory_alignment"], facts["offset_alignment"])
+    alignment = max(_LEAST_ALIGNMENT, facts.memory_alignment, facts.offset_alignment)
     return _File(fd, path, direct, alignment)
 
 
@@ -723,7 +722,7 @@ def _reserve(file: _File, length: int) -> None:
         SwapFullError: not enough room.
         SwapError: any other refusal.
     """
-    code = _aio.preallocate(file.fd, length)
+    code = preallocate(file.fd, length)
     if code in (_errno.EOPNOTSUPP, _errno.ENOSYS):
         _log.warning(
             "swap path %s: space cannot be reserved here; a full disk will be found only later", file.path

@@ -32,7 +32,8 @@ constexpr double kDestructorWaitS = 5.0;  // an engine that was not closed gets 
 
 [[noreturn]] void raise_os_error(int errno_value, const std::string& text) {
     py::object error = py::reinterpret_borrow<py::object>(PyExc_OSError)(errno_value, text);
-    PyErr_SetObject(PyExc_OSError, error.ptr());
+    // OSError(errno, ...) makes the subclass that fits the errno.
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
     throw py::error_already_set();
 }
 
