@@ -225,6 +225,37 @@ def sum_of_squares(address: int, dtype: Dtype, numel: int) -> tuple[float, int]:
     return _cpu_adam.sum_of_squares(address, dtype.value, count)
 
 
+def take_gradient(
+    *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, measure: bool
+) -> tuple[float, int]:
+    """Copy a gradient, or add it to what is there, and measure the result in the same pass.
+
+    The same bits as a copy or :func:`convert` (with ``add``: :func:`accumulate_same`, into float32
+    :func:`accumulate`) followed by :func:`sum_of_squares` of ``dst``.
+
+    Args:
+        src: Address, (numel,) ``src_dtype``; only read.
+        src_dtype: Any ``Dtype``.
+        dst: Address, (numel,) ``dst_dtype``; overwritten or added to.
+        dst_dtype: Any ``Dtype``; with ``add``, that of the source or float32.
+        numel: Elements.
+        add: Add to ``dst`` instead of overwriting it.
+        measure: Return the sum of squares; else (0.0, 0).
+
+    Returns: As :func:`sum_of_squares`.
+
+    Raises:
+        ValueError: A range is missing, misaligned or overlaps the other, or the dtypes do not add up.
+    """
+    count = _numel(numel)
+    if count == 0:
+        return 0.0, 0
+    _check_disjoint(
+        [_range("src", src, count, src_dtype.itemsize), _range("dst", dst, count, dst_dtype.itemsize)]
+    )
+    return _cpu_adam.take_gradient(src, src_dtype.value, dst, dst_dtype.value, count, add, measure)
+
+
 def accumulate(acc_fp32: int, grad: int, grad_dtype: Dtype, numel: int) -> None:
     """Add a gradient to a float32 accumulator: ``acc += grad``, as ``torch.add`` would.
 

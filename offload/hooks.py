@@ -199,7 +199,8 @@ class Hooks:
         if not self._stack and not in_backward():
             contexts = contextlib.ExitStack()
             contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-            contexts.enter_context(_SeeParameters(self))
+            if self._manager.streams_parameters:
+                contexts.enter_context(_SeeParameters(self))
         leased = 0
         try:
             for index in units:
@@ -249,11 +250,11 @@ class Hooks:
         """Return the units among the parameters in `values` (one level deep) that are not on the device."""
         missing = []
         for value in values:
-            if isinstance(value, nn.Parameter):
-                where = self._slot_of.get(id(value))
-                if where is not None and where[0] not in self._base_of:
+            where = self._slot_of.get(id(value))  # parameters are kept alive: their ids are theirs alone
+            if where is not None:
+                if where[0] not in self._base_of:
                     missing.append(where[0])
-            elif isinstance(value, (list, tuple)):
+            elif type(value) in (list, tuple):
                 missing.extend(self.missing_units(value))
         return missing
 

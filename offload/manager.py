@@ -178,6 +178,11 @@ class Manager:
         self._params[index].readers -= 1
         return self._residency[index].storage
 
+    @property
+    def streams_parameters(self) -> bool:
+        """Tell whether any unit's parameters come and go."""
+        return self._working is not None
+
     def is_resident(self, index: int) -> bool:
         """Tell whether the unit's parameters are on the device and bound."""
         return index in self._residency
@@ -333,17 +338,17 @@ class Manager:
         stored, dtype = self._gradient_dtype(shard.unit), KERNEL_DTYPE[shard.unit.dtype]
         target = self._gradient_address(shard)
         target += where.offset_numel * stored.itemsize
-        if not gradient.arrived[slot]:
-            if stored is dtype:
-                ctypes.memmove(target, source, where.numel * dtype.itemsize)
-            else:
-                cpu_adam.convert(source, dtype, target, stored, where.numel)
-        elif stored is cpu_adam.Dtype.FLOAT32:
-            cpu_adam.accumulate(target, source, dtype, where.numel)
-        else:
-            cpu_adam.accumulate_same(target, source, dtype, where.numel)
+        total = cpu_adam.take_gradient(
+            src=source,
+            src_dtype=dtype,
+            dst=target,
+            dst_dtype=stored,
+            numel=where.numel,
+            add=gradient.arrived[slot],
+            measure=final,
+        )
         gradient.arrived[slot] = True
-        gradient.sums[slot] = cpu_adam.sum_of_squares(target, stored, where.numel) if final else None
+        gradient.sums[slot] = total if final else None
         gradient.missing.discard(slot)
         if not gradient.missing:
             gradient.missing = set(range(len(shard.unit.slots)))

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <stdexcept>
@@ -76,17 +77,17 @@ void adam_step(std::size_t numel, Address grad, int grad_dtype, Address param, A
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
 
-std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std::size_t numel) {
-    // Chunk sums are added in rising order; a fixed number of them at a time, so that nothing is allocated.
+// Adds up what `sum_chunk(begin, end)` returns for every chunk of [0, numel), in rising order.
+template <class SumChunk>
+std::tuple<double, std::int64_t> sum_chunks(std::size_t numel, SumChunk sum_chunk) {
+    // A fixed number of chunks at a time, so that nothing is allocated.
     constexpr std::size_t kChunks = 1024;
-    const SumKernel kernel = active_path().kernels->sum_of_squares[checked(dtype, kDtypes, "dtype")];
-    const void* x = at<const void>(address);
     SquareSum chunks[kChunks];
     SquareSum total{0.0, 0};
     for (std::size_t base = 0; base < numel; base += kChunks * kChunk) {
         const std::size_t length = std::min(numel - base, kChunks * kChunk);
-        for_chunks(length, Subnormals::kFlush, [&](std::size_t begin, std::size_t end) {
-            chunks[begin / kChunk] = kernel(x, base + begin, base + end);
+        for_chunks(length, Subnormals::kKeep, [&](std::size_t begin, std::size_t end) {
+            chunks[begin / kChunk] = sum_chunk(base + begin, base + end);
         });
         for (std::size_t i = 0; i * kChunk < length; ++i) {
             total.sum += chunks[i].sum;
@@ -97,6 +98,44 @@ std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std:
         total.sum = std::numeric_limits<double>::quiet_NaN();
     }
     return {total.sum, total.non_finite};
+}
+
+std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std::size_t numel) {
+    const SumKernel kernel = active_path().kernels->sum_of_squares[checked(dtype, kDtypes, "dtype")];
+    return sum_chunks(numel, [&](std::size_t begin, std::size_t end) {
+        const FloatEnv env(Subnormals::kFlush);
+        return kernel(at<const void>(address), begin, end);
+    });
+}
+
+// dst = src, or dst += src with `add`; then, with `measure`, the sum of squares of dst, while it is in the cache.
+std::tuple<double, std::int64_t> take_gradient(Address src, int src_dtype, Address dst, int dst_dtype,
+                                               std::size_t numel, bool add, bool measure) {
+    const Kernels& kernels = *active_path().kernels;
+    const int from = checked(src_dtype, kDtypes, "src_dtype");
+    const int to = checked(dst_dtype, kDtypes, "dst_dtype");
+    if (add && from != to && to != static_cast<int>(Dtype::kFloat32)) {
+        throw std::invalid_argument("take_gradient: gradients add up in their own dtype or in float32");
+    }
+    UnaryKernel move = kernels.convert[from][to];
+    if (add) {
+        move = to == static_cast<int>(Dtype::kFloat32) ? kernels.accumulate[from] : kernels.accumulate_same[to];
+    }
+    const bool copy = !add && from == to;
+    const std::size_t size = to == static_cast<int>(Dtype::kFloat32) ? 4 : 2;
+    const SumKernel sum = kernels.sum_of_squares[to];
+    return sum_chunks(numel, [&](std::size_t begin, std::size_t end) {
+        if (copy) {
+            std::memcpy(at<char>(dst) + begin * size, at<const char>(src) + begin * size, (end - begin) * size);
+        } else {
+            move(at<const void>(src), at<void>(dst), begin, end);
+        }
+        if (!measure) {
+            return SquareSum{0.0, 0};
+        }
+        const FloatEnv env(Subnormals::kFlush);
+        return sum(at<const void>(dst), begin, end);
+    });
 }
 
 void run_unary(UnaryKernel kernel, Address src, Address dst, std::size_t numel) {
@@ -195,6 +234,8 @@ PYBIND11_MODULE(_cpu_adam, m) {
           py::arg("decay"), py::arg("weight_decay"), py::arg("grad_scale"), Release());
     m.def("sum_of_squares", &sum_of_squares, py::arg("address"), py::arg("dtype"), py::arg("numel"),
           Release());
+    m.def("take_gradient", &take_gradient, py::arg("src"), py::arg("src_dtype"), py::arg("dst"),
+          py::arg("dst_dtype"), py::arg("numel"), py::arg("add"), py::arg("measure"), Release());
     m.def("accumulate", &accumulate, py::arg("acc"), py::arg("grad"), py::arg("grad_dtype"), py::arg("numel"),
           Release());
     m.def("accumulate_same", &accumulate_same, py::arg("acc"), py::arg("grad"), py::arg("dtype"),
