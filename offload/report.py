@@ -189,14 +189,12 @@ def render(report: Report) -> str:
         )
     )
     if report.steps:
-        rows.append(
-            ("train loss", f"{report.steps[0].loss:.4f} first step, {report.steps[-1].loss:.4f} last")
-        )
+        rows.append(("train loss", f"{report.steps[0].loss:.4f} first step, {report.steps[-1].loss:.4f} last"))
     rows.append(
         (
             "speed",
-            f"{report.tokens_per_second:.0f} tokens/s; {len(report.steps)} steps of {report.tokens_per_step} tokens "
-            f"in {duration_text(report.train_seconds)}; the whole run {duration_text(report.total_seconds)}",
+            f"{report.tokens_per_second:.0f} tokens/s; {len(report.steps)} steps of "
+            f"{report.tokens_per_step} tokens in {duration_text(report.train_seconds)}; the whole run {duration_text(report.total_seconds)}",
         )
     )
     rows.append(("memory", _memory_text(report.memory)))
@@ -210,12 +208,8 @@ def render(report: Report) -> str:
             continue
         moved = f"{size_text(link.bytes_per_step):>9}" if link.bytes_per_step else " " * 9
         busy = f"{link.seconds_per_step:6.3f} s"
-        share = (
-            f" {100 * link.seconds_per_step / step_seconds:3.0f} % of the time" if step_seconds > 0 else ""
-        )
-        rows.append(
-            (f"  {name}", f"{moved} in {busy}{share}" if link.bytes_per_step else f"{moved}    {busy}{share}")
-        )
+        share = f" {100 * link.seconds_per_step / step_seconds:3.0f} % of the time" if step_seconds > 0 else ""
+        rows.append((f"  {name}", f"{moved} in {busy}{share}" if link.bytes_per_step else f"{moved}    {busy}{share}"))
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{report.model}: {report.parameters / 1e6:.1f} M parameters", ""]
     lines += [f"{name:<{width}}{text}" for name, text in rows]

@@ -1,0 +1,284 @@
+"""Fine-tunes a causal language model of Hugging Face on a text, through the engine.
+
+Owns the run: text to token windows, training steps with their progress line, held-out loss, samples before and after,
+the report. Knows the engine only by its public face (:class:`Trainer`), so that the run is tested without one. Heavy
+libraries are imported where they are used. Next: :mod:`offload.report`, and :mod:`offload.cli` for the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import psutil
+import torch
+
+from offload.errors import NonFiniteError, OffloadError
+from offload.report import (
+    LinkReport,
+    MemoryReport,
+    Report,
+    StepRecord,
+    duration_text,
+    render,
+    size_text,
+    write_json,
+    write_plot,
+)
+from offload.stats import Stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+MINIMUM_TRAIN_WINDOWS = 1
+PLAIN_LINE_EVERY_S = 5.0
+
+
+class FinetuneError(OffloadError):
+    """The run cannot start or go on; the text says why and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """Options of a run.
+
+    Attributes:
+        model: folder of the model and its tokenizer.
+        text: UTF-8 file to train on.
+        output: folder for ``report.json`` and ``loss.png``; None writes neither.
+        save_model: also write the trained model to ``output/model``.
+        steps: optimizer steps.
+        sequence_length: tokens per sequence.
+        batch_size: sequences per micro-batch.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        lr, weight_decay, max_grad_norm: of AdamW; the learning rate warms up over `warmup_steps`, then falls as a
+            cosine to a tenth.
+        held_out: share of the text, at its end, that is not trained on.
+        evaluation_sequences: sequences of the held-out text in one evaluation.
+        evaluations: evaluations after the first, evenly over the run.
+        sample_tokens: tokens of the sample continuation; 0 takes no samples.
+        prompt: text to continue; None takes the beginning of a held-out paragraph.
+        gradient_checkpointing: recompute activations in backward instead of keeping them.
+        seed: of the order of the training windows and of dropout.
+        engine_options: further options of :class:`offload.Config`.
+    """
+
+    model: Path
+    text: Path
+    output: Path | None = None
+    save_model: bool = False
+    steps: int = 100
+    sequence_length: int = 512
+    batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    lr: float = 2e-5
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+    warmup_steps: int = 5
+    held_out: float = 0.05
+    evaluation_sequences: int = 8
+    evaluations: int = 3
+    sample_tokens: int = 40
+    prompt: str | None = None
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequence_length", "batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
+        for name in ("evaluation_sequences", "evaluations"):
+            if getattr(self, name) < 1:
+                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
+        if self.sequence_length < 2:
+            raise FinetuneError("sequence_length: a sequence of one token has no next token; use at least 2")
+        if not 0 < self.held_out < 1:
+            raise FinetuneError(f"held_out: expected a share in (0, 1) but got {self.held_out}")
+        if self.sample_tokens < 0 or self.warmup_steps < 0:
+            raise FinetuneError("sample_tokens and warmup_steps: expected whole numbers >= 0")
+        if self.save_model and self.output is None:
+            raise FinetuneError("save_model: no output folder is given")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.sequence_length * self.batch_size * self.gradient_accumulation_steps
+
+
+class Trainer(Protocol):
+    """The part of :class:`offload.Engine` that a run uses."""
+
+    optimizer: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+
+    def backward(self, loss: torch.Tensor) -> Any:
+        """Run backward."""
+
+    def step(self) -> Any:
+        """Update the parameters at an accumulation boundary."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Switch to training mode."""
+
+    def eval(self) -> Any:
+        """Switch to evaluation mode."""
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the model in Hugging Face's format."""
+
+    def close(self) -> None:
+        """Give back everything."""
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last step, if known."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan, a printable table."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Windows:
+    """Token windows of a text, cut without overlap.
+
+    Attributes:
+        train: (windows, sequence_length) int64, HOST.
+        held_out: (evaluation_sequences or fewer, sequence_length) int64, HOST.
+        prompt: (tokens,) int64, HOST: beginning of a held-out paragraph.
+    """
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+    prompt: torch.Tensor
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        FinetuneError: it cannot be read, is not UTF-8 or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FinetuneError(
+            f"text {path}: expected UTF-8 but byte {error.start} does not fit; convert it first, for example: "
+            "iconv -f latin1 -t utf-8"
+        ) from error
+    except OSError as error:
+        raise FinetuneError(f"text {path}: cannot be read: {error.strerror or error}") from error
+    if not text.strip():
+        raise FinetuneError(f"text {path}: is empty")
+    return text
+
+
+def split_text(text: str, held_out: float) -> tuple[str, str]:
+    """Return the part to train on and the held-out rest, cut between paragraphs where there are any."""
+    cut = int(len(text) * (1 - held_out))
+    boundary = text.find("\n\n", cut)
+    if boundary != -1 and boundary < len(text) - (len(text) - cut) // 2:
+        cut = boundary + 2
+    return text[:cut], text[cut:]
+
+
+def make_windows(encode: Callable[[str], Sequence[int]], text: str, settings: Settings) -> Windows:
+    """Tokenise `text` and cut it into windows; held-out windows are spread evenly over the held-out part.
+
+    Raises:
+        FinetuneError: the text is too short for one window of each kind.
+    """
+    train_text, held_text = split_text(text, settings.held_out)
+    length = settings.sequence_length
+    train, held = list(encode(train_text)), list(encode(held_text))
+    counts = len(train) // length, len(held) // length
+    if min(counts) < 1:
+        raise FinetuneError(
+            f"text: expected at least {length} tokens to train on and {length} held out (sequence_length) but got "
+            f"{len(train)} and {len(held)}; take a longer text, or a shorter sequence_length"
+        )
+    train_windows = torch.tensor(train[: counts[0] * length]).view(-1, length)
+    held_windows = torch.tensor(held[: counts[1] * length]).view(-1, length)
+    wanted = min(settings.evaluation_sequences, counts[1])
+    chosen = torch.linspace(0, counts[1] - 1, wanted).round().long()
+    prompt = settings.prompt if settings.prompt is not None else first_sentences(held_text)
+    return Windows(train_windows, held_windows[chosen], torch.tensor(list(encode(prompt)) or train[:1]))
+
+
+def first_sentences(text: str, *, words: int = 24) -> str:
+    """Return the first words of the first paragraph of `text` that has twice as many, or of the text."""
+    for paragraph in text.split("\n\n"):
+        parts = paragraph.split()
+        if len(parts) >= 2 * words:
+            return " ".join(parts[:words])
+    return " ".join(text.split()[:words])
+
+
+def batches(windows: torch.Tensor, settings: Settings, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield micro-batches for ever: every window once per epoch, in an order drawn from the seed."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    order: list[int] = []
+    while True:
+        while len(order) < settings.batch_size:
+            order.extend(torch.randperm(len(windows), generator=generator).tolist())
+        chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+        tokens = windows[chosen].to(device)
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def learning_rate_factor(done: int, settings: Settings) -> float:
+    """Return the factor on the learning rate after `done` steps: linear warm-up, then a cosine to a tenth."""
+    if done < settings.warmup_steps:
+        return (done + 1) / (settings.warmup_steps + 1)
+    rest = max(1, settings.steps - settings.warmup_steps)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (done - settings.warmup_steps) / rest)))
+
+
+def evaluate(engine: Trainer, windows: torch.Tensor, settings: Settings, device: torch.device) -> float:
+    """Return the mean held-out loss; the engine is left in training mode."""
+    engine.eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for begin in range(0, len(windows), settings.batch_size):
+            tokens = windows[begin : begin + settings.batch_size].to(device)
+            total += float(engine(input_ids=tokens, labels=tokens).loss) * len(tokens)
+            count += len(tokens)
+    engine.train()
+    return total / count
+
+
+def continue_text(
+    engine: Trainer, prompt: torch.Tensor, tokens: int, device: torch.device, stop: int | None
+) -> list[int]:
+    """Return up to `tokens` tokens that greedily continue `prompt` ((tokens,) int64); leaves training mode on."""
+    engine.eval()
+    sequence = prompt.to(device).unsqueeze(0)
+    result: list[int] = []
+    with torch.no_grad():
+        for _ in range(tokens):
+            following = int(engine(input_ids=sequence).logits[0, -1].argmax())
+            if following == stop:
+                break
+            result.append(following)
+            sequence = torch.cat([sequence, sequence.new_tensor([[following]])], dim=1)
+    engine.train()
+    return result
