@@ -19,7 +19,14 @@ from common import emit, load_model
 import offload
 from offload import cpu_adam
 
-HYPER = dict(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+HYPER: dict[str, Any] = {
+    "lr": 1e-5,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled": True,
+}
 
 
 class PlainLoop:
@@ -38,6 +45,7 @@ class PlainLoop:
         ]
 
     def step(self, batch: dict[str, Any]) -> float:
+        """Take one step; returns the loss."""
         loss = self.model(**batch).loss
         loss.backward()
         self.count += 1
@@ -49,9 +57,7 @@ class PlainLoop:
         )
         scale = min(1.0, 1.0 / (squares**0.5 + 1e-6))
         hyper = cpu_adam.AdamHyper(step=self.count, grad_scale=scale, **HYPER)
-        for parameter, (master, exp_avg, exp_avg_sq) in zip(
-            self.model.parameters(), self.states, strict=True
-        ):
+        for parameter, (master, exp_avg, exp_avg_sq) in zip(self.model.parameters(), self.states, strict=True):
             assert parameter.grad is not None
             cpu_adam.adam_step(
                 numel=parameter.numel(),
@@ -69,6 +75,8 @@ class PlainLoop:
 
 
 class EngineLoop:
+    """The same through the engine, everything on the device."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.engine = offload.Engine(
             model,
@@ -79,6 +87,7 @@ class EngineLoop:
         )
 
     def step(self, batch: dict[str, Any]) -> float:
+        """Take one step; returns the loss."""
         loss = self.engine(**batch).loss
         self.engine.backward(loss)
         self.engine.step()
@@ -111,12 +120,8 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - begin)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = medians["engine"] / medians["plain"]
-    print(
-        f"plain {medians['plain']:.3f} s, engine {medians['engine']:.3f} s per step of {arguments.tokens} tokens"
-    )
-    print(
-        f"engine / plain = {ratio:.3f} (to reach: 1.05); losses equal: {losses['plain'] == losses['engine']}"
-    )
+    print(f"plain {medians['plain']:.3f} s, engine {medians['engine']:.3f} s per step of {arguments.tokens} tokens")
+    print(f"engine / plain = {ratio:.3f} (to reach: 1.05); losses equal: {losses['plain'] == losses['engine']}")
     emit(
         arguments.json,
         {"seconds": medians, "ratio": ratio, "bound": 1.05, "losses": losses, "tokens": arguments.tokens},

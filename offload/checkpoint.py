@@ -185,7 +185,9 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
                     continue
                 raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
             if tuple(entry[name].shape) != slot.shape:
-                raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(entry[name].shape)}")
+                raise ConfigError(
+                    f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(entry[name].shape)}"
+                )
             tensors[name] = entry[name].detach().to("cpu", torch.float32).contiguous()
         sources[index, position] = tensors
 

@@ -139,7 +139,7 @@ class Config:
     """All options of :class:`offload.Engine`.
 
     Attributes:
-        device: torch device name; None takes ``"cuda"`` where there is one, else ``"cpu"``.
+        device: torch device or its name; None takes ``"cuda"`` where there is one, else ``"cpu"``.
         max_memory: budget per tier, keys ``"device"`` (or 0), ``"cpu"``, ``"nvme"`` (or ``"disk"``); bytes as int or
             text, or a percentage of what is free. A missing tier gets what is free less head-room; ``nvme`` needs
             `nvme_path`.
@@ -160,7 +160,7 @@ class Config:
             None uses the model's own ``_init_weights`` or ``reset_parameters``.
     """
 
-    device: str | None = None
+    device: Any = None
     max_memory: Mapping[Any, int | str] | None = None
     nvme_path: str | Path | Sequence[str | Path] | None = None
     dtype: DtypeName | None = None

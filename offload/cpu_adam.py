@@ -98,9 +98,7 @@ class AdamHyper:
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
             if not (value >= 0.0 and math.isfinite(value)):
-                raise ValueError(
-                    f"{name}: expected a finite number of at least 0 but got {value}; correct the option"
-                )
+                raise ValueError(f"{name}: expected a finite number of at least 0 but got {value}; correct the option")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
@@ -154,9 +152,7 @@ def adam_step(
     count = _numel(numel)
     split = master_kind is MasterKind.SPLIT
     if split and (emit or emit_dtype is not None):
-        raise ValueError(
-            "emit: expected none with a split master, whose upper half is the parameter; pass 0 and None"
-        )
+        raise ValueError("emit: expected none with a split master, whose upper half is the parameter; pass 0 and None")
     if not split and param:
         raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
     if bool(emit) != (emit_dtype is not None) and count:
@@ -250,9 +246,7 @@ def take_gradient(
     count = _numel(numel)
     if count == 0:
         return 0.0, 0
-    _check_disjoint(
-        [_range("src", src, count, src_dtype.itemsize), _range("dst", dst, count, dst_dtype.itemsize)]
-    )
+    _check_disjoint([_range("src", src, count, src_dtype.itemsize), _range("dst", dst, count, dst_dtype.itemsize)])
     return _cpu_adam.take_gradient(src, src_dtype.value, dst, dst_dtype.value, count, add, measure)
 
 
@@ -270,9 +264,7 @@ def accumulate(acc_fp32: int, grad: int, grad_dtype: Dtype, numel: int) -> None:
     """
     count = _numel(numel)
     if count:
-        _check_disjoint(
-            [_range("acc_fp32", acc_fp32, count, 4), _range("grad", grad, count, grad_dtype.itemsize)]
-        )
+        _check_disjoint([_range("acc_fp32", acc_fp32, count, 4), _range("grad", grad, count, grad_dtype.itemsize)])
         _cpu_adam.accumulate(acc_fp32, grad, grad_dtype.value, count)
 
 
@@ -290,9 +282,7 @@ def accumulate_same(acc: int, grad: int, dtype: Dtype, numel: int) -> None:
     """
     count = _numel(numel)
     if count:
-        _check_disjoint(
-            [_range("acc", acc, count, dtype.itemsize), _range("grad", grad, count, dtype.itemsize)]
-        )
+        _check_disjoint([_range("acc", acc, count, dtype.itemsize), _range("grad", grad, count, dtype.itemsize)])
         _cpu_adam.accumulate_same(acc, grad, dtype.value, count)
 
 
@@ -367,9 +357,7 @@ def convert(src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) 
     """
     count = _numel(numel)
     if count:
-        _check_disjoint(
-            [_range("src", src, count, src_dtype.itemsize), _range("dst", dst, count, dst_dtype.itemsize)]
-        )
+        _check_disjoint([_range("src", src, count, src_dtype.itemsize), _range("dst", dst, count, dst_dtype.itemsize)])
         _cpu_adam.convert(src, src_dtype.value, dst, dst_dtype.value, count)
 
 
@@ -453,6 +441,5 @@ def _check_disjoint(ranges: list[_Range]) -> None:
     for (name_a, _, end), (name_b, begin, _) in zip(ordered, ordered[1:], strict=False):
         if begin < end:
             raise ValueError(
-                f"{name_b}: expected a range of its own but it overlaps {name_a} by {end - begin} B; "
-                "use another buffer"
+                f"{name_b}: expected a range of its own but it overlaps {name_a} by {end - begin} B; use another buffer"
             )

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from swap import SwapStore
 from torch import nn
 
 from offload import checkpoint, cpu_adam
@@ -40,6 +39,7 @@ from offload.placement import Plan, Request, make_plan
 from offload.stats import Counters, Stats
 from offload.tiers import Budget, Tier, resolve_budgets
 from offload.units import find_units
+from swap import SwapStore
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -151,9 +151,7 @@ class Engine:
             raise
         self._hooks.attach(self._manager, self._budgets[Tier.DEVICE])
         self._register_state_dict_hooks()
-        self._hooks.final_micro_batch = lambda: (
-            self._micro_batch + 1 >= self.config.gradient_accumulation_steps
-        )
+        self._hooks.final_micro_batch = lambda: self._micro_batch + 1 >= self.config.gradient_accumulation_steps
         self._hooks.refuse_gradient = self._refuse_gradient
         self._move_buffers()
         self._manager.prefetch()
@@ -199,7 +197,9 @@ class Engine:
         if self.optimizer is None:
             raise StateError("backward: this engine only evaluates; pass optimizer=offload.AdamW(...)")
         if self._last_loss is not None and self._last_loss() is loss and not kwargs.get("retain_graph"):
-            raise StateError("backward: called twice for the same loss; run the forward again, or pass retain_graph=True")
+            raise StateError(
+                "backward: called twice for the same loss; run the forward again, or pass retain_graph=True"
+            )
         if loss.device.type == "cpu" and not torch.isfinite(loss.detach()).all():
             raise NonFiniteError(
                 f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; nothing was changed. "
@@ -327,7 +327,9 @@ class Engine:
         own = self._named_tensors()
         missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if strict and (missing or unexpected):
-            raise ConfigError(f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore")
+            raise ConfigError(
+                f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
+            )
         values = {}
         for name, value in state_dict.items():
             tensor = own.get(name)
@@ -344,9 +346,7 @@ class Engine:
         checkpoint.scatter_parameters(manager, values)
 
     @contextlib.contextmanager
-    def gather(
-        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False
-    ) -> Iterator[None]:
+    def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
         """Give parameters real data on the device inside the ``with`` block.
 
         Args:
@@ -367,7 +367,9 @@ class Engine:
         for parameter in wanted:
             where = self._hooks.slot_of(parameter)
             if where is None:
-                raise StateError(f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model")
+                raise StateError(
+                    f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
+                )
             places[where] = parameter
         taken: list[int] = []
         changed = {}
@@ -730,7 +732,7 @@ def _resolve_device(name: str | None) -> torch.device:
         raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
-    if device.type == "cuda" and device.index is None:
+    if device.type == "cuda" and ":" not in name:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
 

@@ -20,7 +20,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """A tier's budget cannot hold what must be in it; the text names the bytes and the smallest budget that would do."""
+    """A tier's budget cannot hold what must be in it; the text names bytes and the smallest one that would do."""
 
 
 class StateError(OffloadError):
@@ -28,7 +28,7 @@ class StateError(OffloadError):
 
 
 class NonFiniteError(OffloadError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; the text names the parameter. The step was skipped, nothing was changed."""
+    """A loss or gradient is NaN or infinite; the text names the parameter. Nothing was changed."""
 
 
 class InternalError(OffloadError):

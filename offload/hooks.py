@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.errors import StateError
 from offload.manager import Manager
 from offload.shard import Unit
-from offload.tiers import Budget
+from offload.tiers import Budget, view_at
 from offload.units import UnitTree
 
 # Modules that some engine manages, so that a second one can be refused.
@@ -113,9 +113,7 @@ class Hooks:
         self._stand_ins: list[list[torch.Tensor]] = []
         self._dtypes = [getattr(torch, unit.dtype) for unit in tree.units]
         for unit, parameters in zip(tree.units, tree.parameters, strict=True):
-            self._stand_ins.append(
-                [stand_in(s.shape, self._dtypes[unit.index], device) for s in unit.slots]
-            )
+            self._stand_ins.append([stand_in(s.shape, self._dtypes[unit.index], device) for s in unit.slots])
             for slot, parameter in enumerate(parameters):
                 self._slot_of[id(parameter)] = (unit.index, slot)
         self._bases: dict[int, int] = {}
@@ -135,8 +133,7 @@ class Hooks:
         dtype = self._dtypes[unit.index]
         with torch._C.DisableTorchFunction():
             for slot, parameter in zip(unit.slots, self._tree.parameters[unit.index], strict=True):
-                view = torch.empty(0, dtype=dtype, device=self._device)
-                parameter.data = view.set_(storage, slot.offset_numel, slot.shape)  # type: ignore[call-overload]
+                parameter.data = view_at(storage, dtype, slot.offset_numel, slot.shape)
         base = storage.data_ptr()
         self._bases[base] = unit.index
         self._base_of[unit.index] = base
@@ -266,7 +263,7 @@ class Hooks:
             return tensor
         unit = self._bases.get(tensor.untyped_storage().data_ptr())
         if unit is not None:
-            return SavedView(unit, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+            return SavedView(unit, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
         if tensor.device.type != self._device.type:
             return tensor
         assert self._ledger is not None
@@ -282,8 +279,7 @@ class Hooks:
         if self._manager is None:
             raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
         storage = self._manager.resident_storage(saved.unit)
-        tensor = torch.empty(0, dtype=saved.dtype, device=self._device)
-        return tensor.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload, no-any-return]
+        return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _gradient_hook(self, unit: int, slot: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from swap import SwapStore
 
 from offload import cpu_adam
 from offload.config import format_bytes
@@ -40,6 +39,7 @@ from offload.shard import (
 from offload.stats import Counters
 from offload.tiers import Arena, Budget, Buffer, Region, Tier, storage_use_count
 from offload.transfer import CpuMover, CudaMover, Mover, Ticket, TicketGroup, Transfer
+from swap import SwapStore
 
 PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
 KERNEL_DTYPE = {
@@ -226,9 +226,7 @@ class Manager:
         shard.work_buffer = buffer
         try:
             if shard.home_buffer is not None:
-                self._fetches[index] = self._mover.fetch_host(
-                    shard.home_buffer.address, buffer, shard.size_bytes
-                )
+                self._fetches[index] = self._mover.fetch_host(shard.home_buffer.address, buffer, shard.size_bytes)
             else:
                 self._fetches[index] = self._mover.fetch_nvme(
                     lambda address: self._start_reads(shard, address, urgent=required), buffer, shard.size_bytes
@@ -298,8 +296,8 @@ class Manager:
 
         window = region.cheapest_window(shard.size_bytes, cost)
         if window is None and required:
-            for owner in list(self._fetches):  # prefetched copies that are still arriving can go once they are here
-                self._finish_fetch(self._params[owner])
+            for arriving in list(self._fetches):  # prefetched copies that are still arriving can go once they are here
+                self._finish_fetch(self._params[arriving])
             window = region.cheapest_window(shard.size_bytes, cost)
             if window is None:
                 gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
@@ -313,7 +311,7 @@ class Manager:
                 f'max_memory["device"], lower activation_memory, or set a smaller unit_bytes\n{self.dump()}'
             )
         for owner in window:
-            self._evict(self._params[owner])  # type: ignore[index]
+            self._evict(self._params[owner])
         buffer = region.allocate(shard.size_bytes, index)
         assert buffer is not None
         return buffer
@@ -451,7 +449,7 @@ class Manager:
     def _shards_in_pool(self) -> list[int]:
         """Return the owners of pool buffers, first filled first: in backward, units come in reverse model order."""
         assert self._pool is not None
-        return sorted((o for o in self._pool.owners() if isinstance(o, int)), reverse=True)
+        return sorted(self._pool.owners(), reverse=True)
 
     def _start_flush(self, shard: Shard) -> None:
         shard.state = advance(shard, Event.FLUSH)
@@ -711,9 +709,7 @@ class Manager:
             self._params.append(self._shards[unit.index, Role.PARAM])
             if unit.trainable:
                 slots = len(unit.slots)
-                self._gradients[unit.index] = Gradient(
-                    [False] * slots, set(range(slots)), [None] * slots
-                )
+                self._gradients[unit.index] = Gradient([False] * slots, set(range(slots)), [None] * slots)
 
     @staticmethod
     def _touch(buffer: Buffer) -> None:

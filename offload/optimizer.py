@@ -121,7 +121,9 @@ def _is_decoupled(spec: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    raise StateError("optimizer: the engine has taken this optimizer over; call engine.step() or engine.optimizer.step()")
+    raise StateError(
+        "optimizer: the engine has taken this optimizer over; call engine.step() or engine.optimizer.step()"
+    )
 
 
 class LossScaler:

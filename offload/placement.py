@@ -257,7 +257,9 @@ def make_plan(request: Request) -> Plan:
     if nvme:  # copy-on-write needs room for the versions in flight
         nvme += NVME_SLACK_CHUNKS * (sizes["slot"] * sizes["chunk"] + request.alignment_bytes)
     if nvme > request.budgets[Tier.NVME]:
-        raise _too_small(Tier.NVME, nvme, request.budgets[Tier.NVME], "parameters, gradients and states that do not fit above")
+        raise _too_small(
+            Tier.NVME, nvme, request.budgets[Tier.NVME], "parameters, gradients and states that do not fit above"
+        )
 
     host = sizes["staging"] + sizes["pool"] + sizes["fetch"]
     host += sum(size for i, size in grads.items() if grad_at[i] is Tier.HOST)
@@ -285,7 +287,7 @@ def _bytes(request: Request, unit: Unit, role: Role) -> int:
 
 
 def _chunk(request: Request) -> int:
-    """Return elements per optimizer chunk: a multiple of the smallest chunk, bounded by memory and by the largest unit."""
+    """Return elements per optimizer chunk: a multiple of the smallest one, bounded by memory and the largest unit."""
     if request.chunk_numel is not None:
         return -(-request.chunk_numel // MIN_CHUNK_NUMEL) * MIN_CHUNK_NUMEL
     total = sum(unit.numel for unit in request.units if unit.trainable)
@@ -353,7 +355,7 @@ def _names(units: Sequence[Unit]) -> str:
 def render(plan: Plan) -> str:
     """Return the plan as a table for people."""
     request = plan.request
-    rows = [("", "parameters", "gradients", "states", "buffers", "total", "budget")]
+    rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "states", "buffers", "total", "budget")]
     buffers = {
         Tier.DEVICE: plan.working_bytes,
         Tier.HOST: plan.arena_bytes[Tier.HOST],
@@ -376,8 +378,7 @@ def render(plan: Plan) -> str:
     frozen = sum(slot.numel for u in request.units if not u.trainable for slot in u.slots)
     lines.insert(
         0,
-        f"{len(request.units)} units, {trainable:,} trainable parameters"
-        + (f", {frozen:,} frozen" if frozen else ""),
+        f"{len(request.units)} units, {trainable:,} trainable parameters" + (f", {frozen:,} frozen" if frozen else ""),
     )
     lines.append(f"activations and temporaries: {format_bytes(plan.activation_bytes)} of the device budget")
     moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in plan.step_bytes.items() if size)

@@ -121,10 +121,9 @@ def _start_reads(
         return
     chunk.staged = frozenset(staged)
     slot = index % len(manager.staging)
-    for user in range(index - len(manager.staging), -1, -len(manager.staging)):
-        for ticket in chunks[user].writing:  # the slot's previous user must have left
-            ticket.wait(manager.deadline_s)
-        break
+    if index >= len(manager.staging):
+        for leaving in chunks[index - len(manager.staging)].writing:  # the slot's previous user
+            leaving.wait(manager.deadline_s)
     address = manager.staging[slot].address
     for role in staged:
         chunk.addresses[role] = address

@@ -1,7 +1,7 @@
 """Memory tiers: how large they are, who has claimed what, and the arenas behind them.
 
 Owns the budgets (hard ledgers), the arenas (memory taken once and handed out as buffers) and the placement of variable
-sized buffers inside a region. Knows bytes, addresses and opaque owners; must not know units, shards or training.
+sized buffers inside a region. Knows bytes, addresses and numbered owners; must not know units, shards or training.
 Next: :mod:`offload.shard` says what the bytes mean, :mod:`offload.manager` decides who gets them.
 """
 
@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import mmap
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -76,8 +76,8 @@ class Budget:
             if wanted > self.limit_bytes:
                 holders = ", ".join(f"{k} {format_bytes(v)}" for k, v in self._reservations.items() if v)
                 raise BudgetError(
-                    f"{self.tier.value} budget: {name} needs {format_bytes(size_bytes)} more, {format_bytes(wanted)} in "
-                    f"all, but the limit is {format_bytes(self.limit_bytes)} (held: {holders or 'nothing'}); "
+                    f"{self.tier.value} budget: {name} needs {format_bytes(size_bytes)} more, "
+                    f"{format_bytes(wanted)} in all, but the limit is {format_bytes(self.limit_bytes)} (held: {holders or 'nothing'}); "
                     f'raise max_memory["{self.tier.value}"]'
                 )
             self._used_bytes = wanted
@@ -166,8 +166,7 @@ class Arena:
 
         Its reference count tells who still uses the bytes: that is why each residency gets a storage of its own.
         """
-        construct: Callable[..., torch.UntypedStorage] = torch._C._construct_storage_from_data_pointer
-        return construct(buffer.address, self.device, buffer.size_bytes)
+        return storage_at(buffer.address, buffer.size_bytes, self.device)
 
     def close(self, *, leak: bool = False) -> None:
         """Return the memory. With `leak`, keep it mapped for tensors of the user that still point into it."""
@@ -181,6 +180,28 @@ class Arena:
 
 
 _leaked: list[object] = []
+
+
+def storage_at(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return a torch storage over memory that somebody else owns."""
+    construct: Callable[..., Any] = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = construct(address, device, size_bytes)
+    return storage
+
+
+def view_at(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset_numel: int,
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return a tensor over a part of `storage`; contiguous unless `stride` is given."""
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    set_storage: Callable[..., torch.Tensor] = tensor.set_
+    if stride is None:
+        return set_storage(storage, offset_numel, shape)
+    return set_storage(storage, offset_numel, shape, stride)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -203,7 +224,7 @@ class Region:
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._blocks: list[tuple[int, int, Hashable]] = []  # offset, size, owner
+        self._blocks: list[tuple[int, int, int]] = []  # offset, size, owner
 
     @property
     def size_bytes(self) -> int:
@@ -215,11 +236,11 @@ class Region:
         """Bytes handed out now."""
         return sum(size for _, size, _ in self._blocks)
 
-    def owners(self) -> list[Hashable]:
+    def owners(self) -> list[int]:
         """Return the owners in address order."""
         return [owner for _, _, owner in self._blocks]
 
-    def allocate(self, size_bytes: int, owner: Hashable) -> Buffer | None:
+    def allocate(self, size_bytes: int, owner: int) -> Buffer | None:
         """Return a buffer for `owner`, or None where no gap is large enough."""
         size_bytes = _round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
         gaps = [(start, end) for start, end in self._gaps() if end - start >= size_bytes]
@@ -231,17 +252,15 @@ class Region:
             offset = min(gaps, key=lambda gap: (gap[1] - gap[0], gap[0]))[0]
         self._blocks.append((offset, size_bytes, owner))
         self._blocks.sort(key=lambda block: block[0])
-        return Buffer(
-            self._buffer.tier, self._buffer.address + offset, self._buffer.offset_bytes + offset, size_bytes
-        )
+        return Buffer(self._buffer.tier, self._buffer.address + offset, self._buffer.offset_bytes + offset, size_bytes)
 
-    def free(self, owner: Hashable) -> None:
+    def free(self, owner: int) -> None:
         """Take back the buffer of `owner`."""
         before = len(self._blocks)
         self._blocks = [block for block in self._blocks if block[2] != owner]
         assert len(self._blocks) == before - 1, f"{owner} holds {before - len(self._blocks)} buffers"
 
-    def cheapest_window(self, size_bytes: int, cost: Callable[[Any], float | None]) -> list[Hashable] | None:
+    def cheapest_window(self, size_bytes: int, cost: Callable[[int], float | None]) -> list[int] | None:
         """Return the owners to evict so that `size_bytes` fit in one piece, at the least highest cost.
 
         Args:
@@ -250,7 +269,7 @@ class Region:
         """
         size_bytes = _round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
         costs = [cost(owner) for _, _, owner in self._blocks]
-        best: tuple[float, int, list[Hashable]] | None = None
+        best: tuple[float, int, list[int]] | None = None
         for first in range(len(self._blocks)):
             start = self._blocks[first - 1][0] + self._blocks[first - 1][1] if first else 0
             highest = float("-inf")

@@ -18,7 +18,7 @@ import torch
 
 from offload.errors import OffloadError
 from offload.stats import Counters
-from offload.tiers import Buffer
+from offload.tiers import Buffer, storage_at, view_at
 
 
 class Ticket(Protocol):
@@ -57,7 +57,7 @@ class TicketGroup:
         return all(ticket.done() for ticket in self._tickets)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for every ticket, also after one has failed (its buffers are in use until then); raise the first error."""
+        """Wait for every ticket, also after one has failed (its buffers are in use till then); raise the first error."""
         failure: BaseException | None = None
         for ticket in self._tickets:
             try:
@@ -79,7 +79,7 @@ class FutureTransfer:
         """Tell whether the worker is through."""
         return self._future.done()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the worker."""
         try:
             self._future.result(timeout_s)
@@ -87,7 +87,7 @@ class FutureTransfer:
             if self._future.done():
                 raise
             raise OffloadError(
-                f"{self._subject}: expected to end within {timeout_s:g} s but it is still running; "
+                f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
                 "raise io_deadline_s if the machine is just slow"
             ) from None
 
@@ -289,9 +289,7 @@ class CudaMover:
                 events.append(event)
         return events
 
-    def _enqueue(
-        self, source: int, target: Buffer, size_bytes: int, after: list[torch.cuda.Event]
-    ) -> torch.cuda.Event:
+    def _enqueue(self, source: int, target: Buffer, size_bytes: int, after: list[torch.cuda.Event]) -> torch.cuda.Event:
         begin = time.perf_counter()
         done = torch.cuda.Event()
         host = _bytes_at(source, size_bytes, torch.device("cpu"))
@@ -306,6 +304,4 @@ class CudaMover:
 
 
 def _bytes_at(address: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-    construct: Callable[..., torch.UntypedStorage] = torch._C._construct_storage_from_data_pointer
-    storage = construct(address, device, size_bytes)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size_bytes,))
+    return view_at(storage_at(address, size_bytes, device), torch.uint8, 0, (size_bytes,))

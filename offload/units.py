@@ -112,9 +112,7 @@ def find_units(
             slots, numel = lay_out([(names[id(p)], tuple(p.shape)) for p in part])
             suffix = "" if len(kinds) == 1 else f" [{dtype_name(stored)}{'' if trainable else ', frozen'}]"
             index = len(units)
-            units.append(
-                Unit(index, path + suffix, dtype_name(stored), stored.itemsize, trainable, numel, slots)
-            )
+            units.append(Unit(index, path + suffix, dtype_name(stored), stored.itemsize, trainable, numel, slots))
             members.append(part)
             roots.setdefault(module, []).append(index)
             unit_of.update((id(p), index) for p in part)
