@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import math
 import os
 import platform
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import psutil
 import torch
 
-from offload.errors import NonFiniteError, OffloadError
+from offload.errors import OffloadError
 from offload.report import (
     LinkReport,
     MemoryReport,
@@ -41,9 +40,6 @@ from offload.stats import Stats
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
-MINIMUM_TRAIN_WINDOWS = 1
 PLAIN_LINE_EVERY_S = 5.0
 
 
@@ -142,10 +138,10 @@ class Trainer(Protocol):
     def stats(self) -> Stats:
         """Return the counters."""
 
-    def save_pretrained(self, directory: str | Path) -> None:
+    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Write the model in Hugging Face's format."""
 
-    def close(self) -> None:
+    def close(self, *, restore: bool | None = None) -> None:
         """Give back everything."""
 
     @property
@@ -282,3 +278,357 @@ def continue_text(
             sequence = torch.cat([sequence, sequence.new_tensor([[following]])], dim=1)
     engine.train()
     return result
+
+
+class Progress:
+    """Shows one line per step: rewritten in place on a terminal, else a plain line every few seconds."""
+
+    def __init__(self, stream: TextIO, *, steps: int, tokens_per_step: int) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._steps = steps
+        self._tokens_per_step = tokens_per_step
+        self._shown_at: float | None = None
+        self._width = 0
+        self._seconds = 0.0  # an exponential mean of the step time
+
+    def step(self, record: StepRecord, used_bytes: Mapping[str, int], binding_link: str) -> None:
+        """Show a finished step."""
+        weight = 1.0 if record.step <= 2 else 0.2  # the first step warms up
+        self._seconds += weight * (record.seconds - self._seconds)
+        now = time.monotonic()
+        last = record.step == self._steps
+        due = self._shown_at is None or now - self._shown_at >= PLAIN_LINE_EVERY_S
+        if not (self._live or last or due):
+            return
+        self._shown_at = now
+        tiers = "  ".join(f"{tier} {size_text(size)}" for tier, size in used_bytes.items())
+        parts = [
+            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {record.loss:.4f}",
+            f"{self._tokens_per_step / max(self._seconds, 1e-9):.0f} tokens/s",
+            tiers,
+            f"bound by {binding_link}",
+        ]
+        if not last:
+            parts.append(f"{duration_text(self._seconds * (self._steps - record.step))} left")
+        self._show(" | ".join(parts))
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        self._clear()
+        print(text, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Leave the last live line standing."""
+        if self._live and self._width:
+            print(file=self._stream, flush=True)
+            self._width = 0
+
+    def _show(self, line: str) -> None:
+        if not self._live:
+            print(line, file=self._stream, flush=True)
+            return
+        line = line[: max(20, shutil.get_terminal_size().columns - 1)]
+        print("\r" + line.ljust(self._width), end="", file=self._stream, flush=True)
+        self._width = len(line)
+
+    def _clear(self) -> None:
+        if self._live and self._width:
+            print("\r" + " " * self._width + "\r", end="", file=self._stream)
+            self._width = 0
+
+
+class LinkMeter:
+    """Adds up what the links carried between pairs of snapshots, so that evaluations are left out."""
+
+    def __init__(self) -> None:
+        self.size_bytes: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    def add(self, before: Stats, after: Stats) -> str:
+        """Count what happened between two snapshots; return the link that was busy longest between them."""
+        busy: dict[str, float] = {}
+        for name, link in after.links.items():
+            busy[name] = link.seconds - before.links[name].seconds
+            self.size_bytes[name] = self.size_bytes.get(name, 0) + link.bytes - before.links[name].bytes
+            self.seconds[name] = self.seconds.get(name, 0.0) + busy[name]
+        return max(busy, key=busy.__getitem__)
+
+    @property
+    def binding_link(self) -> str:
+        """The link that was busy longest over all."""
+        return max(self.seconds, key=self.seconds.__getitem__) if self.seconds else "compute"
+
+    def per_step(self, steps: int) -> dict[str, LinkReport]:
+        """Return means per step."""
+        count = max(1, steps)
+        return {name: LinkReport(self.size_bytes[name] / count, self.seconds[name] / count) for name in self.seconds}
+
+
+class RssMeter:
+    """Highest resident memory of this process from construction on; `baseline_bytes` is what it was then.
+
+    The kernel's own high-water mark where it can be reset, else a sampling thread.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.baseline_bytes: int = self._process.memory_info().rss
+        self._peak_bytes = self.baseline_bytes
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._thread = threading.Thread(target=self._sample, name="rss-meter", daemon=True)
+            self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.02):
+            self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
+
+    def peak_bytes(self) -> int:
+        """Return the highest resident memory so far."""
+        if self._thread is None:
+            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+                if line.startswith("VmHWM:"):
+                    self._peak_bytes = max(self._peak_bytes, int(line.split()[1]) * 1024)
+        else:
+            self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
+        return self._peak_bytes
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self._stop.set()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Training:
+    """Outcome of :func:`train`."""
+
+    steps: list[StepRecord]
+    evaluations: list[tuple[int, float]]
+    seconds: float
+    meter: LinkMeter
+
+
+def train(
+    engine: Trainer,
+    windows: Windows,
+    settings: Settings,
+    progress: Progress,
+    device: torch.device,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Training:
+    """Run the steps with evaluations before, between and after them."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: learning_rate_factor(done, settings))
+    supply = batches(windows.train, settings, device)
+    records: list[StepRecord] = []
+    meter = LinkMeter()
+    after = {round(settings.steps * (i + 1) / settings.evaluations) for i in range(settings.evaluations)}
+    loss = evaluate(engine, windows.held_out, settings, device)
+    evaluations = [(0, loss)]
+    progress.note(f"held-out loss {loss:.4f} before training")
+    spent = 0.0
+    engine.train()
+    for number in range(1, settings.steps + 1):
+        before, begin = engine.stats(), clock()
+        losses = []
+        rate = float(scheduler.get_last_lr()[0])
+        for _ in range(settings.gradient_accumulation_steps):
+            loss_tensor = engine(**next(supply)).loss
+            losses.append(loss_tensor.detach())
+            engine.backward(loss_tensor)
+            engine.step()
+            del loss_tensor  # the graph holds the activations
+        scheduler.step()
+        mean = sum(float(value) for value in losses) / len(losses)
+        seconds = clock() - begin
+        spent += seconds
+        stats = engine.stats()
+        binding = meter.add(before, stats)
+        records.append(StepRecord(number, mean, engine.grad_norm, rate, seconds))
+        progress.step(records[-1], stats.used_bytes, binding)
+        if number in after:
+            loss = evaluate(engine, windows.held_out, settings, device)
+            evaluations.append((number, loss))
+            if number == settings.steps:
+                progress.end()
+            progress.note(f"held-out loss {loss:.4f} after step {number}")
+    return Training(records, evaluations, spent, meter)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder, offline.
+
+    Raises:
+        FinetuneError: the folder or its tokenizer is missing, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise FinetuneError("finetune: transformers is not installed; pip install 'offload[finetune]'") from error
+    if not (folder / "config.json").is_file():
+        raise FinetuneError(f"model {folder}: expected a folder with config.json, as save_pretrained writes it")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"model {folder}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def load_model(folder: Path, settings: Settings) -> PreTrainedModel:
+    """Load a causal language model in its own dtype, for training without a cache of keys and values.
+
+    Raises:
+        FinetuneError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"model {folder}: cannot be loaded: {error}") from error
+    model.config.use_cache = False
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep the progress bars of loading and saving off the run's own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: torch.device) -> int | None:
+    """Return the budgets of the tiers that live in RAM, None where one was not given."""
+    needed = ("device", "cpu") if device.type == "cpu" else ("cpu",)
+    return sum(budget_bytes[tier] for tier in needed) if all(tier in given for tier in needed) else None
+
+
+def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
+    """Fine-tune as `settings` say, showing progress on `stream` (standard output).
+
+    Returns:
+        The report; it is also written to ``settings.output``.
+
+    Raises:
+        FinetuneError: model or text cannot be used.
+        OffloadError: of the engine: impossible budgets, unknown options, non-finite losses.
+        swap.SwapError: the NVMe path is missing, not writable, or full.
+    """
+    import offload
+
+    out = stream if stream is not None else sys.stdout
+    begin = time.perf_counter()
+    given = dict(settings.engine_options.get("max_memory") or {})
+    options = offload.Config.load(
+        settings.engine_options,
+        max_grad_norm=settings.max_grad_norm,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+    )
+    text = read_text(settings.text)
+    torch.manual_seed(settings.seed)
+    tokenizer = load_tokenizer(settings.model)
+    with _quiet_transformers():
+        windows = make_windows(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, settings)
+    from transformers import AutoModelForCausalLM  # noqa: F401 (counts to the baseline)
+
+    if settings.output is not None:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    meter = RssMeter()
+    with _quiet_transformers():
+        model = load_model(settings.model, settings)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{settings.model.name}: {parameters / 1e6:.1f} M parameters; {len(windows.train)} windows of "
+        f"{settings.sequence_length} tokens to train on, {len(windows.held_out)} held out",
+        file=out,
+    )
+    engine = offload.Engine(
+        model, optimizer=offload.AdamW(lr=settings.lr, weight_decay=settings.weight_decay), config=options
+    )
+    try:
+        device = engine.device
+        print(engine.plan, file=out, flush=True)
+        stop = tokenizer.eos_token_id
+        samples = []
+        progress = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
+
+        def sample() -> None:
+            if settings.sample_tokens:
+                tokens = continue_text(engine, windows.prompt, settings.sample_tokens, device, stop)
+                samples.append(str(tokenizer.decode(tokens)))
+
+        sample()
+        training = train(engine, windows, settings, progress, device)
+        sample()
+        stats = engine.stats()
+        memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram_budget(stats.budget_bytes, given, device))
+        if settings.save_model and settings.output is not None:
+            with _quiet_transformers():
+                engine.save_pretrained(settings.output / "model")
+                tokenizer.save_pretrained(settings.output / "model")
+    finally:
+        meter.close()
+        engine.close(restore=False)
+    report = Report(
+        model=settings.model.name,
+        parameters=parameters,
+        tokens_per_step=settings.tokens_per_step,
+        steps=training.steps,
+        evaluations=training.evaluations,
+        prompt=str(tokenizer.decode(windows.prompt.tolist())) if samples else "",
+        sample_before=samples[0] if samples else "",
+        sample_after=samples[1] if samples else "",
+        train_seconds=training.seconds,
+        total_seconds=time.perf_counter() - begin,
+        memory=memory,
+        peak_bytes=stats.peak_bytes,
+        budget_bytes=stats.budget_bytes,
+        links=training.meter.per_step(settings.steps),
+        binding_link=training.meter.binding_link,
+        settings=dataclasses.asdict(settings),
+        machine=machine(device),
+    )
+    print(f"\n{render(report)}", file=out)
+    if settings.output is not None:
+        write_json(report, settings.output / "report.json")
+        print(f"\nreport: {settings.output / 'report.json'}", file=out)
+        try:
+            write_plot(report, settings.output / "loss.png")
+            print(f"plot:   {settings.output / 'loss.png'}", file=out)
+        except ImportError:
+            print("plot:   left out: matplotlib is not installed; pip install 'offload[finetune]'", file=out)
+        if settings.save_model:
+            print(f"model:  {settings.output / 'model'}", file=out)
+    return report
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what the figures depend on."""
+    import offload
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "offload": offload.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "device": f"{device.type}: {name}",
+    }
