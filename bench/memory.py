@@ -1,0 +1,138 @@
+"""How much memory does a run take? Peak RSS of a random bf16 Llama against its budgets, on a machine without a GPU.
+
+The model (by default 1.07 B parameters: 20 layers x 2048) is built on the meta device and initialised unit by unit;
+gradient checkpointing and clipping are on; states, parameters and even waiting gradients have to go to NVMe. Bound:
+device + host budget + 64 MiB over the interpreter with torch imported. What the modelling library's own import takes is
+printed beside it, not subtracted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from common import emit
+
+SLACK_BYTES = 64 << 20
+MIB = 1 << 20
+
+
+def rss_bytes(field: str = "VmRSS") -> int:
+    """Return the resident set now, or with ``VmHWM`` its peak since :func:`reset_peak`."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def reset_peak() -> None:
+    """Let the peak start from the present resident set."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--device", default="1GiB")
+    parser.add_argument("--cpu", default="1.5GiB")
+    parser.add_argument("--nvme", default="20GiB")
+    parser.add_argument("--path", default="/var/tmp")
+    parser.add_argument("--offload-param", default="auto")
+    parser.add_argument("--offload-optimizer", default="auto")
+    parser.add_argument("--smoke", action="store_true", help="50 M parameters, budgets to match")
+    parser.add_argument("--json", help="write the result here")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.layers, arguments.hidden, arguments.vocabulary, arguments.tokens = 6, 768, 8000, 128
+        arguments.device, arguments.cpu, arguments.nvme = "96MiB", "100MiB", "2GiB"
+
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    baseline = rss_bytes()
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+    import offload
+    from offload.config import parse_bytes
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    config = transformers.LlamaConfig(
+        hidden_size=arguments.hidden,
+        intermediate_size=arguments.hidden * 11 // 4,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden // 64,
+        num_key_value_heads=arguments.hidden // 128,
+        vocab_size=arguments.vocabulary,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not loaded
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    library = rss_bytes() - baseline
+    reset_peak()
+
+    def init(module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+
+    budgets = {"device": arguments.device, "cpu": arguments.cpu, "nvme": arguments.nvme}
+    engine = offload.Engine(
+        model,
+        offload.AdamW(lr=1e-5),
+        device="cpu",
+        max_memory=budgets,
+        nvme_path=arguments.path,
+        max_grad_norm=1.0,
+        init_weights=init,
+        offload_param=arguments.offload_param,
+        offload_optimizer=arguments.offload_optimizer,
+    )
+    print(engine.plan)
+    count = sum(slot.numel for unit in engine.plan.request.units for slot in unit.slots)
+    ids = torch.randint(0, config.vocab_size, (1, arguments.tokens))
+    seconds, losses = [], []
+    for number in range(arguments.steps):
+        begin = time.perf_counter()
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(loss.item())
+        print(f"step {number}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s, peak RSS {rss_bytes('VmHWM') / MIB:.0f} MiB")
+    peak = rss_bytes("VmHWM") - baseline
+    limit = sum(int(parse_bytes(budgets[tier], subject=tier)) for tier in ("device", "cpu")) + SLACK_BYTES
+    stats = engine.stats()
+    engine.close(restore=False)
+    print(
+        f"{count / 1e9:.2f} B parameters: peak RSS {peak / MIB:.0f} MiB over torch's (of it the modelling library "
+        f"{library / MIB:.0f} MiB), limit {limit / MIB:.0f} MiB, measured / limit = {peak / limit:.3f}; "
+        f"median step {statistics.median(seconds):.2f} s"
+    )
+    emit(
+        arguments.json,
+        {
+            "parameters": count,
+            "peak_bytes": peak,
+            "library_bytes": library,
+            "limit_bytes": limit,
+            "losses": losses,
+            "seconds": seconds,
+            "budget_peaks": dict(stats.peak_bytes),
+            "budgets": dict(stats.budget_bytes),
+            "nvme_read": stats.links["nvme_read"].bytes,
+            "nvme_write": stats.links["nvme_write"].bytes,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Budgets hold as measured, not only as booked: resident set, swap files, and the plan's host need."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.placement import Request, make_plan
+from offload.shard import Unit, lay_out
+from offload.tiers import Tier
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+
+
+def run_bench(tmp_path: Path, *arguments: str) -> dict[str, object]:
+    result = tmp_path / "memory.json"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "bench/memory.py"), "--path", str(tmp_path), "--json", str(result)]
+    done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(result.read_text())
+
+
+def check(figures: dict[str, object], tmp_path: Path) -> None:
+    # The modelling library is imported before the engine exists; its code is no part of the budgets.
+    assert figures["peak_bytes"] - figures["library_bytes"] <= figures["limit_bytes"]
+    for tier, budget in figures["budgets"].items():
+        assert figures["budget_peaks"][tier] <= budget, tier
+    assert figures["nvme_write"] > 0 and figures["nvme_read"] > 0
+    assert figures["losses"][-1] < figures["losses"][0]  # and it learns
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.json"]  # nothing is left behind
+
+
+def test_peak_rss_of_a_small_model_with_spilled_gradients(tmp_path: Path) -> None:
+    check(run_bench(tmp_path, "--smoke"), tmp_path)
+
+
+@pytest.mark.slow
+def test_peak_rss_of_a_billion_parameters_in_two_and_a_half_gib(tmp_path: Path) -> None:
+    figures = run_bench(tmp_path)
+    assert figures["parameters"] > 1_050_000_000
+    check(figures, tmp_path)
+
+
+def llama_units(layers: int, hidden: int, intermediate: int, vocabulary: int, *, tied: bool) -> list[Unit]:
+    shapes = [[("embed", (vocabulary, hidden))]]
+    for layer in range(layers):
+        matrices = [(hidden, hidden)] * 4 + [(intermediate, hidden)] * 3
+        shapes.append([(f"{layer}.{i}", shape) for i, shape in enumerate(matrices)])
+    if not tied:
+        shapes.append([("head", (vocabulary, hidden))])
+    units = []
+    for index, sizes in enumerate(shapes):
+        slots, numel = lay_out(sizes)
+        units.append(Unit(index, sizes[0][0], "bfloat16", 2, True, numel, slots))
+    return units
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        llama_units(30, 576, 1536, 49152, tied=True),
+        llama_units(20, 2048, 5632, 32000, tied=False),
+        llama_units(32, 4096, 14336, 128256, tied=False),
+    ],
+    ids=["135M", "1.2B", "8B"],
+)
+def test_host_need_with_states_and_parameters_on_nvme(units: list[Unit]) -> None:
+    # Gradients take 2 B per parameter; everything else in host memory is buffers, not per-parameter copies.
+    count = sum(slot.numel for unit in units for slot in unit.slots)
+    plan = make_plan(
+        Request(
+            units,
+            {Tier.DEVICE: 24 * GIB, Tier.HOST: 512 * GIB, Tier.NVME: 4096 * GIB},
+            param_tier=Tier.NVME,
+            optimizer_tier=Tier.NVME,
+        )
+    )
+    assert all(home.grad is Tier.HOST and home.states is Tier.NVME for home in plan.homes)
+    assert plan.arena_bytes[Tier.HOST] <= 2.3 * count
