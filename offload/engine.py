@@ -284,7 +284,7 @@ class Engine:
         self._steps += 1
         self._micro_batch = 0
         self._scaler.succeeded()
-        manager.schedule.restart()
+        manager.restart_schedule()
         manager.prefetch()
 
     def _skip(self, norm: GradientNorm, averaged: float) -> bool:
@@ -293,7 +293,7 @@ class Engine:
         self._micro_batch = 0
         self._grad_norm = norm.squares**0.5 * averaged
         manager.drop_gradients()
-        manager.schedule.restart()
+        manager.restart_schedule()
         if self._scaler.enabled:
             self._skipped += 1
             self._scaler.overflowed()

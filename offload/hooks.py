@@ -194,6 +194,7 @@ class Hooks:
         units = self._leases[module]
         contexts = None
         if not self._stack and not in_backward():
+            self._manager.begin_pass(training=torch.is_grad_enabled())
             contexts = contextlib.ExitStack()
             contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             if self._manager.streams_parameters:

@@ -120,7 +120,8 @@ class Manager:
         self.counters = counters
         self.deadline_s = deadline_s
         order = [unit.index for unit in self.units]
-        self.schedule = Schedule(order + order[::-1])
+        self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
+        self.schedule = self._schedules[True]
         self._binder = binder
         self._prefetch_enabled = prefetch
         self._shards: dict[tuple[int, Role], Shard] = {}
@@ -186,6 +187,12 @@ class Manager:
     def is_resident(self, index: int) -> bool:
         """Tell whether the unit's parameters are on the device and bound."""
         return index in self._residency
+
+    def begin_pass(self, *, training: bool) -> None:
+        """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
+        self.schedule = self._schedules[training]
+        if not training:
+            self.schedule.restart()
 
     def prefetch(self) -> None:
         """Start fetching the units used next, as far as units used later give way."""
@@ -620,6 +627,11 @@ class Manager:
         with contextlib.suppress(Exception):
             self._mover.settle(self.deadline_s)
         self.drop_gradients()
+        self.restart_schedule()
+
+    def restart_schedule(self) -> None:
+        """Note that a training step has ended: what was used in it predicts the next one."""
+        self.schedule = self._schedules[True]
         self.schedule.restart()
 
     def _home_intact(self, shard: Shard) -> bool:
