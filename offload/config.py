@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -62,7 +63,7 @@ def parse_bytes(value: int | str | float, *, subject: str) -> int | Share:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f'{subject}: expected bytes as int or text like "8GiB" but got {value!r}')
     if not isinstance(value, str):
-        if value < 0 or value != int(value):
+        if not math.isfinite(value) or value < 0 or value != int(value):
             raise ConfigError(f"{subject}: expected a whole, non-negative number of bytes but got {value!r}")
         return int(value)
     match = _SIZE.match(value)
@@ -205,12 +206,21 @@ class Config:
             raise ConfigError(f"gradient_accumulation_steps: expected a whole number >= 1 but got {steps!r}")
         for option in ("max_grad_norm", "io_deadline_s", "initial_loss_scale", "min_loss_scale"):
             value = getattr(self, option)
-            if value is not None and not value > 0:
+            absent = value is None and option == "max_grad_norm"
+            if not absent and not (isinstance(value, (int, float)) and value > 0):
                 raise ConfigError(f"{option}: expected a number > 0 but got {value!r}")
         for option in ("chunk_numel", "threads", "loss_scale_window", "loss_scale_hysteresis"):
             value = getattr(self, option)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            absent = value is None and option in ("chunk_numel", "threads")
+            if not absent and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{option}: expected a whole number >= 1 but got {value!r}")
+        if self.max_memory is not None and not isinstance(self.max_memory, Mapping):
+            raise ConfigError(
+                f'max_memory: expected a mapping like {{"device": "8GiB", "cpu": "16GiB"}} but got {self.max_memory!r}'
+            )
+        paths = (self.nvme_path,) if isinstance(self.nvme_path, (str, Path)) else self.nvme_path or ()
+        if not isinstance(paths, Sequence) or not all(isinstance(path, (str, Path)) for path in paths):
+            raise ConfigError(f"nvme_path: expected a directory or several but got {self.nvme_path!r}")
         self.budgets()
         self.bytes_of("activation_memory")
         self.bytes_of("unit_bytes")

@@ -1,0 +1,238 @@
+"""Options: every spelling that is accepted, and a clear refusal of everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.config import Adam, AdamW, Config, Share, format_bytes, parse_bytes
+from offload.errors import BudgetError, ConfigError, OffloadError, did_you_mean
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [
+        (0, 0),
+        (12345, 12345),
+        (3.0, 3),
+        ("17", 17),
+        ("17B", 17),
+        ("1KiB", 1 << 10),
+        ("2 MiB", 2 << 20),
+        (" 8GiB ", 8 << 30),
+        ("8gib", 8 << 30),
+        ("1TiB", 1 << 40),
+        ("5KB", 5_000),
+        ("500 MB", 500_000_000),
+        ("3GB", 3_000_000_000),
+        ("1TB", 10**12),
+        ("4k", 4 << 10),
+        ("1.5G", 3 << 29),
+        (".5M", 1 << 19),
+        ("80%", Share(0.8)),
+        ("100 %", Share(1.0)),
+        ("0.5%", Share(0.005)),
+    ],
+)
+def test_byte_counts(value: Any, size: int | Share) -> None:
+    assert parse_bytes(value, subject="x") == size
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", "GiB", "8 XiB", "8GiBs", "-1", "-5GiB", "1e9", "1 2", "0%", "101%", "%", "eight", -1, 1.5]
+    + [True, None, [8], b"8GiB", float("nan"), float("inf"), -float("inf")],
+)
+def test_what_is_not_a_byte_count_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError, match="budget of"):
+        parse_bytes(value, subject="budget of x")
+
+
+@given(st.integers(0, 1 << 50))
+def test_formatted_bytes_parse_back_within_rounding(size: int) -> None:
+    back = parse_bytes(format_bytes(size), subject="x")
+    assert isinstance(back, int)
+    # two decimals of the unit shown, which is at most the size itself or 1 B: half of 0.01 units, rounded down
+    assert abs(back - size) <= max(0.005 * max(size, 1), 1)
+
+
+def test_formatted_bytes() -> None:
+    assert format_bytes(0) == "0 B"
+    assert format_bytes(1023) == "1023 B"
+    assert format_bytes(1024) == "1.00 KiB"
+    assert format_bytes(3 << 29) == "1.50 GiB"
+    assert format_bytes(5 << 40) == "5.00 TiB"
+    assert format_bytes(5000 << 40) == "5000.00 TiB"
+
+
+@pytest.mark.parametrize("key", ["device", "gpu", "cuda", 0, "0"])
+def test_names_of_the_device_budget(key: Any) -> None:
+    assert Config(max_memory={key: "1KiB"}).budgets() == {"device": 1024}
+
+
+def test_names_of_the_other_budgets() -> None:
+    assert Config(max_memory={"cpu": 1, "nvme": 2}, nvme_path="/x").budgets() == {"cpu": 1, "nvme": 2}
+    assert Config(max_memory={"host": 1, "disk": "50%"}, nvme_path="/x").budgets() == {
+        "cpu": 1,
+        "nvme": Share(0.5),
+    }
+    assert Config().budgets() == {}
+
+
+@pytest.mark.parametrize(
+    ("budgets", "text"),
+    [
+        ({0: 1, "device": 1}, "'device' is given twice"),
+        ({"disk": 1, "nvme": 1}, "'nvme' is given twice"),
+        ({"cpus": 1}, "did you mean 'cpu'"),
+        ({"nvm": 1}, "did you mean 'nvme'"),
+        ({1: 1}, "expected keys device, cpu, nvme but got 1"),
+        ({"cpu": "lots"}, r"max_memory\['cpu'\]"),
+        ({"cpu": -1}, r"max_memory\['cpu'\]"),
+        ("8GiB", "max_memory"),
+        (["8GiB"], "max_memory"),
+    ],
+)
+def test_wrong_budgets(budgets: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Config(max_memory=budgets, nvme_path="/x")
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("dtype", "bf16"),
+    ("dtype", "float64"),
+    ("dtype", torch.float64),
+    ("offload_param", "gpu"),
+    ("offload_optimizer", "disk"),
+    ("offload_optimizer", None),
+    ("max_grad_norm", 0),
+    ("max_grad_norm", -1.0),
+    ("max_grad_norm", float("nan")),
+    ("max_grad_norm", "1.0"),
+    ("io_deadline_s", 0),
+    ("io_deadline_s", None),
+    ("initial_loss_scale", 0.0),
+    ("initial_loss_scale", None),
+    ("min_loss_scale", -1),
+    ("gradient_accumulation_steps", 0),
+    ("gradient_accumulation_steps", 1.0),
+    ("gradient_accumulation_steps", True),
+    ("gradient_accumulation_steps", None),
+    ("chunk_numel", 0),
+    ("chunk_numel", 65536.0),
+    ("threads", 0),
+    ("threads", True),
+    ("threads", "2"),
+    ("loss_scale_window", 0),
+    ("loss_scale_window", None),
+    ("loss_scale_hysteresis", 0),
+    ("activation_memory", "50%"),
+    ("activation_memory", -1),
+    ("unit_bytes", "big"),
+    ("unit_bytes", "10%"),
+    ("nvme_path", 5),
+    ("nvme_path", ["/x", None]),
+]
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG)
+def test_each_wrong_option_is_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=option):
+        Config.load({option: value})
+
+
+def test_errors_are_of_the_package_and_of_the_standard_kind() -> None:
+    assert issubclass(ConfigError, OffloadError) and issubclass(ConfigError, ValueError)
+    assert issubclass(BudgetError, OffloadError) and issubclass(BudgetError, MemoryError)
+
+
+@pytest.mark.parametrize("option", ["offload_param", "offload_optimizer"])
+def test_a_home_on_nvme_needs_a_path(option: str) -> None:
+    with pytest.raises(ConfigError, match="nvme_path"):
+        Config.load({option: "nvme"})
+    assert getattr(Config.load({option: "nvme", "nvme_path": "/x"}), option) == "nvme"
+
+
+def test_dtypes_and_devices_may_be_given_as_torch_objects() -> None:
+    config = Config(dtype=torch.bfloat16, device=torch.device("cpu"))  # type: ignore[arg-type]
+    assert (config.dtype, config.device) == ("bfloat16", "cpu")
+    assert Config(dtype="float16").dtype == "float16"
+
+
+def test_paths_in_every_form() -> None:
+    assert Config().paths() == ()
+    assert Config(nvme_path="/a").paths() == (Path("/a"),)
+    assert Config(nvme_path=Path("/a")).paths() == (Path("/a"),)
+    assert Config(nvme_path=["/a", Path("/b")]).paths() == (Path("/a"), Path("/b"))
+
+
+def test_byte_options() -> None:
+    config = Config(activation_memory="1MiB", unit_bytes=4096)
+    assert config.bytes_of("activation_memory") == 1 << 20
+    assert config.bytes_of("unit_bytes") == 4096
+    assert Config().bytes_of("unit_bytes") is None
+
+
+def test_load_takes_a_dict_a_config_and_a_file_with_options_on_top(tmp_path: Path) -> None:
+    values = {"max_memory": {"0": "1GiB", "cpu": 5}, "max_grad_norm": 1.0, "gradient_accumulation_steps": 4}
+    file = tmp_path / "offload.json"
+    file.write_text(json.dumps(values))
+    expected = Config(max_memory={"0": "1GiB", "cpu": 5}, max_grad_norm=0.5, gradient_accumulation_steps=4)
+    for source in (values, Config(**values), file, str(file)):  # type: ignore[arg-type]
+        assert Config.load(source, max_grad_norm=0.5) == expected  # type: ignore[arg-type]
+    assert Config.load() == Config()
+    assert Config.load(prefetch=False).prefetch is False
+    assert values["max_grad_norm"] == 1.0  # the caller's dict is not changed
+
+
+def test_unknown_options_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'max_memroy' \(did you mean 'max_memory'\?\)"):
+        Config.load(max_memroy={})
+    with pytest.raises(ConfigError, match="options: .*nvme_path"):
+        Config.load({"zzzzzzzz": 1})
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="missing.json"):
+        Config.load(tmp_path / "missing.json")
+    (tmp_path / "list.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="expected a JSON object"):
+        Config.load(tmp_path / "list.json")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match="broken.json"):
+        Config.load(str(tmp_path / "broken.json"))
+
+
+def test_a_config_is_a_value() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().threads = 3  # type: ignore[misc]
+    assert Config(threads=3) == Config(threads=3) != Config(threads=4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lr": -1e-3}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"betas": (0.9, 1.0)}]
+    + [{"eps": -1.0}, {"weight_decay": -0.1}],
+)
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_hyper_parameters_out_of_range(kind: type[AdamW], wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}: {next(iter(wrong))}"):
+        kind(**wrong)
+
+
+def test_hyper_parameters_default_to_those_of_torch() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    for ours, theirs in ((AdamW(), torch.optim.AdamW([parameter])), (Adam(), torch.optim.Adam([parameter]))):
+        assert dataclasses.asdict(ours) == {name: theirs.defaults[name] for name in dataclasses.asdict(ours)}
+
+
+def test_did_you_mean_is_silent_without_a_likeness() -> None:
+    assert did_you_mean("threds", ["threads", "device"]) == " (did you mean 'threads'?)"
+    assert did_you_mean("qqq", ["threads", "device"]) == ""
