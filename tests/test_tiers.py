@@ -1,0 +1,323 @@
+"""Budgets, arenas and the placement of buffers in a region."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from offload.config import Share
+from offload.errors import BudgetError
+from offload.tiers import (
+    BUFFER_ALIGNMENT_BYTES,
+    DEVICE_HEADROOM,
+    HOST_HEADROOM,
+    HUGE_PAGE_BYTES,
+    Arena,
+    Budget,
+    Buffer,
+    Region,
+    Tier,
+    resolve_budgets,
+    storage_use_count,
+)
+
+PAGE = BUFFER_ALIGNMENT_BYTES
+CPU = torch.device("cpu")
+
+
+# --- Budget ---------------------------------------------------------------------------------------------------------
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """A budget against a dictionary."""
+
+    LIMIT = 100
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget = Budget(Tier.HOST, self.LIMIT)
+        self.model: dict[str, int] = {}
+        self.peak = 0
+
+    @rule(name=st.sampled_from("abc"), size=st.integers(0, 70))
+    def reserve(self, name: str, size: int) -> None:
+        if sum(self.model.values()) + size > self.LIMIT:
+            with pytest.raises(BudgetError, match=f"cpu budget: {name} needs {size} B"):
+                self.budget.reserve(name, size)
+            return
+        self.budget.reserve(name, size)
+        self.model[name] = self.model.get(name, 0) + size
+        self.peak = max(self.peak, sum(self.model.values()))
+
+    @precondition(lambda self: any(self.model.values()))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(k for k, v in self.model.items() if v)))
+        size = data.draw(st.integers(0, self.model[name]))
+        self.budget.release(name, size)
+        self.model[name] -= size
+
+    @rule(name=st.sampled_from("abc"), more=st.integers(1, 50))
+    def release_too_much(self, name: str, more: int) -> None:
+        with pytest.raises(AssertionError, match=name):
+            self.budget.release(name, self.model.get(name, 0) + more)
+
+    @invariant()
+    def ledger_agrees(self) -> None:
+        assert self.budget.reservations() == {name: size for name, size in self.model.items() if size}
+        assert self.budget.used_bytes == sum(self.model.values()) <= self.LIMIT
+        assert self.budget.free_bytes == self.LIMIT - self.budget.used_bytes
+        assert self.budget.peak_bytes == self.peak
+
+
+TestLedger = LedgerMachine.TestCase
+
+
+def test_a_refused_claim_names_what_holds_the_budget() -> None:
+    budget = Budget(Tier.DEVICE, 10 << 20)
+    budget.reserve("arena", 8 << 20)
+    with pytest.raises(BudgetError) as caught:
+        budget.reserve("activations", 4 << 20)
+    text = str(caught.value)
+    for part in ("device budget", "activations needs 4.00 MiB", "12.00 MiB in all", "10.00 MiB", "arena 8.00 MiB"):
+        assert part in text
+    assert 'raise max_memory["device"]' in text
+
+
+def test_claims_of_several_threads_never_exceed_the_limit() -> None:
+    budget = Budget(Tier.HOST, 100)
+    start = threading.Barrier(4)
+    refused = []
+
+    def work() -> None:
+        start.wait()
+        for _ in range(500):
+            try:
+                budget.reserve("x", 30)
+            except BudgetError:
+                refused.append(1)
+            else:
+                budget.release("x", 30)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert budget.used_bytes == 0
+    assert budget.peak_bytes in (30, 60, 90)
+
+
+# --- Arena ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_arena_hands_out_disjoint_aligned_buffers_until_it_is_full() -> None:
+    arena = Arena(Tier.HOST, 4 * PAGE, CPU)
+    assert arena.base_address % HUGE_PAGE_BYTES == 0
+    first, second, third = arena.take(1), arena.take(PAGE + 1), arena.take(PAGE)
+    assert [b.offset_bytes for b in (first, second, third)] == [0, PAGE, 3 * PAGE]
+    assert [b.size_bytes for b in (first, second, third)] == [PAGE, 2 * PAGE, PAGE]
+    assert all(b.address == arena.base_address + b.offset_bytes for b in (first, second, third))
+    with pytest.raises(BudgetError, match="do not fit"):
+        arena.take(1)
+    arena.close()
+
+
+def test_an_empty_arena_takes_no_memory() -> None:
+    arena = Arena(Tier.DEVICE, 0, CPU)
+    assert arena.base_address == 0
+    with pytest.raises(BudgetError):
+        arena.take(1)
+    arena.close()
+
+
+def test_storages_view_the_arena_and_count_their_users() -> None:
+    arena = Arena(Tier.DEVICE, 2 * PAGE, CPU)
+    arena.take(PAGE)
+    buffer = arena.take(PAGE)
+    storage, other = arena.storage(buffer), arena.storage(buffer)
+    assert storage.data_ptr() == buffer.address and storage.nbytes() == PAGE
+    alone = storage_use_count(storage)
+    tensor = torch.empty(0, dtype=torch.float32).set_(storage, 1, (2, 3))  # type: ignore[call-overload]
+    assert tensor.data_ptr() == buffer.address + 4
+    assert storage_use_count(storage) > alone
+    assert storage_use_count(other) == alone  # each residency has a count of its own
+    view = tensor[1]
+    del tensor
+    assert storage_use_count(storage) > alone
+    torch.empty(0, dtype=torch.float32).set_(other, 0, (8,)).fill_(7.0)  # type: ignore[call-overload]
+    assert view.tolist() == [7.0] * 3
+    del view
+    assert storage_use_count(storage) == alone
+    del storage, other
+    arena.close()
+
+
+def test_a_leaked_arena_stays_mapped_for_the_tensors_of_the_user() -> None:
+    arena = Arena(Tier.DEVICE, PAGE, CPU)
+    tensor = torch.empty(0).set_(arena.storage(arena.take(PAGE)), 0, (4,))  # type: ignore[call-overload]
+    arena.close(leak=True)
+    assert tensor.fill_(3.0).tolist() == [3.0] * 4
+
+
+# --- Region ---------------------------------------------------------------------------------------------------------
+
+
+class RegionMachine(RuleBasedStateMachine):
+    """A region of 64 pages against a dictionary of page sets."""
+
+    PAGES = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.region = Region(Buffer(Tier.DEVICE, 1 << 30, 5 * PAGE, self.PAGES * PAGE))
+        self.held: dict[int, Buffer] = {}
+        self.next = 0
+
+    def _taken(self, buffer: Buffer, size: int) -> None:
+        assert buffer.size_bytes == -(-size // PAGE) * PAGE
+        self.held[self.next] = buffer
+        self.next += 1
+
+    def _pages(self, buffer: Buffer) -> set[int]:
+        first = (buffer.offset_bytes - 5 * PAGE) // PAGE
+        return set(range(first, first + buffer.size_bytes // PAGE))
+
+    def _has_gap(self, pages: int, without: frozenset[int] = frozenset()) -> bool:
+        used = set().union(*(self._pages(b) for owner, b in self.held.items() if owner not in without), set())
+        free = "".join("x" if page in used else "." for page in range(self.PAGES))
+        return "." * pages in free
+
+    sizes = st.integers(1, 30 * PAGE) | st.integers(1, 6 * PAGE)
+
+    @rule(size=sizes)
+    def allocate(self, size: int) -> None:
+        buffer = self.region.allocate(size, self.next)
+        assert (buffer is not None) == self._has_gap(-(-size // PAGE))
+        if buffer is not None:
+            self._taken(buffer, size)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from(sorted(self.held)))
+        self.region.free(owner)
+        del self.held[owner]
+
+    @rule(size=sizes, data=st.data())
+    def evict_window(self, size: int, data: st.DataObject) -> None:
+        """Room in one piece is found exactly when there is any, without pinned owners, at the least highest cost."""
+        pages = -(-size // PAGE)
+        if self._has_gap(pages):
+            return
+        choices = st.none() | st.integers(0, 5).map(float)
+        costs: dict[int, float | None] = {owner: data.draw(choices, label=f"cost {owner}") for owner in self.held}
+
+        def cost(owner: Any) -> float | None:
+            return costs[owner]
+
+        window = self.region.cheapest_window(size, cost)
+        levels = sorted({c for c in costs.values() if c is not None})
+        enough = [
+            level
+            for level in levels
+            if self._has_gap(pages, frozenset(o for o, c in costs.items() if c is not None and c <= level))
+        ]
+        if not enough:
+            assert window is None
+            return
+        assert window is not None
+        highest = [costs[owner] for owner in window]  # type: ignore[index]
+        assert None not in highest
+        assert max(c for c in highest if c is not None) == enough[0]
+        for owner in window:
+            self.region.free(owner)
+            del self.held[owner]  # type: ignore[arg-type]
+        buffer = self.region.allocate(size, self.next)
+        assert buffer is not None
+        self._taken(buffer, size)
+
+    @rule(owner=st.integers(1000, 1001))
+    def free_nothing(self, owner: Hashable) -> None:
+        with pytest.raises(AssertionError, match=str(owner)):
+            self.region.free(owner)
+
+    @invariant()
+    def blocks_are_disjoint_sorted_and_inside(self) -> None:
+        by_address = sorted(self.held, key=lambda owner: self.held[owner].address)
+        assert self.region.owners() == by_address
+        end = 1 << 30
+        for owner in by_address:
+            buffer = self.held[owner]
+            assert buffer.tier is Tier.DEVICE
+            assert buffer.address - (1 << 30) == buffer.offset_bytes - 5 * PAGE
+            assert buffer.address % PAGE == 0 and buffer.address >= end
+            end = buffer.address + buffer.size_bytes
+        assert end <= (1 << 30) + self.region.size_bytes == (1 << 30) + self.PAGES * PAGE
+        assert self.region.used_bytes == sum(b.size_bytes for b in self.held.values())
+
+
+TestRegion = RegionMachine.TestCase
+
+
+def test_large_blocks_come_from_the_high_end_and_small_ones_from_the_low_end() -> None:
+    region = Region(Buffer(Tier.DEVICE, PAGE, 0, 16 * PAGE))
+    small, large = region.allocate(PAGE, "small"), region.allocate(4 * PAGE, "large")  # 4 of 16 pages: a quarter
+    assert small is not None and large is not None
+    assert (small.offset_bytes, large.offset_bytes) == (0, 12 * PAGE)
+
+
+def test_small_blocks_fill_the_tightest_gap() -> None:
+    region = Region(Buffer(Tier.DEVICE, PAGE, 0, 16 * PAGE))
+    for owner in "abcd":
+        region.allocate(2 * PAGE, owner)
+    region.free("b")  # a gap of 2 pages at 2; 8 pages are free at the end
+    buffer = region.allocate(2 * PAGE, "e")
+    assert buffer is not None and buffer.offset_bytes == 2 * PAGE
+
+
+def test_what_is_larger_than_the_region_never_fits() -> None:
+    region = Region(Buffer(Tier.DEVICE, PAGE, 0, 4 * PAGE))
+    region.allocate(PAGE, "a")
+    assert region.allocate(5 * PAGE, "b") is None
+    assert region.cheapest_window(5 * PAGE, lambda owner: 0.0) is None
+
+
+# --- budgets of the machine -----------------------------------------------------------------------------------------
+
+
+@given(
+    shares=st.dictionaries(
+        st.sampled_from(["device", "cpu", "nvme"]),
+        st.integers(0, 1 << 45) | st.floats(0.01, 1.0).map(Share),
+    ),
+    nvme_free=st.none() | st.integers(0, 1 << 42),
+)
+def test_budgets_are_what_was_given_and_shares_of_what_is_free(
+    shares: dict[str, int | Share], nvme_free: int | None
+) -> None:
+    available = 8 << 30
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
+        budgets = resolve_budgets(shares, CPU, nvme_free)
+    free = {"device": available, "cpu": available, "nvme": nvme_free or 0}
+    half = int(available * HOST_HEADROOM / 2)
+    default = {"device": half, "cpu": half, "nvme": int((nvme_free or 0) * DEVICE_HEADROOM)}
+    for tier in Tier:
+        value = shares.get(tier.value)
+        if tier is Tier.NVME and nvme_free is None:
+            assert budgets[tier] == 0
+        elif value is None:
+            assert budgets[tier] == default[tier.value]
+        elif isinstance(value, Share):
+            assert budgets[tier] == int(value.fraction * free[tier.value])
+        else:
+            assert budgets[tier] == value
