@@ -223,13 +223,9 @@ def machine() -> dict[str, object]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
+        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
         cpu = names[0] if names else cpu
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
@@ -243,19 +239,13 @@ def machine() -> dict[str, object]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench and print its tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--numel", type=int, default=64 << 20, help="elements; far beyond the last-level cache"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=64 << 20, help="elements; far beyond the last-level cache")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, help="for the kernels and torch; default: all processors")
     parser.add_argument("--isa", choices=cpu_adam.available_isas(), help="default: the widest")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "bench" / "cpu_adam.json")
-    parser.add_argument(
-        "--smoke", action="store_true", help="small and short: shows that it runs, measures nothing"
-    )
+    parser.add_argument("--smoke", action="store_true", help="small and short: shows that it runs, measures nothing")
     options = parser.parse_args(arguments)
     if options.smoke:
         options.numel, options.rounds = 1 << 18, 2

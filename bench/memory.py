@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from common import emit
+from _common import emit
 
 SLACK_BYTES = 64 << 20
 MIB = 1 << 20

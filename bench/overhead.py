@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import emit, load_model
+from _common import emit, load_model
 
 import offload
 from offload import cpu_adam

@@ -1,0 +1,181 @@
+"""What does a step cost, and how much memory, for each placement? The real 135 M model, 512 tokens, clipping on.
+
+Each placement runs in a process of its own (for its resident set), several times in turn; medians are reported, with
+the bound max(compute + CPU Adam, NVMe bytes / measured bandwidth) beside the measurement. ``plain`` is an ordinary
+PyTorch loop with ``torch.optim.AdamW`` on fp32 masters; it is what the losses are compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import emit, load_model
+from memory import MIB, reset_peak, rss_bytes
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"max_memory": {"device": "4GiB", "cpu": "256MiB"}},
+    "cpu": {
+        "max_memory": {"device": "900MiB", "cpu": "2GiB"},
+        "offload_param": "cpu",
+        "offload_optimizer": "cpu",
+        "activation_memory": "700MiB",
+    },
+    "nvme": {
+        "max_memory": {"device": "900MiB", "cpu": "400MiB", "nvme": "4GiB"},
+        "offload_param": "nvme",
+        "offload_optimizer": "nvme",
+        "activation_memory": "700MiB",
+    },
+}
+
+
+def batches(vocabulary: int, tokens: int, count: int) -> list[dict[str, Any]]:
+    """Return token batches that every placement sees alike."""
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, vocabulary, (1, tokens), generator=generator) for _ in range(count)]
+    return [{"input_ids": row, "labels": row, "use_cache": False} for row in ids]
+
+
+def run_plain(model: torch.nn.Module, data: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """Train with torch alone; returns seconds and losses per step."""
+    parameters = list(model.parameters())
+    masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
+    optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.1, fused=True)
+    seconds, losses = [], []
+    for batch in data:
+        begin = time.perf_counter()
+        loss = model(**batch).loss
+        loss.backward()
+        for parameter, master in zip(parameters, masters, strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - begin)
+    return seconds, losses
+
+
+def run_one(placement: str, path: str, steps: int, tokens: int, tiny: bool) -> dict[str, Any]:
+    """Run one placement in this process."""
+    import offload
+
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    model, vocabulary = load_model(tiny=tiny)
+    model.to(torch.bfloat16).train()
+    own = sum(p.numel() * p.element_size() for p in model.parameters())
+    base = rss_bytes() - own  # libraries, not the model
+    reset_peak()
+    data = batches(vocabulary, tokens, steps)
+    result: dict[str, Any] = {}
+    if placement == "plain":
+        seconds, losses = run_plain(model, data)
+    else:
+        engine = offload.Engine(
+            model,
+            offload.AdamW(lr=1e-5, weight_decay=0.1),
+            device="cpu",
+            nvme_path=path,
+            max_grad_norm=1.0,
+            **OPTIONS[placement],
+        )
+        seconds, losses = [], []
+        before = engine.stats()
+        for number, batch in enumerate(data):
+            if number == 1:
+                before = engine.stats()
+            begin = time.perf_counter()
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - begin)
+        after = engine.stats()
+        for link, stats in after.links.items():
+            result[link] = {
+                "bytes": (stats.bytes - before.links[link].bytes) / (steps - 1),
+                "seconds": (stats.seconds - before.links[link].seconds) / (steps - 1),
+            }
+        result["planned"] = dict(engine.plan.step_bytes)
+        engine.close(restore=False)
+    return result | {
+        "step_seconds": statistics.median(seconds[1:]),
+        "losses": losses,
+        "peak_bytes": rss_bytes("VmHWM") - base,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
+    parser.add_argument("--smoke", action="store_true", help="a tiny random model, one round")
+    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--one", choices=["plain", *OPTIONS], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.rounds, arguments.steps, arguments.tokens = 1, 3, 32
+    if arguments.one:
+        one = run_one(arguments.one, arguments.path, arguments.steps, arguments.tokens, arguments.smoke)
+        print(json.dumps(one))
+        return
+
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("plain", *OPTIONS)}
+    for _ in range(arguments.rounds):
+        for name in runs:
+            command = [sys.executable, __file__, "--one", name, "--path", arguments.path]
+            command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
+            command += ["--smoke"] if arguments.smoke else []
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
+            if done.returncode:
+                sys.exit(f"{name}: {done.stderr[-2000:]}")
+            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+
+    table: dict[str, dict[str, Any]] = {}
+    plain = statistics.median(run["step_seconds"] for run in runs["plain"])
+    print(f"{'placement':<10}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'peak MiB':>10}{'NVMe MiB':>10}  loss")
+    for name, results in runs.items():
+        seconds = statistics.median(run["step_seconds"] for run in results)
+        peak = max(run["peak_bytes"] for run in results)
+        last = results[-1]
+        bound, moved = float("nan"), 0.0
+        if name != "plain":
+            work = statistics.median(run["compute"]["seconds"] + run["cpu_adam"]["seconds"] for run in results)
+            moved = last["nvme_read"]["bytes"] + last["nvme_write"]["bytes"]
+            drive = statistics.median(max(run["nvme_read"]["seconds"], run["nvme_write"]["seconds"]) for run in results)
+            bound = max(work, drive)
+        table[name] = {
+            "step_seconds": seconds,
+            "ratio_to_plain": seconds / plain,
+            "bound_seconds": bound,
+            "peak_bytes": peak,
+            "nvme_bytes": moved,
+            "planned": last.get("planned"),
+            "losses": last["losses"],
+        }
+        print(
+            f"{name:<10}{seconds:>8.3f}{seconds / plain:>8.2f}{bound:>8.3f}{seconds / bound:>8.2f}"
+            f"{peak / MIB:>10.0f}{moved / MIB:>10.0f}  {last['losses'][-1]:.6f}"
+        )
+    same = all(table[name]["losses"] == table["device"]["losses"] for name in OPTIONS)
+    print(f"losses of device, cpu and nvme equal to the last bit: {same}")
+    emit(arguments.json, {"tokens": arguments.tokens, "rounds": arguments.rounds, "placements": table, "equal": same})
+    if not same:
+        sys.exit("placement changed a loss")
+
+
+if __name__ == "__main__":
+    main()
