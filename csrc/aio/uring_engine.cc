@@ -161,6 +161,7 @@ class UringEngine final : public Engine {
                 return false;
         }
         if (thread_.joinable()) thread_.join();
+        wake_.reset(-1);  // nobody writes to it once stop_ is set
         return true;
     }
 

@@ -1,0 +1,795 @@
+"""The swap store against a dictionary, with faults; and what happens at its edges."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aligned_memory import Memory, pattern
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_aio import in_child
+
+import swap.store
+from swap import (
+    Extent,
+    Fault,
+    FaultAction,
+    FaultTarget,
+    StoreTicket,
+    SwapDeadlineError,
+    SwapError,
+    SwapFullError,
+    SwapStore,
+    engines_available,
+)
+
+BLOCK = 4096
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["io_uring", "threads"])
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name not in engines_available():
+        pytest.skip(f"{name} does not work here")
+    return name
+
+
+@pytest.fixture
+def store(engine: str, tmp_path: Path) -> Iterator[SwapStore]:
+    with SwapStore(tmp_path, 64 * BLOCK, engine=engine, block_bytes=BLOCK) as opened:
+        yield opened
+
+
+def put(store: SwapStore, key: object, data: bytes) -> None:
+    memory = Memory(max(len(data), 1))
+    memory.fill(data)
+    store.put(key, memory.address, len(data)).wait()
+
+
+def get(store: SwapStore, key: object) -> bytes:
+    length = store.length_of(key)
+    memory = Memory(length)
+    store.get(key, memory.address, length).wait()
+    return memory[0:length]
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- against a dictionary ----
+
+SLOT_BLOCKS = 6
+SLOTS = 24
+
+
+@dataclass
+class Writing:
+    ticket: StoreTicket
+    key: int
+    data: bytes
+    slot: int
+
+
+@dataclass
+class Reading:
+    ticket: StoreTicket
+    expected: bytes
+    slot: int
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Model: `current` maps keys to bytes; a put changes it only when it was waited for with success.
+
+    The store reaps by itself only when it has no room, so the machine drains before that would happen. Which request
+    a fault hits depends on timing, so nothing that is drawn may depend on what happened: numbers are taken modulo.
+    """
+
+    @initialize(engine=st.sampled_from(engines_available()), paths=st.integers(1, 2), blocks=st.sampled_from([16, 40]))
+    def start(self, engine: str, paths: int, blocks: int) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.store = SwapStore(
+            [self.directory.name] * paths, blocks * BLOCK, engine=engine, block_bytes=BLOCK, queue_depth=4, threads=2
+        )
+        self.memory = Memory(SLOTS * SLOT_BLOCKS * BLOCK)
+        self.free_slots = list(range(SLOTS))
+        self.current: dict[int, bytes] = {}
+        self.writing: list[Writing] = []  # in the order of their start
+        self.reading: list[Reading] = []
+        self.faulty = False
+        self.seed = 0
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        self.drain()
+        assert self.store.used_bytes == sum(len(data) for data in self.current.values())
+        for key, data in self.current.items():
+            assert get(self.store, key) == data
+        for key in list(self.current):
+            self.store.delete(key)
+        assert self.store.free_bytes == self.store.capacity_bytes
+        self.store.close()
+        assert os.listdir(self.directory.name) == []
+        self.directory.cleanup()
+
+    def address(self, slot: int) -> int:
+        return self.memory.address + slot * SLOT_BLOCKS * BLOCK
+
+    def finish_write(self, at: int) -> None:
+        write = self.writing.pop(at)
+        try:
+            write.ticket.wait()
+        except SwapError:
+            assert self.faulty
+        else:
+            # What was started earlier may not overwrite it any more.
+            self.current[write.key] = write.data
+            for earlier in [w for w in self.writing[:at] if w.key == write.key]:
+                self.forget(earlier)
+        self.free_slots.append(write.slot)
+
+    def forget(self, write: Writing) -> None:
+        """Wait for a put that cannot take effect any more."""
+        self.writing.remove(write)
+        with contextlib.suppress(SwapError):
+            write.ticket.wait()
+        self.free_slots.append(write.slot)
+
+    def finish_read(self, at: int) -> None:
+        read = self.reading.pop(at)
+        try:
+            read.ticket.wait()
+        except SwapError:
+            assert self.faulty
+        else:
+            start = read.slot * SLOT_BLOCKS * BLOCK
+            assert self.memory[start : start + len(read.expected)] == read.expected
+        self.free_slots.append(read.slot)
+
+    def drain(self) -> None:
+        self.store.clear_faults()
+        while self.writing:
+            self.finish_write(0)
+        while self.reading:
+            self.finish_read(0)
+        self.store.drain()
+        self.faulty = False
+
+    @rule(key=st.integers(0, 4), blocks=st.integers(1, SLOT_BLOCKS), less=st.integers(0, BLOCK - 1))
+    def put(self, key: int, blocks: int, less: int) -> None:
+        need = blocks * BLOCK
+        if not self.free_slots or self.store.free_bytes < need:
+            self.drain()
+        slot = self.free_slots.pop()
+        start = slot * SLOT_BLOCKS * BLOCK
+        self.seed += 1
+        data = pattern(need, self.seed)
+        self.memory[start : start + need] = data
+        if self.store.free_bytes < need:
+            with pytest.raises(SwapFullError, match=str(need)):
+                self.store.put(key, self.address(slot), need - less)
+            self.free_slots.append(slot)
+            return
+        ticket = self.store.put(key, self.address(slot), need - less)
+        self.writing.append(Writing(ticket, key, data, slot))
+
+    @rule(key=st.integers(0, 4), urgent=st.booleans(), start=st.integers(0, 100), end=st.integers(0, 100))
+    def get(self, key: int, urgent: bool, start: int, end: int) -> None:
+        if not self.free_slots:
+            self.drain()
+        if key not in self.current:
+            with pytest.raises(KeyError, match="swap store"):
+                self.store.get(key, self.memory.address, BLOCK)
+            return
+        blocks = len(self.current[key]) // BLOCK
+        first = start % blocks
+        last = first + 1 + end % (blocks - first)
+        slot = self.free_slots.pop()
+        length = (last - first) * BLOCK
+        ticket = self.store.get(key, self.address(slot), length, offset=first * BLOCK, urgent=urgent)
+        self.reading.append(Reading(ticket, self.current[key][first * BLOCK : last * BLOCK], slot))
+
+    @rule(which=st.integers(0, 100))
+    def wait_for_a_put(self, which: int) -> None:
+        if self.writing:
+            self.finish_write(which % len(self.writing))
+
+    @rule(which=st.integers(0, 100))
+    def wait_for_a_get(self, which: int) -> None:
+        if self.reading:
+            self.finish_read(which % len(self.reading))
+
+    @rule(key=st.integers(0, 4))
+    def delete(self, key: int) -> None:
+        pending = [write for write in self.writing if write.key == key]
+        if key not in self.current and not pending:
+            with pytest.raises(KeyError, match="no such object"):
+                self.store.delete(key)
+            return
+        self.store.delete(key)
+        self.current.pop(key, None)
+        for write in pending:
+            self.forget(write)
+
+    @rule()
+    def drain_everything(self) -> None:
+        self.drain()
+        assert self.store.stats().in_flight == 0
+
+    @rule(
+        nth=st.integers(1, 8),
+        action=st.sampled_from([FaultAction.FAIL, FaultAction.SHORT]),
+        code=st.sampled_from([errno.EIO, errno.ENOSPC, errno.EINTR, errno.EAGAIN]),
+        what=st.sampled_from(FaultTarget),
+    )
+    def inject(self, nth: int, action: FaultAction, code: int, what: FaultTarget) -> None:
+        self.store.inject(Fault(nth=nth, action=action, errno=code, target=what))
+        self.faulty = True
+
+    @invariant()
+    def mapping_is_the_models(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        assert set(self.store.keys()) == set(self.current)
+        assert len(self.store) == len(self.current)
+        for key, data in self.current.items():
+            assert self.store.length_of(key) == len(data)
+
+    @invariant()
+    def extents_add_up(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        store = self.store
+        assert store.used_bytes + store.free_bytes == store.capacity_bytes
+        seen: set[tuple[int, Extent]] = set()
+        for version in store._versions.values():
+            assert sum(piece.extent.length for piece in version.pieces) == version.length
+            for piece in version.pieces:
+                assert (piece.file.fd, piece.extent) not in seen
+                seen.add((piece.file.fd, piece.extent))
+                assert piece.extent in piece.file.allocator.allocated()
+
+
+TestStoreMachine = StoreMachine.TestCase
+
+
+def test_nth_io_fails_until_a_run_passes(engine: str, tmp_path: Path) -> None:
+    """Replace 4 objects of 3 blocks, then read them: each is old or new, never mixed."""
+    old, new = pattern(3 * BLOCK, 1), pattern(3 * BLOCK, 2)
+    memory = Memory(3 * BLOCK)
+    with SwapStore(tmp_path, 64 * BLOCK, engine=engine, block_bytes=BLOCK) as store:
+        for nth in range(1, 100):
+            memory.fill(old)
+            for key in range(4):
+                store.put(key, memory.address, 3 * BLOCK).wait()
+            memory.fill(new)
+            store.inject(Fault(nth=nth))
+            failed = []
+            for key, ticket in enumerate([store.put(key, memory.address, 3 * BLOCK) for key in range(4)]):
+                try:
+                    ticket.wait()
+                except SwapError:
+                    failed.append(key)
+            reads_failed = 0
+            for key in range(4):
+                try:
+                    assert get(store, key) == (old if key in failed else new)
+                except SwapError:
+                    reads_failed += 1
+            store.clear_faults()
+            assert store.used_bytes == 4 * 3 * BLOCK
+            # 12 requests write, 12 read; a failed operation may leave requests out that were not issued yet
+            assert len(failed) == (1 if nth <= 12 else 0)
+            if not failed and not reads_failed:
+                break
+        else:
+            pytest.fail("no run passed")
+
+
+# ---- copy on write ----
+
+
+def test_reads_see_the_old_version_until_the_put_is_reaped(store: SwapStore) -> None:
+    old, new = pattern(2 * BLOCK, 1), pattern(3 * BLOCK, 2)
+    put(store, "a", old)
+    memory = Memory(3 * BLOCK)
+    memory.fill(new)
+    store.inject(Fault(action=FaultAction.DELAY, delay_s=0.1, target=FaultTarget.WRITES))
+    ticket = store.put("a", memory.address, 3 * BLOCK)
+    assert get(store, "a") == old
+    assert store.used_bytes == 5 * BLOCK  # both versions
+    ticket.wait()
+    assert get(store, "a") == new
+    assert store.used_bytes == 3 * BLOCK
+    ticket.wait()  # again: nothing happens
+
+
+def test_failed_put_keeps_the_old_version_and_tells_every_time(store: SwapStore) -> None:
+    old = pattern(BLOCK, 1)
+    put(store, "a", old)
+    memory = Memory(BLOCK)
+    store.inject(Fault(errno=errno.ENOSPC))
+    ticket = store.put("a", memory.address, BLOCK)
+    for _ in range(2):
+        with pytest.raises(SwapFullError, match=r"ENOSPC.*free space"):
+            ticket.wait()
+    assert ticket.done()
+    assert get(store, "a") == old
+    assert store.used_bytes == BLOCK
+    store.drain()  # it was reported
+
+
+def test_drain_reports_a_failure_that_nobody_waited_for(store: SwapStore) -> None:
+    memory = Memory(BLOCK)
+    store.inject(Fault())
+    store.put("a", memory.address, BLOCK)
+    with pytest.raises(SwapError, match="EIO"):
+        store.drain()
+    store.drain()
+    assert "a" not in store
+
+
+def test_last_started_put_wins_whatever_the_order_of_waiting(store: SwapStore) -> None:
+    memories = [Memory(BLOCK) for _ in range(3)]
+    for seed, memory in enumerate(memories):
+        memory.fill(pattern(BLOCK, seed))
+    tickets = [store.put("a", memory.address, BLOCK) for memory in memories]
+    tickets[1].wait()
+    assert get(store, "a") == pattern(BLOCK, 1)
+    tickets[0].wait()  # started before: comes too late
+    assert get(store, "a") == pattern(BLOCK, 1)
+    tickets[2].wait()
+    assert get(store, "a") == pattern(BLOCK, 2)
+    assert store.used_bytes == BLOCK
+
+
+def test_old_extent_is_not_reused_while_it_is_read(store: SwapStore) -> None:
+    put(store, "a", pattern(BLOCK, 1))
+    target = Memory(BLOCK)
+    store.inject(Fault(action=FaultAction.DELAY, delay_s=0.1, target=FaultTarget.READS))
+    read = store.get("a", target.address, BLOCK)
+    store.delete("a")
+    assert store.used_bytes == BLOCK
+    for i in range(20):  # would take the freed extent at once: best fit
+        put(store, i, pattern(BLOCK, 100 + i))
+    read.wait()
+    assert target[0:BLOCK] == pattern(BLOCK, 1)
+    assert store.used_bytes == 20 * BLOCK
+
+
+def test_delete_beats_a_put_in_flight(store: SwapStore) -> None:
+    memory = Memory(BLOCK)
+    ticket = store.put("a", memory.address, BLOCK)
+    store.delete("a")
+    ticket.wait()
+    assert "a" not in store
+    assert store.used_bytes == 0
+
+
+def test_first_put_in_flight_is_not_there_yet(store: SwapStore) -> None:
+    memory = Memory(BLOCK)
+    store.put("a", memory.address, BLOCK)
+    with pytest.raises(KeyError, match="has not been reaped"):
+        store.get("a", memory.address, BLOCK)
+    store.drain()
+    assert store.length_of("a") == BLOCK
+
+
+# ---- room ----
+
+
+def test_full_store_says_the_bytes_and_stays_usable(store: SwapStore) -> None:
+    put(store, "a", pattern(40 * BLOCK, 1))
+    memory = Memory(25 * BLOCK)
+    with pytest.raises(SwapFullError, match=r"102400 bytes.* but .*98304 bytes.* of .*262144 bytes") as caught:
+        store.put("b", memory.address, 25 * BLOCK)
+    assert caught.value.length_bytes == 25 * BLOCK
+    assert "b" not in store
+    put(store, "b", pattern(24 * BLOCK, 2))
+    assert store.free_bytes == 0
+    assert get(store, "a") == pattern(40 * BLOCK, 1)
+    assert get(store, "b") == pattern(24 * BLOCK, 2)
+    assert store.stats().peak_used_bytes == store.capacity_bytes
+
+
+def test_put_waits_for_room_that_is_about_to_be_free(store: SwapStore) -> None:
+    """Capacity 64: 30 used, 30 in flight for the same key; 30 more fit only when the old version is gone."""
+    put(store, "a", pattern(30 * BLOCK, 1))
+    memory = Memory(30 * BLOCK)
+    memory.fill(pattern(30 * BLOCK, 2))
+    store.inject(Fault(action=FaultAction.DELAY, delay_s=0.05))
+    store.put("a", memory.address, 30 * BLOCK)
+    put(store, "b", pattern(30 * BLOCK, 3))
+    assert get(store, "a") == pattern(30 * BLOCK, 2)
+    assert get(store, "b") == pattern(30 * BLOCK, 3)
+
+
+def test_put_without_room_behind_a_stuck_transfer_meets_the_deadline(engine: str, tmp_path: Path) -> None:
+    memory = Memory(6 * BLOCK)
+    store = SwapStore(tmp_path, 10 * BLOCK, engine=engine, deadline_s=0.05, faults=[Fault(action=FaultAction.HANG)])
+    store.put("a", memory.address, 6 * BLOCK)
+    with pytest.raises(SwapDeadlineError, match=r"0.05 s") as caught:
+        store.put("b", memory.address, 6 * BLOCK)
+    assert "tickets not reaped" in str(caught.value)
+    assert "put 'a'" in str(caught.value)
+    with pytest.raises(SwapDeadlineError):
+        store.drain()
+    with pytest.raises(SwapDeadlineError):
+        store.close()
+
+
+def test_scattered_free_space_is_used_to_the_last_block(store: SwapStore) -> None:
+    for key in range(64):
+        put(store, key, pattern(BLOCK, key))
+    for key in range(0, 64, 2):
+        store.delete(key)
+    put(store, "big", pattern(32 * BLOCK, 99))  # 32 holes of one block
+    assert store.free_bytes == 0
+    assert get(store, "big") == pattern(32 * BLOCK, 99)
+    part = Memory(3 * BLOCK)
+    store.get("big", part.address, 3 * BLOCK, offset=7 * BLOCK).wait()
+    assert part[0 : 3 * BLOCK] == pattern(32 * BLOCK, 99)[7 * BLOCK : 10 * BLOCK]
+    for key in range(1, 64, 2):
+        assert get(store, key) == pattern(BLOCK, key)
+    memory = Memory(32 * BLOCK)
+    store.delete("big")
+    store.inject(Fault(nth=20))
+    ticket = store.put("big", memory.address, 32 * BLOCK)  # one of the pieces fails: all of them are given back
+    with pytest.raises(SwapError, match="EIO"):
+        ticket.wait()
+    assert store.free_bytes == 32 * BLOCK
+
+
+def test_objects_spread_over_paths(engine: str, tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    with SwapStore(directories, 41 * BLOCK, engine=engine) as store:
+        shares = [file.allocator.capacity for file in store._files]
+        assert sum(shares) == 41 * BLOCK
+        assert abs(shares[0] - shares[1]) <= BLOCK  # one file system: halves
+        for key in range(20):
+            put(store, key, pattern(BLOCK, key))
+        assert [file.allocator.used_bytes for file in store._files] == [10 * BLOCK, 10 * BLOCK]
+        assert all(get(store, key) == pattern(BLOCK, key) for key in range(20))
+        assert store.stats().paths == tuple(str(directory) for directory in directories)
+
+
+def test_shares_follow_free_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Space:
+        f_frsize = BLOCK
+
+        def __init__(self, blocks: int) -> None:
+            self.f_bavail = blocks
+
+    class Stat:
+        def __init__(self, device: int) -> None:
+            self.st_dev = device
+
+    space = {1010: Space(300), 1011: Space(100), 1012: Space(100)}
+    device = {1010: 1, 1011: 2, 1012: 2}  # two paths on the second device share its 100 blocks
+    monkeypatch.setattr(swap.store.os, "fstatvfs", space.__getitem__)
+    real = os.fstat
+    monkeypatch.setattr(swap.store.os, "fstat", lambda fd: Stat(device[fd]) if fd in device else real(fd))
+    files = [swap.store._File(fd, f"/{fd}", True, BLOCK) for fd in device]
+    assert swap.store._shares(files, 40 * BLOCK, BLOCK) == [30 * BLOCK, 5 * BLOCK, 5 * BLOCK]
+    assert swap.store._shares(files, 400 * BLOCK, BLOCK) == [300 * BLOCK, 50 * BLOCK, 50 * BLOCK]
+    with pytest.raises(SwapFullError, match=r"needed but .*\(1638400 bytes\) free: /1010 .*, /1011 .*, /1012 "):
+        swap.store._shares(files, 401 * BLOCK, BLOCK)
+
+
+# ---- creation ----
+
+
+def test_nothing_in_the_directory(store: SwapStore, tmp_path: Path) -> None:
+    put(store, "a", pattern(BLOCK))
+    assert os.listdir(tmp_path) == []
+    store.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_more_than_the_disk_is_refused_up_front(tmp_path: Path) -> None:
+    before = descriptors()
+    with pytest.raises(SwapFullError, match=r"needed but .* free") as caught:
+        SwapStore(tmp_path, 1 << 60)
+    assert caught.value.errno == errno.ENOSPC
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "text"),
+    [
+        (errno.ENOSPC, SwapFullError, "65536 bytes.*needed.*free space"),
+        (errno.EDQUOT, SwapFullError, "quota"),
+        (errno.EFBIG, SwapError, "ulimit -f"),
+        (errno.EIO, SwapError, "cannot reserve"),
+    ],
+)
+def test_refused_preallocation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, kind: type[SwapError], text: str
+) -> None:
+    before = descriptors()
+    monkeypatch.setattr(swap.store, "preallocate", lambda fd, length: code)
+    with pytest.raises(kind, match=text):
+        SwapStore(tmp_path, 65536)
+    assert descriptors() == before
+
+
+def test_file_system_without_preallocation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(swap.store, "preallocate", lambda fd, length: errno.EOPNOTSUPP)
+    with caplog.at_level(logging.WARNING), SwapStore(tmp_path, 65536) as store:
+        put(store, "a", pattern(65536))
+        assert get(store, "a") == pattern(65536)
+    assert "cannot be reserved" in caplog.text
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(SwapError, match="ENOENT.*create the directory") as caught:
+        SwapStore(tmp_path / "none", MIB)
+    assert caught.value.path == str(tmp_path / "none")
+
+
+def test_file_instead_of_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SwapError, match="ENOTDIR.*not a file"):
+        SwapStore(tmp_path / "file", MIB)
+
+
+def refuse_open(monkeypatch: pytest.MonkeyPatch, flag: int, code: int) -> None:
+    """Let os.open fail with `code` whenever all bits of `flag` are asked for."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any) -> int:
+        if flags & flag == flag:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(swap.store.os, "open", refusing)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(errno.EACCES, "writable"), (errno.EROFS, "mounted for writing"), (errno.EMFILE, "ulimit -n")]
+)
+def test_unwritable_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, text: str) -> None:
+    refuse_open(monkeypatch, os.O_RDWR, code)
+    with pytest.raises(SwapError, match=text):
+        SwapStore(tmp_path, MIB)
+
+
+def test_second_path_missing_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = descriptors()
+    with pytest.raises(SwapError, match="ENOENT"):
+        SwapStore([tmp_path, tmp_path / "none"], MIB)
+    assert descriptors() == before
+
+
+def test_without_direct_io_the_page_cache_is_used_and_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_open(monkeypatch, os.O_DIRECT, errno.EINVAL)
+    with caplog.at_level(logging.WARNING), SwapStore(tmp_path, MIB, engine=engine) as store:
+        assert not store.direct
+        assert not store.stats().direct
+        put(store, "a", pattern(10 * BLOCK))
+        assert get(store, "a") == pattern(10 * BLOCK)
+    assert [r.message for r in caplog.records if "O_DIRECT" in r.message] != []
+
+
+def test_without_nameless_files_the_name_is_removed_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
+) -> None:
+    refuse_open(monkeypatch, os.O_TMPFILE, errno.EOPNOTSUPP)
+    with SwapStore(tmp_path, MIB, engine=engine) as store:
+        assert os.listdir(tmp_path) == []
+        put(store, "a", pattern(10 * BLOCK))
+        assert get(store, "a") == pattern(10 * BLOCK)
+
+
+def test_file_system_in_memory(engine: str, caplog: pytest.LogCaptureFixture) -> None:
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, caplog.at_level(logging.WARNING):
+        with SwapStore(directory, MIB, engine=engine) as store:
+            assert not store.direct
+            put(store, "a", pattern(10 * BLOCK))
+            assert get(store, "a") == pattern(10 * BLOCK)
+        assert "memory" in caplog.text
+
+
+def test_direct_on_this_file_system(tmp_path: Path) -> None:
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT on the file system of {tmp_path}: {error}")
+    with SwapStore(tmp_path, MIB + 1) as store:
+        assert store.alignment >= 4096
+        assert store.capacity_bytes == MIB  # rounded down: never more than allowed
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 4095])
+def test_impossible_capacity(tmp_path: Path, capacity: int) -> None:
+    before = descriptors()
+    with pytest.raises(ValueError, match="capacity_bytes"):
+        SwapStore(tmp_path, capacity)
+    with pytest.raises(ValueError, match="paths"):
+        SwapStore([], MIB)
+    assert descriptors() == before
+
+
+# ---- bad arguments ----
+
+
+def test_bad_arguments_are_refused_and_change_nothing(store: SwapStore) -> None:
+    memory = Memory(2 * BLOCK)
+    put(store, "a", pattern(BLOCK))
+    for address, length in [(memory.address + 1, BLOCK), (memory.address, 0), (memory.address, -1), (0, BLOCK)]:
+        with pytest.raises(ValueError, match="expected"):
+            store.put("b", address, length)
+    for length, offset in [(BLOCK, 1), (2 * BLOCK, 0), (BLOCK, BLOCK), (0, 0), (BLOCK, -BLOCK)]:
+        with pytest.raises(ValueError, match="range inside 4096 bytes"):
+            store.get("a", memory.address, length, offset=offset)
+    with pytest.raises(ValueError, match="multiple"):
+        store.get("a", memory.address + 8, BLOCK)
+    for call in (store.length_of, store.delete):
+        with pytest.raises(KeyError):
+            call("nothing")
+    assert store.used_bytes == BLOCK
+    assert store.keys() == ["a"]
+
+
+# ---- the world interferes ----
+
+
+def test_truncated_file_is_an_error_where_the_data_is_needed(store: SwapStore) -> None:
+    put(store, "a", pattern(4 * BLOCK))
+    os.ftruncate(store._files[0].fd, BLOCK)
+    memory = Memory(4 * BLOCK)
+    ticket = store.get("a", memory.address, 4 * BLOCK)
+    with pytest.raises(SwapError, match="ENODATA.*truncated") as caught:
+        ticket.wait()
+    assert caught.value.path == store.paths[0]
+    assert "a" in store
+
+
+def test_several_threads(store: SwapStore) -> None:
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for turn in range(15):
+                put(store, index, pattern(4 * BLOCK, index * 100 + turn))
+                assert get(store, index) == pattern(4 * BLOCK, index * 100 + turn)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert store.used_bytes == 16 * BLOCK
+
+
+def test_stuck_transfer_meets_the_deadline_and_close_does_not_hang(engine: str, tmp_path: Path) -> None:
+    memory = Memory(BLOCK)
+    before = descriptors()
+    store = SwapStore(tmp_path, MIB, engine=engine, deadline_s=0.05)
+    put(store, "a", pattern(BLOCK))
+    store.inject(Fault(action=FaultAction.HANG))
+    ticket = store.get("a", memory.address, BLOCK)
+    with pytest.raises(SwapDeadlineError, match="swap store: 1 objects"):
+        ticket.wait()
+    put(store, "b", pattern(BLOCK))  # the rest goes on
+    with pytest.raises(SwapDeadlineError):
+        store.close()
+    store.close()
+    assert store.closed
+    with pytest.raises(SwapError, match="closed"):
+        store.put("a", memory.address, BLOCK)
+    with pytest.raises(SwapError, match="ECANCELED"):
+        ticket.wait()
+    assert descriptors() == before
+
+
+def test_close_lets_puts_take_effect_first(engine: str, tmp_path: Path) -> None:
+    memory = Memory(BLOCK)
+    store = SwapStore(tmp_path, MIB, engine=engine)
+    ticket = store.put("a", memory.address, BLOCK)
+    store.close()
+    ticket.wait()
+    assert store.keys() == ["a"]
+
+
+def test_dropped_store_gives_everything_back(engine: str, tmp_path: Path) -> None:
+    before = descriptors()
+    store = SwapStore(tmp_path, MIB, engine=engine)
+    memory = Memory(BLOCK)
+    store.put("a", memory.address, BLOCK).wait()
+    del store
+    gc.collect()
+    assert descriptors() == before
+
+
+def test_forked_child_gets_a_clear_error_and_keeps_no_space(store: SwapStore) -> None:
+    put(store, "a", pattern(BLOCK))
+    fd = store._files[0].fd
+    memory = Memory(BLOCK)
+
+    def child() -> None:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+        with pytest.raises(SwapError, match="fork"):
+            store.get("a", memory.address, BLOCK)
+        with pytest.raises(SwapError, match="fork"):
+            store.drain()
+        store.close()
+
+    assert in_child(child) == 0
+    assert get(store, "a") == pattern(BLOCK)
+
+
+@pytest.mark.parametrize("hang", [False, True])
+def test_interpreter_exit_with_a_transfer_in_flight(engine: str, tmp_path: Path, hang: bool) -> None:
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from aligned_memory import Memory
+        from swap import Fault, FaultAction, SwapStore
+        faults = [Fault(action=FaultAction.HANG)] if {hang} else []
+        store = SwapStore({str(tmp_path)!r}, 1 << 24, engine={engine!r}, deadline_s=0.2, faults=faults)
+        memory = Memory(1 << 23)
+        store.put("a", memory.address, 1 << 23)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+    assert os.listdir(tmp_path) == []
+
+
+def test_killed_process_leaves_nothing(engine: str, tmp_path: Path) -> None:
+    script = f"""
+        import os, signal, sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from aligned_memory import Memory
+        from swap import SwapStore
+        store = SwapStore({str(tmp_path)!r}, 1 << 24, engine={engine!r})
+        memory = Memory(1 << 23)
+        store.put("a", memory.address, 1 << 23)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    result = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=60)
+    assert result.returncode == -9
+    assert os.listdir(tmp_path) == []
+
+
+def test_stats_and_dump(store: SwapStore) -> None:
+    assert store.register_buffer((memory := Memory(16 * BLOCK)).address, 16 * BLOCK) in (True, False)
+    put(store, "a", pattern(3 * BLOCK))
+    store.get("a", memory.address, 2 * BLOCK).wait()
+    store.unregister_buffer(memory.address)
+    stats = store.stats()
+    assert (stats.writes, stats.written_bytes, stats.reads, stats.read_bytes) == (1, 3 * BLOCK, 1, 2 * BLOCK)
+    assert stats.read_seconds > 0
+    assert stats.write_seconds > 0
+    assert stats.engine == store.engine
+    assert (stats.in_flight, stats.used_bytes, stats.peak_used_bytes) == (0, 3 * BLOCK, 3 * BLOCK)
+    assert "1 objects" in store.dump()
+    assert f"engine {store.engine}" in store.dump()
