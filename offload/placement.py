@@ -29,6 +29,7 @@ ACTIVATION_SHARE = 0.5
 SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
 NVME_SLACK_CHUNKS = 16
+_ENOUGH_BYTES = 1 << 60
 
 STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
 
@@ -134,8 +135,24 @@ def make_plan(request: Request) -> Plan:
 
     Raises:
         BudgetError: the model cannot be trained within the budgets; names the tier, the bytes, and the smallest budget
-            that would do with the other budgets as they are.
+            that would do with the other budgets as they are (or the smallest combination, where one is not enough).
     """
+    try:
+        return _plan(request)
+    except _TooSmall as short:
+        raise _refusal(request, short) from None
+
+
+class _TooSmall(Exception):
+    """A budget is too small for `what`."""
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        super().__init__(what)
+        self.tier = tier
+        self.what = what
+
+
+def _plan(request: Request) -> Plan:
     device_budget, host_budget = request.budgets[Tier.DEVICE], request.budgets[Tier.HOST]
     units = request.units
     params = {unit.index: unit.param_bytes for unit in units}
@@ -144,12 +161,14 @@ def make_plan(request: Request) -> Plan:
 
     # DEVICE: everything if it fits; else small units stay and the rest of the room holds working copies.
     largest = sum(sorted(params.values(), reverse=True)[:WORKING_UNITS])
+    resident = sum(grads.values()) + sum(states.values())
+    states_stay = request.optimizer_tier is Tier.DEVICE
     if request.activation_bytes is not None:
         activation = request.activation_bytes
     else:
-        activation = max(min(int(device_budget * ACTIVATION_SHARE), device_budget - largest), 0)
-    resident = sum(grads.values()) + sum(states.values())
-    states_stay = request.optimizer_tier is Tier.DEVICE
+        needed = sum(params.values()) if request.param_tier is Tier.DEVICE else largest
+        needed += resident if states_stay else 0
+        activation = max(min(int(device_budget * ACTIVATION_SHARE), device_budget - needed), 0)
     if states_stay and not request.device_is_host:
         raise BudgetError(
             'device budget: optimizer states cannot stay on a GPU yet; use offload_optimizer="auto", "cpu" or "nvme"'
@@ -157,20 +176,18 @@ def make_plan(request: Request) -> Plan:
     room = device_budget - activation - (resident if states_stay else 0)
     if room < 0:
         what = f'optimizer states (offload_optimizer="none") and {format_bytes(activation)} of activations'
-        raise _too_small(Tier.DEVICE, resident + activation + largest, device_budget, what)
+        raise _TooSmall(Tier.DEVICE, what)
     param_home: dict[int, Tier] = {}
     working = 0
     on_device = sum(params.values())
     if request.param_tier is Tier.DEVICE or (request.param_tier is None and on_device <= room):
         if on_device > room:
-            raise _too_small(Tier.DEVICE, on_device + activation, device_budget, 'parameters (offload_param="none")')
+            raise _TooSmall(Tier.DEVICE, 'parameters (offload_param="none")')
         param_home = dict.fromkeys(params, Tier.DEVICE)
     else:
         if largest > room:
-            raise _too_small(
+            raise _TooSmall(
                 Tier.DEVICE,
-                largest + activation,
-                device_budget,
                 f"the {WORKING_UNITS} largest units ({_names(units)}) and {format_bytes(activation)} of activations",
             )
         on_device = 0
@@ -203,41 +220,40 @@ def make_plan(request: Request) -> Plan:
             if nvme_allowed and not request.device_is_host:
                 sizes["fetch"] = 2 * max(params.values())
         left = host_budget - sizes["staging"] - sizes["fetch"]
-        waiting = [index for index in grads if index not in grad_at]
-        if nvme_allowed and sum(grads[i] for i in waiting) > left:
-            sizes["pool"] = GRAD_POOL_BUFFERS * max(grads[i] for i in waiting)
-            left -= sizes["pool"]
-        if left < 0:
-            need = sizes["staging"] + sizes["fetch"] + sizes["pool"]
-            raise _too_small(Tier.HOST, need, host_budget, "the buffers of the NVMe pipeline")
-        for kind, wanted, placed, forced in (
-            ("gradients", grads, grad_at, None),
+        kinds = [
             ("parameters", params, param_at, request.param_tier),
             ("optimizer states", states, state_at, request.optimizer_tier),
-        ):
+        ]
+        for kind, wanted, placed, forced in kinds:  # what has no choice comes first
+            if forced is Tier.HOST:
+                left -= sum(size for index, size in wanted.items() if index not in placed)
+                placed.update((index, Tier.HOST) for index in wanted if index not in placed)
+                if left < 0:
+                    raise _TooSmall(Tier.HOST, f'{kind} (forced to "cpu") and buffers')
+        waiting = [size for index, size in grads.items() if index not in grad_at]
+        if nvme_allowed and waiting and sum(waiting) > left:
+            sizes["pool"] = GRAD_POOL_BUFFERS * max(waiting)
+            left -= sizes["pool"]
+        if left < 0:
+            raise _TooSmall(Tier.HOST, "the buffers of the NVMe pipeline")
+        for kind, wanted, placed, forced in [("gradients", grads, grad_at, None), *kinds]:
             for index, size in wanted.items():
                 if index in placed:
                     continue
                 if forced is not Tier.NVME and size <= left:
                     placed[index] = Tier.HOST
                     left -= size
-                elif forced is Tier.HOST or not nvme_allowed:
-                    total = sum(
-                        s
-                        for kind_sizes, kind_at in ((grads, grad_home), (params, param_home), (states, state_home))
-                        for i, s in kind_sizes.items()
-                        if i not in kind_at
-                    )
-                    raise _too_small(Tier.HOST, total, host_budget, f"{kind} without an NVMe tier")
-                else:
+                elif nvme_allowed:
                     placed[index] = Tier.NVME
+                else:
+                    raise _TooSmall(Tier.HOST, f"{kind} without an NVMe tier")
         return grad_at, param_at, state_at, sizes
 
     placed = None
     if Tier.NVME not in (request.param_tier, request.optimizer_tier):
         try:
             placed = fill_host(nvme_allowed=False)
-        except BudgetError:
+        except _TooSmall:
             if request.budgets[Tier.NVME] <= 0:
                 raise
     if placed is None:
@@ -257,9 +273,7 @@ def make_plan(request: Request) -> Plan:
     if nvme:  # copy-on-write needs room for the versions in flight
         nvme += NVME_SLACK_CHUNKS * (sizes["slot"] * sizes["chunk"] + request.alignment_bytes)
     if nvme > request.budgets[Tier.NVME]:
-        raise _too_small(
-            Tier.NVME, nvme, request.budgets[Tier.NVME], "parameters, gradients and states that do not fit above"
-        )
+        raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
 
     host = sizes["staging"] + sizes["pool"] + sizes["fetch"]
     host += sum(size for i, size in grads.items() if grad_at[i] is Tier.HOST)
@@ -339,12 +353,49 @@ def _step_bytes(request: Request, homes: Sequence[Homes]) -> dict[str, int]:
     return {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
 
 
-def _too_small(tier: Tier, need: int, limit: int, what: str) -> BudgetError:
-    return BudgetError(
-        f"{tier.value} budget: {what} need {format_bytes(need)} ({need} bytes) but the limit is {format_bytes(limit)}; "
-        f'the smallest max_memory["{tier.value}"] that would do is {need} bytes'
-        + ("" if tier is Tier.NVME else ", or offload more of it: see nvme_path and offload_param/offload_optimizer")
-    )
+def _refusal(request: Request, short: _TooSmall) -> BudgetError:
+    """Word a refusal, with the smallest budgets that would do."""
+    budgets = dict(request.budgets)
+    raised: list[Tier] = []
+    failing: Tier | None = short.tier
+    while failing is not None:  # raise one budget after another until there is a plan...
+        assert failing not in raised, f"{failing} is too small at any size"
+        raised.append(failing)
+        budgets[failing] = _ENOUGH_BYTES
+        failing = _failing_tier(request, budgets)
+    for tier in raised:  # ...then lower each again; more memory never makes a plan impossible, so bisection is exact
+        low, high = request.budgets[tier] // BUFFER_ALIGNMENT_BYTES, _ENOUGH_BYTES // BUFFER_ALIGNMENT_BYTES
+        while high - low > 1:
+            middle = (low + high) // 2
+            budgets[tier] = middle * BUFFER_ALIGNMENT_BYTES
+            if _failing_tier(request, budgets) is None:
+                high = middle
+            else:
+                low = middle
+        budgets[tier] = high * BUFFER_ALIGNMENT_BYTES
+    limit, need = request.budgets[short.tier], budgets[short.tier]
+    if len(raised) == 1:
+        text = (
+            f"{short.what} need {format_bytes(need)} ({need} bytes) but the limit is {format_bytes(limit)}; "
+            f'the smallest max_memory["{short.tier.value}"] that would do is {need} bytes'
+        )
+    else:
+        each = " and ".join(f'max_memory["{tier.value}"] = {budgets[tier]} bytes' for tier in raised)
+        text = (
+            f"{short.what} do not fit {format_bytes(limit)}, and other budgets are too small as well; "
+            f"what would do is {each}"
+        )
+    if short.tier is not Tier.NVME:
+        text += ", or offload more of it: see nvme_path and offload_param/offload_optimizer"
+    return BudgetError(f"{short.tier.value} budget: {text}")
+
+
+def _failing_tier(request: Request, budgets: Mapping[Tier, int]) -> Tier | None:
+    try:
+        _plan(dataclasses.replace(request, budgets=budgets))
+    except _TooSmall as short:
+        return short.tier
+    return None
 
 
 def _names(units: Sequence[Unit]) -> str:

@@ -1,0 +1,406 @@
+"""Plans: whatever the units and budgets, a plan fits and adds up, or a refusal names the smallest budget that does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import BudgetError
+from offload.placement import (
+    MAX_CHUNK_NUMEL,
+    MIN_CHUNK_NUMEL,
+    NVME_SLACK_CHUNKS,
+    STAGING_SLOTS,
+    STATE_ROLES,
+    WORKING_UNITS,
+    Plan,
+    Request,
+    make_plan,
+    role_itemsize,
+)
+from offload.shard import PAD_NUMEL, Role, Unit, lay_out
+from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+
+PAGE = BUFFER_ALIGNMENT_BYTES
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
+
+
+def make_unit(index: int, numel: int, dtype: str = "bfloat16", trainable: bool = True) -> Unit:
+    slots, padded = lay_out([(f"u{index}.weight", (numel,))])
+    return Unit(index, f"u{index}", dtype, ITEMSIZE[dtype], trainable, padded, slots)
+
+
+def budgets(device: int, host: int, nvme: int = 0) -> dict[Tier, int]:
+    return {Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme}
+
+
+@st.composite
+def unit_lists(draw: st.DrawFn) -> list[Unit]:
+    small = st.integers(1, 40 * PAD_NUMEL)
+    sizes = draw(st.lists(small | st.integers(1, 6_000_000), min_size=1, max_size=8))
+    kinds = st.sampled_from([(dtype, True) for dtype in ("bfloat16", "float16", "float32")] + [("int8", False)])
+    kinds = kinds | st.just(("bfloat16", False))
+    return [make_unit(index, size, *draw(kinds)) for index, size in enumerate(sizes)]
+
+
+sizes_in_bytes = st.integers(0, 80 * MIB) | st.integers(0, 4000).map(lambda pages: pages * PAGE)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    device_is_host = draw(st.booleans())
+    tiers = [None, None, Tier.DEVICE, Tier.HOST, Tier.NVME]
+    optimizer_tiers = tiers if device_is_host else [None, Tier.HOST, Tier.NVME]
+    return Request(
+        units=draw(unit_lists()),
+        budgets=budgets(draw(sizes_in_bytes), draw(sizes_in_bytes), draw(st.just(0) | sizes_in_bytes | st.just(GIB))),
+        param_tier=draw(st.sampled_from(tiers)),
+        optimizer_tier=draw(st.sampled_from(optimizer_tiers)),
+        accumulate=draw(st.booleans()),
+        device_is_host=device_is_host,
+        activation_bytes=draw(st.none() | st.integers(0, 30 * MIB)),
+        chunk_numel=draw(st.none() | st.integers(1, 300_000)),
+    )
+
+
+def size(plan: Plan, unit: Unit, *roles: Role) -> int:
+    """Bytes of a unit's shards, from the formula of the module's text."""
+    accumulate = plan.request.accumulate
+    per_element = {
+        Role.PARAM: ITEMSIZE[unit.dtype],
+        Role.GRAD: 4 if accumulate else ITEMSIZE[unit.dtype],
+        Role.MASTER: {"bfloat16": 2, "float16": 4}.get(unit.dtype, 0),
+        Role.EXP_AVG: 4,
+        Role.EXP_AVG_SQ: 4,
+    }
+    return sum(unit.numel * per_element[role] for role in roles if unit.trainable or role is Role.PARAM)
+
+
+def check_plan(plan: Plan) -> None:
+    request = plan.request
+    units = request.units
+    assert len(plan.homes) == len(units)
+    for unit, homes in zip(units, plan.homes, strict=True):
+        assert isinstance(homes.param, Tier)
+        assert isinstance(homes.grad, Tier) == isinstance(homes.states, Tier) == unit.trainable
+        if request.param_tier is not None:
+            assert homes.param is request.param_tier
+        if request.optimizer_tier is not None and unit.trainable:
+            assert homes.states is request.optimizer_tier
+        for role, home in ((Role.PARAM, homes.param), (Role.GRAD, homes.grad), (Role.EXP_AVG, homes.states)):
+            assert plan.home(unit, role) is home
+            assert plan.role_bytes(unit, role) == size(plan, unit, role)
+        if not request.device_is_host:
+            assert Tier.DEVICE not in (homes.grad, homes.states)
+
+    def at(tier: Tier) -> int:
+        total = 0
+        for unit, homes in zip(units, plan.homes, strict=True):
+            total += size(plan, unit, Role.PARAM) * (homes.param is tier)
+            total += size(plan, unit, Role.GRAD) * (homes.grad is tier)
+            total += size(plan, unit, *STATE_ROLES) * (homes.states is tier)
+        return total
+
+    staging = plan.staging_slots * plan.chunk_numel * plan.staging_numel_bytes
+    assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes
+    assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + plan.fetch_staging_bytes
+    slack = NVME_SLACK_CHUNKS * (plan.chunk_numel * plan.staging_numel_bytes + request.alignment_bytes)
+    # every shard is a whole number of pages, so its chunks need no padding of their own
+    assert plan.arena_bytes[Tier.NVME] == (at(Tier.NVME) + slack if at(Tier.NVME) else 0)
+    for tier in Tier:
+        assert 0 <= plan.arena_bytes[tier] <= request.budgets[tier]
+        assert plan.arena_bytes[tier] % PAGE == 0
+    assert plan.activation_bytes + plan.arena_bytes[Tier.DEVICE] == request.budgets[Tier.DEVICE]
+    if request.activation_bytes is not None:
+        assert plan.activation_bytes >= request.activation_bytes
+    assert plan.working_bytes % PAGE == 0 and plan.grad_pool_bytes % PAGE == 0
+
+    # the working region holds the three largest of the units that pass through it
+    away = sorted((u.param_bytes for u in units if plan.homes[u.index].param is not Tier.DEVICE), reverse=True)
+    assert plan.working_bytes >= sum(away[:WORKING_UNITS])
+    assert plan.chunk_numel % MIN_CHUNK_NUMEL == 0 and plan.chunk_numel > 0
+    if request.chunk_numel is None:
+        assert plan.chunk_numel <= MAX_CHUNK_NUMEL
+    else:
+        assert 0 <= plan.chunk_numel - request.chunk_numel < MIN_CHUNK_NUMEL
+    if at(Tier.NVME) or not request.device_is_host:
+        assert plan.staging_slots == STAGING_SLOTS
+        widest = max(size(plan, u, Role.PARAM, Role.GRAD, *STATE_ROLES) // u.numel for u in units)
+        assert plan.staging_numel_bytes >= widest
+    spilled = [size(plan, u, Role.GRAD) for u in units if plan.homes[u.index].grad is Tier.NVME]
+    assert plan.grad_pool_bytes >= 2 * max(spilled, default=0)
+    through = [u.param_bytes for u in units if plan.homes[u.index].param is Tier.NVME]
+    if not request.device_is_host:
+        assert plan.fetch_staging_bytes >= 2 * max(through, default=0)
+    assert str(plan)
+
+
+def named_budgets(error: BudgetError) -> dict[Tier, int]:
+    found = re.findall(r'max_memory\["(\w+)"\] = (\d+) bytes|max_memory\["(\w+)"\] that would do is (\d+)', str(error))
+    return {Tier(a or c): int(b or d) for a, b, c, d in found}
+
+
+def refused(request: Request) -> BudgetError | None:
+    try:
+        make_plan(request)
+    except BudgetError as error:
+        return error
+    return None
+
+
+def enlarged(request: Request) -> Request:
+    """Return the request with budgets that just do, where its own do not."""
+    error = refused(request)
+    return request if error is None else dataclasses.replace(request, budgets=request.budgets | named_budgets(error))
+
+
+@given(requests())
+def test_a_plan_fits_and_adds_up_or_the_smallest_budget_is_named(request: Request) -> None:
+    error = refused(request)
+    if error is None:
+        check_plan(make_plan(request))
+        return
+    named = named_budgets(error)
+    assert named, error
+    assert str(error).startswith(f"{next(iter(named)).value} budget: ")
+    enough = {**request.budgets, **named}
+    check_plan(make_plan(enlarged(request)))
+    for tier, limit in named.items():
+        assert limit > request.budgets[tier] and limit % PAGE == 0
+        less = {**enough, tier: limit - PAGE}
+        assert refused(dataclasses.replace(request, budgets=less)) is not None, f"{tier}: {error}"
+
+
+@given(request=requests(), tier=st.sampled_from(Tier), more=sizes_in_bytes)
+def test_more_memory_never_turns_a_plan_into_a_refusal(request: Request, tier: Tier, more: int) -> None:
+    request = enlarged(request)
+    larger = {**request.budgets, tier: request.budgets[tier] + more}
+    check_plan(make_plan(dataclasses.replace(request, budgets=larger)))
+
+
+@given(requests())
+def test_plans_are_reproducible(request: Request) -> None:
+    request = enlarged(request)
+    assert make_plan(request) == make_plan(request)
+
+
+# --- single decisions -----------------------------------------------------------------------------------------------
+
+BLOCKS = [make_unit(index, MIB) for index in range(8)]  # 2 MiB of parameters, 2 of gradients, 10 of states each
+
+
+def test_bytes_per_element_by_role() -> None:
+    expected = {  # param, grad, grad when accumulating, master, moment: the table of the module's text
+        "bfloat16": (2, 2, 4, 2, 4),
+        "float16": (2, 2, 4, 4, 4),
+        "float32": (4, 4, 4, 0, 4),
+    }
+    for dtype, sizes in expected.items():
+        unit = make_unit(0, 10, dtype)
+        roles = [(Role.PARAM, False), (Role.GRAD, False), (Role.GRAD, True), (Role.MASTER, True), (Role.EXP_AVG, True)]
+        assert tuple(role_itemsize(unit, role, accumulate=accumulate) for role, accumulate in roles) == sizes
+    frozen = make_unit(0, 10, "bfloat16", False)
+    assert role_itemsize(frozen, Role.PARAM, accumulate=True) == 2
+    assert [role_itemsize(frozen, role, accumulate=True) for role in (Role.GRAD, *STATE_ROLES)] == [0] * 4
+
+
+def test_plenty_of_device_memory_keeps_everything_there() -> None:
+    plan = make_plan(Request(BLOCKS, budgets(GIB, 0)))
+    assert all((h.param, h.grad, h.states) == (Tier.DEVICE,) * 3 for h in plan.homes)
+    assert plan.arena_bytes == {Tier.DEVICE: 8 * 14 * MIB, Tier.HOST: 0, Tier.NVME: 0}
+    assert plan.working_bytes == plan.staging_slots == 0
+
+
+def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
+    plan = make_plan(Request(BLOCKS, budgets(GIB, GIB), device_is_host=False))
+    assert all((h.param, h.grad, h.states) == (Tier.DEVICE, Tier.HOST, Tier.HOST) for h in plan.homes)
+    # 8 x (2 + 10) MiB and four staging slots of 14 B per element
+    assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 14 * plan.chunk_numel
+    with pytest.raises(BudgetError, match="cannot stay on a GPU"):
+        make_plan(Request(BLOCKS, budgets(GIB, GIB), optimizer_tier=Tier.DEVICE, device_is_host=False))
+
+
+def test_host_memory_goes_to_gradients_then_parameters_then_states() -> None:
+    device = 6 * MIB  # three units, no activations
+    staging = 4 * 14 * 64 * KIB
+    request = Request(BLOCKS, budgets(device, 0, GIB), activation_bytes=0, chunk_numel=1)
+    for host, where in (
+        (staging + 16 * MIB, (Tier.HOST, Tier.NVME, Tier.NVME)),
+        (staging + 32 * MIB, (Tier.HOST, Tier.HOST, Tier.NVME)),
+        (112 * MIB, (Tier.HOST, Tier.HOST, Tier.HOST)),
+    ):
+        plan = make_plan(dataclasses.replace(request, budgets=budgets(device, host, GIB)))
+        assert {(h.grad, h.param, h.states) for h in plan.homes} == {where}
+    # one page less than all gradients: some spill, through a pool of two buffers
+    plan = make_plan(dataclasses.replace(request, budgets=budgets(device, staging + 16 * MIB - PAGE, GIB)))
+    assert plan.grad_pool_bytes == 4 * MIB
+    assert [h.grad for h in plan.homes].count(Tier.HOST) == 5  # (16 MiB - 1 page - 4 MiB) / 2 MiB, rounded down
+
+
+def test_what_is_forced_into_host_memory_comes_before_what_has_a_choice() -> None:
+    staging = 4 * 14 * 64 * KIB
+    request = Request(
+        BLOCKS,
+        budgets(6 * MIB, staging + 80 * MIB + 4 * MIB, GIB),
+        optimizer_tier=Tier.HOST,
+        activation_bytes=0,
+        chunk_numel=1,
+    )
+    plan = make_plan(request)  # 80 MiB of states leave the 4 MiB pool for gradients that go to NVMe
+    assert {h.states for h in plan.homes} == {Tier.HOST}
+    assert {h.grad for h in plan.homes} == {h.param for h in plan.homes} == {Tier.NVME}
+
+
+def test_small_units_stay_on_the_device() -> None:
+    units = [make_unit(0, 1000), *(make_unit(index, MIB) for index in range(1, 9))]
+    plan = make_plan(Request(units, budgets(8 * MIB, GIB), activation_bytes=0))
+    assert [h.param for h in plan.homes] == [Tier.DEVICE] + [Tier.HOST] * 8
+    assert plan.working_bytes == 8 * MIB - 8 * KIB  # what the small unit's padded 4096 elements leave
+
+
+def test_activations_get_half_of_the_device_by_default_but_parameters_come_first() -> None:
+    assert make_plan(Request(BLOCKS, budgets(20 * MIB, GIB))).activation_bytes == 10 * MIB
+    assert make_plan(Request(BLOCKS, budgets(8 * MIB, GIB))).activation_bytes == 2 * MIB  # 3 units of 2 MiB
+    assert make_plan(Request(BLOCKS, budgets(6 * MIB, GIB))).activation_bytes == 0
+
+
+def test_forced_device_homes_come_before_activations() -> None:
+    plan = make_plan(Request(BLOCKS, budgets(112 * MIB, 0), param_tier=Tier.DEVICE, optimizer_tier=Tier.DEVICE))
+    assert plan.activation_bytes == 0
+    plan = make_plan(Request(BLOCKS, budgets(24 * MIB, GIB), param_tier=Tier.DEVICE, optimizer_tier=Tier.HOST))
+    assert plan.activation_bytes == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("change", "tier", "smallest"),
+    [
+        ({"budgets": budgets(5 * MIB, GIB), "activation_bytes": 0}, "device", 6 * MIB),
+        ({"budgets": budgets(5 * MIB, GIB), "activation_bytes": MIB}, "device", 7 * MIB),
+        ({"budgets": budgets(6 * MIB, GIB), "param_tier": Tier.DEVICE}, "device", 16 * MIB),
+        ({"budgets": budgets(6 * MIB, MIB)}, "cpu", 112 * MIB),
+        # two levels: 4 staging slots of 14 B x 64 Ki elements and the gradient pool are all the host must hold
+        ({"budgets": budgets(6 * MIB, MIB, GIB), "chunk_numel": 1}, "cpu", 4 * 14 * 64 * KIB + 4 * MIB),
+        # everything but the buffers on NVMe: 8 x 14 MiB and 16 chunks
+        (
+            {"budgets": budgets(6 * MIB, 4 * 14 * 64 * KIB + 4 * MIB, MIB), "chunk_numel": 1},
+            "nvme",
+            8 * 14 * MIB + 16 * (14 * 64 * KIB + PAGE),
+        ),
+    ],
+)
+def test_refusals_name_the_smallest_budget(change: dict[str, Any], tier: str, smallest: int) -> None:
+    with pytest.raises(BudgetError) as caught:
+        make_plan(dataclasses.replace(Request(BLOCKS, budgets(0, 0)), **change))
+    text = str(caught.value)
+    assert text.startswith(f"{tier} budget: ")
+    assert f'the smallest max_memory["{tier}"] that would do is {smallest} bytes' in text
+
+
+def test_a_refusal_of_several_tiers_names_a_combination() -> None:
+    request = Request(BLOCKS, budgets(MIB, MIB), device_is_host=False, activation_bytes=0, chunk_numel=1)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(request)
+    named = named_budgets(caught.value)
+    assert named.keys() == {Tier.DEVICE, Tier.HOST}
+
+
+def test_a_model_that_is_all_frozen_needs_no_gradients_and_no_states() -> None:
+    units = [make_unit(index, MIB, trainable=False) for index in range(8)]
+    plan = make_plan(Request(units, budgets(6 * MIB, 4 * 2 * 64 * KIB, GIB), activation_bytes=0))
+    check_plan(plan)
+    assert {h.param for h in plan.homes} == {Tier.NVME}
+    with pytest.raises(BudgetError, match="cpu budget"):
+        make_plan(Request(units, budgets(6 * MIB, 0, GIB), activation_bytes=0))
+
+
+# --- bytes per step -------------------------------------------------------------------------------------------------
+
+
+def plan_with(param: Tier, states: Tier, dtype: str = "bfloat16", **more: Any) -> Plan:
+    units = [make_unit(index, MIB, dtype) for index in range(4)]
+    request = Request(units, budgets(GIB, GIB, GIB), param_tier=param, optimizer_tier=states, **more)
+    return make_plan(request)
+
+
+N = 4 * MIB  # elements
+
+
+@pytest.mark.parametrize(
+    ("dtype", "read", "written"),
+    [("bfloat16", 10, 10), ("float16", 12, 12), ("float32", 8, 8)],  # split master 2 / fp32 4 / none, moments 4 + 4
+)
+def test_states_on_nvme_are_read_and_written_once_per_step(dtype: str, read: int, written: int) -> None:
+    moved = plan_with(Tier.DEVICE, Tier.NVME, dtype).step_bytes
+    assert (moved["nvme_read"], moved["nvme_write"]) == (read * N, written * N)  # bf16: 20 B per parameter and step
+
+
+def test_parameters_on_nvme_are_read_for_forward_backward_and_update_and_written_once() -> None:
+    moved = plan_with(Tier.NVME, Tier.HOST).step_bytes
+    assert (moved["nvme_read"], moved["nvme_write"], moved["h2d"]) == (3 * 2 * N, 2 * N, 0)
+    moved = plan_with(Tier.NVME, Tier.NVME).step_bytes
+    assert (moved["nvme_read"], moved["nvme_write"]) == ((6 + 10) * N, (2 + 10) * N)
+
+
+def test_parameters_in_host_memory_are_copied_twice() -> None:
+    moved = plan_with(Tier.HOST, Tier.HOST).step_bytes
+    assert moved == {"nvme_read": 0, "nvme_write": 0, "h2d": 2 * 2 * N, "d2h": 0, "cpu_adam": (2 + 2 + 10) * N}
+
+
+def test_a_gpu_sends_gradients_down() -> None:
+    moved = plan_with(Tier.NVME, Tier.HOST, device_is_host=False).step_bytes
+    assert (moved["h2d"], moved["d2h"]) == (2 * 2 * N, 2 * N)
+
+
+def test_frozen_parameters_are_read_once_and_never_written() -> None:
+    units = [make_unit(index, MIB, trainable=False) for index in range(4)]
+    moved = make_plan(Request(units, budgets(GIB, GIB, GIB), param_tier=Tier.NVME)).step_bytes
+    assert moved == {"nvme_read": 2 * N, "nvme_write": 0, "h2d": 0, "d2h": 0, "cpu_adam": 0}
+
+
+def test_spilled_gradients_are_written_and_read() -> None:
+    staging = 4 * 14 * 64 * KIB
+    request = Request(BLOCKS, budgets(6 * MIB, staging + 4 * MIB, GIB), activation_bytes=0, chunk_numel=1)
+    plan = make_plan(request)
+    assert {h.grad for h in plan.homes} == {Tier.NVME}
+    n = 8 * MIB
+    assert plan.step_bytes["nvme_write"] == (2 + 2 + 10) * n
+    assert plan.step_bytes["nvme_read"] == (6 + 2 + 10) * n
+
+
+# --- the table ------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_prints_as_a_table() -> None:
+    units = [*(make_unit(index, MIB) for index in range(4)), make_unit(4, 1000, trainable=False)]
+    request = Request(units, budgets(GIB, GIB, GIB), param_tier=Tier.HOST, optimizer_tier=Tier.NVME)
+    lines = str(make_plan(request)).splitlines()
+    assert lines[0] == "5 units, 4,194,304 trainable parameters, 1,000 frozen"
+    assert lines[1].split() == ["parameters", "gradients", "states", "buffers", "total", "budget"]
+    rows = {line.split()[0]: line for line in lines[2:5]}
+    assert list(rows) == ["device", "cpu", "nvme"]
+    cell = r"\s+([\d.]+ \w+|-)"
+    table = {}
+    for name, line in rows.items():
+        match = re.fullmatch(rf"\s*{name}" + cell * 6, line)
+        assert match is not None, line
+        table[name] = match.groups()
+    # device: working copies of all 8 MiB + 8 KiB; nvme: 10 B x 4 Mi of states, and slack
+    assert table["device"][:4] == ("-", "-", "-", "8.01 MiB")
+    assert table["cpu"][:2] == ("8.01 MiB", "8.00 MiB") and table["cpu"][2] == "-"
+    assert table["nvme"][:3] == ("-", "-", "40.00 MiB")
+    assert {row[5] for row in table.values()} == {"1.00 GiB"}
+    assert "activations and temporaries: " in lines[5]
+    assert lines[6].startswith("moved per step") and "nvme_read 40.00 MiB, nvme_write 40.00 MiB" in lines[6]
+    # 10 B x 4 Mi x 1000 steps = 0.0419 TB
+    assert lines[7] == "drive wear: 0.0419 TB written per 1000 steps"
+
+
+def test_the_table_of_a_plan_without_nvme_has_no_wear() -> None:
+    text = str(make_plan(Request(BLOCKS, budgets(GIB, GIB))))
+    assert "drive wear" not in text and "frozen" not in text
