@@ -330,7 +330,7 @@ def test_urgent_overtakes_what_waits(engine: str, fd: int) -> None:
     memory = Memory(32 * BLOCK)
     os.pwrite(fd, bytes(33 * BLOCK), 0)
     faults = [
-        Fault(action=FaultAction.DELAY, delay_s=0.2),
+        Fault(action=FaultAction.DELAY, delay_s=0.5),
         # The urgent read is the 2nd I/O (the 1st, if the engine wakes up late); the 3rd is held for good, so that
         # nothing behind it can be done.
         Fault(nth=3, action=FaultAction.HANG),
@@ -349,7 +349,7 @@ def test_reads_and_writes_alternate(engine: str, fd: int) -> None:
     memory = Memory(2 * BLOCK)
     os.pwrite(fd, bytes(BLOCK), 0)
     faults = [
-        Fault(action=FaultAction.DELAY, delay_s=0.2),
+        Fault(action=FaultAction.DELAY, delay_s=0.5),
         Fault(nth=6, action=FaultAction.HANG),
     ]
     aio = Aio(engine=engine, queue_depth=1, threads=1, block_bytes=BLOCK, faults=faults)
