@@ -483,9 +483,7 @@ class Aio:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _submit(
-        self, write: bool, fd: int, offset: int, address: int, length: int, priority: Priority
-    ) -> IoTicket:
+    def _submit(self, write: bool, fd: int, offset: int, address: int, length: int, priority: Priority) -> IoTicket:
         with _as_swap_error():
             operation = self._engine.submit(write, fd, offset, address, length, priority is Priority.URGENT)
         subject = self._names.get(fd) or f"file descriptor {fd}"

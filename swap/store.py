@@ -223,9 +223,7 @@ class SwapStore:
             self.alignment = max(file.alignment for file in files)
             self.capacity_bytes = capacity_bytes // self.alignment * self.alignment
             if self.capacity_bytes <= 0:
-                raise ValueError(
-                    f"capacity_bytes: expected at least {self.alignment} bytes but got {capacity_bytes}"
-                )
+                raise ValueError(f"capacity_bytes: expected at least {self.alignment} bytes but got {capacity_bytes}")
             for file, share in zip(files, _shares(files, self.capacity_bytes, self.alignment), strict=True):
                 if share:
                     _reserve(file, share)
@@ -293,9 +291,7 @@ class SwapStore:
                 )
             blocking._wait_settled(end, self.deadline_s)
 
-    def get(
-        self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False
-    ) -> StoreTicket:
+    def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
         """Start reading the current version of `key`, or `length` bytes of it from `offset`.
 
         Args:
@@ -641,9 +637,7 @@ def _open_unlinked(path: str) -> _File:
         direct = False
         _log.warning("swap path %s: it is a file system in memory; its bytes are host memory, not disk", path)
     elif not direct:
-        _log.warning(
-            "swap path %s: no direct I/O (O_DIRECT) here; the page cache is used, which is slower", path
-        )
+        _log.warning("swap path %s: no direct I/O (O_DIRECT) here; the page cache is used, which is slower", path)
     if not direct:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
@@ -724,9 +718,7 @@ def _reserve(file: _File, length: int) -> None:
     """
     code = preallocate(file.fd, length)
     if code in (_errno.EOPNOTSUPP, _errno.ENOSYS):
-        _log.warning(
-            "swap path %s: space cannot be reserved here; a full disk will be found only later", file.path
-        )
+        _log.warning("swap path %s: space cannot be reserved here; a full disk will be found only later", file.path)
         os.ftruncate(file.fd, length)
     elif code in (_errno.ENOSPC, _errno.EDQUOT):
         info = os.fstatvfs(file.fd)

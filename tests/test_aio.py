@@ -125,9 +125,7 @@ def test_misaligned_direct_transfer_is_an_error(
     assert caught.value.length_bytes == length
 
 
-@pytest.mark.parametrize(
-    "arguments", [(-1, 0, 4096, 1), (3, -1, 4096, 1), (3, 0, 0, 1), (3, (1 << 63) - 1, 4096, 2)]
-)
+@pytest.mark.parametrize("arguments", [(-1, 0, 4096, 1), (3, -1, 4096, 1), (3, 0, 0, 1), (3, (1 << 63) - 1, 4096, 2)])
 def test_impossible_arguments_are_refused(engine: str, arguments: tuple[int, int, int, int]) -> None:
     with Aio(engine=engine) as aio:
         with pytest.raises(ValueError, match="expected|beyond"):
@@ -177,9 +175,7 @@ def test_error_names_the_registered_file(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
     with Aio(engine=engine, faults=[Fault(errno=errno.EIO)]) as aio:
         aio.register_file(fd, "/some/drive")
-        with pytest.raises(
-            SwapError, match=r"write of 4096 bytes at offset 0 of /some/drive.*EIO 5"
-        ) as caught:
+        with pytest.raises(SwapError, match=r"write of 4096 bytes at offset 0 of /some/drive.*EIO 5") as caught:
             aio.write(fd, 0, memory.address, BLOCK).wait()
     assert caught.value.path == "/some/drive"
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -505,9 +501,7 @@ def test_keyboard_interrupt_ends_a_wait() -> None:
             print("closed")
     """
     text = textwrap.dedent(script).replace("TESTS", repr(str(Path(__file__).parent)))
-    result = subprocess.run(
-        [sys.executable, "-c", text], check=True, timeout=60, capture_output=True, text=True
-    )
+    result = subprocess.run([sys.executable, "-c", text], check=True, timeout=60, capture_output=True, text=True)
     assert result.stdout.split() == ["interrupted", "closed"]
 
 
@@ -525,9 +519,7 @@ def test_choice_is_reported_and_forceable(monkeypatch: pytest.MonkeyPatch) -> No
     with Aio() as aio:
         assert (aio.engine, aio.fallback_reason) == ("threads", None)
     monkeypatch.setenv("OFFLOAD_AIO_ENGINE", "uring")
-    with pytest.raises(
-        ValueError, match="OFFLOAD_AIO_ENGINE: expected auto, io_uring or threads but got 'uring'"
-    ):
+    with pytest.raises(ValueError, match="OFFLOAD_AIO_ENGINE: expected auto, io_uring or threads but got 'uring'"):
         Aio()
     with pytest.raises(ValueError, match="engine: expected"):
         Aio(engine="fast")
