@@ -109,6 +109,7 @@ class Hooks:
         self._tree = tree
         self._device = device
         self._leases = dict(tree.leases)
+        self._remembered: dict[nn.Module, tuple[int, ...]] = {}  # units used in a module's forward without a lease
         self._slot_of: dict[int, tuple[int, int]] = {}
         self._stand_ins: list[list[torch.Tensor]] = []
         self._dtypes = [getattr(torch, unit.dtype) for unit in tree.units]
@@ -192,18 +193,14 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: object) -> None:
         assert self._manager is not None
         units = self._leases[module]
-        contexts = None
-        if not self._stack and not in_backward():
-            self._manager.begin_pass(training=torch.is_grad_enabled())
-            contexts = contextlib.ExitStack()
-            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-            if self._manager.streams_parameters:
-                contexts.enter_context(_SeeParameters(self))
+        contexts = self._enter()
         leased = 0
         try:
             for index in units:
                 self._manager.acquire(index)
                 leased += 1
+            for index in self._remembered.get(module, ()):
+                self._manager.note_use(index)
         except BaseException:
             for index in units[:leased]:
                 self._manager.release(index)
@@ -211,6 +208,30 @@ class Hooks:
                 contexts.close()
             raise
         self._stack.append((module, units, contexts))
+
+    def _enter(self) -> contextlib.ExitStack | None:
+        """Enter what must be active inside a forward, and inside the forward that a backward pass repeats.
+
+        A segment of gradient checkpointing brings saved-tensor hooks of its own, which hide those of the outermost
+        module: its modules put ours on top again.
+        """
+        assert self._manager is not None
+        hidden = _top_hooks()
+        ours = hidden is not None and getattr(hidden[0], "__self__", None)
+        if ours is not self and not (isinstance(ours, _Over) and ours.hooks is self):
+            over = self if hidden is None else _Over(self, *hidden)
+            contexts = contextlib.ExitStack()
+            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
+        elif self._stack:
+            return None
+        else:
+            contexts = contextlib.ExitStack()
+        if not self._stack:
+            if not in_backward():
+                self._manager.begin_pass(training=torch.is_grad_enabled())
+            if self._manager.streams_parameters:
+                contexts.enter_context(_SeeParameters(self))
+        return contexts
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if self._stack and self._stack[-1][0] is module:
@@ -225,18 +246,19 @@ class Hooks:
             contexts.close()
 
     def use_unannounced(self, indices: list[int], call: Callable[[], Any]) -> Any:
-        """Run `call`, which uses the parameters of units that no hook has brought here.
+        """Run `call`, which uses the parameters of the units `indices`; not all of them are here.
 
-        The innermost module remembers them, so that they are fetched ahead of its next forward; not the outermost one,
-        which would hold them for the whole pass.
+        The innermost module remembers those that no hook has brought: where a prefetch brings one in time, the
+        schedule must still learn of its use.
         """
         assert self._manager is not None
-        if len(self._stack) > 1:
-            module = self._stack[-1][0]
-            self._leases[module] = tuple(dict.fromkeys((*self._leases[module], *indices)))
+        if self._stack:
+            module, leased, _ = self._stack[-1]
+            new = [index for index in indices if index not in leased]
+            self._remembered[module] = tuple(dict.fromkeys((*self._remembered.get(module, ()), *new)))
         taken = []
         try:
-            for index in indices:
+            for index in sorted(indices, key=lambda index: index not in self._base_of):  # hold first what is here
                 self._manager.acquire(index)
                 taken.append(index)
             return call()
@@ -244,31 +266,43 @@ class Hooks:
             for index in taken:
                 self._manager.release(index)
 
-    def missing_units(self, values: Iterable[Any]) -> list[int]:
-        """Return the units among the parameters in `values` (one level deep) that are not on the device."""
-        missing = []
+    def units_used(self, values: Iterable[Any]) -> list[int]:
+        """Return the units of the parameters in `values` (one level deep)."""
+        used = []
         for value in values:
             where = self._slot_of.get(id(value))  # parameters are kept alive: their ids are theirs alone
             if where is not None:
-                if where[0] not in self._base_of:
-                    missing.append(where[0])
+                used.append(where[0])
             elif type(value) in (list, tuple):
-                missing.extend(self.missing_units(value))
-        return missing
+                used.extend(self.units_used(value))
+        return used
+
+    def all_resident(self, indices: list[int]) -> bool:
+        """Tell whether the parameters of all these units are on the device."""
+        return all(index in self._base_of for index in indices)
 
     # --- autograd ---------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
+        view = self.saved_view(tensor)
+        if view is not None:
+            return view
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
             return tensor
-        unit = self._bases.get(tensor.untyped_storage().data_ptr())
-        if unit is not None:
-            return SavedView(unit, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
         if tensor.device.type != self._device.type:
             return tensor
         assert self._ledger is not None
         return SavedActivation(tensor, self._ledger)
+
+    def saved_view(self, tensor: torch.Tensor) -> SavedView | None:
+        """Return the handle of a tensor that views a unit, None for any other tensor."""
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+            return None
+        unit = self._bases.get(tensor.untyped_storage().data_ptr())
+        if unit is None:
+            return None
+        return SavedView(unit, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given."""
@@ -296,6 +330,38 @@ class Hooks:
         return hook
 
 
+class _Over:
+    """Our saved-tensor hooks over those of somebody else: views of units are ours, everything else is theirs.
+
+    Gradient checkpointing without reentrance counts the tensors that pass its hooks, in the forward and again in its
+    repetition; views of units pass it by both times. So a unit need not stay on the device while its segment waits.
+    """
+
+    def __init__(
+        self, hooks: Hooks, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> None:
+        self.hooks = hooks
+        self._pack = pack
+        self._unpack = unpack
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd shall keep for `tensor`."""
+        view = self.hooks.saved_view(tensor)
+        return view if view is not None else _Theirs(self._pack(tensor), self._unpack)
+
+    def unpack(self, saved: object) -> torch.Tensor:
+        """Return the tensor that :meth:`pack` was given."""
+        return saved.unpack(saved.packed) if isinstance(saved, _Theirs) else self.hooks.unpack(saved)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Theirs:
+    """What other saved-tensor hooks made of a tensor."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
 class _SeeParameters(TorchFunctionMode):
     """Brings parameters to the device that are used without their module's forward."""
 
@@ -305,12 +371,12 @@ class _SeeParameters(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        missing = self._hooks.missing_units(args)
+        used = self._hooks.units_used(args)
         if kwargs:
-            missing += self._hooks.missing_units(kwargs.values())
-        if not missing or _only_metadata(func):
+            used += self._hooks.units_used(kwargs.values())
+        if self._hooks.all_resident(used) or _only_metadata(func):
             return func(*args, **kwargs)
-        return self._hooks.use_unannounced(missing, lambda: func(*args, **kwargs))
+        return self._hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
 
 
 _METADATA_METHODS = frozenset(
@@ -338,6 +404,11 @@ def _only_metadata(func: Any) -> bool:
     if name == "__get__":
         return not any(getattr(func, "__self__", None) is getter for getter in _CONTENT_GETTERS)
     return func in _METADATA_METHODS
+
+
+def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return the saved-tensor hooks that are in force in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined, no-any-return]
 
 
 def in_backward() -> bool:

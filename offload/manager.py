@@ -173,6 +173,11 @@ class Manager:
         assert shard.readers > 0, shard.describe()
         shard.readers -= 1
 
+    def note_use(self, index: int) -> None:
+        """Tell the schedule of a use that will come without a lease, if the unit is here for it."""
+        if index in self._residency:
+            self.schedule.use(index)
+
     def resident_storage(self, index: int) -> torch.UntypedStorage:
         """Return the device storage of a unit for a tensor that keeps it there as long as the tensor lives."""
         self.acquire(index)  # prefetching must not evict what was asked for
