@@ -1,0 +1,137 @@
+"""Runs tiny models through the engine under budgets of different shapes, and keeps everything that must be equal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from offload.units import find_units
+
+UNIT_BYTES = 8 << 10
+ACTIVATION_BYTES = 24 << 20
+PAGE = 4096
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a run leaves: equal bit by bit however the bytes were placed."""
+
+    losses: list[torch.Tensor]
+    norms: list[float]
+    parameters: dict[str, torch.Tensor]
+    states: dict[int, dict[str, torch.Tensor]]
+    groups: list[dict[str, Any]]
+    stats: offload.Stats
+    plan: Any
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Compute in one thread: tiny operators lose all time in the thread pool where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def working_bytes(
+    model: nn.Module, *, units: int = 3, unit_bytes: int = UNIT_BYTES, dtype: str | None = None
+) -> int:
+    """Return the page-rounded bytes of the `units` largest units."""
+    tree = find_units(model, max_unit_bytes=unit_bytes, dtype=getattr(torch, dtype) if dtype else None)
+    sizes = sorted((-(-unit.param_bytes // PAGE) * PAGE for unit in tree.units), reverse=True)
+    return sum(sizes[:units])
+
+
+def everything_on_device() -> dict[str, Any]:
+    """Options: parameters, gradients and states in the device's arena."""
+    return {"max_memory": {"device": "64MiB", "cpu": "64MiB"}}
+
+
+def host(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> dict[str, Any]:
+    """Options: all at home in host memory, room for three units on the device."""
+    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes)
+    return {
+        "max_memory": {"device": device, "cpu": "64MiB"},
+        "activation_memory": ACTIVATION_BYTES,
+        "unit_bytes": unit_bytes,
+        "offload_param": "cpu",
+        "offload_optimizer": "cpu",
+    }
+
+
+def nvme(model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES) -> dict[str, Any]:
+    """Options: parameters and states on NVMe, room for three units on the device."""
+    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes)
+    return {
+        "max_memory": {"device": device, "cpu": "16MiB", "nvme": "256MiB"},
+        "activation_memory": ACTIVATION_BYTES,
+        "unit_bytes": unit_bytes,
+        "nvme_path": path,
+        "offload_param": "nvme",
+        "offload_optimizer": "nvme",
+    }
+
+
+def run(
+    model: nn.Module,
+    batches: Sequence[dict[str, Any]],
+    *,
+    optimizer: Any = None,
+    **options: Any,
+) -> Outcome:
+    """Train on the batches, one micro-batch each; checks the runtime's invariants after every step."""
+    losses, norms = [], []
+    with offload.Engine(
+        model, optimizer=optimizer or offload.AdamW(lr=1e-3, weight_decay=0.1), **options
+    ) as engine:
+        assert engine.optimizer is not None
+        for number, batch in enumerate(batches):
+            torch.manual_seed(1000 + number)  # dropout: the same masks in every run
+            loss = engine(**batch).loss
+            losses.append(loss.detach().clone())
+            engine.backward(loss)
+            del loss
+            if engine.step():
+                norms.append(engine.grad_norm)
+            engine._manager.check()
+        packed = engine.optimizer.state_dict()
+        return Outcome(
+            losses,
+            norms,
+            engine.state_dict(),
+            packed["state"],
+            packed["param_groups"],
+            engine.stats(),
+            engine.plan,
+        )
+
+
+def assert_equal(ours: Outcome, truth: Outcome) -> None:
+    """Compare bit by bit."""
+    assert len(ours.losses) == len(truth.losses)
+    for number, (a, b) in enumerate(zip(ours.losses, truth.losses, strict=True)):
+        assert torch.equal(a, b), f"loss {number}: {a.item()!r} and {b.item()!r}"
+    assert ours.norms == truth.norms
+    assert_same_tensors(ours.parameters, truth.parameters)
+    assert ours.states.keys() == truth.states.keys()
+    for position, state in ours.states.items():
+        assert_same_tensors(state, truth.states[position])
+    assert ours.groups == truth.groups
+
+
+def assert_same_tensors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    """Compare two dicts of tensors bit by bit."""
+    assert ours.keys() == truth.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == truth[name].dtype, name
+        assert torch.equal(tensor, truth[name]), f"{name} differs"

@@ -1,0 +1,452 @@
+"""The engine against a plain PyTorch loop, and against itself with the bytes elsewhere.
+
+Which operations differ from ``torch.optim.AdamW``: the update is one fused pass (fma, constants folded in double), and
+the global norm is added up in double. Everything before it - forward, backward, gradients - is the same operators on
+the same bytes, so gradients are compared with ``torch.equal``; whatever follows the first update in plain PyTorch is
+compared with a tolerance, and between placements with ``torch.equal`` again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from harness import (
+    ACTIVATION_BYTES,
+    UNIT_BYTES,
+    assert_equal,
+    everything_on_device,
+    host,
+    nvme,
+    one_torch_thread,
+    run,
+    working_bytes,
+)
+from models import BY_NAME, CORE, MORE, Architecture, architecture
+from torch import nn
+
+import offload
+from offload import cpu_adam
+from offload.placement import Homes
+from offload.tiers import Tier
+from offload.units import find_units
+
+STEPS = 20
+TORCH_ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
+CHECKPOINTING = [None, False, True]  # none, non-reentrant, reentrant
+MAIN = ["llama", "gpt2", "t5", "bert"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, checkpointing: bool | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = BY_NAME[name].build().to(dtype)
+    if checkpointing is not None:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            pytest.skip(f"{name} has no gradient checkpointing in transformers")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})
+    return model
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def batches(name: str, count: int) -> list[dict[str, Any]]:
+    return [BY_NAME[name].batch(number) for number in range(count)]
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    """Seed dropout before each forward as the harness does."""
+    calls = 0
+
+    def seed(module: nn.Module, args: object) -> None:
+        nonlocal calls
+        torch.manual_seed(1000 + calls)
+        calls += 1
+
+    model.register_forward_pre_hook(seed)
+    return model
+
+
+# --- against plain PyTorch --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_fp32_follows_torch_adamw(name: str, tmp_path: Path) -> None:
+    """Losses within 1e-5 relative after 20 steps of two micro-batches with clipping; parameters close as well."""
+    data = batches(name, 2 * STEPS)
+    truth = reference.train(
+        seeded(build(name)),
+        data,
+        lambda p: torch.optim.AdamW(p, **TORCH_ADAMW),
+        max_grad_norm=1.0,
+        accumulation=2,
+    )
+    model = build(name)
+    ours = run(
+        model,
+        data,
+        optimizer=offload.AdamW(**TORCH_ADAMW),
+        max_grad_norm=1.0,
+        gradient_accumulation_steps=2,
+        **nvme(model, tmp_path),
+    )
+    assert torch.equal(ours.losses[0], truth.losses[0]) and torch.equal(ours.losses[1], truth.losses[1])
+    assert len(ours.norms) == STEPS
+    assert max(truth.norms) > 1.0, "clipping was never needed: the test would not see it"
+    for mine, theirs in zip(ours.losses, truth.losses, strict=True):
+        assert abs(mine - theirs) <= 1e-5 * abs(theirs)
+    for mine, theirs in zip(ours.norms, truth.norms, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    # A parameter moves by at most about lr per step whatever the gradient; where g is almost 0, sign(g) / g noise is
+    # amplified by 1/sqrt(v). 1 % of the way that it can have gone is far above noise, far below a wrong step.
+    for key, value in truth.parameters.items():
+        assert (ours.parameters[key] - value).abs().max() <= 0.01 * STEPS * TORCH_ADAMW["lr"], key
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_bf16_follows_fp32_masters(name: str, tmp_path: Path) -> None:
+    """One step exactly to fp32 noise, twenty to the noise of bf16.
+
+    The first step has identical gradients in both loops, so masters differ only by the fused arithmetic: a few fp32
+    ulps of the update (lr = 1e-3), 1e-6 absolute. Then a parameter whose master lies within that noise of a rounding
+    boundary may land on the other bf16 neighbour (relative 2**-8), which changes the next gradients: from there on
+    the two loops are two samples of the same training. T5 also computes its loss in bf16, whose neighbours are up to
+    2**-7 apart: losses stay within 2**-6, two of those.
+    """
+    data = batches(name, STEPS)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, **TORCH_ADAMW)
+
+    kept: list[torch.optim.Optimizer] = []
+    plain = seeded(build(name, torch.bfloat16))
+    first = reference.train(plain, data[:1], make, max_grad_norm=1.0, after_step=kept.append)
+    model = build(name, torch.bfloat16)
+    options = {"optimizer": offload.AdamW(**TORCH_ADAMW), "max_grad_norm": 1.0, **nvme(model, tmp_path)}
+    ours = run(model, data[:1], **options)
+    assert torch.equal(ours.losses[0], first.losses[0])
+    assert ours.norms[0] == pytest.approx(first.norms[0], rel=1e-5)
+    masters = kept[0].param_groups[0]["params"]
+    assert len(ours.states) == len(masters)
+    for position, master in enumerate(masters):
+        state, theirs = ours.states[position], kept[0].state[master]
+        assert (state["master"] - master).abs().max() <= 1e-6
+        # (1 - beta1) * g in one rounding here, in two there: half an ulp each.
+        assert torch.allclose(state["exp_avg"], theirs["exp_avg"], rtol=1e-5, atol=1e-12)
+        assert torch.allclose(state["exp_avg_sq"], theirs["exp_avg_sq"], rtol=1e-5, atol=1e-16)
+        # and the parameter is exactly the rounded master
+        assert torch.equal(reference.to_bfloat16_half_up(state["master"]), _parameter(ours, model, position))
+
+    truth = reference.train(seeded(build(name, torch.bfloat16)), data, make, max_grad_norm=1.0)
+    model = build(name, torch.bfloat16)
+    ours = run(model, data, **{**options, **nvme(model, tmp_path)})
+    for mine, theirs in zip(ours.losses, truth.losses, strict=True):
+        assert abs(mine.float() - theirs.float()) <= 2**-6 * abs(theirs.float())
+
+
+def _parameter(ours: Any, model: nn.Module, position: int) -> torch.Tensor:
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    result: torch.Tensor = ours.parameters[names[position]]
+    return result
+
+
+def test_reference_differs_when_a_step_is_wrong() -> None:
+    """The tolerances above see a missing bias correction, decay or clip: the comparison can fail."""
+    data = batches("llama", 8)
+    truth = reference.train(
+        build("llama"), data, lambda p: torch.optim.AdamW(p, **TORCH_ADAMW), max_grad_norm=1.0
+    )
+    for wrong, norm in (
+        (offload.AdamW(lr=1e-3, weight_decay=0.0), 1.0),
+        (offload.AdamW(**TORCH_ADAMW), None),
+    ):
+        ours = run(build("llama"), data, optimizer=wrong, max_grad_norm=norm, **everything_on_device())
+        worst = max(
+            float((ours.parameters[key] - value).abs().max()) for key, value in truth.parameters.items()
+        )
+        assert worst > 1e-5
+
+
+# --- gradients and placements, architecture by architecture -----------------------------------------------------------
+
+
+def plain_gradients(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(1000)
+    loss = model(**batch).loss
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients
+
+
+def engine_gradients(
+    model: nn.Module, batch: dict[str, Any], **options: Any
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return loss and gradients; with beta1 = 0 and no clipping, exp_avg after one step is the gradient itself."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    ours = run(model, [batch], optimizer=offload.AdamW(lr=1e-3, betas=(0.0, 0.9)), **options)
+    return ours, {names[position]: state["exp_avg"] for position, state in ours.states.items()}
+
+
+def check_architecture(kind: Architecture, checkpointing: bool | None, path: Path) -> None:
+    name = kind.name
+    data = batches(name, 2)
+    loss, truth = plain_gradients(build(name, checkpointing=checkpointing), data[0])
+    model = build(name, checkpointing=checkpointing)
+    ours, gradients = engine_gradients(model, data[0], **nvme(model, path))
+    assert torch.equal(ours.losses[0], loss)
+    assert gradients.keys() == truth.keys()
+    for key, gradient in gradients.items():
+        assert torch.equal(gradient, truth[key]), f"gradient of {key}"
+
+    outcomes = []
+    for placement in (lambda m: everything_on_device(), lambda m: nvme(m, path)):
+        model = build(name, checkpointing=checkpointing)
+        outcomes.append(run(model, data, max_grad_norm=0.5, **placement(model)))
+    device, tight = outcomes
+    assert_equal(tight, device)
+    assert_evicted(tight)
+    assert device.stats.misses + device.stats.stalls == 0
+    assert not list(path.iterdir())
+
+
+def assert_evicted(outcome: Any) -> None:
+    """The working region is smaller than the parameters, and units have come back that had been there before."""
+    units = outcome.plan.request.units
+    assert outcome.plan.working_bytes < sum(unit.param_bytes for unit in units)
+    assert outcome.stats.misses + outcome.stats.stalls > 0
+    loaded = sum(unit.param_bytes for unit in units)
+    moved = outcome.stats.links["nvme_read"].bytes + outcome.stats.links["h2d"].bytes
+    assert moved > loaded, f"{moved} bytes moved: each unit came at most once"
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("kind", CORE, ids=lambda a: a.name)
+def test_architecture(kind: Architecture, checkpointing: bool | None, tmp_path: Path) -> None:
+    """Gradients equal plain PyTorch's; two steps on NVMe equal two steps on the device."""
+    check_architecture(kind, checkpointing, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("kind", MORE, ids=lambda a: a.name)
+def test_more_architectures(kind: Architecture, checkpointing: bool | None, tmp_path: Path) -> None:
+    """As above, for the long tail."""
+    check_architecture(kind, checkpointing, tmp_path)
+
+
+NVME_PARAMETERS = ("nvme", "parameters on nvme", "gradients spilled", "no prefetch")
+NOT_NVME_STATES = {"host": Tier.HOST, "parameters on nvme": Tier.HOST, "states on device": Tier.DEVICE}
+WIDE_UNIT_BYTES = 128 << 10
+_WIDTH = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+_T5_WIDTH = {
+    "d_model": 128,
+    "d_kv": 32,
+    "d_ff": 256,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+}
+WIDE = [
+    architecture("llama", "LlamaConfig", "LlamaForCausalLM", vocab_size=200, num_key_value_heads=2, **_WIDTH),
+    architecture(
+        "gpt2",
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        vocab_size=200,
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        n_positions=64,
+    ),
+    architecture(
+        "t5",
+        "T5Config",
+        "T5ForConditionalGeneration",
+        vocab_size=200,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        **_T5_WIDTH,
+    ),
+    architecture(
+        "bert", "BertConfig", "BertForMaskedLM", vocab_size=200, max_position_embeddings=32, **_WIDTH
+    ),
+]
+
+# --- placements -------------------------------------------------------------------------------------------------------
+
+
+def placements(model: nn.Module, path: Path) -> dict[str, dict[str, Any]]:
+    """Return budgets that put the bytes of one of :data:`WIDE` in different places."""
+    small = nvme(model, path, unit_bytes=WIDE_UNIT_BYTES)
+    automatic = {key: value for key, value in small.items() if not key.startswith("offload_")}
+    numel = sum(p.numel() for p in model.parameters())
+    staging = 4 * 16 * 65536  # slots x bytes in all roles x elements of the smallest chunk
+    grads = 4 * numel
+    largest = 4 * max(unit.numel for unit in find_units(model, max_unit_bytes=WIDE_UNIT_BYTES).units)
+
+    def with_host(options: dict[str, Any], cpu: int) -> dict[str, Any]:
+        return {**options, "max_memory": {**options["max_memory"], "cpu": cpu}}
+
+    in_memory = host(model, unit_bytes=WIDE_UNIT_BYTES)
+    return {
+        "host": in_memory,
+        "states on device": {
+            **in_memory,
+            "max_memory": {"device": "96MiB", "cpu": "64MiB"},
+            "offload_optimizer": "none",
+        },
+        "nvme": small,
+        "states on nvme": {**small, "offload_param": "cpu"},
+        "parameters on nvme": with_host({**small, "offload_optimizer": "cpu"}, 32 << 20),
+        "mixed": with_host(automatic, staging + grads + grads // 2),
+        "gradients spilled": with_host(small, staging + 3 * largest),
+        "no prefetch": {**small, "prefetch": False},
+    }
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", WIDE, ids=lambda a: a.name)
+def test_placement_never_changes_the_result(
+    kind: Architecture, dtype: torch.dtype, accumulation: int, tmp_path: Path
+) -> None:
+    """Models larger than the optimizer's staging, so that budgets split them."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return kind.build().to(dtype)
+
+    data = [kind.batch(number) for number in range(3 * accumulation)]
+    common: dict[str, Any] = {"max_grad_norm": 0.5, "gradient_accumulation_steps": accumulation}
+    truth = run(make(), data, **common, **everything_on_device())
+    assert len(truth.norms) == 3
+    assert all(home == Homes(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE) for home in truth.plan.homes), str(
+        truth.plan
+    )
+    for label, options in placements(make(), tmp_path).items():
+        ours = run(make(), data, **common, **options)
+        assert_equal(ours, truth)
+        homes = ours.plan.homes
+        params, grads, states = ({getattr(h, role) for h in homes} for role in ("param", "grad", "states"))
+        assert ours.stats.misses + ours.stats.stalls > 0, label
+        assert (Tier.NVME in grads) == (label == "gradients spilled"), str(ours.plan)
+        if label == "mixed":
+            assert {Tier.HOST, Tier.NVME} <= params | states, str(ours.plan)
+        else:
+            assert params == {Tier.NVME if label in NVME_PARAMETERS else Tier.HOST}, str(ours.plan)
+            assert states == {NOT_NVME_STATES.get(label, Tier.NVME)}, str(ours.plan)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
+)
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+def test_dtypes_with_checkpointing(dtype: torch.dtype, checkpointing: bool | None, tmp_path: Path) -> None:
+    data = batches("llama", 3)
+    options: dict[str, Any] = {"max_grad_norm": 0.5}
+    if dtype is torch.float16:
+        options["initial_loss_scale"] = 256.0
+    truth = run(build("llama", dtype, checkpointing), data, **options, **everything_on_device())
+    model = build("llama", dtype, checkpointing)
+    ours = run(model, data, **options, **nvme(model, tmp_path))
+    assert len(ours.norms) == 3, "every step was taken"
+    assert_equal(ours, truth)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_thread_count_never_changes_the_result(threads: int, tmp_path: Path) -> None:
+    before = cpu_adam.num_threads()
+    data = batches("gpt2", 3)
+    try:
+        truth = run(build("gpt2"), data, max_grad_norm=0.5, threads=4, **everything_on_device())
+        model = build("gpt2")
+        ours = run(
+            model, data, max_grad_norm=0.5, threads=threads, chunk_numel=65536, **nvme(model, tmp_path)
+        )
+        assert cpu_adam.num_threads() == threads
+    finally:
+        cpu_adam.set_num_threads(before)
+    assert_equal(ours, truth)
+
+
+_FORCED_ISA = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+torch.set_num_threads(1)
+from pathlib import Path
+import hashlib
+from harness import nvme, run
+from models import BY_NAME
+from offload import cpu_adam
+from offload.placement import Homes
+from offload.tiers import Tier
+from offload.units import find_units
+digest = hashlib.sha256()
+for dtype in (torch.float32, torch.bfloat16):
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build().to(dtype)
+    out = run(model, [BY_NAME["llama"].batch(n) for n in range(3)], max_grad_norm=0.5, **nvme(model, Path(sys.argv[2])))
+    tensors = [*out.losses, *out.parameters.values(), *(t for s in out.states.values() for t in s.values())]
+    for tensor in tensors:
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    digest.update(repr(out.norms).encode())
+print(cpu_adam.isa(), digest.hexdigest())
+"""
+
+
+def test_instruction_set_never_changes_the_result(tmp_path: Path) -> None:
+    """The same training in fresh processes with each instruction set this processor has."""
+    tests = Path(__file__).parent
+    digests: dict[str, str] = {}
+    for wanted in ("scalar", "avx2", "avx512"):
+        environment = {
+            **os.environ,
+            "OFFLOAD_CPU_ADAM_ISA": wanted,
+            "PYTHONPATH": str(tests.parent),
+            "HF_HUB_OFFLINE": "1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", _FORCED_ISA, str(tests), str(tmp_path)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        if done.returncode and wanted != "scalar" and wanted in done.stderr:
+            continue  # the processor lacks it, and the library says so
+        assert done.returncode == 0, done.stderr
+        isa, digest = done.stdout.split()[-2:]
+        assert isa == wanted
+        digests[isa] = digest
+    assert len(digests) > 1 or cpu_adam.isa() == "scalar"
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_working_region_of_three_units_is_the_least(tmp_path: Path) -> None:
+    """Exactly the three largest units are enough; a page less is refused with that number."""
+    model = build("llama")
+    options = nvme(model, tmp_path)
+    least = options["max_memory"]["device"]
+    assert least == ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES)
+    run(build("llama"), batches("llama", 1), **options)
+    options["max_memory"]["device"] = least - 4096
+    with pytest.raises(offload.BudgetError, match=f"{least} bytes"):
+        run(build("llama"), batches("llama", 1), **options)
