@@ -15,7 +15,7 @@ import ctypes
 import dataclasses
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -65,6 +65,21 @@ class Residency:
 
     storage: torch.UntypedStorage
     own_references: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stray:
+    """A buffer whose shard has left it while something still uses it: a late transfer, or a tensor of the user.
+
+    Attributes:
+        owner: its name in `region`, a negative number.
+        region: where it goes when it is free; None where it is a home and stays the shard's.
+        busy: tells whether it is still in use.
+    """
+
+    owner: int
+    region: Region | None
+    busy: Callable[[], bool]
 
 
 @dataclasses.dataclass(slots=True)
@@ -130,7 +145,10 @@ class Manager:
         self._fetches: dict[int, Transfer] = {}
         self._flushes: dict[int, Transfer] = {}
         self._gradients: dict[int, Gradient] = {}
-        self._opened: list[Unit] = []
+        self._opened: list[Shard] = []
+        self._unread: set[int] = set()  # units whose PARAM failed by a read: their homes are as they were
+        self._strays: list[Stray] = []
+        self._last_stray = 0
 
         for tier in Tier:
             budgets[tier].reserve("arena", plan.arena_bytes[tier])
@@ -216,6 +234,7 @@ class Manager:
             self.counters.hits += 1
             return
         begin = time.perf_counter()
+        self._forgive(shard)
         if shard.state is State.FETCHING:
             self.counters.stalls += 1
         else:
@@ -261,11 +280,40 @@ class Manager:
         self._bind(shard, shard.work_buffer)
 
     def _fetch_failed(self, shard: Shard) -> None:
-        self._fetches.pop(shard.unit.index, None)
+        index = shard.unit.index
+        transfer = self._fetches.pop(index, None)
         shard.state = advance(shard, Event.FETCH_FAILED)
         shard.work_buffer = None
+        self._unread.add(index)
         assert self._working is not None
-        self._working.free(shard.unit.index)
+        self._give_up(self._working, index, transfer)
+
+    def _forgive(self, shard: Shard) -> None:
+        """Let PARAM whose fetch failed count as stored again: whoever reads it meets the error again, or not."""
+        if shard.unit.index in self._unread:
+            self._unread.discard(shard.unit.index)
+            shard.state = advance(shard, Event.RESTORE)
+            shard.state = advance(shard, Event.OVERWRITE_HOME)
+
+    def _give_up(self, region: Region, index: int, transfer: Transfer | None) -> None:
+        """Free the buffer of a transfer that failed, as soon as the transfer is over (it may only have been late)."""
+        if transfer is None or transfer.done():
+            region.free(index)
+        else:
+            self._stray(region, index, lambda: not transfer.done())
+
+    def _stray(self, region: Region | None, index: int, busy: Callable[[], bool]) -> None:
+        self._last_stray -= 1
+        if region is not None:
+            region.hand_over(index, self._last_stray)
+        self._strays.append(Stray(self._last_stray, region, busy))
+
+    def _sweep(self) -> None:
+        """Free the strays that nothing uses any more."""
+        for stray in [stray for stray in self._strays if not stray.busy()]:
+            self._strays.remove(stray)
+            if stray.region is not None:
+                stray.region.free(stray.owner)
 
     def _bind(self, shard: Shard, buffer: Buffer) -> None:
         storage = self._arenas[Tier.DEVICE].storage(buffer)
@@ -274,7 +322,10 @@ class Manager:
 
     def _borrowed(self, index: int) -> bool:
         """Tell whether a tensor other than the parameters still views the unit's bytes."""
-        residency = self._residency[index]
+        return self._in_use(self._residency[index])
+
+    @staticmethod
+    def _in_use(residency: Residency) -> bool:
         return storage_use_count(residency.storage) > residency.own_references
 
     def _evict(self, shard: Shard) -> None:
@@ -292,12 +343,15 @@ class Manager:
         region = self._working
         assert region is not None, shard.describe()
         index = shard.unit.index
+        self._sweep()
         buffer = region.allocate(shard.size_bytes, index)
         if buffer is not None:
             return buffer
         mine = self.schedule.distance(index)
 
         def cost(owner: int) -> float | None:
+            if owner < 0:
+                return None
             other = self._params[owner]
             if other.state is not State.RESIDENT or other.readers or self._borrowed(owner):
                 return None
@@ -394,7 +448,8 @@ class Manager:
         for index, gradient in self._gradients.items():
             shard = self._shards[index, Role.GRAD]
             if shard.state is State.FLUSHING:
-                self._finish_flush(shard)
+                with contextlib.suppress(Exception):  # a write of what nobody needs any more
+                    self._finish_flush(shard)
             if shard.work_buffer is not None:
                 shard.work_buffer = None
                 assert self._pool is not None
@@ -433,9 +488,23 @@ class Manager:
             buffer = self._pool_room(shard)
             shard.state = advance(shard, Event.FETCH)
             shard.work_buffer = buffer
-            TicketGroup(self._start_reads(shard, buffer.address, urgent=True)).wait(self.deadline_s)
+            reading: TicketGroup | None = None
+            try:
+                reading = TicketGroup(self._start_reads(shard, buffer.address, urgent=True))
+                reading.wait(self.deadline_s)
+            except BaseException:
+                shard.state = advance(shard, Event.FETCH_FAILED)
+                shard.work_buffer = None
+                assert self._pool is not None
+                self._give_up(self._pool, shard.unit.index, reading)
+                raise
             shard.state = advance(shard, Event.FETCHED)
             shard.state = advance(shard, Event.MODIFY)
+        elif shard.state is State.FAILED:
+            raise StateError(
+                f"gradient of {shard.unit.name}: part of it was lost by a failed transfer; drop the gradients with "
+                "engine.zero_grad() and run the micro-batches again"
+            )
         assert shard.work_buffer is not None, shard.describe()
         return shard.work_buffer.address
 
@@ -443,6 +512,7 @@ class Manager:
         """Find room for a gradient that waits for NVMe: the oldest one leaves first."""
         assert self._pool is not None, shard.describe()
         while True:
+            self._sweep()
             buffer = self._pool.allocate(shard.size_bytes, shard.unit.index)
             if buffer is not None:
                 return buffer
@@ -461,24 +531,32 @@ class Manager:
     def _shards_in_pool(self) -> list[int]:
         """Return the owners of pool buffers, first filled first: in backward, units come in reverse model order."""
         assert self._pool is not None
-        return sorted(self._pool.owners(), reverse=True)
+        return sorted((owner for owner in self._pool.owners() if owner >= 0), reverse=True)
 
     def _start_flush(self, shard: Shard) -> None:
         shard.state = advance(shard, Event.FLUSH)
         assert shard.work_buffer is not None
         tickets: list[Ticket] = []
-        for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel)):
-            itemsize = shard.size_bytes // shard.unit.numel
-            address = shard.work_buffer.address + begin * itemsize
-            tickets.append(self.write_chunk(shard.unit, shard.role, number, address, (end - begin) * itemsize))
+        try:
+            for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel)):
+                itemsize = shard.size_bytes // shard.unit.numel
+                address = shard.work_buffer.address + begin * itemsize
+                tickets.append(self.write_chunk(shard.unit, shard.role, number, address, (end - begin) * itemsize))
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is on its way up
+                TicketGroup(tickets).wait(self.deadline_s)
+            shard.state = advance(shard, Event.FLUSH_FAILED)
+            raise
         self._flushes[shard.unit.index] = TicketGroup(tickets)
 
     def _finish_flush(self, shard: Shard) -> None:
         try:
-            self._flushes.pop(shard.unit.index).wait(self.deadline_s)
+            self._flushes[shard.unit.index].wait(self.deadline_s)
         except Exception:
+            del self._flushes[shard.unit.index]
             shard.state = advance(shard, Event.FLUSH_FAILED)
             raise
+        del self._flushes[shard.unit.index]
         shard.state = advance(shard, Event.FLUSHED)
 
     # --- chunks: what the optimizer and checkpoints stream over ------------------------------------------------------
@@ -487,15 +565,26 @@ class Manager:
         """Lease the shards of `unit` for streaming; :meth:`close_all` or :meth:`abandon_all` returns the leases.
 
         PARAM, GRAD and the state roles may be asked for; state roles go together.
+
+        Raises:
+            StateError: content that is to be read was lost, or has never been there.
         """
         addresses: dict[Role, int] = {}
         write_through = 0
         fresh = False
-        self._opened.append(unit)
         for role in reads | writes:
             shard = self._shards.get((unit.index, role))
             if shard is None:
                 continue
+            if role is Role.PARAM:
+                self._forgive(shard)
+            if shard.state is State.FAILED:
+                if role in reads:
+                    raise StateError(
+                        f"{role.value} of {unit.name}: expected content but it was lost by a failed step or transfer; "
+                        "load it again"
+                    )
+                shard.state = advance(shard, Event.RESTORE)
             if role is Role.PARAM:
                 write_through = self._open_param(shard, role in writes, addresses)
                 continue
@@ -511,8 +600,10 @@ class Manager:
             if role in writes:
                 shard.state = advance(shard, Event.OVERWRITE_HOME)
                 shard.writing = True
+                self._opened.append(shard)
             elif shard.state is not State.EMPTY:
                 shard.readers += 1
+                self._opened.append(shard)
         return Access(addresses, fresh, write_through)
 
     def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
@@ -533,23 +624,29 @@ class Manager:
             addresses[Role.PARAM] = shard.work_buffer.address
             if not write:
                 shard.readers += 1
+                self._opened.append(shard)
                 return 0
             shard.state = advance(shard, Event.MODIFY)
             shard.writing = True
+            self._opened.append(shard)
             return shard.home_buffer.address if shard.home_buffer is not None else 0
         if shard.home_buffer is not None and (host_device or shard.home is Tier.HOST):
             addresses[Role.PARAM] = shard.home_buffer.address
         if write:
             shard.state = advance(shard, Event.OVERWRITE_HOME)
             shard.writing = True
+        elif shard.state is State.EMPTY:
+            raise StateError(f"parameters of {shard.unit.name}: expected content but nothing was loaded yet")
         else:
             shard.readers += 1
+        self._opened.append(shard)
         return 0
 
     def close_all(self) -> None:
         """Return the leases of all opened units: what was written is now their content."""
-        for shard in self._opened_shards():
-            shard.readers = max(shard.readers - 1, 0) if not shard.writing else 0
+        for shard in self._opened:
+            if not shard.writing:
+                shard.readers -= 1
             shard.writing = False
             if shard.state is State.DIRTY and shard.role is Role.PARAM:
                 shard.state = advance(shard, Event.FLUSH)
@@ -561,27 +658,27 @@ class Manager:
 
     def abandon_all(self) -> None:
         """Mark everything that was open for writing as lost: an exception came in between."""
-        for shard in self._opened_shards():
-            shard.readers = 0
+        for shard in self._opened:
             if not shard.writing:
+                shard.readers -= 1
                 continue
             shard.writing = False
-            was_dirty = shard.state is State.DIRTY
             shard.state = advance(shard, Event.ABANDON)
-            if was_dirty and shard.work_buffer is not None and self._working is not None:
-                self._binder.unbind(shard.unit)
-                self._residency.pop(shard.unit.index, None)
-                self._working.free(shard.unit.index)
-                shard.work_buffer = None
+            if shard.role is Role.PARAM and shard.unit.index in self._residency:
+                self._unbind_lost(shard)
         self._opened.clear()
 
-    def _opened_shards(self) -> list[Shard]:
-        return [
-            shard
-            for unit in self._opened
-            for role in Role
-            if (shard := self._shards.get((unit.index, role))) is not None and (shard.writing or shard.readers)
-        ]
+    def _unbind_lost(self, shard: Shard) -> None:
+        """Take the parameters off content that is neither old nor new; tensors of the user keep their memory."""
+        index = shard.unit.index
+        self._binder.unbind(shard.unit)
+        residency = self._residency.pop(index)
+        region = self._working if shard.work_buffer is not None else None
+        shard.work_buffer = None
+        if self._in_use(residency):
+            self._stray(region, index, lambda: self._in_use(residency))
+        elif region is not None:
+            region.free(index)
 
     def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
         """Return the bytes of elements [begin, end) in `role`."""
@@ -623,9 +720,7 @@ class Manager:
             if shard.state is State.FETCHING:
                 with contextlib.suppress(Exception):  # the reader of the parameter will meet the error again
                     self._finish_fetch(shard)
-            if shard.state is State.FAILED and self._home_intact(shard):
-                shard.state = advance(shard, Event.RESTORE)
-                shard.state = advance(shard, Event.OVERWRITE_HOME)
+            self._forgive(shard)
         for index in list(self._flushes):
             with contextlib.suppress(Exception):  # the gradient is discarded below
                 self._finish_flush(self._shards[index, Role.GRAD])
@@ -639,14 +734,6 @@ class Manager:
         self.schedule = self._schedules[True]
         self.schedule.restart()
 
-    def _home_intact(self, shard: Shard) -> bool:
-        """Tell whether a shard that failed still has its content at home: failed reads damage nothing."""
-        if shard.home is not Tier.NVME:
-            return shard.home_buffer is not None
-        store = self._require_store()
-        count = len(shard.unit.chunks(self.plan.chunk_numel))
-        return all((shard.unit.index, shard.role.value, number) in store for number in range(count))
-
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
         for transfer in [*self._fetches.values(), *self._flushes.values()]:
@@ -655,7 +742,7 @@ class Manager:
         self._fetches.clear()
         self._flushes.clear()
         self._mover.close()
-        leak = any(self._borrowed(index) for index in self._residency)
+        leak = any(self._borrowed(index) for index in self._residency) or any(stray.busy() for stray in self._strays)
         for index in list(self._residency):
             self._binder.unbind(self.units[index])
         self._residency.clear()
@@ -736,15 +823,17 @@ class Manager:
     def _start_reads(self, shard: Shard, address: int, *, urgent: bool) -> list[Ticket]:
         store = self._require_store()
         itemsize = shard.size_bytes // shard.unit.numel
-        return [
-            store.get(
-                (shard.unit.index, shard.role.value, number),
-                address + begin * itemsize,
-                (end - begin) * itemsize,
-                urgent=urgent,
-            )
-            for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel))
-        ]
+        tickets: list[Ticket] = []
+        try:
+            for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel)):
+                key = (shard.unit.index, shard.role.value, number)
+                at = address + begin * itemsize
+                tickets.append(store.get(key, at, (end - begin) * itemsize, urgent=urgent))
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is on its way up
+                TicketGroup(tickets).wait(self.deadline_s)
+            raise
+        return tickets
 
     def _delete(self, shard: Shard) -> None:
         store = self._require_store()

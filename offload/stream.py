@@ -69,16 +69,17 @@ def stream(
         Exception: what `visit` raised, likewise.
     """
     chunks: list[Chunk] = []
+    slots: list[Chunk] = []  # chunks in staging slots, in the order of their reads: the n-th is in slot n modulo slots
     try:
         for unit in units:
             access = manager.open(unit, reads=reads, writes=writes)
             for number, (begin, end) in enumerate(unit.chunks(manager.plan.chunk_numel)):
                 chunks.append(Chunk(unit, number, begin, end, {}, access))
         for index in range(min(_IN_FLIGHT_AHEAD, len(chunks))):
-            _start_reads(manager, chunks, index, reads | writes, reads)
+            _start_reads(manager, chunks[index], slots, reads | writes, reads)
         for index, chunk in enumerate(chunks):
             if index + _IN_FLIGHT_AHEAD < len(chunks):
-                _start_reads(manager, chunks, index + _IN_FLIGHT_AHEAD, reads | writes, reads)
+                _start_reads(manager, chunks[index + _IN_FLIGHT_AHEAD], slots, reads | writes, reads)
             for ticket in chunk.reading:
                 ticket.wait(manager.deadline_s)
             if chunk.access.fresh_states:
@@ -105,10 +106,9 @@ def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
 
 
 def _start_reads(
-    manager: Manager, chunks: list[Chunk], index: int, wanted: frozenset[Role], reads: frozenset[Role]
+    manager: Manager, chunk: Chunk, slots: list[Chunk], wanted: frozenset[Role], reads: frozenset[Role]
 ) -> None:
     """Give the chunk its addresses; start the reads of what comes through staging."""
-    chunk = chunks[index]
     unit, number = chunk.unit, chunk.number
     staged = []
     for role in _roles(manager, unit, wanted):
@@ -120,11 +120,12 @@ def _start_reads(
     if not staged:
         return
     chunk.staged = frozenset(staged)
-    slot = index % len(manager.staging)
-    if index >= len(manager.staging):
-        for leaving in chunks[index - len(manager.staging)].writing:  # the slot's previous user
+    count = len(manager.staging)
+    if len(slots) >= count:
+        for leaving in slots[-count].writing:  # the slot's previous user, visited long ago
             leaving.wait(manager.deadline_s)
-    address = manager.staging[slot].address
+    address = manager.staging[len(slots) % count].address
+    slots.append(chunk)
     for role in staged:
         chunk.addresses[role] = address
         address += manager.chunk_bytes(unit, role, chunk.begin, chunk.end)

@@ -77,7 +77,8 @@ class Budget:
                 holders = ", ".join(f"{k} {format_bytes(v)}" for k, v in self._reservations.items() if v)
                 raise BudgetError(
                     f"{self.tier.value} budget: {name} needs {format_bytes(size_bytes)} more, "
-                    f"{format_bytes(wanted)} in all, but the limit is {format_bytes(self.limit_bytes)} (held: {holders or 'nothing'}); "
+                    f"{format_bytes(wanted)} in all, but the limit is {format_bytes(self.limit_bytes)} "
+                    f"(held: {holders or 'nothing'}); "
                     f'raise max_memory["{self.tier.value}"]'
                 )
             self._used_bytes = wanted
@@ -259,6 +260,11 @@ class Region:
         before = len(self._blocks)
         self._blocks = [block for block in self._blocks if block[2] != owner]
         assert len(self._blocks) == before - 1, f"{owner} holds {before - len(self._blocks)} buffers"
+
+    def hand_over(self, owner: int, heir: int) -> None:
+        """Let the buffer of `owner` belong to `heir` from now on."""
+        assert heir not in self.owners(), heir
+        self._blocks = [(offset, size, heir if own == owner else own) for offset, size, own in self._blocks]
 
     def cheapest_window(self, size_bytes: int, cost: Callable[[int], float | None]) -> list[int] | None:
         """Return the owners to evict so that `size_bytes` fit in one piece, at the least highest cost.

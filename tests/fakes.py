@@ -1,0 +1,189 @@
+"""Stand-ins for the neighbours of the memory manager: a binder, a swap store in memory, plans with given homes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from offload.manager import Manager
+from offload.placement import STAGING_SLOTS, STATE_ROLES, Homes, Plan, Request, role_itemsize
+from offload.shard import Role, Unit, lay_out
+from offload.stats import Counters
+from offload.tiers import Budget, Tier
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
+CPU = torch.device("cpu")
+
+
+def peek(address: int, size_bytes: int) -> bytes:
+    """Return the bytes at an address."""
+    return ctypes.string_at(address, size_bytes)
+
+
+def poke(address: int, data: bytes) -> None:
+    """Set the bytes at an address."""
+    ctypes.memmove(address, data, len(data))
+
+
+def make_unit(index: int, sizes: Sequence[int], dtype: str = "bfloat16", trainable: bool = True) -> Unit:
+    """Return a unit of one-dimensional parameters with `sizes` elements."""
+    slots, numel = lay_out([(f"u{index}.p{number}", (size,)) for number, size in enumerate(sizes)])
+    return Unit(index, f"u{index}", dtype, ITEMSIZE[dtype], trainable, numel, slots)
+
+
+def make_plan_with(
+    units: Sequence[Unit],
+    homes: Sequence[Homes],
+    *,
+    working_bytes: int = 0,
+    chunk_numel: int = 4096,
+    accumulate: bool = False,
+    pool_buffers: int = 2,
+) -> Plan:
+    """Return a plan with exactly these homes, and the arenas they need."""
+    everything = dict.fromkeys(Tier, 1 << 40)
+    request = Request(units, everything, accumulate=accumulate)
+
+    def size(unit: Unit, *roles: Role) -> int:
+        return unit.numel * sum(role_itemsize(unit, role, accumulate=accumulate) for role in roles)
+
+    used = dict.fromkeys(Tier, 0)
+    spilled = 0
+    for unit, home in zip(units, homes, strict=True):
+        used[home.param] += size(unit, Role.PARAM)
+        if home.grad is not None and home.states is not None:
+            used[home.grad] += size(unit, Role.GRAD)
+            used[home.states] += size(unit, *STATE_ROLES)
+            spilled = max(spilled, size(unit, Role.GRAD) if home.grad is Tier.NVME else 0)
+    slot = max(size(unit, Role.PARAM, Role.GRAD, *STATE_ROLES) // unit.numel for unit in units)
+    staging = STAGING_SLOTS * chunk_numel * slot
+    arena = {
+        Tier.DEVICE: used[Tier.DEVICE] + working_bytes,
+        Tier.HOST: used[Tier.HOST] + staging + pool_buffers * spilled,
+        Tier.NVME: used[Tier.NVME] + 16 * chunk_numel * slot,
+    }
+    return Plan(
+        request=request,
+        homes=tuple(homes),
+        working_bytes=working_bytes,
+        activation_bytes=0,
+        grad_pool_bytes=pool_buffers * spilled,
+        fetch_staging_bytes=0,
+        chunk_numel=chunk_numel,
+        staging_slots=STAGING_SLOTS,
+        staging_numel_bytes=slot,
+        arena_bytes=arena,
+        step_bytes={},
+    )
+
+
+class FakeBinder:
+    """Remembers what is bound; refuses to bind twice."""
+
+    def __init__(self) -> None:
+        self.bound: dict[int, torch.UntypedStorage] = {}
+
+    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        assert unit.index not in self.bound
+        self.bound[unit.index] = storage
+
+    def unbind(self, unit: Unit) -> None:
+        del self.bound[unit.index]
+
+
+class FakeTicket:
+    """An operation of :class:`FakeStore` that takes place only when it is waited for."""
+
+    def __init__(self, store: FakeStore, kind: str, key: Hashable, address: int, size_bytes: int) -> None:
+        self._store = store
+        self.kind = kind
+        self.key = key
+        self.address = address
+        self.end = address + size_bytes
+        self.over = False
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if not self.over:
+            self.over = True
+            self._store.finish(self)
+        if self.error is not None:
+            raise self.error
+
+
+class FakeStore:
+    """A swap store in memory whose operations are as late as they may be.
+
+    A write takes its bytes, and a read delivers them, only at the wait: whoever reuses memory too early loses data.
+    Ranges in flight are checked as well, and everything is logged in `events` as (what, key).
+
+    Attributes:
+        fail: called with ("get" or "put", key, how many of this kind came before); an exception it returns is raised
+            by the ticket's wait.
+    """
+
+    alignment = 4096
+
+    def __init__(self) -> None:
+        self.objects: dict[Hashable, bytes] = {}
+        self.events: list[tuple[str, Any]] = []
+        self.flying: list[FakeTicket] = []
+        self.fail: Callable[[str, Hashable, int], BaseException | None] = lambda kind, key, count: None
+        self._counts = {"get": 0, "put": 0}
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.objects
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(map(len, self.objects.values()))
+
+    def put(self, key: Hashable, address: int, length: int) -> FakeTicket:
+        return self._start("put", key, address, length)
+
+    def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> FakeTicket:
+        assert length <= len(self.objects[key]) and offset == 0
+        return self._start("get", key, address, length)
+
+    def delete(self, key: Hashable) -> None:
+        del self.objects[key]
+
+    def register_buffer(self, address: int, length: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        assert not self.flying
+
+    def _start(self, kind: str, key: Hashable, address: int, length: int) -> FakeTicket:
+        assert address % self.alignment == 0 and length > 0
+        ticket = FakeTicket(self, kind, key, address, length)
+        for other in self.flying:
+            overlap = other.address < ticket.end and ticket.address < other.end
+            assert not overlap or kind == other.kind == "put", f"{kind} {key} reuses memory of {other.kind} {other.key}"
+        self.events.append((kind, key))
+        self.flying.append(ticket)
+        ticket.error = self.fail(kind, key, self._counts[kind])
+        self._counts[kind] += 1
+        return ticket
+
+    def finish(self, ticket: FakeTicket) -> None:
+        self.flying.remove(ticket)
+        self.events.append((f"{ticket.kind} over", ticket.key))
+        if ticket.error is not None:
+            return
+        if ticket.kind == "put":
+            self.objects[ticket.key] = peek(ticket.address, ticket.end - ticket.address)
+        else:
+            poke(ticket.address, self.objects[ticket.key][: ticket.end - ticket.address])
+
+
+def make_manager(plan: Plan, store: Any, *, binder: FakeBinder | None = None, prefetch: bool = False) -> Manager:
+    """Return a manager on the CPU with budgets that are exactly the plan's arenas."""
+    limits = {tier: Budget(tier, plan.arena_bytes[tier]) for tier in Tier}
+    return Manager(plan, CPU, limits, store, binder or FakeBinder(), Counters(), deadline_s=30.0, prefetch=prefetch)

@@ -1,0 +1,308 @@
+"""The pipeline over chunks: what overlaps, what waits, and what an exception leaves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import StateError
+from offload.manager import Manager
+from offload.placement import STATE_ROLES, Homes
+from offload.shard import Role, State, Unit
+from offload.stream import ALL_STATES, Chunk, stream
+from offload.tiers import Tier
+from swap import SwapError
+
+CHUNK = 4096
+PARAM = frozenset({Role.PARAM})
+ROLES = PARAM | ALL_STATES
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+
+
+@contextmanager
+def managing(units: list[Unit], homes: list[Homes], **more: Any) -> Iterator[tuple[Manager, FakeStore]]:
+    store = FakeStore()
+    manager = make_manager(make_plan_with(units, homes, chunk_numel=CHUNK, **more), store)
+    try:
+        yield manager, store
+    finally:
+        manager.close()
+
+
+def content(unit: Unit, role: Role, number: int, size: int, version: int) -> bytes:
+    """Bytes that tell unit, role, chunk and version apart."""
+    stamp = bytes([unit.index, list(Role).index(role), number, version])
+    return (stamp * (size // 4 + 1))[:size]
+
+
+def write(manager: Manager, units: list[Unit], version: int, log: list[tuple[str, Any]] | None = None) -> None:
+    """Overwrite everything with a version, without reading."""
+
+    def visit(chunk: Chunk) -> None:
+        if log is not None:
+            log.append(("visit", (chunk.unit.index, chunk.number)))
+        for role in chunk.addresses:
+            size = manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            poke(chunk.addresses[role], content(chunk.unit, role, chunk.number, size, version))
+
+    stream(manager, units, visit, reads=frozenset(), writes=ROLES)
+
+
+def check_content(manager: Manager, units: list[Unit], version: int) -> None:
+    """Read everything and compare it with a version."""
+    seen = []
+
+    def visit(chunk: Chunk) -> None:
+        seen.append((chunk.unit.index, chunk.begin, chunk.end))
+        for role in ROLES:
+            size = manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            if size:
+                expected = content(chunk.unit, role, chunk.number, size, version)
+                assert peek(chunk.addresses[role], size) == expected, (chunk.unit.name, role, chunk.number)
+
+    stream(manager, units, visit, reads=ROLES)
+    assert seen == [(unit.index, *ends) for unit in units for ends in unit.chunks(CHUNK)]
+
+
+homes = st.tuples(st.sampled_from(Tier), st.sampled_from(Tier))
+
+
+@st.composite
+def unit_and_homes(draw: st.DrawFn) -> tuple[list[Unit], list[Homes]]:
+    kinds = st.tuples(st.sampled_from(["bfloat16", "float16", "float32"]), st.integers(1, 4), st.booleans(), homes)
+    units, where = [], []
+    for index, (dtype, chunks, trainable, (param, states)) in enumerate(draw(st.lists(kinds, min_size=1, max_size=7))):
+        units.append(make_unit(index, [chunks * CHUNK - 5], dtype, trainable))
+        where.append(Homes(param, H if trainable else None, states if trainable else None))
+    return units, where
+
+
+@given(unit_and_homes())
+def test_what_was_written_is_read_wherever_it_lives(case: tuple[list[Unit], list[Homes]]) -> None:
+    units, where = case
+    with managing(units, where) as (manager, store):
+        for version in (1, 2):
+            write(manager, units, version)
+            assert not store.flying
+            manager.check()
+            check_content(manager, units, version)
+            assert not store.flying
+            manager.check()
+        for unit in units:
+            for role in ROLES:
+                shard = manager.shard(unit.index, role)
+                assert shard is None or (shard.state is State.STORED and not shard.readers and not shard.writing)
+
+
+def test_reading_writes_nothing() -> None:
+    units = [make_unit(0, [3 * CHUNK])]
+    with managing(units, [Homes(N, H, N)]) as (manager, store):
+        write(manager, units, 1)
+        before = dict(store.objects)
+        store.events.clear()
+        check_content(manager, units, 1)
+        assert store.objects == before
+        assert not any(what.startswith("put") for what, _ in store.events)
+
+
+def run_logged(chunks: int) -> tuple[list[tuple[str, Any]], dict[int, int]]:
+    """Update a unit with everything on NVMe; returns the events, chunk numbers as keys, and when chunks are visited."""
+    units = [make_unit(0, [chunks * CHUNK])]
+    with managing(units, [Homes(N, H, N)]) as (manager, store):
+        write(manager, units, 1)
+        store.events.clear()
+
+        def visit(chunk: Chunk) -> None:
+            store.events.append(("visit", (0, "visit", chunk.number)))
+
+        stream(manager, units, visit, reads=ROLES, writes=ROLES)
+        events = [(what, key[2]) for what, key in store.events]
+    return events, {number: events.index(("visit", number)) for number in range(chunks)}
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 9])
+def test_reads_run_ahead_and_writes_are_not_waited_for(chunks: int) -> None:
+    events, visits = run_logged(chunks)
+    last = {event: position for position, event in enumerate(events)}
+    first = {event: len(events) - 1 - position for position, event in enumerate(reversed(events))}
+    for number in range(chunks):
+        assert last["get over", number] < visits[number] < first["put", number]  # read, computed, written
+        if number + 1 < chunks:
+            assert last["get", number + 1] < visits[number]  # the next one is arriving
+            assert first["get over", number + 1] > last["put", number]  # and not waited for before this one leaves
+            assert first["put over", number] > visits[number + 1]  # which is not waited for before the next is done
+        if number + 2 < chunks:
+            assert last["get", number + 2] < visits[number]
+        if number + 4 < chunks:  # four slots: the fifth chunk takes the first one's, after its writes
+            assert last["put over", number] < first["get", number + 4]
+    assert [event for event in events if event[0] == "visit"] == [("visit", number) for number in range(chunks)]
+    assert sum(what == "get" for what, _ in events) == 2 * chunks  # the parameter, and the states as one record
+    assert sum(what == "put" for what, _ in events) == 2 * chunks
+
+
+@pytest.mark.parametrize("staged", [(0, 8), (0, 4, 8), (0, 2, 4, 6, 8), (1, 2, 3, 4, 8, 9), tuple(range(10))])
+def test_a_slot_is_not_reused_before_its_writer_has_left(staged: tuple[int, ...]) -> None:
+    """Units in between whose bytes are in memory need no slot. The store checks every range in flight."""
+    units = [make_unit(index, [CHUNK]) for index in range(10)]
+    where = [Homes(H, H, N if index in staged else H) for index in range(10)]
+    with managing(units, where) as (manager, store):
+        write(manager, units, 1)
+        write(manager, units, 2)
+        check_content(manager, units, 2)
+        store.events.clear()
+        stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
+        keys = [(what, key[0]) for what, key in store.events]
+        for writer, reader in zip(staged, staged[4:], strict=False):
+            assert keys.index(("put over", writer)) < keys.index(("get", reader))
+        check_content(manager, units, 2)
+
+
+class Stop(Exception):
+    pass
+
+
+def read_with(manager: Manager, units: list[Unit]) -> None:
+    stream(manager, units, lambda chunk: None, reads=ROLES)
+
+
+@given(case=unit_and_homes(), stop=st.integers(0, 27))
+def test_an_exception_leaves_nothing_in_flight_and_no_mixture_that_passes_for_content(
+    case: tuple[list[Unit], list[Homes]], stop: int
+) -> None:
+    units, where = case
+    total = sum(len(unit.chunks(CHUNK)) for unit in units)
+    with managing(units, where) as (manager, store):
+        write(manager, units, 1)
+        count = itertools.count()
+
+        def visit(chunk: Chunk) -> None:
+            if next(count) == stop % total:
+                raise Stop
+
+        with pytest.raises(Stop):
+            stream(manager, units, visit, reads=ROLES, writes=ROLES)
+        assert not store.flying
+        manager.check()
+        for unit in units:
+            for role in ROLES:
+                shard = manager.shard(unit.index, role)
+                if shard is not None:
+                    assert shard.state is State.FAILED and not shard.writing
+            with pytest.raises(StateError, match=unit.name):
+                read_with(manager, [unit])
+            with pytest.raises(StateError, match=unit.name):
+                manager.acquire(unit.index)
+        manager.check()
+        write(manager, units, 3)  # whole new content repairs it
+        check_content(manager, units, 3)
+        manager.check()
+
+
+@given(case=unit_and_homes(), nth=st.integers(0, 200), kind=st.sampled_from(["get", "put"]))
+def test_a_failed_transfer_is_raised_and_leaves_nothing_in_flight(
+    case: tuple[list[Unit], list[Homes]], nth: int, kind: str
+) -> None:
+    units, where = case
+    with managing(units, where) as (manager, store):
+        write(manager, units, 1)
+        store.events.clear()
+        stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
+        operations = sum(what == kind for what, _ in store.events)
+        if operations == 0:
+            return
+        start = store._counts[kind]
+        injected = SwapError("injected", errno=5)
+        store.fail = lambda what, key, count: injected if (what, count) == (kind, start + nth % operations) else None
+        with pytest.raises(SwapError) as caught:
+            stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
+        assert caught.value is injected
+        assert not store.flying
+        manager.check()
+        states = {s.state for u in units for role in ROLES if (s := manager.shard(u.index, role)) is not None}
+        assert states == {State.FAILED}
+
+
+def test_a_failed_read_without_writing_loses_nothing() -> None:
+    units = [make_unit(0, [3 * CHUNK]), make_unit(1, [CHUNK])]
+    with managing(units, [Homes(N, H, N), Homes(H, H, H)]) as (manager, store):
+        write(manager, units, 1)
+        store.fail = lambda kind, key, count: SwapError("injected", errno=5) if kind == "get" else None
+        with pytest.raises(SwapError):
+            read_with(manager, units)
+        store.fail = lambda kind, key, count: None
+        manager.check()
+        check_content(manager, units, 1)
+
+
+def test_a_reader_elsewhere_keeps_its_lease() -> None:
+    """A stream returns its own leases and no others, also when it fails."""
+    units = [make_unit(0, [CHUNK])]
+    with managing(units, [Homes(H, H, N)], working_bytes=units[0].param_bytes) as (manager, store):
+        write(manager, units, 1)
+        manager.acquire(0)
+        shard = manager.shard(0, Role.PARAM)
+        assert shard is not None
+        check_content(manager, units, 1)
+        assert shard.readers == 1
+        stream(manager, units, lambda chunk: None, reads=ALL_STATES)  # does not touch PARAM
+        assert shard.readers == 1
+        with pytest.raises(Stop):
+            stream(manager, units, stop_at_once, reads=ROLES)
+        assert shard.readers == 1
+        manager.release(0)
+        manager.check()
+
+
+def stop_at_once(chunk: Chunk) -> None:
+    raise Stop
+
+
+@pytest.mark.parametrize("tier", [H, N])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_states_without_content_count_as_zero_moments_and_a_master_equal_to_the_parameter(
+    dtype: str, tier: Tier
+) -> None:
+    units = [make_unit(0, [2 * CHUNK], dtype)]
+    torch_dtype = getattr(torch, dtype)
+    values = torch.linspace(-3, 3, 2 * CHUNK).to(torch_dtype)
+    itemsize = units[0].itemsize
+    with managing(units, [Homes(tier, H, tier)]) as (manager, _):
+
+        def load(chunk: Chunk) -> None:
+            data = values[chunk.begin : chunk.end].contiguous().view(torch.uint8).numpy().tobytes()
+            poke(chunk.addresses[Role.PARAM], data)
+
+        stream(manager, units, load, reads=frozenset(), writes=PARAM)
+        for slot in manager.staging:  # whatever was there before must not show
+            poke(slot.address, b"\xff" * slot.size_bytes)
+        seen = 0
+
+        def visit(chunk: Chunk) -> None:
+            nonlocal seen
+            seen += 1
+            assert chunk.access.fresh_states
+            assert peek(chunk.addresses[Role.EXP_AVG], chunk.numel * 4) == bytes(chunk.numel * 4)
+            assert peek(chunk.addresses[Role.EXP_AVG_SQ], chunk.numel * 4) == bytes(chunk.numel * 4)
+            part = values[chunk.begin : chunk.end]
+            if dtype == "bfloat16":  # a remainder of zero: the parameter is its own master
+                assert peek(chunk.addresses[Role.MASTER], chunk.numel * 2) == bytes(chunk.numel * 2)
+            elif dtype == "float16":
+                assert peek(chunk.addresses[Role.MASTER], chunk.numel * 4) == part.float().numpy().tobytes()
+            assert chunk.at(Role.PARAM, chunk.begin + 3, itemsize) == chunk.addresses[Role.PARAM] + 3 * itemsize
+
+        stream(manager, units, visit, reads=ROLES, writes=ROLES)
+        assert seen == 2
+        stream(manager, units, lambda chunk: check_not_fresh(chunk), reads=ROLES)
+
+
+def check_not_fresh(chunk: Chunk) -> None:
+    assert not chunk.access.fresh_states
+    assert all(role in chunk.addresses for role in STATE_ROLES if role is not Role.MASTER)
