@@ -50,8 +50,7 @@ def test_counts_add_up_and_snapshots_stay() -> None:
     counters.add("compute", seconds=2.0)
     assert before["h2d"] == LinkStats(5, 0.5)
     assert counters.links() == {
-        name: {"h2d": LinkStats(12, 0.5), "compute": LinkStats(0, 2.0)}.get(name, LinkStats(0, 0.0))
-        for name in LINKS
+        name: {"h2d": LinkStats(12, 0.5), "compute": LinkStats(0, 2.0)}.get(name, LinkStats(0, 0.0)) for name in LINKS
     }
     with pytest.raises(dataclasses.FrozenInstanceError):
         before["h2d"].bytes = 9  # type: ignore[misc]
