@@ -173,11 +173,15 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
     """Write optimizer states home; a missing ``master`` keeps the parameter's present one.
 
     Raises:
-        ConfigError: a shape does not fit, or a moment is missing.
+        ConfigError: a shape does not fit, a moment or ``step`` is missing, or a parameter is frozen. Nothing is written.
     """
     sources: dict[Where, dict[str, torch.Tensor]] = {}
     for (index, position), entry in values.items():
         slot = manager.units[index].slots[position]
+        if not manager.units[index].trainable:
+            raise ConfigError(f"{slot.name}: expected no optimizer state, for it is frozen")
+        if "step" not in entry:
+            raise ConfigError(f"{slot.name}: optimizer state lacks 'step'")
         tensors = {}
         for name in ("exp_avg", "exp_avg_sq", "master"):
             if name not in entry:

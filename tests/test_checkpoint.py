@@ -1,0 +1,272 @@
+"""Tensors in, tensors out: parameters, masters and states through the tiers, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeStore, make_manager, make_plan_with, make_unit
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import to_bfloat16_half_up
+
+from offload.checkpoint import gather_parameters, gather_states, scatter_parameters, scatter_states
+from offload.errors import ConfigError, StateError
+from offload.manager import Manager
+from offload.optimizer import StepCounts
+from offload.placement import Homes
+from offload.shard import Role, State, Unit
+from offload.tiers import Tier
+
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+DTYPES = ["float32", "bfloat16", "float16"]
+CHUNK = 4096  # elements: most parameters below lie across a boundary of chunks
+SIZES = (3000, 5000, 1, 9000)  # slots start at 0, 3008, 8064 and 8128: chunks end inside the second and fourth
+
+
+@contextmanager
+def managing(units: Sequence[Unit], homes: Sequence[Homes], **more: Any) -> Iterator[tuple[Manager, StepCounts]]:
+    store = FakeStore()
+    manager = make_manager(make_plan_with(units, homes, chunk_numel=CHUNK, **more), store)
+    try:
+        yield manager, StepCounts(units)
+        assert not store.flying
+        manager.check()
+    finally:
+        manager.close()
+
+
+def random(size: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.randn(size, generator=generator) * 10.0 ** torch.randint(-3, 3, (size,), generator=generator)
+    return spread.clamp(-3e4, 3e4)  # inside the range of float16
+
+
+def rounded(value: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Round fp32 as the runtime does: bfloat16 half up, float16 to nearest even."""
+    return to_bfloat16_half_up(value) if dtype == "bfloat16" else value.to(getattr(torch, dtype))
+
+
+def moments(size: int, seed: int) -> dict[str, Any]:
+    return {"step": torch.tensor(3.0), "exp_avg": random(size, seed), "exp_avg_sq": random(size, seed + 1).abs()}
+
+
+homes = st.builds(lambda param, states: Homes(param, H, states), st.sampled_from(Tier), st.sampled_from(Tier))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Unit], list[Homes]]:
+    sizes = st.lists(st.integers(1, 9000), min_size=1, max_size=4)
+    kinds = draw(st.lists(st.tuples(sizes, st.sampled_from(DTYPES), homes), min_size=1, max_size=4))
+    return [make_unit(i, sizes, dtype) for i, (sizes, dtype, _) in enumerate(kinds)], [home for _, _, home in kinds]
+
+
+@given(cases())
+def test_everything_comes_back_exactly_from_fp32(case: tuple[list[Unit], list[Homes]]) -> None:
+    """Parameters are the given values rounded once; masters are the given values; moments are what was loaded."""
+    units, where = case
+    with managing(units, where) as (manager, counts):
+        places = {(u.index, i): slot.numel for u in units for i, slot in enumerate(u.slots)}
+        values = {at: random(size, 7 * at[0] + at[1]) for at, size in places.items()}
+        states = {at: moments(size, 1000 + 13 * at[0] + at[1]) for at, size in places.items()}
+        scatter_parameters(manager, values)
+        scatter_states(manager, counts, states)
+        parameters = gather_parameters(manager)
+        assert parameters.keys() == places.keys()
+        for at, value in values.items():
+            assert torch.equal(parameters[at], rounded(value, units[at[0]].dtype))
+        back = gather_states(manager, counts)
+        assert back.keys() == places.keys()
+        for at, entry in back.items():
+            assert torch.equal(entry["master"], values[at])
+            assert torch.equal(entry["exp_avg"], states[at]["exp_avg"])
+            assert torch.equal(entry["exp_avg_sq"], states[at]["exp_avg_sq"])
+            assert entry["step"] == 3.0
+        assert all(count == 3 for unit in counts.counts.values() for count in unit)
+
+
+@pytest.mark.parametrize("home", [Homes(D, H, N), Homes(H, H, H), Homes(N, H, N), Homes(N, H, H)])
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestOneUnit:
+    def test_values_of_the_stored_dtype_come_back_bit_by_bit(self, dtype: str, home: Homes) -> None:
+        units = [make_unit(0, SIZES, dtype)]
+        with managing(units, [home]) as (manager, counts):
+            values = {(0, i): random(size, i).to(getattr(torch, dtype)) for i, size in enumerate(SIZES)}
+            values[0, 0][:3] = torch.tensor([float("inf"), -0.0, float("nan")])
+            scatter_parameters(manager, values)
+            for at, tensor in gather_parameters(manager).items():
+                assert tensor.dtype == getattr(torch, dtype) and tensor.is_contiguous()
+                assert torch.equal(tensor.view(torch.uint8), values[at].view(torch.uint8))
+            scatter_states(manager, counts, {at: moments(value.numel(), 5) for at, value in values.items()})
+            for at, entry in gather_states(manager, counts).items():  # the parameter is its own master
+                assert torch.equal(entry["master"].nan_to_num(), values[at].float().nan_to_num())
+
+    def test_a_part_leaves_the_rest_alone(self, dtype: str, home: Homes) -> None:
+        units = [make_unit(0, SIZES, dtype)]
+        with managing(units, [home]) as (manager, counts):
+            old = {(0, i): random(size, i) for i, size in enumerate(SIZES)}
+            scatter_parameters(manager, old)
+            scatter_states(manager, counts, {at: moments(value.numel(), at[1]) for at, value in old.items()})
+            new = random(SIZES[1], 99)
+            scatter_parameters(manager, {(0, 1): new})
+            for at, tensor in gather_parameters(manager).items():
+                assert torch.equal(tensor, rounded(new if at == (0, 1) else old[at], dtype))
+            for at, entry in gather_states(manager, counts).items():
+                assert torch.equal(entry["master"], new if at == (0, 1) else old[at])
+                assert torch.equal(entry["exp_avg"], moments(old[at].numel(), at[1])["exp_avg"])  # moments stay
+            narrow = random(SIZES[3], 98).to(getattr(torch, dtype))
+            scatter_parameters(manager, {(0, 3): narrow})
+            assert torch.equal(gather_states(manager, counts)[0, 3]["master"], narrow.float())
+            assert torch.equal(gather_parameters(manager, {(0, 3)})[0, 3], narrow)
+
+    def test_the_wanted_ones_only(self, dtype: str, home: Homes) -> None:
+        units = [make_unit(index, SIZES, dtype) for index in range(2)]
+        with managing(units, [home, home]) as (manager, _):
+            values = {(u, i): random(size, 9 * u + i) for u in range(2) for i, size in enumerate(SIZES)}
+            scatter_parameters(manager, values)
+            wanted = {(1, 0), (1, 3)}
+            found = gather_parameters(manager, wanted)
+            assert found.keys() == wanted
+            assert all(torch.equal(found[at], rounded(values[at], dtype)) for at in wanted)
+
+    def test_a_part_of_a_fresh_unit_gets_exact_masters(self, dtype: str, home: Homes) -> None:
+        units = [make_unit(0, SIZES, dtype)]
+        with managing(units, [home]) as (manager, counts):
+            base = {(0, i): random(size, i).to(getattr(torch, dtype)) for i, size in enumerate(SIZES)}
+            scatter_parameters(manager, base)
+            wide = random(SIZES[1], 50)
+            scatter_parameters(manager, {(0, 1): wide})
+            scatter_states(manager, counts, {at: moments(value.numel(), 5) for at, value in base.items()})
+            for at, entry in gather_states(manager, counts).items():
+                assert torch.equal(entry["master"], wide if at == (0, 1) else base[at].float())
+
+    def test_masters_in_a_state_win_over_the_parameters(self, dtype: str, home: Homes) -> None:
+        units = [make_unit(0, SIZES, dtype)]
+        with managing(units, [home]) as (manager, counts):
+            scatter_parameters(manager, {(0, i): random(size, i) for i, size in enumerate(SIZES)})
+            master = random(SIZES[3], 77)
+            scatter_states(manager, counts, {(0, 3): {**moments(SIZES[3], 1), "master": master}})
+            back = gather_states(manager, counts)
+            assert back.keys() == {(0, 3)}  # the others have never been updated
+            assert torch.equal(back[0, 3]["master"], master)
+            assert torch.equal(gather_parameters(manager)[0, 3], rounded(master, dtype))
+
+
+def test_other_dtypes_are_converted_through_fp32() -> None:
+    units = [make_unit(0, [100], "bfloat16"), make_unit(1, [100], "float32")]
+    with managing(units, [Homes(H, H, H)] * 2) as (manager, counts):
+        value = random(100, 3)
+        scatter_parameters(manager, {(0, 0): value.half(), (1, 0): value.double()})
+        scatter_states(manager, counts, {(0, 0): moments(100, 1)})
+        assert torch.equal(gather_states(manager, counts)[0, 0]["master"], value.half().float())
+        assert torch.equal(gather_parameters(manager)[1, 0], value)
+
+
+def test_frozen_parameters_of_any_dtype() -> None:
+    units = [make_unit(0, SIZES, "int8", False), make_unit(1, SIZES, "bfloat16", False)]
+    for tier in Tier:
+        with managing(units, [Homes(tier, None, None)] * 2) as (manager, counts):
+            ints = {(0, i): (torch.arange(size) % 251 - 125).to(torch.int8) for i, size in enumerate(SIZES)}
+            floats = {(1, i): random(size, i) for i, size in enumerate(SIZES)}
+            scatter_parameters(manager, {**ints, **floats})
+            back = gather_parameters(manager)
+            assert all(torch.equal(back[at], value) for at, value in ints.items())
+            assert all(torch.equal(back[at], rounded(value, "bfloat16")) for at, value in floats.items())
+            assert gather_states(manager, counts) == {}
+
+
+def test_tensors_need_not_be_contiguous_nor_detached() -> None:
+    units = [make_unit(0, [6], "float32")]
+    with managing(units, [Homes(N, H, N)]) as (manager, _):
+        source = torch.arange(12.0).requires_grad_()
+        scatter_parameters(manager, {(0, 0): source[::2]})
+        assert gather_parameters(manager)[0, 0].tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_a_resident_working_copy_is_read_and_written_with_its_home() -> None:
+    for tier in (H, N):
+        units = [make_unit(0, [5000], "bfloat16")]
+        with managing(units, [Homes(tier, H, N)], working_bytes=units[0].param_bytes) as (manager, _):
+            scatter_parameters(manager, {(0, 0): random(5000, 1)})
+            manager.acquire(0)
+            manager.release(0)
+            new = rounded(random(5000, 2), "bfloat16")
+            scatter_parameters(manager, {(0, 0): new})
+            shard = manager.shard(0, Role.PARAM)
+            assert shard is not None and shard.state is State.RESIDENT
+            assert torch.equal(gather_parameters(manager)[0, 0], new)
+            manager._evict(shard)
+            assert shard.state is State.STORED
+            assert torch.equal(gather_parameters(manager)[0, 0], new)  # now from home
+
+
+# --- torch's own optimizer states -----------------------------------------------------------------------------------
+
+
+def steps(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for number in range(first, last):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = random(parameter.numel(), 100 * number + index)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("home", [Homes(D, H, D), Homes(N, H, N)])
+def test_states_of_torch_come_in_and_go_out(home: Homes) -> None:
+    """Torch goes on with what came back as if it had never been away."""
+    units = [make_unit(0, SIZES, "float32")]
+    plain = [torch.nn.Parameter(random(size, i)) for i, size in enumerate(SIZES)]
+    optimizer = torch.optim.AdamW(plain, lr=1e-2)
+    steps(plain, optimizer, 0, 3)
+    with managing(units, [home]) as (manager, counts):
+        scatter_parameters(manager, {(0, i): p.detach() for i, p in enumerate(plain)})
+        scatter_states(manager, counts, {(0, i): optimizer.state[p] for i, p in enumerate(plain)})
+        parameters, states = gather_parameters(manager), gather_states(manager, counts)
+    again = [torch.nn.Parameter(parameters[0, i]) for i in range(len(SIZES))]
+    resumed = torch.optim.AdamW(again, lr=1e-2)
+    fields = ("step", "exp_avg", "exp_avg_sq")
+    packed = {i: {name: states[0, i][name] for name in fields} for i in range(len(SIZES))}
+    resumed.load_state_dict({"state": packed, "param_groups": optimizer.state_dict()["param_groups"]})
+    steps(plain, optimizer, 3, 5)
+    steps(again, resumed, 3, 5)
+    for one, other in zip(plain, again, strict=True):
+        assert torch.equal(one, other)
+        assert all(torch.equal(optimizer.state[one][name], resumed.state[other][name]) for name in fields)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_shapes_and_missing_parts_are_refused_before_anything_is_written() -> None:
+    units = [make_unit(0, [100, 50], "bfloat16")]
+    with managing(units, [Homes(H, H, N)]) as (manager, counts):
+        values = {(0, 0): random(100, 1), (0, 1): random(50, 2)}
+        scatter_parameters(manager, values)
+        with pytest.raises(ConfigError, match=r"u0.p1: expected shape \(50,\) but got \(51,\)"):
+            scatter_parameters(manager, {(0, 0): random(100, 9), (0, 1): random(51, 9)})
+        good = moments(50, 1)
+        for wrong, text in (
+            ({**good, "exp_avg": torch.zeros(49)}, "exp_avg of shape"),
+            ({name: value for name, value in good.items() if name != "exp_avg_sq"}, "lacks 'exp_avg_sq'"),
+            ({name: value for name, value in good.items() if name != "step"}, "lacks 'step'"),
+        ):
+            with pytest.raises(ConfigError, match=f"u0.p1: .*{text}"):
+                scatter_states(manager, counts, {(0, 0): moments(100, 3), (0, 1): wrong})
+        assert counts.counts == {0: [0, 0]}
+        assert all(torch.equal(gather_parameters(manager)[at], rounded(v, "bfloat16")) for at, v in values.items())
+
+
+def test_states_of_frozen_parameters_are_refused() -> None:
+    units = [make_unit(0, [100], "bfloat16", False)]
+    with managing(units, [Homes(H, None, None)]) as (manager, counts):
+        scatter_parameters(manager, {(0, 0): random(100, 1)})
+        with pytest.raises(ConfigError, match="u0.p0"):
+            scatter_states(manager, counts, {(0, 0): moments(100, 1)})
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_what_was_never_loaded_is_refused(tier: Tier) -> None:
+    with managing([make_unit(0, [100])], [Homes(tier, H, H)]) as (manager, _), pytest.raises(StateError, match="u0"):
+        gather_parameters(manager)
