@@ -27,12 +27,21 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests the option that was meant."""
 
+    def long_options(self) -> list[str]:
+        """Return the options of this parser and its commands that begin with two dashes."""
+        options = {option for option in self._option_string_actions if option.startswith("--")}
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    options.update(parser.long_options())
+        return sorted(options)
+
     def error(self, message: str) -> NoReturn:
-        known = sorted(option for option in self._option_string_actions if option.startswith("--"))
+        """Show the call and the error, and leave."""
         if message.startswith("unrecognized arguments:"):
             for word in message.split(":", 1)[1].split():
                 if word.startswith("--"):
-                    message += did_you_mean(word.split("=")[0], known)
+                    message += did_you_mean(word.split("=")[0], self.long_options())
                     break
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\n")

@@ -1,0 +1,484 @@
+"""The command line, and a fine-tuning run over a small fake with the engine's public face.
+
+The fake trains a bag of embeddings with plain torch, so that losses really fall; the real engine has its own tests, and
+one run through it is at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload import cli, finetune, report
+from offload.finetune import FinetuneError, Progress, Settings
+from offload.stats import LINKS, LinkStats, Stats
+
+CPU = torch.device("cpu")
+VOCABULARY = 16
+
+
+class FakeEngine:
+    """A next-token table trained with plain SGD, and counters that grow by known amounts per call."""
+
+    grad_norm = 1.5
+    plan = "a plan"
+    device = CPU
+
+    def __init__(self) -> None:
+        self.table = torch.nn.Parameter(torch.zeros(VOCABULARY, VOCABULARY))
+        self.optimizer = torch.optim.SGD([self.table], lr=5.0)
+        self.training = True
+        self.forwards: list[bool] = []
+        self.steps = 0
+        self.closed = False
+
+    def __call__(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.forwards.append(self.training)
+        logits = self.table[input_ids]
+        loss = None
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return types.SimpleNamespace(loss=loss, logits=logits)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def train(self, mode: bool = True) -> None:
+        self.training = mode
+
+    def eval(self) -> None:
+        self.training = False
+
+    def stats(self) -> Stats:
+        # 100 bytes and 2 s on nvme_read, and 1 s of compute, per forward
+        count = len(self.forwards)
+        links = {name: LinkStats(0, 0.0) for name in LINKS}
+        links["nvme_read"] = LinkStats(100 * count, 2.0 * count)
+        links["compute"] = LinkStats(0, 1.0 * count)
+        sizes = {"device": 1 << 20, "cpu": 2 << 20, "nvme": 3 << 20}
+        return Stats(self.steps, 0, links, 0, 0, 0, 0.0, sizes, sizes, sizes, 1.0)
+
+    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def close(self, *, restore: bool | None = None) -> None:
+        self.closed = True
+
+
+def settings(**changes: Any) -> Settings:
+    values: dict[str, Any] = {
+        "model": Path("m"),
+        "text": Path("t"),
+        "steps": 6,
+        "sequence_length": 8,
+        "evaluation_sequences": 2,
+        "evaluations": 2,
+        "warmup_steps": 0,
+    }
+    return Settings(**{**values, **changes})
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) % VOCABULARY for letter in text]
+
+
+# --- text ---
+
+
+def test_windows_do_not_overlap_and_keep_the_end_back() -> None:
+    text = "".join(chr(ord("a") + i % 7) for i in range(1000))
+    windows = finetune.make_windows(encode, text, settings(held_out=0.1))
+    # 900 tokens to train on are 112 windows of 8; of the 100 held out 12 fit and 2 are wanted: the first and the last
+    assert windows.train.shape == (112, 8)
+    assert windows.train.flatten().tolist() == encode(text[:896])
+    assert windows.held_out.tolist() == [encode(text[900:908]), encode(text[988:996])]
+
+
+def test_text_is_cut_between_paragraphs() -> None:
+    text = "a" * 90 + "\n\n" + "b" * 28
+    assert finetune.split_text(text, 0.3) == ("a" * 90 + "\n\n", "b" * 28)
+    assert finetune.split_text("a" * 100, 0.3) == ("a" * 70, "a" * 30)
+
+
+def test_short_text_is_refused_with_the_counts() -> None:
+    with pytest.raises(FinetuneError, match=r"at least 8 tokens .* got 18 and 2"):
+        finetune.make_windows(encode, "a" * 20, settings(held_out=0.1))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"\xff\xfe", "UTF-8"), (b" \n", "is empty"), (None, "cannot be read")],
+)
+def test_unusable_text_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(FinetuneError, match=message):
+        finetune.read_text(path)
+
+
+def test_prompt_is_the_beginning_of_a_long_paragraph() -> None:
+    assert finetune.first_sentences("short\n\n" + "w " * 9, words=3) == "w w w"
+    assert finetune.first_sentences("only three words", words=10) == "only three words"
+
+
+def test_every_window_is_seen_once_per_epoch_in_an_order_drawn_from_the_seed() -> None:
+    windows = torch.arange(6).view(6, 1).repeat(1, 2)
+
+    def order(seed: int) -> list[int]:
+        supply = finetune.batches(windows, settings(batch_size=4, seed=seed), CPU)
+        return torch.cat([next(supply)["input_ids"][:, 0] for _ in range(3)]).tolist()
+
+    first = order(1)
+    assert sorted(first[:6]) == sorted(first[6:]) == list(range(6))
+    assert first == order(1) != order(2)
+
+
+# --- training ---
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    run = settings(steps=10, warmup_steps=2)
+    factors = [finetune.learning_rate_factor(done, run) for done in range(11)]
+    assert factors[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    # half of the cosine: 0.1 + 0.9 / 2
+    assert factors[6] == pytest.approx(0.55)
+    assert factors[10] == pytest.approx(0.1)
+
+
+def windows_of_a_pattern() -> finetune.Windows:
+    return finetune.make_windows(encode, "abcdefgh" * 40, settings(held_out=0.2))
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_training_lowers_the_held_out_loss_and_counts_only_steps(accumulation: int) -> None:
+    engine, out = FakeEngine(), io.StringIO()
+    run = settings(gradient_accumulation_steps=accumulation)
+    ticks = iter(range(1000))
+    training = finetune.train(
+        engine,
+        windows_of_a_pattern(),
+        run,
+        Progress(out, steps=run.steps, tokens_per_step=run.tokens_per_step),
+        CPU,
+        clock=lambda: float(next(ticks)),
+    )
+    assert [step for step, _ in training.evaluations] == [0, 3, 6]
+    assert training.evaluations[0][1] == pytest.approx(math.log(VOCABULARY))  # a table of zeros is uniform
+    assert training.evaluations[-1][1] < 0.8 * training.evaluations[0][1]
+    assert [record.step for record in training.steps] == [1, 2, 3, 4, 5, 6]
+    assert training.seconds == 6.0  # one tick per step: evaluations are not in it
+    assert engine.steps == 6 * accumulation
+    # three evaluations of two sequences run in evaluation mode, and are in no link's bytes
+    assert engine.forwards.count(False) == 6
+    links = training.meter.per_step(run.steps)
+    assert links["nvme_read"] == report.LinkReport(100.0 * accumulation, 2.0 * accumulation)
+    assert training.meter.binding_link == "nvme_read"
+    assert engine.training
+
+
+def test_sample_follows_the_most_likely_token_and_stops() -> None:
+    engine = FakeEngine()
+    with torch.no_grad():
+        for token, following in ((1, 2), (2, 3), (3, 4)):
+            engine.table[token, following] = 1.0
+    assert finetune.continue_text(engine, torch.tensor([0, 1]), 2, CPU, None) == [2, 3]
+    assert finetune.continue_text(engine, torch.tensor([0, 1]), 9, CPU, 4) == [2, 3]
+    assert set(engine.forwards) == {False}
+
+
+# --- progress ---
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show_three_steps(stream: io.StringIO) -> str:
+    progress = Progress(stream, steps=3, tokens_per_step=100)
+    for step in (1, 2, 3):
+        used = {"device": 5 << 20, "cpu": 1 << 30, "nvme": 0}
+        progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0), used, "compute")
+    progress.end()
+    return stream.getvalue()
+
+
+def test_terminal_rewrites_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = show_three_steps(Terminal())
+    assert shown.count("\n") == 1
+    last = shown.rsplit("\r", 1)[1].strip()
+    assert last == "step 3/3 | loss 2.5000 | 50 tokens/s | device 5 MiB  cpu 1.00 GiB  nvme 0 B | bound by compute"
+
+
+def test_narrow_terminal_is_never_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert max(len(line) for line in show_three_steps(Terminal()).rstrip("\n").split("\r")) <= 39
+
+
+def test_file_gets_plain_lines_now_and_then() -> None:
+    lines = show_three_steps(io.StringIO()).splitlines()
+    assert [line.split(" |")[0] for line in lines] == ["step 1/3", "step 3/3"]
+    assert lines[0].endswith("4.0 s left")
+
+
+# --- report ---
+
+
+def make_report(**changes: Any) -> report.Report:
+    values: dict[str, Any] = {
+        "model": "tiny",
+        "parameters": 1_500_000,
+        "tokens_per_step": 512,
+        "steps": [report.StepRecord(i + 1, 4.0 - 0.2 * i, 1.0, 1e-4, 2.0) for i in range(4)],
+        "evaluations": [(0, 4.0), (4, 3.5)],
+        "prompt": "Once",
+        "sample_before": "upon a time",
+        "sample_after": "",
+        "train_seconds": 8.0,
+        "total_seconds": 75.0,
+        "memory": report.MemoryReport(400 << 20, 900 << 20, 500 << 20),
+        "peak_bytes": {"device": 300 << 20, "cpu": 150 << 20, "nvme": 2 << 30},
+        "budget_bytes": {"device": 300 << 20, "cpu": 200 << 20, "nvme": 3 << 30},
+        "links": {"nvme_read": report.LinkReport(1 << 30, 0.5), "compute": report.LinkReport(0, 1.5)},
+        "binding_link": "compute",
+        "settings": {"text": Path("x")},
+        "machine": {},
+    }
+    return report.Report(**{**values, **changes})
+
+
+def test_report_shows_the_figures() -> None:
+    text = report.render(make_report())
+    for expected in (
+        "4.0000 before, 3.5000 after (perplexity 54.6, 33.1)",
+        "256 tokens/s; 4 steps of 512 tokens in 8.0 s; the whole run 1 min 15 s",
+        "RSS peak 500 MiB over the 400 MiB of interpreter and libraries; budget 500 MiB + 64 MiB: within",
+        "peak 300 MiB of 300 MiB",
+        "1.00 GiB in  0.500 s  25 % of the time",
+        "upon a time",
+        "(nothing)",
+    ):
+        assert expected in text, text
+
+
+def test_report_says_when_the_budget_was_exceeded() -> None:
+    # 400 MiB of baseline, 500 MiB of budget, 64 MiB of head-room
+    limit = (400 + 500 + 64) << 20
+    exact = make_report(memory=report.MemoryReport(400 << 20, limit, 500 << 20))
+    above = make_report(memory=report.MemoryReport(400 << 20, limit + 1, 500 << 20))
+    assert exact.memory.within_budget and not above.memory.within_budget
+    assert "EXCEEDED" in report.render(above)
+    assert "no budget given" in report.render(make_report(memory=report.MemoryReport(1, 2, None)))
+
+
+def test_json_report_is_plain_and_complete(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    report.write_json(make_report(evaluations=[(0, float("nan")), (4, 3.5)]), path)
+    values = json.loads(path.read_text())
+    assert values["loss_before"] is None and values["loss_after"] == 3.5
+    assert values["tokens_per_second"] == 256.0 and values["settings"] == {"text": "x"}
+    assert set(values) >= {field.name for field in dataclasses.fields(report.Report)}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.write_plot(make_report(), tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
+    assert report.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+    # weights 0.15 * 0.85 and 0.15, over their sum
+    assert report.smoothed([1.0, 2.0])[1] == pytest.approx((0.85 + 2) / 1.85)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (5 << 20, "5 MiB"), (812 << 10, "812 KiB"), (3 << 29, "1.50 GiB")],
+)
+def test_sizes_for_people(size: int, text: str) -> None:
+    assert report.size_text(size) == text
+
+
+def test_durations_for_people() -> None:
+    assert [report.duration_text(seconds) for seconds in (8.24, 65, 7380)] == ["8.2 s", "1 min 05 s", "2 h 03 min"]
+
+
+def test_rss_meter_sees_a_peak_that_is_gone() -> None:
+    meter = finetune.RssMeter()
+    block = bytearray(b"x" * (96 << 20))
+    del block
+    meter.close()
+    assert meter.peak_bytes() - meter.baseline_bytes >= 64 << 20
+
+
+# --- command line ---
+
+REQUIRED = ["finetune", "--model", "m", "--text", "t"]
+
+
+def test_arguments_become_settings(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"threads": 2, "max_memory": {"cpu": "1GiB", "nvme": "9GiB"}}')
+    words = [
+        *REQUIRED,
+        *("--config", str(config), "--device-memory", "700MiB", "--nvme-memory", "4GiB", "--nvme-path", "/a"),
+        *("--nvme-path", "/b", "--dtype", "float32", "--max-grad-norm", "0", "--steps", "7"),
+    ]
+    made = cli.finetune_settings(cli.build_parser().parse_args(words))
+    assert made.steps == 7 and made.max_grad_norm is None and made.model == Path("m")
+    assert made.engine_options == {
+        "threads": 2,
+        "max_memory": {"device": "700MiB", "cpu": "1GiB", "nvme": "4GiB"},
+        "nvme_path": [Path("/a"), Path("/b")],
+        "dtype": "float32",
+    }
+
+
+def test_nothing_is_set_that_was_not_asked_for() -> None:
+    assert cli.engine_options(cli.build_parser().parse_args(REQUIRED)) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device-memry", "1GiB"], "did you mean '--device-memory'?"),
+        (["--steps", "many"], "invalid int value"),
+    ],
+)
+def test_wrong_calls_leave_with_two(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main([*REQUIRED, *words])
+    assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "steps: expected a whole number >= 1 but got 0"),
+        (["--sequence-length", "1"], "sequence_length"),
+        (["--held-out", "1"], "held_out"),
+        (["--save-model"], "no output folder"),
+        (["--dtype", "bfloat61"], "did you mean 'bfloat16'"),
+        (["--device-memory", "7 potatoes"], "max_memory"),
+        (["--config", "missing.json"], "config file missing.json"),
+        ([], "text t: cannot be read"),
+    ],
+)
+def test_errors_are_one_line_and_leave_with_one(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*REQUIRED, *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("offload: error: ") and error.count("\n") == 1
+
+
+def test_missing_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "text").write_text("some text")
+    assert cli.main(["finetune", "--model", str(tmp_path / "no"), "--text", str(tmp_path / "text")]) == 1
+    assert "expected a folder with config.json" in capsys.readouterr().err
+
+
+def test_unknown_option_in_a_file_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"offload_optimiser": "cpu"}')
+    assert cli.main([*REQUIRED, "--config", str(tmp_path / "config.json")]) == 1
+    assert "did you mean 'offload_optimizer'" in capsys.readouterr().err
+
+
+def test_interruption_leaves_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finetune, "run", interrupted)
+    assert cli.main(REQUIRED) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_module_runs_as_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "offload", "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.startswith("offload ")
+
+
+# --- the real engine ---
+
+
+def make_model_folder(folder: Path) -> None:
+    """Write a two-layer Llama with a byte-level tokenizer of 256 letters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape)).to(torch.bfloat16).save_pretrained(folder)
+
+
+def test_run_through_three_tiers_is_the_run_in_memory(tmp_path: Path) -> None:
+    """The same losses, samples and saved model wherever the parameters and states live."""
+    pytest.importorskip("transformers")
+    make_model_folder(tmp_path / "model")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    (tmp_path / "swap").mkdir()
+
+    def run(output: str, **options: Any) -> tuple[report.Report, str]:
+        out = io.StringIO()
+        made = finetune.run(
+            settings(
+                model=tmp_path / "model",
+                text=tmp_path / "text",
+                output=tmp_path / output,
+                save_model=True,
+                sequence_length=32,
+                lr=1e-2,
+                sample_tokens=4,
+                gradient_accumulation_steps=2,
+                engine_options={"device": "cpu", **options},
+            ),
+            stream=out,
+        )
+        return made, out.getvalue()
+
+    memory, _ = run("memory", max_memory={"device": "64MiB", "cpu": "64MiB"})
+    offloaded, shown = run(
+        "offloaded",
+        max_memory={"device": "64MiB", "cpu": "64MiB", "nvme": "64MiB"},
+        nvme_path=tmp_path / "swap",
+        offload_param="nvme",
+        offload_optimizer="nvme",
+    )
+    assert offloaded.loss_after < offloaded.loss_before
+    assert [record.loss for record in offloaded.steps] == [record.loss for record in memory.steps]
+    assert offloaded.evaluations == memory.evaluations
+    assert offloaded.sample_after == memory.sample_after
+    assert offloaded.links["nvme_write"].bytes_per_step > 0 and memory.links["nvme_write"].bytes_per_step == 0
+    weights = [tmp_path / name / "model" / "model.safetensors" for name in ("memory", "offloaded")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert json.loads((tmp_path / "offloaded/report.json").read_text())["steps"][0]["loss"] == memory.steps[0].loss
+    assert (tmp_path / "offloaded/loss.png").is_file()
+    assert list((tmp_path / "swap").iterdir()) == []
+    assert "nvme" in shown and "held-out loss" in shown
