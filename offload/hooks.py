@@ -408,7 +408,9 @@ def _only_metadata(func: Any) -> bool:
 
 def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Return the saved-tensor hooks that are in force in this thread."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined, no-any-return]
+    top: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009 - untyped
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = top(False)
+    return hooks
 
 
 def in_backward() -> bool:

@@ -271,7 +271,8 @@ class Manager:
         index = shard.unit.index
         try:
             self._fetches[index].wait(self.deadline_s)
-        except Exception:
+        except Exception as error:
+            self._explain(error)
             self._fetch_failed(shard)
             raise
         del self._fetches[index]
@@ -552,7 +553,8 @@ class Manager:
     def _finish_flush(self, shard: Shard) -> None:
         try:
             self._flushes[shard.unit.index].wait(self.deadline_s)
-        except Exception:
+        except Exception as error:
+            self._explain(error)
             del self._flushes[shard.unit.index]
             shard.state = advance(shard, Event.FLUSH_FAILED)
             raise
@@ -794,6 +796,11 @@ class Manager:
                 )
                 lines.append("  " + shard.describe() + borrowed)
         return "\n".join(lines)
+
+    def _explain(self, error: Exception) -> None:
+        """Add the state of the shards to a transfer's error (where Python can: from 3.11 on)."""
+        if hasattr(error, "add_note"):
+            error.add_note(self.dump())
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
