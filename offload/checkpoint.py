@@ -173,7 +173,8 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
     """Write optimizer states home; a missing ``master`` keeps the parameter's present one.
 
     Raises:
-        ConfigError: a shape does not fit, a moment or ``step`` is missing, or a parameter is frozen. Nothing is written.
+        ConfigError: a shape does not fit, a moment or ``step`` is missing, or a parameter is frozen; nothing is
+            written then.
     """
     sources: dict[Where, dict[str, torch.Tensor]] = {}
     for (index, position), entry in values.items():
