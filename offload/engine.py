@@ -232,10 +232,14 @@ class Engine:
             swap.SwapError: an I/O error in the middle of the step: the engine cannot be used further.
         """
         self._require_open()
+        if self.optimizer is None:
+            raise StateError("step: this engine only evaluates; pass optimizer=offload.AdamW(...)")
         self._micro_batch += 1
         if self._micro_batch < self.config.gradient_accumulation_steps:
             return False
-        return self._step_now()
+        before = self._steps
+        self.optimizer.step()  # so that its hooks and LR schedulers see it
+        return self._steps > before
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next :meth:`step` updates the parameters."""
@@ -249,8 +253,7 @@ class Engine:
     def _step_now(self) -> bool:
         manager = self._require_open()
         offloaded = self.optimizer
-        if offloaded is None:
-            raise StateError("step: this engine only evaluates; pass optimizer=offload.AdamW(...)")
+        assert offloaded is not None
         self._last_loss = None
         self._hooks.unwind()
         manager.settle_gradients()
@@ -590,7 +593,7 @@ class Engine:
             values = {place(key): state for key, state in states.items()}
             checkpoint.scatter_states(self._require_open(), self._step_counts, values)
 
-        offloaded.on_step = lambda: void(self._step_now())
+        offloaded.on_step = self._step_now
         offloaded.on_zero_grad = self.zero_grad
         offloaded.gather_state = gather_state
         offloaded.scatter_state = scatter_state
@@ -678,10 +681,6 @@ class Engine:
     def _count_compute(self, begin: float, stalled_before: float) -> None:
         stalled = self._counters.stall_seconds - stalled_before
         self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
-
-
-def void(_: object) -> None:
-    """Drop a result."""
 
 
 def _refuse_load(*_: object) -> None:

@@ -45,7 +45,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: an optimizer class or option that is not supported, or parameters of another model.
         """
-        self.on_step: Callable[[], None] = lambda: None
+        self._replaced: torch.optim.Optimizer | None = None
+        self.on_step: Callable[[], object] = lambda: None
         self.on_zero_grad: Callable[[], None] = lambda: None
         self.gather_state: Callable[[], dict[int, dict[str, Any]]] = dict
         self.scatter_state: Callable[[dict[int, dict[str, Any]]], None] = lambda state: None
@@ -62,6 +63,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                             "make the optimizer from model.parameters() of the same model"
                         )
             spec.register_step_pre_hook(_refuse_replaced)
+            self._replaced = spec
         else:
             self.decoupled = not isinstance(spec, Adam)
             trainable = [p for p in parameters if p.requires_grad]
@@ -82,6 +84,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.on_step()
+        if self._replaced is not None:  # where schedulers made for it look whether a step was taken
+            self._replaced._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -57,7 +57,7 @@ class TicketGroup:
         return all(ticket.done() for ticket in self._tickets)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for every ticket, also after one has failed (its buffers are in use till then); raise the first error."""
+        """Wait for every ticket, also after one has failed: its buffers are in use. Raise the first error."""
         failure: BaseException | None = None
         for ticket in self._tickets:
             try:
