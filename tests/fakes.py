@@ -111,6 +111,7 @@ class FakeTicket:
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not self.over:
+            self._store.before_wait(self)
             self.over = True
             self._store.finish(self)
         if self.error is not None:
@@ -126,6 +127,7 @@ class FakeStore:
     Attributes:
         fail: called with ("get" or "put", key, how many of this kind came before); an exception it returns is raised
             by the ticket's wait.
+        before_wait: called with a ticket that is waited for; what it raises leaves the ticket in flight.
     """
 
     alignment = 4096
@@ -135,6 +137,7 @@ class FakeStore:
         self.events: list[tuple[str, Any]] = []
         self.flying: list[FakeTicket] = []
         self.fail: Callable[[str, Hashable, int], BaseException | None] = lambda kind, key, count: None
+        self.before_wait: Callable[[FakeTicket], None] = lambda ticket: None
         self._counts = {"get": 0, "put": 0}
 
     def __contains__(self, key: Hashable) -> bool:

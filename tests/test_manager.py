@@ -1,0 +1,710 @@
+"""The memory manager: a state machine against a model in a dictionary, and single situations.
+
+The state machine runs on a real swap store with injected faults. Content is made of 16-bit words that name unit, role
+and version, so that bytes of the wrong unit, of an old version, or of a mixture show wherever they turn up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBinder, FakeStore, FakeTicket, make_manager, make_plan_with, make_unit, peek, poke
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from offload.errors import BudgetError, StateError
+from offload.manager import Manager
+from offload.placement import Homes
+from offload.shard import Role, State, Unit
+from offload.stream import ALL_STATES, Chunk, stream
+from offload.tiers import Buffer, Tier, view_at
+from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapStore
+from swap.store import StoreTicket
+
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+CHUNK = 4096
+PARAM = frozenset({Role.PARAM})
+ROLES = PARAM | ALL_STATES
+ROLE_NUMBER = {Role.PARAM: 1, Role.MASTER: 2, Role.EXP_AVG: 3, Role.EXP_AVG_SQ: 4}
+VERSIONS = 1 << 9
+
+
+def word(unit: int, role: Role, version: int) -> bytes:
+    return (unit << 12 | ROLE_NUMBER[role] << 9 | version % VERSIONS).to_bytes(2, "little")
+
+
+def words(data: bytes) -> set[bytes]:
+    """The distinct 16-bit words in `data`."""
+    return {
+        int(value).to_bytes(2, "little") for value in torch.frombuffer(bytearray(data), dtype=torch.uint16).unique()
+    }
+
+
+class Stop(Exception):
+    """Raised in the middle of a stream."""
+
+
+class FaultyStore(SwapStore):
+    """A swap store whose nth read or write from now on fails; counted by call, so that runs can be repeated.
+
+    Attributes:
+        planned: how many calls from now on the next failure is, per kind.
+    """
+
+    planned: dict[FaultTarget, int]
+
+    def put(self, key: Any, address: int, length: int) -> StoreTicket:
+        return self._count(FaultTarget.WRITES, lambda: SwapStore.put(self, key, address, length))
+
+    def get(self, key: Any, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
+        return self._count(FaultTarget.READS, lambda: SwapStore.get(self, key, address, length, urgent=urgent))
+
+    def _count(self, kind: FaultTarget, start: Callable[[], StoreTicket]) -> StoreTicket:
+        self.planned[kind] = self.planned.get(kind, 0) - 1
+        if self.planned[kind] != 0:
+            return start()
+        with contextlib.suppress(SwapError):  # its waiter will meet it
+            self.drain()
+        self.clear_faults()
+        self.inject(Fault(target=kind))
+        ticket = start()
+        with contextlib.suppress(SwapError):
+            ticket.wait()
+        assert ticket._error is not None
+        return ticket
+
+
+LOST = "lost"
+FRESH = "fresh"
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Random calls; the model knows what every shard must hold."""
+
+    UNITS = [
+        make_unit(0, [100, 3000]),
+        make_unit(1, [4096]),
+        make_unit(2, [4000, 50]),
+        make_unit(3, [6000, 2000]),  # two chunks
+        make_unit(4, [1000], trainable=False),
+        make_unit(5, [4096, 4096]),
+        make_unit(6, [7, 9, 11]),
+    ]
+    HOMES = [
+        Homes(D, H, H),
+        Homes(H, H, N),
+        Homes(N, N, N),
+        Homes(N, N, H),
+        Homes(N, None, None),
+        Homes(H, N, N),
+        Homes(N, H, H),
+    ]
+    WORKING_BYTES = 40 << 10  # units take 8 or 16 KiB: two to four of six fit
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = tempfile.TemporaryDirectory()
+        plan = make_plan_with(self.UNITS, self.HOMES, working_bytes=self.WORKING_BYTES, chunk_numel=CHUNK)
+        self.store = FaultyStore(self.directory.name, plan.arena_bytes[N], deadline_s=30.0)
+        self.store.planned = {}
+        self.binder = FakeBinder()
+        self.manager = make_manager(plan, self.store, binder=self.binder, prefetch=True)
+        self.versions = itertools.count(1)
+        self.content: dict[tuple[int, Role], int | str] = {}
+        self.leases = dict.fromkeys(range(len(self.UNITS)), 0)
+        self.borrowed: list[tuple[int, torch.Tensor]] = []
+        self.gradients: dict[tuple[int, int], int] = {}  # sum of what has arrived, per slot
+        self.faults = 0
+        self.errors = 0
+
+    def teardown(self) -> None:
+        self.manager.close()
+        self.manager.close()
+        for budget in self.manager.budgets.values():
+            assert budget.reservations() == {}
+        assert not self.binder.bound
+        for index, tensor in self.borrowed:
+            self.check_borrowed(index, tensor)  # the memory outlives the manager
+        assert os.listdir(self.directory.name) == []
+        self.directory.cleanup()
+
+    # --- helpers ---
+
+    def expected(self, unit: Unit, role: Role) -> bytes:
+        version = self.content[unit.index, role]
+        assert isinstance(version, int) or version == FRESH
+        return word(unit.index, role, version) if isinstance(version, int) else bytes(2)
+
+    def roles(self, unit: Unit) -> list[Role]:
+        return [role for role in ROLE_NUMBER if self.manager.shard(unit.index, role) is not None]
+
+    def is_lost(self, unit: Unit, roles: Iterable[Role] = ROLE_NUMBER) -> bool:
+        return any(self.content.get((unit.index, role)) == LOST for role in roles)
+
+    def expect_error(self, error: SwapError) -> None:
+        assert "injected" in str(error) or error.errno is not None
+        self.errors += 1
+        assert self.errors <= self.faults, error
+
+    def free_units(self) -> list[Unit]:
+        return [unit for unit in self.UNITS if not self.leases[unit.index]]
+
+    def check_borrowed(self, index: int, tensor: torch.Tensor) -> None:
+        """A tensor of the user shows its own unit's words, whatever has happened to the unit."""
+        tag = tensor.to(torch.int32) >> 9 & 0x7F
+        assert (tag == (index << 3 | ROLE_NUMBER[Role.PARAM])).all()
+
+    def run_stream(
+        self, units: list[Unit], *, reads: frozenset[Role], writes: frozenset[Role], stop: int | None = None
+    ) -> bool:
+        """Stream over units, checking what is read and writing a new version; tells whether it went through."""
+        version = next(self.versions)
+        visited = 0
+
+        def visit(chunk: Chunk) -> None:
+            nonlocal visited
+            for role in self.roles(chunk.unit):
+                size = self.manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+                if role in reads:
+                    assert words(peek(chunk.addresses[role], size)) == {self.expected(chunk.unit, role)}
+                if role in writes:
+                    poke(chunk.addresses[role], word(chunk.unit.index, role, version) * (size // 2))
+            if Role.GRAD in reads and chunk.unit.trainable:
+                self.check_gradient(chunk)
+            visited += 1
+            if stop is not None and visited > stop:
+                raise Stop
+
+        done = False
+        try:
+            stream(self.manager, units, visit, reads=reads, writes=writes)
+            done = True
+        except Stop:
+            pass
+        except SwapError as error:
+            self.expect_error(error)
+        for unit in units:
+            for role in self.roles(unit):
+                if role not in writes:
+                    continue
+                shard = self.manager.shard(unit.index, role)
+                assert shard is not None
+                if done:
+                    self.content[unit.index, role] = version
+                elif shard.state is State.FAILED and not (role is Role.PARAM and unit.index in self.manager._unread):
+                    self.content[unit.index, role] = LOST
+                else:  # it may be as it was, where nothing had been written yet
+                    assert not visited
+        return done
+
+    def check_gradient(self, chunk: Chunk) -> None:
+        for number, slot in enumerate(chunk.unit.slots):
+            total = self.gradients.get((chunk.unit.index, number))
+            start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
+            if total is not None and start < stop:
+                data = peek(chunk.at(Role.GRAD, start, 2), (stop - start) * 2)
+                assert (torch.frombuffer(bytearray(data), dtype=torch.bfloat16) == total).all()
+
+    # --- rules ---
+
+    @initialize()
+    def load(self) -> None:
+        for unit in self.UNITS:
+            for role in self.roles(unit):
+                self.content[unit.index, role] = FRESH
+        assert self.run_stream(self.UNITS, reads=frozenset(), writes=PARAM)
+
+    unit_numbers = st.integers(0, len(UNITS) - 1)
+
+    @rule(index=unit_numbers)
+    def acquire(self, index: int) -> None:
+        unit = self.UNITS[index]
+        others = any(count for other, count in self.leases.items() if other != index)
+        tried = 0
+        while True:
+            try:
+                self.manager.acquire(index)
+            except StateError:
+                assert self.is_lost(unit, PARAM)
+                return
+            except BudgetError:
+                assert others or self.borrowed
+                return
+            except SwapError as error:
+                self.expect_error(error)
+                tried += 1
+                assert tried <= self.faults
+                continue  # a failed read is simply tried again
+            break
+        assert not self.is_lost(unit, PARAM)
+        self.leases[index] += 1
+
+    @precondition(lambda self: any(self.leases.values()))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from([i for i, count in self.leases.items() if count]))
+        self.manager.release(index)
+        self.leases[index] -= 1
+
+    @rule(index=unit_numbers)
+    def borrow(self, index: int) -> None:
+        try:
+            storage = self.manager.resident_storage(index)
+        except StateError:
+            assert self.is_lost(self.UNITS[index], PARAM)
+        except BudgetError:
+            assert any(self.leases.values()) or self.borrowed
+        except SwapError as error:
+            self.expect_error(error)
+        else:
+            unit = self.UNITS[index]
+            self.borrowed.append((index, view_at(storage, torch.uint16, 0, (unit.numel,))))
+
+    @precondition(lambda self: self.borrowed)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        del self.borrowed[data.draw(st.integers(0, len(self.borrowed) - 1))]
+
+    @rule()
+    def prefetch(self) -> None:
+        self.manager.prefetch()
+
+    @rule(subset=st.sets(unit_numbers, min_size=1))
+    def read(self, subset: set[int]) -> None:
+        units = [self.UNITS[index] for index in sorted(subset)]
+        if any(self.is_lost(unit) for unit in units):
+            with pytest.raises((StateError, SwapError)) as caught:
+                stream(self.manager, units, lambda chunk: None, reads=ROLES)
+            if isinstance(caught.value, SwapError):
+                self.expect_error(caught.value)
+            return
+        self.run_stream(units, reads=ROLES, writes=frozenset())
+
+    @rule(subset=st.sets(unit_numbers, min_size=1), stop=st.none() | st.integers(0, 6))
+    def update(self, subset: set[int], stop: int | None) -> None:
+        """An optimizer step over units that are whole: reads and writes."""
+        units = [u for u in self.free_units() if u.index in subset and u.trainable and not self.is_lost(u)]
+        if units:
+            chunks = sum(len(unit.chunks(CHUNK)) for unit in units)
+            done = self.run_stream(units, reads=ROLES | {Role.GRAD}, writes=ROLES, stop=stop)
+            assert not done or stop is None or stop >= chunks
+
+    @rule(subset=st.sets(unit_numbers, min_size=1))
+    def reload(self, subset: set[int]) -> None:
+        """Overwrite whole units, lost ones included."""
+        units = [unit for unit in self.free_units() if unit.index in subset]
+        self.run_stream(units, reads=frozenset(), writes=ROLES)
+
+    @rule(index=unit_numbers, data=st.data(), value=st.integers(1, 3), final=st.booleans())
+    def add_gradient(self, index: int, data: st.DataObject, value: int, final: bool) -> None:
+        unit = self.UNITS[index]
+        if not unit.trainable:
+            return
+        number = data.draw(st.integers(0, len(unit.slots) - 1))
+        if self.gradients.get((index, number), 0) > 200:
+            return  # sums are whole numbers that bfloat16 holds exactly
+        tensor = torch.full(unit.slots[number].shape, float(value), dtype=torch.bfloat16)
+        try:
+            self.manager.add_gradient(index, number, tensor, final=final)
+        except SwapError as error:
+            self.expect_error(error)
+            self.reset()  # what the engine does after an error in backward
+        else:
+            self.gradients[index, number] = self.gradients.get((index, number), 0) + value
+
+    @rule(index=unit_numbers)
+    def measure(self, index: int) -> None:
+        unit = self.UNITS[index]
+        if not unit.trainable:
+            return
+        try:
+            sums = self.manager.gradient_sums(index)
+        except SwapError as error:
+            self.expect_error(error)
+            self.reset()
+            return
+        for number, (slot, total) in enumerate(zip(unit.slots, sums, strict=True)):
+            value = self.gradients.get((index, number))
+            assert total == (None if value is None else (float(slot.numel * value * value), 0))
+
+    @rule()
+    def drop_gradients(self) -> None:
+        self.manager.drop_gradients()
+        self.gradients.clear()
+        for unit in self.UNITS:
+            shard = self.manager.shard(unit.index, Role.GRAD)
+            assert shard is None or shard.state is State.EMPTY
+
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset()
+        self.leases = dict.fromkeys(self.leases, 0)
+        self.gradients.clear()
+
+    @rule()
+    def end_step(self) -> None:
+        self.manager.restart_schedule()
+
+    @rule(
+        nth=st.integers(1, 6),
+        hit=st.sampled_from([FaultTarget.READS, FaultTarget.WRITES]),
+        fault=st.sampled_from([FaultAction.FAIL, FaultAction.SHORT, FaultAction.DELAY]),
+    )
+    def inject(self, nth: int, hit: FaultTarget, fault: FaultAction) -> None:
+        if fault is FaultAction.FAIL:
+            self.store.planned[hit] = nth
+            self.faults += 1
+        else:
+            self.store.inject(Fault(nth=nth, action=fault, target=hit, short_bytes=4096, delay_s=0.001))
+
+    # --- invariants ---
+
+    @invariant()
+    def bookkeeping_agrees(self) -> None:
+        self.manager.check()
+        for budget in self.manager.budgets.values():
+            assert sum(budget.reservations().values()) == budget.used_bytes <= budget.limit_bytes
+        assert self.store.used_bytes <= self.store.capacity_bytes
+        for index, count in self.leases.items():
+            shard = self.manager.shard(index, Role.PARAM)
+            assert shard is not None and shard.readers == count and not shard.writing
+            assert not count or self.manager.is_resident(index)
+        arrived = {
+            (u.index, s) for u in self.UNITS if u.trainable for s, a in enumerate(self.manager.arrived(u.index)) if a
+        }
+        assert arrived == self.gradients.keys()
+
+    @invariant()
+    def what_is_bound_shows_the_last_completed_write(self) -> None:
+        for index, storage in self.binder.bound.items():
+            assert self.manager.is_resident(index)
+            data = peek(storage.data_ptr(), self.UNITS[index].param_bytes)
+            assert words(data) == {self.expected(self.UNITS[index], Role.PARAM)}
+
+    @invariant()
+    def nothing_in_use_is_reused(self) -> None:
+        for index, tensor in self.borrowed:
+            self.check_borrowed(index, tensor)
+        ranges: list[tuple[int, int, str]] = []
+
+        def note(buffer: Buffer | None, size: int, what: str) -> None:
+            if buffer is not None:
+                ranges.append((buffer.address, buffer.address + size, what))
+
+        for unit in self.UNITS:
+            for role in Role:
+                shard = self.manager.shard(unit.index, role)
+                if shard is not None:
+                    note(shard.home_buffer, shard.size_bytes, f"home of {shard.describe()}")
+                    note(shard.work_buffer, shard.size_bytes, f"copy of {shard.describe()}")
+        for slot in self.manager.staging:
+            note(slot, slot.size_bytes, "staging")
+        kept = {(tensor.data_ptr(), index) for index, tensor in self.borrowed}
+        own = {s.data_ptr() for s in self.binder.bound.values()}
+        own |= {
+            s.home_buffer.address
+            for u in self.UNITS
+            if (s := self.manager.shard(u.index, Role.PARAM)) and s.home_buffer
+        }
+        ranges += [(at, at + self.UNITS[i].param_bytes, f"tensor of {i}") for at, i in kept if at not in own]
+        ranges.sort()
+        for (_, end, one), (start, _, other) in itertools.pairwise(ranges):
+            assert end <= start, f"{one} and {other}"
+
+
+TestManagerMachine = ManagerMachine.TestCase
+
+
+# --- single situations ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def managing(
+    units: list[Unit], homes: list[Homes], *, prefetch: bool = False, **more: Any
+) -> Iterator[tuple[Manager, FakeStore]]:
+    store = FakeStore()
+    manager = make_manager(make_plan_with(units, homes, chunk_numel=CHUNK, **more), store, prefetch=prefetch)
+
+    def load(chunk: Chunk) -> None:
+        size = manager.chunk_bytes(chunk.unit, Role.PARAM, chunk.begin, chunk.end)
+        poke(chunk.addresses[Role.PARAM], word(chunk.unit.index, Role.PARAM, 1) * (size // 2))
+
+    stream(manager, units, load, reads=frozenset(), writes=PARAM)
+    store.events.clear()
+    try:
+        yield manager, store
+    finally:
+        store.before_wait = lambda ticket: None
+        manager.close()
+
+
+def state(manager: Manager, index: int, role: Role = Role.PARAM) -> State:
+    shard = manager.shard(index, role)
+    assert shard is not None
+    return shard.state
+
+
+def units_of(count: int) -> list[Unit]:
+    return [make_unit(index, [CHUNK]) for index in range(count)]  # 8 KiB each
+
+
+def late(kind: str, *units: int) -> Callable[[FakeTicket], None]:
+    """Let waits for transfers of these units miss their deadline."""
+
+    def before_wait(ticket: FakeTicket) -> None:
+        if ticket.kind == kind and ticket.key[0] in units:  # type: ignore[index]
+            raise SwapDeadlineError("late")
+
+    return before_wait
+
+
+def test_a_buffer_is_not_reused_while_a_late_read_may_still_fill_it() -> None:
+    with managing(units_of(3), [Homes(N, H, N)] * 3, working_bytes=16 << 10) as (manager, store):
+        store.before_wait = late("get", 0)
+        with pytest.raises(SwapDeadlineError):
+            manager.acquire(0)
+        (flying,) = store.flying
+        manager.acquire(1)  # the store refuses memory that is in flight
+        manager.check()
+        with pytest.raises(BudgetError):
+            manager.acquire(2)  # the other half is leased, and the late read's must not be taken
+        store.before_wait = lambda ticket: None
+        flying.wait()
+        manager.acquire(2)  # now it is free
+        assert words(peek(manager._residency[1].storage.data_ptr(), 8 << 10)) == {word(1, Role.PARAM, 1)}
+        manager.release(1)
+        manager.acquire(0)  # the unit itself can be fetched anew
+        assert words(peek(manager._residency[0].storage.data_ptr(), 8 << 10)) == {word(0, Role.PARAM, 1)}
+
+
+def test_a_failed_read_is_raised_where_it_is_needed_and_tried_again() -> None:
+    with managing(units_of(2), [Homes(N, H, N)] * 2, prefetch=True, working_bytes=16 << 10) as (manager, store):
+        store.fail = lambda kind, key, count: SwapError("injected", errno=5) if key[0] == 1 else None  # type: ignore[index]
+        manager.acquire(0)  # starts to fetch unit 1
+        assert state(manager, 1) is State.FETCHING
+        with pytest.raises(SwapError, match="injected"):
+            manager.acquire(1)
+        assert state(manager, 1) is State.FAILED
+        manager.check()
+        store.fail = lambda kind, key, count: None
+        manager.acquire(1)
+        assert state(manager, 1) is State.RESIDENT
+
+
+def test_reset_does_not_make_a_half_written_unit_whole() -> None:
+    for home in (Homes(D, H, H), Homes(H, H, H), Homes(N, H, N)):
+        units = [make_unit(0, [2 * CHUNK])]
+        with managing(units, [home], working_bytes=16 << 10) as (manager, _):
+            manager.acquire(0)
+            manager.release(0)
+
+            def visit(chunk: Chunk) -> None:
+                poke(chunk.addresses[Role.PARAM], word(0, Role.PARAM, 2) * chunk.numel)
+                if chunk.number:
+                    raise Stop
+
+            with pytest.raises(Stop):
+                stream(manager, units, visit, reads=ROLES, writes=ROLES)
+            for _ in range(2):
+                assert {state(manager, 0, role) for role in ROLES} == {State.FAILED}
+                assert not manager.is_resident(0)
+                with pytest.raises(StateError):
+                    manager.acquire(0)
+                manager.reset()
+                manager.check()
+
+
+def test_a_tensor_of_the_user_keeps_its_memory_when_a_step_fails() -> None:
+    units = units_of(2)
+    with managing(units, [Homes(H, H, H)] * 2, working_bytes=8 << 10) as (manager, _):
+        tensor: torch.Tensor | None = view_at(manager.resident_storage(0), torch.uint16, 0, (CHUNK,))
+
+        def stop(chunk: Chunk) -> None:
+            raise Stop
+
+        with pytest.raises(Stop):
+            stream(manager, units[:1], stop, reads=ROLES, writes=ROLES)
+        with pytest.raises(BudgetError):
+            manager.acquire(1)
+        assert tensor is not None and words(tensor.numpy().tobytes()) == {word(0, Role.PARAM, 1)}
+        del tensor
+        manager.acquire(1)
+        manager.check()
+
+
+def test_borrowed_units_stay_and_units_used_last_leave_first() -> None:
+    with managing(units_of(4), [Homes(H, H, H)] * 4, working_bytes=24 << 10) as (manager, _):
+        for index in (0, 1, 2):  # the schedule expects 3 next, then 3, 2, 1, 0
+            manager.acquire(index)
+            manager.release(index)
+        manager.acquire(3)
+        assert [manager.is_resident(index) for index in range(4)] == [False, True, True, True]
+        manager.release(3)
+        tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
+        manager.acquire(0)
+        assert manager.is_resident(1) and manager.is_resident(0)
+        assert words(tensor.numpy().tobytes()) == {word(1, Role.PARAM, 1)}
+
+
+def test_uses_are_counted_as_hits_misses_and_stalls() -> None:
+    with managing(units_of(3), [Homes(N, H, N)] * 3, prefetch=True, working_bytes=24 << 10) as (manager, store):
+        counters = manager.counters
+        manager.acquire(0)
+        assert (counters.hits, counters.misses, counters.stalls) == (0, 1, 0)
+        assert {key[0] for what, key in store.events if what == "get"} == {0, 1, 2}  # the next ones are on their way
+        manager.acquire(1)
+        assert (counters.hits, counters.misses, counters.stalls) == (0, 1, 1)
+        manager.acquire(1)
+        assert (counters.hits, counters.misses, counters.stalls) == (1, 1, 1)
+        assert counters.stall_seconds > 0
+
+
+def test_the_next_unit_is_always_here_or_on_its_way() -> None:
+    with managing(units_of(4), [Homes(N, H, N)] * 4, prefetch=True, working_bytes=16 << 10) as (manager, _):
+        counters = manager.counters
+        for _ in range(3):
+            misses = counters.misses
+            for index in (0, 1, 2, 3, 2, 1):
+                manager.acquire(index)
+                manager.release(index)
+                manager.prefetch()
+                following = next(manager.schedule.upcoming(1))
+                assert state(manager, following) in (State.RESIDENT, State.FETCHING)
+            manager.restart_schedule()
+        assert counters.misses == misses  # nothing had to be asked for once the trace was known
+
+
+def gradient(manager: Manager, index: int, value: float, *, final: bool = True) -> None:
+    for number, slot in enumerate(manager.units[index].slots):
+        manager.add_gradient(index, number, torch.full(slot.shape, value, dtype=torch.bfloat16), final=final)
+
+
+def test_spilled_gradients_accumulate_across_the_pool() -> None:
+    units = units_of(4)
+    with managing(units, [Homes(H, N, H)] * 4) as (manager, store):
+        for value in (1.0, 2.0):
+            for index in reversed(range(4)):
+                gradient(manager, index, value, final=value == 2.0)
+        for index in range(4):
+            assert manager.gradient_sums(index) == [(9.0 * CHUNK, 0)]
+        manager.drop_gradients()
+        assert manager.gradient_sums(0) == [None]
+        assert not store.flying and not any(key[1] == "grad" for key in store.objects)  # type: ignore[index]
+
+
+def test_a_gradient_that_cannot_be_written_is_kept_until_it_is_dropped() -> None:
+    with managing(units_of(4), [Homes(H, N, H)] * 4) as (manager, store):
+        store.fail = lambda kind, key, count: SwapError("full", errno=28) if kind == "put" else None
+        gradient(manager, 3, 1.0)
+        gradient(manager, 2, 1.0)
+        with pytest.raises(SwapError, match="full"):
+            gradient(manager, 1, 1.0)  # the pool is full and its oldest cannot leave
+        manager.check()
+        store.fail = lambda kind, key, count: None
+        gradient(manager, 1, 1.0)  # the write is tried again
+        assert manager.gradient_sums(3) == [(float(CHUNK), 0)]
+        manager.drop_gradients()
+        store.fail = lambda kind, key, count: SwapError("full", errno=28)
+        gradient(manager, 0, 1.0)
+        assert state(manager, 0, Role.GRAD) is State.FLUSHING
+        manager.drop_gradients()  # nobody needs it any more: no error
+        assert state(manager, 0, Role.GRAD) is State.EMPTY
+        manager.check()
+
+
+def test_a_gradient_that_cannot_be_read_back_is_lost_until_it_is_dropped() -> None:
+    with managing(units_of(3), [Homes(H, N, H)] * 3) as (manager, store):
+        for index in (2, 1, 0):
+            gradient(manager, index, 1.0)
+        assert state(manager, 2, Role.GRAD) is State.STORED
+        store.fail = lambda kind, key, count: SwapError("injected", errno=5) if kind == "get" else None
+        with pytest.raises(SwapError, match="injected"):
+            gradient(manager, 2, 1.0)
+        manager.check()
+        assert state(manager, 2, Role.GRAD) is State.FAILED
+        store.fail = lambda kind, key, count: None
+        with pytest.raises(StateError, match="gradient of u2"):
+            gradient(manager, 2, 1.0)
+        manager.drop_gradients()
+        gradient(manager, 2, 3.0)
+        assert manager.gradient_sums(2) == [(9.0 * CHUNK, 0)]
+
+
+def test_a_refused_write_leaves_nothing_in_flight() -> None:
+    """The store refuses the second chunk of a gradient: the first chunk's write is waited for."""
+    with managing([make_unit(0, [2 * CHUNK])], [Homes(H, N, H)]) as (manager, store):
+        put = store.put
+
+        def refuse(key: Any, address: int, length: int) -> FakeTicket:
+            if key[2] == 1:
+                raise SwapError("full", errno=28)
+            return put(key, address, length)
+
+        store.put = refuse  # type: ignore[method-assign]
+        with pytest.raises(SwapError, match="full"):
+            gradient(manager, 0, 1.0)
+        assert not store.flying
+        assert state(manager, 0, Role.GRAD) is State.DIRTY
+        manager.check()
+
+
+def test_an_interrupted_wait_can_be_taken_up_again() -> None:
+    def interrupt(ticket: FakeTicket) -> None:
+        raise KeyboardInterrupt
+
+    with managing(units_of(1), [Homes(N, N, H)], working_bytes=8 << 10) as (manager, store):
+        gradient(manager, 0, 1.0)
+        store.before_wait = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            gradient(manager, 0, 1.0)
+        with pytest.raises(KeyboardInterrupt):
+            manager.acquire(0)
+        manager.check()
+        store.before_wait = lambda ticket: None
+        gradient(manager, 0, 1.0)
+        manager.acquire(0)
+        manager.reset()
+        manager.check()
+        assert not store.flying
+
+
+def test_gradients_of_other_dtypes_are_summed_in_fp32_over_micro_batches() -> None:
+    with managing(units_of(1), [Homes(H, H, H)], accumulate=True) as (manager, _):
+        values = [256.0, 1.0, 1.0]  # 256 + 1 + 1 = 256 in bfloat16, 258 in fp32
+        for number, value in enumerate(values):
+            gradient(manager, 0, value, final=number == 2)
+        assert manager.gradient_sums(0) == [(258.0**2 * CHUNK, 0)]
+
+
+def test_a_gradient_that_is_not_finite_is_counted() -> None:
+    with managing(units_of(1), [Homes(H, H, H)]) as (manager, _):
+        tensor = torch.ones(CHUNK, dtype=torch.bfloat16)
+        tensor[3], tensor[70], tensor[71] = float("nan"), float("inf"), -float("inf")
+        manager.add_gradient(0, 0, tensor, final=False)
+        ((_, bad),) = [total for total in manager.gradient_sums(0) if total is not None]
+        assert bad == 3
+
+
+def test_memory_stays_mapped_for_tensors_that_outlive_the_manager() -> None:
+    with managing(units_of(1), [Homes(H, H, H)], working_bytes=8 << 10) as (manager, _):
+        tensor = view_at(manager.resident_storage(0), torch.uint16, 0, (CHUNK,))
+        manager.close()
+    del manager
+    gc.collect()
+    assert words(tensor.numpy().tobytes()) == {word(0, Role.PARAM, 1)}
+
+
+def test_the_dump_names_what_is_not_at_home() -> None:
+    with managing(units_of(2), [Homes(H, H, H)] * 2, working_bytes=8 << 10) as (manager, _):
+        tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
+        text = manager.dump()
+        assert "u1/param: resident, home cpu" in text and "borrowed" in text and "u0" not in text
+        del tensor
