@@ -29,11 +29,20 @@ if [ ! -x "$venv/bin/python" ]; then
     }
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-pip() { "$venv/bin/python" -m pip "$@"; }
+log=build/setup.log
+mkdir -p build
+: >"$log"
+pip() {
+    "$venv/bin/python" -m pip "$@" >>"$log" 2>&1 || {
+        tail -n 60 "$log" >&2
+        echo "set-up failed; the whole log is in $log" >&2
+        exit 1
+    }
+}
 
 say "installing the packages pinned in constraints.txt"
 # The build tools first: the extension is then built without a second, isolated download of them.
-pip install --quiet --constraint constraints.txt scikit-build-core pybind11 cmake ninja
+pip install --constraint constraints.txt scikit-build-core pybind11 cmake ninja
 
 root=""
 io_uring=ON
@@ -55,16 +64,10 @@ else
 fi
 
 say "building the extensions"
-log=build/extensions.log
-mkdir -p build
-if ! pip install --no-build-isolation --constraint constraints.txt \
+pip install --no-build-isolation --constraint constraints.txt \
     --config-settings=cmake.define.OFFLOAD_LIBURING_ROOT="$root" \
     --config-settings=cmake.define.OFFLOAD_WITH_IO_URING="$io_uring" \
-    --editable '.[hf,finetune,test,dev]' >"$log" 2>&1; then
-    tail -n 60 "$log" >&2
-    echo "set-up failed; the whole log is in $log" >&2
-    exit 1
-fi
+    --editable '.[hf,finetune,test,dev]'
 
 "$venv/bin/python" - <<'PY'
 import importlib

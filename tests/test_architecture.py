@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom to the top. A module may import lower layers, and its own layer without a cycle.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "stats", "cpu_adam"),
+    ("errors", "config", "stats", "cpu_adam", "machine"),
     ("tiers",),
     ("shard", "transfer"),
     ("placement", "schedule", "units"),
@@ -26,7 +26,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("stream",),
     ("hooks", "optimizer", "checkpoint"),
     ("engine",),
-    ("report", "finetune"),
+    ("report", "finetune", "nvme_measure", "nvme_peers", "nvme_bench", "nvme_report", "doctor"),
     ("cli",),
     ("__main__",),
 )
