@@ -194,7 +194,8 @@ def render(report: Report) -> str:
         (
             "speed",
             f"{report.tokens_per_second:.0f} tokens/s; {len(report.steps)} steps of "
-            f"{report.tokens_per_step} tokens in {duration_text(report.train_seconds)}; the whole run {duration_text(report.total_seconds)}",
+            f"{report.tokens_per_step} tokens in {duration_text(report.train_seconds)}; "
+            f"the whole run {duration_text(report.total_seconds)}",
         )
     )
     rows.append(("memory", _memory_text(report.memory)))
