@@ -208,7 +208,7 @@ class Engine:
         begin, stalled = time.perf_counter(), self._counters.stall_seconds
         self._in_backward = True
         try:
-            (loss * self._scaler.scale if self._scaler.enabled else loss).backward(**kwargs)
+            self._hooks.backward(loss * self._scaler.scale if self._scaler.enabled else loss, **kwargs)
         except BaseException:
             self._hooks.unwind()
             manager.reset()
@@ -380,7 +380,8 @@ class Engine:
             for index in dict.fromkeys(index for index, _ in places):
                 manager.acquire(index)
                 taken.append(index)
-            yield
+            with self._hooks.watch():
+                yield
             if modify:
                 changed = {where: parameter.detach().clone() for where, parameter in places.items()}
         finally:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -120,6 +120,7 @@ class Hooks:
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
         self._stack: list[tuple[nn.Module, tuple[int, ...], contextlib.ExitStack | None]] = []
+        self._watching = 0
         self._handles: list[RemovableHandle] = []
         self._manager: Manager | None = None
         self._ledger: ActivationLedger | None = None
@@ -164,7 +165,8 @@ class Hooks:
         self._manager = manager
         self._ledger = ActivationLedger(budget)
         for module in self._leases:
-            self._handles.append(module.register_forward_pre_hook(self._before_forward))
+            # First, because hooks of the user may use parameters (the older weight_norm computes the weight in one).
+            self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
             self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
             _managed.add(module)
         for unit, parameters in zip(self._tree.units, self._tree.parameters, strict=True):
@@ -216,22 +218,50 @@ class Hooks:
         module: its modules put ours on top again.
         """
         assert self._manager is not None
+        if not self._stack and not in_backward():
+            self._manager.begin_pass(training=torch.is_grad_enabled())
         hidden = _top_hooks()
-        ours = hidden is not None and getattr(hidden[0], "__self__", None)
-        if ours is not self and not (isinstance(ours, _Over) and ours.hooks is self):
-            over = self if hidden is None else _Over(self, *hidden)
-            contexts = contextlib.ExitStack()
-            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
-        elif self._stack:
+        owner = getattr(hidden[0], "__self__", None) if hidden is not None else None
+        ours = owner is self or (isinstance(owner, _Over) and owner.hooks is self)
+        if ours and (self._stack or self._watching):
             return None
-        else:
-            contexts = contextlib.ExitStack()
-        if not self._stack:
-            if not in_backward():
-                self._manager.begin_pass(training=torch.is_grad_enabled())
+        contexts = contextlib.ExitStack()
+        if not ours:
+            over = self if hidden is None else _Over(self, *hidden)
+            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
+        if not self._stack and not self._watching and self._manager.streams_parameters:
+            contexts.enter_context(_SeeParameters(self))
+        return contexts
+
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
+        """Run ``loss.backward(gradient, **options)``, watching.
+
+        Torch switches a mode off inside the functions that it sees. It does not see a backward pass that starts at an
+        edge of the graph, so what is repeated in it is watched.
+        """
+        with self.watch():
+            if not loss.requires_grad or options.get("inputs") is not None or (gradient is None and loss.numel() != 1):
+                loss.backward(gradient, **options)  # for torch's own errors; and given inputs are tensors that it sees
+                return
+            edge = torch.autograd.graph.get_gradient_edge(loss)
+            torch.autograd.backward(edge, (torch.ones_like(loss) if gradient is None else gradient,), **options)
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Serve parameters that are used outside any module's forward.
+
+        That is in a backward pass that repeats a part of the forward, and where the user has gathered parameters.
+        """
+        assert self._manager is not None
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             if self._manager.streams_parameters:
                 contexts.enter_context(_SeeParameters(self))
-        return contexts
+            self._watching += 1
+            try:
+                yield
+            finally:
+                self._watching -= 1
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if self._stack and self._stack[-1][0] is module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,16 @@ class Outcome:
     plan: Any
 
 
+Forward = Callable[..., Any]
+LossOf = Callable[[Forward, Any], torch.Tensor]
+
+
+def loss_of_output(forward: Forward, batch: Any) -> torch.Tensor:
+    """Return the loss of a transformers model."""
+    loss: torch.Tensor = forward(**batch).loss
+    return loss
+
+
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
     """Compute in one thread: tiny operators lose all time in the thread pool where the cores are shared."""
@@ -43,9 +53,7 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def working_bytes(
-    model: nn.Module, *, units: int = 3, unit_bytes: int = UNIT_BYTES, dtype: str | None = None
-) -> int:
+def working_bytes(model: nn.Module, *, units: int = 3, unit_bytes: int = UNIT_BYTES, dtype: str | None = None) -> int:
     """Return the page-rounded bytes of the `units` largest units."""
     tree = find_units(model, max_unit_bytes=unit_bytes, dtype=getattr(torch, dtype) if dtype else None)
     sizes = sorted((-(-unit.param_bytes // PAGE) * PAGE for unit in tree.units), reverse=True)
@@ -84,20 +92,19 @@ def nvme(model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES) -> dict[
 
 def run(
     model: nn.Module,
-    batches: Sequence[dict[str, Any]],
+    batches: Sequence[Any],
     *,
     optimizer: Any = None,
+    loss_of: LossOf = loss_of_output,
     **options: Any,
 ) -> Outcome:
     """Train on the batches, one micro-batch each; checks the runtime's invariants after every step."""
     losses, norms = [], []
-    with offload.Engine(
-        model, optimizer=optimizer or offload.AdamW(lr=1e-3, weight_decay=0.1), **options
-    ) as engine:
+    with offload.Engine(model, optimizer=optimizer or offload.AdamW(lr=1e-3, weight_decay=0.1), **options) as engine:
         assert engine.optimizer is not None
         for number, batch in enumerate(batches):
             torch.manual_seed(1000 + number)  # dropout: the same masks in every run
-            loss = engine(**batch).loss
+            loss = loss_of(engine, batch)
             losses.append(loss.detach().clone())
             engine.backward(loss)
             del loss

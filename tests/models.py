@@ -140,9 +140,7 @@ _VISION = {
 
 CORE = [
     architecture("llama", "LlamaConfig", "LlamaForCausalLM", **_GROUPED),
-    architecture(
-        "gpt2", "GPT2Config", "GPT2LMHeadModel", n_embd=32, n_layer=4, n_head=4, vocab_size=VOCABULARY
-    ),
+    architecture("gpt2", "GPT2Config", "GPT2LMHeadModel", n_embd=32, n_layer=4, n_head=4, vocab_size=VOCABULARY),
     architecture("t5", "T5Config", "T5ForConditionalGeneration", **_T5),
     architecture("bert", "BertConfig", "BertForMaskedLM", **_BERT),
     architecture(
@@ -256,18 +254,14 @@ MORE = [
     architecture("gemma", "GemmaConfig", "GemmaForCausalLM", head_dim=8, **_GROUPED),
     architecture("gemma2", "Gemma2Config", "Gemma2ForCausalLM", head_dim=8, **_GROUPED),
     architecture("olmo2", "Olmo2Config", "Olmo2ForCausalLM", **_GROUPED, **_SPECIAL),
-    architecture(
-        "olmoe", "OlmoeConfig", "OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2, **_GROUPED
-    ),
+    architecture("olmoe", "OlmoeConfig", "OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2, **_GROUPED),
     architecture("granite", "GraniteConfig", "GraniteForCausalLM", **_GROUPED),
     architecture("cohere", "CohereConfig", "CohereForCausalLM", **_GROUPED, **_SPECIAL),
     architecture("stablelm", "StableLmConfig", "StableLmForCausalLM", **_GROUPED),
     architecture("starcoder2", "Starcoder2Config", "Starcoder2ForCausalLM", **_GROUPED, **_SPECIAL),
     architecture("smollm3", "SmolLM3Config", "SmolLM3ForCausalLM", **_GROUPED, **_SPECIAL),
     architecture("glm", "GlmConfig", "GlmForCausalLM", head_dim=8, **_GROUPED, **_SPECIAL),
-    architecture(
-        "gpt_oss", "GptOssConfig", "GptOssForCausalLM", num_local_experts=4, sliding_window=6, **_MOE
-    ),
+    architecture("gpt_oss", "GptOssConfig", "GptOssForCausalLM", num_local_experts=4, sliding_window=6, **_MOE),
     architecture(
         "mamba2",
         "Mamba2Config",
@@ -281,9 +275,7 @@ MORE = [
         chunk_size=4,
         vocab_size=VOCABULARY,
     ),
-    architecture(
-        "rwkv", "RwkvConfig", "RwkvForCausalLM", hidden_size=32, num_hidden_layers=3, vocab_size=VOCABULARY
-    ),
+    architecture("rwkv", "RwkvConfig", "RwkvForCausalLM", hidden_size=32, num_hidden_layers=3, vocab_size=VOCABULARY),
     architecture("roberta", "RobertaConfig", "RobertaForMaskedLM", **_BERT, **_SPECIAL),
     architecture(
         "xlm_roberta", "XLMRobertaConfig", "XLMRobertaForSequenceClassification", classes, **_BERT, **_SPECIAL
@@ -299,9 +291,7 @@ MORE = [
         vocab_size=VOCABULARY,
         max_position_embeddings=32,
     ),
-    architecture(
-        "electra", "ElectraConfig", "ElectraForSequenceClassification", classes, embedding_size=16, **_BERT
-    ),
+    architecture("electra", "ElectraConfig", "ElectraForSequenceClassification", classes, embedding_size=16, **_BERT),
     architecture("deberta", "DebertaConfig", "DebertaForSequenceClassification", classes, **_BERT),
     architecture(
         "deberta_v2",

@@ -170,17 +170,13 @@ def _parameter(ours: Any, model: nn.Module, position: int) -> torch.Tensor:
 def test_reference_differs_when_a_step_is_wrong() -> None:
     """The tolerances above see a missing bias correction, decay or clip: the comparison can fail."""
     data = batches("llama", 8)
-    truth = reference.train(
-        build("llama"), data, lambda p: torch.optim.AdamW(p, **TORCH_ADAMW), max_grad_norm=1.0
-    )
+    truth = reference.train(build("llama"), data, lambda p: torch.optim.AdamW(p, **TORCH_ADAMW), max_grad_norm=1.0)
     for wrong, norm in (
         (offload.AdamW(lr=1e-3, weight_decay=0.0), 1.0),
         (offload.AdamW(**TORCH_ADAMW), None),
     ):
         ours = run(build("llama"), data, optimizer=wrong, max_grad_norm=norm, **everything_on_device())
-        worst = max(
-            float((ours.parameters[key] - value).abs().max()) for key, value in truth.parameters.items()
-        )
+        worst = max(float((ours.parameters[key] - value).abs().max()) for key, value in truth.parameters.items())
         assert worst > 1e-5
 
 
@@ -195,9 +191,7 @@ def plain_gradients(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tens
     return loss.detach(), gradients
 
 
-def engine_gradients(
-    model: nn.Module, batch: dict[str, Any], **options: Any
-) -> tuple[Any, dict[str, torch.Tensor]]:
+def engine_gradients(model: nn.Module, batch: dict[str, Any], **options: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return loss and gradients; with beta1 = 0 and no clipping, exp_avg after one step is the gradient itself."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     ours = run(model, [batch], optimizer=offload.AdamW(lr=1e-3, betas=(0.0, 0.9)), **options)
@@ -284,9 +278,7 @@ WIDE = [
         pad_token_id=0,
         **_T5_WIDTH,
     ),
-    architecture(
-        "bert", "BertConfig", "BertForMaskedLM", vocab_size=200, max_position_embeddings=32, **_WIDTH
-    ),
+    architecture("bert", "BertConfig", "BertForMaskedLM", vocab_size=200, max_position_embeddings=32, **_WIDTH),
 ]
 
 # --- placements -------------------------------------------------------------------------------------------------------
@@ -337,9 +329,7 @@ def test_placement_never_changes_the_result(
     common: dict[str, Any] = {"max_grad_norm": 0.5, "gradient_accumulation_steps": accumulation}
     truth = run(make(), data, **common, **everything_on_device())
     assert len(truth.norms) == 3
-    assert all(home == Homes(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE) for home in truth.plan.homes), str(
-        truth.plan
-    )
+    assert all(home == Homes(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE) for home in truth.plan.homes), str(truth.plan)
     for label, options in placements(make(), tmp_path).items():
         ours = run(make(), data, **common, **options)
         assert_equal(ours, truth)
@@ -355,9 +345,7 @@ def test_placement_never_changes_the_result(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 def test_dtypes_with_checkpointing(dtype: torch.dtype, checkpointing: bool | None, tmp_path: Path) -> None:
     data = batches("llama", 3)
@@ -378,9 +366,7 @@ def test_thread_count_never_changes_the_result(threads: int, tmp_path: Path) -> 
     try:
         truth = run(build("gpt2"), data, max_grad_norm=0.5, threads=4, **everything_on_device())
         model = build("gpt2")
-        ours = run(
-            model, data, max_grad_norm=0.5, threads=threads, chunk_numel=65536, **nvme(model, tmp_path)
-        )
+        ours = run(model, data, max_grad_norm=0.5, threads=threads, chunk_numel=65536, **nvme(model, tmp_path))
         assert cpu_adam.num_threads() == threads
     finally:
         cpu_adam.set_num_threads(before)

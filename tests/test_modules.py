@@ -1,0 +1,536 @@
+"""Modules of every kind through the engine under the tightest budget, against plain PyTorch.
+
+Each case is a model and how its loss comes about. The first loss and its gradients must equal plain PyTorch's bit by
+bit; three steps must follow ``torch.optim.AdamW``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import (
+    ACTIVATION_BYTES,
+    Forward,
+    assert_equal,
+    everything_on_device,
+    one_torch_thread,
+    run,
+    working_bytes,
+)
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import offload
+
+WIDTH = 32
+UNIT_BYTES = 4608  # one Linear(32, 32) of fp32 is a unit
+STEPS = 3
+EPS = 1e-3  # large: a gradient that is zero but for rounding (a bias before a norm) must not become a step
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+def inputs(number: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (4, WIDTH)), generator=torch.Generator().manual_seed(number))
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+class Stack(nn.Module):
+    """Body of most cases: enough blocks that not all fit the working region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(linear() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return x
+
+
+@dataclasses.dataclass
+class Case:
+    """A model, and its scalar loss for micro-batch number n given what calls the model."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[Forward, int], torch.Tensor] = lambda forward, number: forward(inputs(number)).pow(2).mean()
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(**options: Any) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Register a model class called with and returning a tensor."""
+
+    def register(cls: type[nn.Module]) -> type[nn.Module]:
+        CASES[cls.__name__] = Case(cls, **options)
+        return cls
+
+    return register
+
+
+# --- parameters used outside their module's forward ------------------------------------------------------------------
+
+
+@case()
+class FunctionalUse(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(F.linear(x, block.weight, block.bias)) + x
+        return x
+
+
+@case()
+class MatrixProductOfTwoUnits(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in itertools.pairwise(self.blocks):
+            x = torch.tanh(x @ (first.weight @ second.weight.T) + second.bias)
+        return x
+
+
+@case()
+class RootParameters(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.matrix = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale) @ self.matrix + self.scale.sum()
+
+
+@case()
+class Closure(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.blocks[1].weight
+        self.mix = lambda x: torch.addmm(self.blocks[2].bias, x, weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(super().forward(self.mix(x)))
+
+
+@case()
+class UseOfAnotherModulesParameter(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x @ self.blocks[0].weight.t() + self.blocks[5].weight.mean()
+
+
+@case()
+class ViewsKeptAcrossOtherModules(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.blocks[0].weight.t().chunk(2, dim=0)
+        x = super().forward(x)
+        return x[:, : WIDTH // 2] @ kept[0] + x[:, WIDTH // 2 :] @ kept[1]
+
+
+@case()
+class StackedParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 8) for _ in range(4))
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(WIDTH)), "b": nn.Parameter(torch.randn(WIDTH))})
+        self.body = Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x + self.named["a"])
+        x = torch.einsum("bi,kij->bj", x, torch.stack([self.rows[0], self.rows[1]]))
+        return x @ torch.cat(list(self.rows[2:]), dim=1)[:, :WIDTH] * self.named["b"]
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grads[0] @ weight.t(), x.t() @ grads[0]
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(x, self.weight)
+
+
+@case()
+class CustomFunction(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.custom = Custom()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.custom(super().forward(self.custom(x)))
+
+
+@case()
+class CustomFunctionOfAnotherModulesParameter(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(super().forward(x), self.blocks[0].weight)
+
+
+# --- gradient checkpointing -----------------------------------------------------------------------------------------
+
+
+def _checkpointed(reentrant: bool, kind: str) -> type[nn.Module]:
+    class Checkpointed(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_()
+            run_segment = functools.partial(checkpoint, use_reentrant=reentrant)
+            if kind == "blocks":
+                for block in self.blocks:
+                    x = torch.tanh(run_segment(block, x)) + x
+            elif kind == "all":
+                x = run_segment(super().forward, x)
+            elif kind == "functional":
+                for first, second in itertools.pairwise(self.blocks):
+                    x = run_segment(lambda x, a, b: torch.tanh(a(x) @ b.weight * b.bias), x, first, second)
+            elif kind == "parameters only":
+                for block in self.blocks:
+                    x = run_segment(lambda x, b: torch.tanh(F.linear(x, b.weight, b.bias)), x, block)
+            else:
+                assert kind == "nested"
+
+                def inner(x: torch.Tensor) -> torch.Tensor:
+                    x = self.blocks[0](x).tanh()
+                    return run_segment(lambda x: self.blocks[2](self.blocks[1](x).tanh()), x) * self.blocks[3].bias
+
+                x = run_segment(inner, run_segment(inner, x))
+            return x
+
+    return Checkpointed
+
+
+for _kind in ("blocks", "all", "functional", "parameters only", "nested"):
+    CASES[f"checkpoint {_kind}"] = Case(_checkpointed(False, _kind))
+    CASES[f"reentrant checkpoint {_kind}"] = Case(_checkpointed(True, _kind))
+
+
+# --- several uses, no use, tied ---------------------------------------------------------------------------------------
+
+
+@case()
+class UsedSeveralTimes(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.blocks[0](torch.tanh(self.blocks[1](x)))
+        return super().forward(x)
+
+
+@case()
+class Recursive(Stack):
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = super().forward(x)
+        return self(x, depth - 1) if depth else x
+
+
+@case()
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, WIDTH)
+        self.body = Stack()
+        self.head = nn.Linear(WIDTH, 40, bias=False)
+        self.head.weight = self.words.weight
+        self.again = nn.Linear(WIDTH, 40)
+        self.again.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(self.words((x[:, :3].abs() * 7).long()).mean(1))
+        return self.head(x) + self.again(x.tanh())
+
+
+@case()
+class SharedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = linear()
+        self.blocks = nn.ModuleList([shared, linear(), shared, linear(), linear(), shared])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return x
+
+
+@case(loss=lambda forward, number: forward(inputs(number), use=[1, 3] if number == 1 else [0, 1, 2, 4]).pow(2).mean())
+class SomeWithoutGradient(Stack):
+    """Which parameters get a gradient differs by step; block 5 never gets one."""
+
+    def forward(self, x: torch.Tensor, use: list[int]) -> torch.Tensor:
+        for index in use:
+            x = torch.tanh(self.blocks[index](x)) + x
+        return x
+
+
+@case()
+class GradientWithoutFlow(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        return super().forward(x.detach()) + self.blocks[3](x).detach()
+
+
+@case()
+class SparseEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(64, WIDTH)
+        self.body = Stack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = (x[:, :3].abs() * 7).long()
+        return self.body(self.words(ids).mean(1) + self.bag(ids))
+
+
+# --- inputs and outputs -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: list[torch.Tensor | None]
+    extra: dict[str, Any]
+
+
+class Nested(Stack):
+    def forward(self, batch: dict[str, Any], scale: tuple[Any, ...] = (), *, result: Result | None = None) -> Result:
+        x = batch["x"]["deep"][0] * (scale[0] if scale else 1.0)
+        hidden = []
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            hidden.append(x)
+        if result is not None:
+            hidden += result.hidden
+        return Result([None, *hidden], {"last": (x, None), "name": "nested"})
+
+
+def _nested_loss(forward: Forward, number: int) -> torch.Tensor:
+    first = forward({"x": {"deep": [inputs(number), None]}}, (2.0, "word"))
+    second = forward({"x": {"deep": (first.extra["last"][0],)}}, result=first)
+    return sum(h.pow(2).mean() for h in second.hidden if h is not None)  # type: ignore[return-value]
+
+
+CASES["nested inputs and outputs"] = Case(Nested, _nested_loss)
+
+
+# --- stock modules ----------------------------------------------------------------------------------------------------
+
+
+def _sequence(module: Callable[[], nn.Module], call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Case:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before = Stack()
+            self.module = module()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return call(self.module, self.before(x))
+
+    return Case(Sequence, lambda forward, number: forward(inputs(number, 3, 5, WIDTH)).pow(2).mean())
+
+
+CASES["LSTM"] = _sequence(lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True), lambda m, x: m(x)[0])
+CASES["GRU"] = _sequence(lambda: nn.GRU(WIDTH, WIDTH, dropout=0.3, num_layers=2), lambda m, x: m(x)[0])
+CASES["LSTMCell"] = _sequence(lambda: nn.LSTMCell(WIDTH, WIDTH), lambda m, x: m(x[1], m(x[0]))[1])
+CASES["MultiheadAttention"] = _sequence(
+    lambda: nn.MultiheadAttention(WIDTH, 4, dropout=0.1), lambda m, x: m(x, x, x)[0]
+)
+CASES["TransformerEncoder"] = _sequence(
+    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH), 2, enable_nested_tensor=False),
+    lambda m, x: m(x),
+)
+CASES["Transformer"] = _sequence(
+    lambda: nn.Transformer(WIDTH, 4, 1, 1, 2 * WIDTH, batch_first=True), lambda m, x: m(x, x[:, :2])
+)
+CASES["Bilinear"] = _sequence(lambda: nn.Bilinear(WIDTH, WIDTH, 4), lambda m, x: m(x, x.flip(0)))
+CASES["Conv1d and BatchNorm"] = _sequence(
+    lambda: nn.Sequential(nn.Conv1d(5, 8, 3), nn.BatchNorm1d(8), nn.PReLU(), nn.ConvTranspose1d(8, 2, 3)),
+    lambda m, x: m(x),
+)
+CASES["GroupNorm and LayerNorm"] = _sequence(
+    lambda: nn.Sequential(nn.GroupNorm(1, 5), nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)), lambda m, x: m(x)
+)
+CASES["ModuleDict"] = _sequence(
+    lambda: nn.ModuleDict({"even": linear(), "odd": Stack()}), lambda m, x: m["odd"](m["even"](x[::2]))
+)
+CASES["weight_norm"] = _sequence(lambda: parametrizations.weight_norm(linear()), lambda m, x: m(x))
+CASES["spectral_norm"] = _sequence(lambda: parametrizations.spectral_norm(linear()), lambda m, x: m(x))
+CASES["orthogonal"] = _sequence(lambda: parametrizations.orthogonal(linear()), lambda m, x: m(x))
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).T
+
+
+def _symmetric() -> nn.Module:
+    module = linear()
+    parametrize.register_parametrization(module, "weight", Symmetric())
+    return module
+
+
+CASES["own parametrization"] = _sequence(_symmetric, lambda m, x: m(x))
+CASES["old weight_norm"] = _sequence(lambda: torch.nn.utils.weight_norm(linear()), lambda m, x: m(x))
+CASES["Dropout"] = _sequence(lambda: nn.Sequential(nn.Dropout(0.3), linear(), nn.AlphaDropout(0.2)), lambda m, x: m(x))
+CASES["frozen parts"] = _sequence(lambda: linear().requires_grad_(False), lambda m, x: m(x))
+CASES["lazy after a dry run"] = _sequence(
+    lambda: (lambda m: (m(torch.zeros(1, WIDTH)), m)[1])(nn.LazyLinear(WIDTH)), lambda m, x: m(x)
+)
+
+
+class RootWeightNorm(nn.Linear):
+    """The outermost module is the one with the old weight norm: its hook runs before any forward."""
+
+
+CASES["old weight_norm at the root"] = Case(lambda: torch.nn.utils.weight_norm(RootWeightNorm(WIDTH, WIDTH)))
+
+
+class NotContiguous(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() / 8)
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scalar + self.empty.sum()
+
+
+CASES["odd shapes and strides"] = Case(NotContiguous)
+
+
+def _penalty(forward: Forward, number: int) -> torch.Tensor:
+    x = inputs(number).requires_grad_()
+    y = forward(x)
+    (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.pow(2).mean() + slope.pow(2).mean()
+
+
+CASES["gradient penalty"] = Case(Stack, _penalty)
+CASES["two forwards, one loss"] = Case(Stack, lambda f, n: (f(inputs(n)) * f(inputs(n + 50))).mean())
+CASES["forward under no_grad in between"] = Case(
+    Stack, lambda f, n: (lambda y, z: (y - z).pow(2).mean())(f(inputs(n)), torch.no_grad()(f)(inputs(n + 50)))
+)
+
+
+def _on_modules(forward: Forward, number: int) -> torch.Tensor:
+    """Submodules called directly, not through the outermost one."""
+    model = forward.module if isinstance(forward, offload.Engine) else forward
+    return model.blocks[1](model(inputs(number))).pow(2).mean()
+
+
+CASES["submodule called from outside"] = Case(Stack, _on_modules)
+
+
+class UserHooks(Stack):
+    """Hooks of the user on modules and parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight.register_hook(lambda g: g * 2)
+        self.blocks[2].register_forward_pre_hook(lambda m, a: (a[0] * m.weight.mean(),))
+        self.blocks[3].register_forward_hook(lambda m, a, o: o + m.bias)
+        self.blocks[4].register_full_backward_hook(lambda m, gi, go: tuple(g * 0.5 for g in gi))
+
+
+CASES["user hooks"] = Case(UserHooks)
+
+# --- the test ---------------------------------------------------------------------------------------------------------
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return CASES[name].build().train()
+
+
+def tight(model: nn.Module, path: Path, units: int = 3) -> dict[str, Any]:
+    return {
+        "max_memory": {
+            "device": ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES, units=units),
+            "cpu": "16MiB",
+            "nvme": "64MiB",
+        },
+        "activation_memory": ACTIVATION_BYTES,
+        "unit_bytes": UNIT_BYTES,
+        "nvme_path": path,
+        "offload_param": "nvme",
+        "offload_optimizer": "nvme",
+    }
+
+
+UNITS_AT_ONCE = {"gradient penalty": 6}  # what create_graph keeps outside a forward stays on the device
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_module(name: str, tmp_path: Path) -> None:
+    loss_of = CASES[name].loss
+    plain = build(name)
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-3, eps=EPS)
+    truth, gradients = [], {}
+    for number in range(STEPS):
+        torch.manual_seed(1000 + number)
+        loss = loss_of(plain, number)
+        loss.backward()
+        truth.append(loss.detach())
+        for key, parameter in plain.named_parameters():
+            if number == 0 and parameter.grad is not None:
+                gradient = parameter.grad
+                gradients[key] = gradient.to_dense() if gradient.is_sparse else gradient.clone()
+        for parameter in plain.parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()  # AdamW takes no sparse ones
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # With beta1 = 0 exp_avg is the gradient.
+    model = build(name)
+    options = tight(model, tmp_path, UNITS_AT_ONCE.get(name, 3))
+    first = run(model, [0], loss_of=loss_of, optimizer=offload.AdamW(lr=1e-3, betas=(0.0, 0.9)), **options)
+    assert torch.equal(first.losses[0], truth[0])
+    names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
+    ours = {names[position]: state["exp_avg"] for position, state in first.states.items()}
+    assert ours.keys() == gradients.keys()
+    for key, gradient in ours.items():
+        assert torch.equal(gradient, gradients[key]), f"gradient of {key}"
+
+    outcome = run(build(name), range(STEPS), loss_of=loss_of, optimizer=offload.AdamW(lr=1e-3, eps=EPS), **options)
+    for mine, theirs in zip(outcome.losses, truth, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-5)
+    for key, value in plain.state_dict().items():
+        assert torch.allclose(outcome.parameters[key], value, rtol=1e-5, atol=1e-5), key
+    steps = {position: float(state["step"]) for position, state in outcome.states.items()}
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    assert steps == {i: float(optimizer.state[p]["step"]) for i, p in enumerate(trained) if p in optimizer.state}
+
+    device = run(
+        build(name), range(STEPS), loss_of=loss_of, optimizer=offload.AdamW(lr=1e-3, eps=EPS), **everything_on_device()
+    )
+    assert_equal(outcome, device)
+    units = outcome.plan.request.units
+    if outcome.plan.working_bytes < sum(unit.param_bytes for unit in units):
+        assert outcome.stats.misses + outcome.stats.stalls > 0
