@@ -1,4 +1,4 @@
-"""Command line: ``offload finetune ...``, also as ``python -m offload``.
+"""Command line: ``offload finetune``, ``offload bench nvme``, ``offload doctor``; also as ``python -m offload``.
 
 Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. Next:
 :mod:`offload.finetune`.
@@ -57,7 +57,46 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="show the version and leave")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     _add_finetune(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
     return parser
+
+
+def _add_bench(commands: argparse._SubParsersAction[Any]) -> None:
+    bench = commands.add_parser("bench", allow_abbrev=False, help="measure this machine")
+    benches = bench.add_subparsers(dest="bench", metavar="WHAT", parser_class=_Parser, required=True)
+    nvme = benches.add_parser(
+        "nvme",
+        allow_abbrev=False,
+        help="what does this drive give?",
+        description="Measure drives through the engines of the NVMe tier, beside fio (if installed) and common ways to "
+        "keep tensors in files; suggest settings. Uses files without names: nothing is left behind, however it ends.",
+    )
+    nvme.add_argument(
+        "paths", type=Path, nargs="*", default=[Path(".")], metavar="PATH", help="folder on a drive (default: this one)"
+    )
+    nvme.add_argument(
+        "--size", metavar="SIZE", help="most space to fill (default: 1GiB, at most 10 %% of what is free)"
+    )
+    nvme.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of everything (default: 5)")
+    nvme.add_argument("--full", action="store_true", help="the wide sweep of settings (minutes, and many writes)")
+    nvme.add_argument("--smoke", action="store_true", help="small and short: shows that it runs, measures nothing")
+    nvme.add_argument("--output", type=Path, metavar="DIR", help="folder for nvme.json and nvme.png")
+    nvme.add_argument("--bytes-per-step", metavar="SIZE", help="written by a training step (see the plan): shows wear")
+    nvme.add_argument("--endurance", metavar="SIZE", help="bytes that the drive is rated for, such as 600TB")
+
+
+def _add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="is this machine ready?",
+        description="Look at what the runtime needs from this machine; name every problem with its remedy. "
+        "Exit code 0: no problem, 1: problems.",
+    )
+    doctor.add_argument("paths", type=Path, nargs="*", metavar="PATH", help="folders that shall hold swap files")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of text")
+    doctor.add_argument("--strict", action="store_true", help="exit code 1 for warnings too")
 
 
 def _add_finetune(commands: argparse._SubParsersAction[Any]) -> None:
@@ -178,6 +217,82 @@ def finetune_settings(arguments: argparse.Namespace) -> Settings:
     )
 
 
+def run_nvme_bench(arguments: argparse.Namespace) -> None:
+    """Run ``offload bench nvme``: progress to stderr, tables to stdout.
+
+    Raises:
+        OffloadError: an option is wrong, or the results cannot be written.
+        SwapError: a drive is too full, cannot be used, or fails.
+    """
+    from offload.nvme_bench import Options, run_bench
+    from offload.nvme_report import report_text, write_report
+
+    options = Options(
+        paths=tuple(arguments.paths),
+        size_bytes=_bytes_of(arguments.size, "--size"),
+        rounds=arguments.rounds,
+        full=arguments.full,
+        smoke=arguments.smoke,
+        bytes_per_step=_bytes_of(arguments.bytes_per_step, "--bytes-per-step"),
+        endurance_bytes=_bytes_of(arguments.endurance, "--endurance"),
+    )
+    progress = _Progress()
+    try:
+        report = run_bench(options, progress.show)
+    finally:
+        progress.end()
+    print(report_text(report))
+    if arguments.output is not None:
+        try:
+            written = write_report(report, arguments.output)
+        except OSError as error:
+            raise ConfigError(f"--output {arguments.output}: cannot be written to: {error}") from error
+        print("wrote " + ", ".join(map(str, written)))
+
+
+def _bytes_of(text: str | None, subject: str) -> int | None:
+    from offload.config import Share, parse_bytes
+
+    if text is None:
+        return None
+    size = parse_bytes(text, subject=subject)
+    if isinstance(size, Share):
+        raise ConfigError(f"{subject}: expected bytes such as 8GiB but got {text!r}")
+    return size
+
+
+class _Progress:
+    """What goes on, on stderr: one line that changes on a terminal, a line for each case elsewhere."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._case = ""
+
+    def show(self, what: str, done: int, expected: int) -> None:
+        """Show what is measured next; the part up to the first colon is the case."""
+        share = f"{done / expected:4.0%}"
+        case = what.split(":")[0]
+        if self._terminal:
+            print(f"\r\x1b[K{share} {what[:100]}", end="", file=sys.stderr, flush=True)
+        elif case and case != self._case:
+            print(f"{share} {case}", file=sys.stderr, flush=True)
+        self._case = case or self._case
+
+    def end(self) -> None:
+        """Clear the line."""
+        if self._terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Run ``offload doctor``; returns the exit code."""
+    from offload.doctor import diagnose, exit_code, findings_json, findings_text, gather
+
+    findings = diagnose(gather(arguments.paths))
+    print(json.dumps(findings_json(findings), indent=1) if arguments.json else findings_text(findings))
+    return exit_code(findings, strict=arguments.strict)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0, 1 after an error, 2 for a wrong call, 130 after Ctrl-C."""
     parser = build_parser()
@@ -190,12 +305,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command is None:
         parser.print_help()
         return EXIT_USAGE
+    if parsed.command == "doctor":
+        return run_doctor(parsed)
     from swap.errors import SwapError
 
     try:
-        from offload.finetune import run
+        if parsed.command == "bench":
+            run_nvme_bench(parsed)
+        else:
+            from offload.finetune import run
 
-        run(finetune_settings(parsed))
+            run(finetune_settings(parsed))
     except KeyboardInterrupt:
         print("\noffload: interrupted; nothing is left on the drive", file=sys.stderr)
         return EXIT_INTERRUPTED
