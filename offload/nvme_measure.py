@@ -134,7 +134,7 @@ def size_text(size_bytes: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TestFile:
+class ScratchFile:
     """An open file without a name.
 
     Attributes:
@@ -157,7 +157,7 @@ class TestFile:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
 
-def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> TestFile:
+def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> ScratchFile:
     """Create a file without a name in `directory` and reserve its space.
 
     It is gone when the descriptor is closed, however the process ends.
@@ -204,7 +204,7 @@ def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> T
         os.close(fd)
         raise
     alignment = max(ALIGNMENT_BYTES, facts.memory_alignment, facts.offset_alignment)
-    return TestFile(fd, directory, direct and not facts.in_memory, alignment, size_bytes)
+    return ScratchFile(fd, directory, direct and not facts.in_memory, alignment, size_bytes)
 
 
 class Workspace:

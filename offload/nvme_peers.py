@@ -27,7 +27,7 @@ from offload.nvme_measure import (
     Pattern,
     Sample,
     Settings,
-    TestFile,
+    ScratchFile,
     Workload,
     Workspace,
     open_unlinked,
@@ -81,7 +81,9 @@ class Fio:
         return read_fio(done.stdout)
 
 
-def fio_command(settings: Settings, workload: Workload, files: Sequence[TestFile], *, fixed_buffers: bool) -> list[str]:
+def fio_command(
+    settings: Settings, workload: Workload, files: Sequence[ScratchFile], *, fixed_buffers: bool
+) -> list[str]:
     """Return the command line that makes fio do what our engine does."""
     block = min(settings.block_bytes, workload.object_bytes)
     depth = settings.queue_depth

@@ -1,0 +1,247 @@
+"""Findings from made-up machines, and a run on this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload import machine
+from offload.doctor import (
+    Facts,
+    Finding,
+    GpuFacts,
+    Level,
+    PathFacts,
+    diagnose,
+    exit_code,
+    findings_json,
+    findings_text,
+    gather,
+)
+
+GIB = 1 << 30
+GOOD = Facts(
+    kernel="6.1.0-18-amd64",
+    python="3.11.7",
+    torch="2.6.0+cu124",
+    torch_cuda="12.4",
+    transformers="4.56.0",
+    lockable_bytes=None,
+    open_files=1024,
+    huge_pages="madvise",
+    isas=("avx2", "scalar"),
+    cores=8,
+    memory_bytes=64 * GIB,
+    available_bytes=60 * GIB,
+    gpus=(GpuFacts(name="RTX 4090", memory_bytes=24 * GIB, capability=(8, 9)),),
+    gpu_present=True,
+    gpu_driver="550.54",
+    paths=(PathFacts(path="/nvme", alignment_bytes=512, mount=machine.Mount("ext4", "259:1", False, "nvme0n1"),
+                     free_bytes=500 * GIB),),
+)  # fmt: skip
+
+
+def bad(facts: Facts) -> list[Finding]:
+    return [finding for finding in diagnose(facts) if finding.level is not Level.OK]
+
+
+def test_a_good_machine_has_no_findings() -> None:
+    findings = diagnose(GOOD)
+    assert bad(GOOD) == []
+    assert exit_code(findings, strict=True) == 0
+    assert findings_text(findings).endswith("everything is fine")
+
+
+@pytest.mark.parametrize(
+    ("change", "subject", "level", "words"),
+    [
+        ({"system": "Darwin"}, "kernel", Level.PROBLEM, "use Linux"),
+        ({"kernel": "4.18.0-513.el8"}, "kernel", Level.WARNING, "5.10"),
+        ({"python": "3.9.2"}, "python", Level.PROBLEM, "3.10"),
+        ({"torch": None}, "torch", Level.PROBLEM, "pip install torch"),
+        ({"torch": "2.5.1"}, "torch", Level.PROBLEM, "torch>=2.6"),
+        ({"torch_error": "ImportError: libcudnn"}, "torch", Level.PROBLEM, "libcudnn"),
+        ({"extension_errors": {"swap._aio": "no module"}}, "extensions", Level.PROBLEM, "pip install ."),
+        ({"gpus": ()}, "gpu", Level.PROBLEM, "nvidia-smi"),
+        ({"gpus": (), "torch_cuda": None}, "gpu", Level.PROBLEM, "built with CUDA"),
+        (
+            {"gpus": (GpuFacts(name="T4", memory_bytes=16 * GIB, capability=(7, 5)),)},
+            "gpu",
+            Level.WARNING,
+            "float16",
+        ),
+        ({"available_bytes": 2 * GIB}, "memory", Level.WARNING, "close other programs"),
+        ({"container_bytes": 16 * GIB}, "memory", Level.WARNING, '"12GiB"'),  # 80 % of 16, in whole GiB
+        ({"container_bytes": GIB}, "memory", Level.WARNING, "less than 4 GiB"),
+        ({"memory_bytes": None}, "memory", Level.WARNING, "max_memory"),
+        ({"isas": ("scalar",)}, "processor", Level.WARNING, "AVX2"),
+        ({"numa_nodes": 2}, "numa", Level.WARNING, "numactl"),
+        ({"huge_pages": "never"}, "huge pages", Level.WARNING, "madvise"),
+        ({"lockable_bytes": 8 << 20}, "locked memory", Level.WARNING, "ulimit -l"),
+        ({"open_files": 64}, "open files", Level.WARNING, "ulimit -n"),
+        ({"uring_refusal": "EPERM"}, "io_uring", Level.WARNING, "seccomp"),
+    ],
+)
+def test_each_fault_is_named_with_a_remedy(change: dict[str, object], subject: str, level: Level, words: str) -> None:
+    found = bad(dataclasses.replace(GOOD, **change))  # type: ignore[arg-type]
+    assert [(finding.subject, finding.level) for finding in found] == [(subject, level)]
+    assert words in found[0].text + found[0].remedy
+    assert exit_code(found) == (level is Level.PROBLEM)
+    assert exit_code(found, strict=True) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "level", "words"),
+    [
+        (PathFacts(path="/x", error="there is no such folder"), Level.PROBLEM, "no such folder"),
+        (PathFacts(path="/x", mount=machine.Mount("tmpfs", "0:27", False)), Level.PROBLEM, "host memory"),
+        (PathFacts(path="/x", mount=machine.Mount("nfs4", "0:40", False)), Level.WARNING, "network"),
+        (PathFacts(path="/x", direct=False), Level.WARNING, "page cache"),
+        (PathFacts(path="/x", mount=machine.Mount("ext4", "8:1", False, "sda", None, True)), Level.WARNING, "spinning"),
+        (PathFacts(path="/x", free_bytes=GIB), Level.WARNING, "free space"),
+    ],
+)
+def test_each_fault_of_a_path_is_named(path: PathFacts, level: Level, words: str) -> None:
+    found = bad(dataclasses.replace(GOOD, paths=(path,)))
+    assert [(finding.subject, finding.level) for finding in found] == [("path /x", level)]
+    assert words in found[0].text + found[0].remedy
+
+
+def test_virtual_drives_that_claim_to_spin_are_believed_not_to() -> None:
+    path = PathFacts(path="/x", mount=machine.Mount("ext4", "254:0", False, "vda", None, True), free_bytes=99 * GIB)
+    assert bad(dataclasses.replace(GOOD, paths=(path,))) == []
+
+
+def test_nothing_known_is_survived() -> None:
+    """All defaults: what a machine looks like where every collector failed."""
+    found = bad(Facts(paths=(PathFacts(path="/x"),)))
+    assert all(finding.remedy for finding in found)
+    assert findings_json(found)["problems"] >= 1
+
+
+@given(
+    version=st.text(max_size=12),
+    system=st.text(max_size=8),
+    memory=st.none() | st.integers(0, 1 << 50),
+    container=st.none() | st.integers(0, 1 << 50),
+    isas=st.lists(st.sampled_from(["avx512", "avx2", "scalar"]), unique=True),
+    nodes=st.integers(-1, 16),
+)
+def test_odd_machines_get_findings_not_exceptions(
+    version: str, system: str, memory: int | None, container: int | None, isas: list[str], nodes: int
+) -> None:
+    facts = Facts(
+        system=system,
+        kernel=version,
+        python=version,
+        torch=version,
+        memory_bytes=memory,
+        available_bytes=memory,
+        container_bytes=container,
+        isas=tuple(isas),
+        numa_nodes=nodes,
+        gpu_present=True,
+    )
+    findings = diagnose(facts)
+    assert findings_text(findings)
+    json.dumps(findings_json(findings))
+
+
+def test_a_collector_that_fails_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> dict[str, object]:
+        raise OSError("odd machine")
+
+    monkeypatch.setattr("offload.doctor._system_facts", fail)
+    monkeypatch.setattr("offload.doctor._torch_facts", fail)
+    facts = gather()
+    assert facts.kernel == "" and facts.torch is None
+    assert facts.memory_bytes is not None and facts.isas
+
+
+# ---- facts ----
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "1000"}, 1000),  # a parent's limit counts
+        ("0::/a/b\n", {"a/b/memory.max": "500", "a/memory.max": "1000"}, 500),
+        ("0::/a\n", {"a/memory.max": "max"}, None),
+        ("4:memory:/docker/x\n", {"memory/docker/x/memory.limit_in_bytes": "2048"}, 2048),
+        ("4:memory:/x\n", {"memory/x/memory.limit_in_bytes": "9223372036854771712"}, None),  # "no limit" in version 1
+        ("4:memory:/gone\n", {"memory/memory.limit_in_bytes": "4096"}, 4096),  # inside the container: the root's
+        ("7:cpu:/x\n", {"memory.max": "1"}, None),
+        ("", {}, None),
+        ("nonsense", {}, None),
+    ],
+)
+def test_container_limit(tmp_path: Path, own: str, files: dict[str, str], limit: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert machine.cgroup_memory_limit(tmp_path, own) == limit
+
+
+def test_mount_of_takes_the_deepest_and_the_last(tmp_path: Path) -> None:
+    block = tmp_path / "block" / "259:1"
+    (block / "queue").mkdir(parents=True)
+    (block / "device").mkdir()
+    (block / "queue" / "rotational").write_text("0\n")
+    (block / "device" / "model").write_text("Fast Drive \n")
+    inside = tmp_path / "data with space"
+    inside.mkdir()
+    escaped = str(inside).replace(" ", "\\040")
+    table = (
+        "1 0 254:0 / / rw - ext4 /dev/root rw\n"
+        f"2 1 0:27 / {escaped} rw - tmpfs tmpfs rw\n"
+        f"3 1 259:1 / {escaped} ro,relatime shared:1 - xfs /dev/nvme0n1 rw\n"
+        "garbage\n"
+    )
+    mount = machine.mount_of(inside, table, tmp_path / "block")
+    assert mount == machine.Mount("xfs", "259:1", True, "259:1", "Fast Drive", False)
+    outside = machine.mount_of(tmp_path, table, tmp_path / "block")
+    assert outside is not None and outside.file_system == "ext4" and outside.drive is None
+    assert machine.mount_of(tmp_path / "missing", table) is None
+    assert machine.mount_of(inside, "") is None
+
+
+def test_numa_nodes(tmp_path: Path) -> None:
+    for name in ("node0", "node1", "nodes", "node_x"):
+        (tmp_path / name).mkdir()
+    assert machine.numa_nodes(tmp_path) == 2
+    assert machine.numa_nodes(tmp_path / "missing") == 1
+
+
+def test_paths_that_cannot_be_used_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    facts = gather([tmp_path / "missing", file, Path("/proc")])
+    assert [path.error is not None for path in facts.paths] == [True, True, True]
+    assert facts.paths[0].error == "there is no such folder"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# ---- the command ----
+
+
+def test_command_on_this_machine(tmp_path: Path) -> None:
+    before = time.monotonic()
+    command = [sys.executable, "-m", "offload", "doctor", "--json", str(tmp_path), str(tmp_path / "missing")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - before
+    report = json.loads(done.stdout)
+    assert done.returncode == 1, done.stderr
+    levels = {finding["subject"]: finding["level"] for finding in report["findings"]}
+    assert levels[f"path {tmp_path / 'missing'}"] == "problem"
+    assert {"kernel", "torch", "memory", "io_uring", "huge pages"} <= levels.keys()
+    assert all(bool(f["remedy"]) == (f["level"] != "ok") for f in report["findings"])
+    assert seconds < 60  # a few seconds where nothing else runs
+    assert list(tmp_path.iterdir()) == []
