@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -309,6 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_doctor(parsed)
     from swap.errors import SwapError
 
+    # Transfers and the optimizer work beside torch's threads, whose spinning would take the cores from them. Read when
+    # torch is first imported, which is below.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         if parsed.command == "bench":
             run_nvme_bench(parsed)

@@ -11,6 +11,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Threads of torch that wait spin by default, which on a machine that does something else as well costs the tests a
+# multiple of their time. Read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 NIGHTLY_EXAMPLES = 10_000
 
 _COMMON = {
