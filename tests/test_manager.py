@@ -497,6 +497,9 @@ def test_a_failed_read_is_raised_where_it_is_needed_and_tried_again() -> None:
         store.fail = lambda kind, key, count: None
         manager.acquire(1)
         assert state(manager, 1) is State.RESIDENT
+        manager.reset()
+        manager.check()
+        assert state(manager, 1) is State.RESIDENT
 
 
 def test_reset_does_not_make_a_half_written_unit_whole() -> None:
@@ -518,6 +521,9 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
                 assert not manager.is_resident(0)
                 with pytest.raises(StateError):
                     manager.acquire(0)
+                for roles in (PARAM, ALL_STATES):
+                    with pytest.raises(StateError, match="lost"):
+                        stream(manager, units, lambda chunk: None, reads=roles)
                 manager.reset()
                 manager.check()
 
@@ -682,6 +688,8 @@ def test_gradients_of_other_dtypes_are_summed_in_fp32_over_micro_batches() -> No
         for number, value in enumerate(values):
             gradient(manager, 0, value, final=number == 2)
         assert manager.gradient_sums(0) == [(258.0**2 * CHUNK, 0)]
+        gradient(manager, 0, 2.0, final=False)  # what was measured before does not count any more
+        assert manager.gradient_sums(0) == [(260.0**2 * CHUNK, 0)]
 
 
 def test_a_gradient_that_is_not_finite_is_counted() -> None:
@@ -700,6 +708,29 @@ def test_memory_stays_mapped_for_tensors_that_outlive_the_manager() -> None:
     del manager
     gc.collect()
     assert words(tensor.numpy().tobytes()) == {word(0, Role.PARAM, 1)}
+
+
+def test_memory_stays_mapped_for_tensors_of_a_failed_step() -> None:
+    units = units_of(1)
+    with managing(units, [Homes(H, H, H)], working_bytes=8 << 10) as (manager, _):
+        tensor = view_at(manager.resident_storage(0), torch.uint16, 0, (CHUNK,))
+
+        def stop(chunk: Chunk) -> None:
+            raise Stop
+
+        with pytest.raises(Stop):
+            stream(manager, units, stop, reads=ROLES, writes=ROLES)
+        manager.close()
+    del manager
+    gc.collect()
+    assert words(tensor.numpy().tobytes()) == {word(0, Role.PARAM, 1)}
+
+
+def test_gradients_need_not_be_contiguous() -> None:
+    unit = make_unit(0, [6])
+    with managing([unit], [Homes(H, H, H)]) as (manager, _):
+        manager.add_gradient(0, 0, torch.arange(12, dtype=torch.bfloat16)[::2], final=True)
+        assert manager.gradient_sums(0) == [(float(sum((2 * i) ** 2 for i in range(6))), 0)]
 
 
 def test_the_dump_names_what_is_not_at_home() -> None:
