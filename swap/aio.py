@@ -44,7 +44,11 @@ _REMEDIES = {
 
 
 class Priority(Enum):
-    """Order in which waiting operations go to the device: every urgent one before any normal one."""
+    """Order in which waiting operations go to the device: every urgent one before any normal one.
+
+    While urgent operations keep coming, the device is also given fewer normal requests at a time, so that an urgent
+    one does not wait behind a full queue. Use it for what computation waits for, not for everything.
+    """
 
     NORMAL = "normal"
     URGENT = "urgent"

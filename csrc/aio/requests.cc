@@ -48,6 +48,7 @@ Next take_result(Request& request, std::int64_t result, TransferCounters& counte
 
 void RequestQueue::push(OperationPtr operation) {
     operation->queued = true;
+    if (operation->urgent) courtesy_until_s_ = monotonic_s() + kCourtesyS;
     Line& line = lines_[operation->urgent ? 1 : 0][static_cast<int>(operation->kind)];
     line.push_back(std::move(operation));
 }
@@ -66,7 +67,16 @@ void RequestQueue::leave(Line& line, const OperationPtr& operation) {
     line.pop_front();
 }
 
+bool RequestQueue::hold_back(const Operation& operation) {
+    if (operation.urgent || courtesy_until_s_ == 0 || normal_bytes_ < kCourtesyBlocks * block_bytes_)
+        return false;
+    if (monotonic_s() < courtesy_until_s_) return true;
+    courtesy_until_s_ = 0;
+    return false;
+}
+
 bool RequestQueue::pop(Request& request) {
+    held_back_ = false;
     while (Line* line = next_line()) {
         const OperationPtr operation = line->front();
         if (operation->error != 0) {  // a request of it failed: do not issue the rest
@@ -74,13 +84,19 @@ bool RequestQueue::pop(Request& request) {
             if (operation->requests_in_flight == 0) finish_(operation);
             continue;
         }
+        if (hold_back(*operation)) {
+            held_back_ = true;
+            return false;
+        }
         const std::size_t chunks = chunks_of(*operation);
         const std::size_t start = chunk_at(operation->chunks_issued, chunks) * block_bytes_;
         request.operation = operation;
         request.address = operation->address + start;
         request.offset = operation->offset + static_cast<std::int64_t>(start);
         request.length = std::min(block_bytes_, operation->length - start);
+        request.issued_bytes = request.length;
         request.retries = 0;
+        if (!operation->urgent) normal_bytes_ += request.length;
         last_kind_ = operation->kind;
         ++operation->requests_in_flight;
         if (++operation->chunks_issued == chunks) leave(*line, operation);
@@ -91,6 +107,7 @@ bool RequestQueue::pop(Request& request) {
 
 void RequestQueue::retire(const Request& request) {
     Operation& operation = *request.operation;
+    if (!operation.urgent) normal_bytes_ -= request.issued_bytes;
     if (--operation.requests_in_flight == 0 && !operation.queued) finish_(request.operation);
 }
 

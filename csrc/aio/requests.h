@@ -16,6 +16,7 @@ namespace swap_aio {
 /// One piece of an operation, at most block_bytes long: what the kernel is asked for at a time.
 struct Request {
     OperationPtr operation;
+    std::size_t issued_bytes = 0;  // its length when it was popped
     char* address = nullptr;
     std::size_t length = 0;
     std::int64_t offset = 0;
@@ -39,8 +40,12 @@ Next take_result(Request& request, std::int64_t result, TransferCounters& counte
 ///
 /// Urgent before normal; within a priority reads and writes alternate (a mixed pattern is faster than two
 /// bursts), and within a kind first come, first served.  The requests of one operation go out even chunks
-/// first, odd chunks after: neighbours that the block layer would merge cost bandwidth.  Not thread-safe: the
-/// caller serialises.
+/// first, odd chunks after: neighbours that the block layer would merge cost bandwidth.
+///
+/// A device serves what it holds in its own order, so an urgent request that meets a full queue waits for all
+/// of it.  While urgent operations keep coming (and for a moment after), pop() therefore leaves only a few
+/// blocks of normal requests with the device; without urgent ones the queue is as deep as the caller makes
+/// it. Not thread-safe: the caller serialises.
 class RequestQueue {
   public:
     using Finish = std::function<void(const OperationPtr&)>;
@@ -61,10 +66,19 @@ class RequestQueue {
 
     bool empty() const;
 
+    /// The last pop() refused although something waits: ask again after kCourtesyS, if nothing happens
+    /// before.
+    bool held_back() const { return held_back_; }
+
+    static constexpr double kCourtesyS = 0.05;  // since the last urgent operation came
+
   private:
     using Line = std::deque<OperationPtr>;
 
+    static constexpr std::size_t kCourtesyBlocks = 3;  // of normal requests with the device meanwhile
+
     Line* next_line();
+    bool hold_back(const Operation& operation);
     void leave(Line& line, const OperationPtr& operation);
     std::size_t chunks_of(const Operation& operation) const {
         return (operation.length + block_bytes_ - 1) / block_bytes_;
@@ -74,6 +88,9 @@ class RequestQueue {
     const Finish finish_;
     Line lines_[2][2];  // [urgent][kind]
     Kind last_kind_ = Kind::kWrite;
+    std::size_t normal_bytes_ = 0;  // of normal requests that were popped and not retired
+    double courtesy_until_s_ = 0;   // 0: no urgent operation came lately
+    bool held_back_ = false;
 };
 
 }  // namespace swap_aio

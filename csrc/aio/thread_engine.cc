@@ -90,13 +90,18 @@ class ThreadEngine final : public Engine {
         while (!stop_) {
             Request request;
             if (!queue_.pop(request)) {
-                wake_.wait(guard);
+                if (queue_.held_back()) {
+                    wake_.wait_for(guard, std::chrono::duration<double>(RequestQueue::kCourtesyS));
+                } else {
+                    wake_.wait(guard);
+                }
                 continue;
             }
             guard.unlock();
             transfer(request, guard);
             guard.lock();
             queue_.retire(request);
+            if (!queue_.empty()) wake_.notify_one();  // one that was held back may go now
         }
         if (--running_ == 0) ended_.notify_all();
     }

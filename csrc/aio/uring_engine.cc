@@ -44,8 +44,9 @@ namespace swap_aio {
 
 namespace {
 
-constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
-constexpr std::uint64_t kSilentTag = kWakeTag - 1;           // a completion that carries no news
+constexpr std::uint64_t kSilentTag =
+    ~std::uint64_t{0};  // carries no news; liburing's own timeouts use it too
+constexpr std::uint64_t kWakeTag = kSilentTag - 1;
 constexpr std::uint64_t kDelayBit = std::uint64_t{1} << 62;  // a timeout, not a transfer, of the slot
 constexpr unsigned kBufferSlots = 256;
 constexpr unsigned kFileSlots = 64;
@@ -251,8 +252,8 @@ class UringEngine final : public Engine {
                 wait_broken();
                 continue;
             }
-            const int result = io_uring_submit_and_wait(ring_, 1);
-            if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY) {
+            const int result = submit_and_wait();
+            if (result < 0 && result != -EINTR && result != -EAGAIN && result != -EBUSY && result != -ETIME) {
                 break_down(-result);
                 continue;
             }
@@ -289,6 +290,18 @@ class UringEngine final : public Engine {
         io_uring_prep_read(sqe, wake_.get(), &wake_value_, sizeof wake_value_, 0);
         sqe->user_data = kWakeTag;
         wake_armed_ = true;
+    }
+
+    int submit_and_wait() {
+#ifdef OFFLOAD_LIBURING_HAS_SPARSE
+        if (queue_.held_back()) {
+            io_uring_cqe* cqe = nullptr;
+            __kernel_timespec limit{};
+            limit.tv_nsec = static_cast<long long>(RequestQueue::kCourtesyS * 1e9);
+            return io_uring_submit_and_wait_timeout(ring_, &cqe, 1, &limit, nullptr);
+        }
+#endif
+        return io_uring_submit_and_wait(ring_, 1);
     }
 
     void issue_waiting() {
