@@ -54,6 +54,15 @@ def moments(size: int, seed: int) -> dict[str, Any]:
     return {"step": torch.tensor(3.0), "exp_avg": random(size, seed), "exp_avg_sq": random(size, seed + 1).abs()}
 
 
+def masters(manager: Manager, counts: StepCounts) -> dict[tuple[int, int], torch.Tensor]:
+    """Return the fp32 masters of what has been updated: a state of 16-bit parameters; fp32 ones are their own."""
+    parameters = gather_parameters(manager)
+    found = {}
+    for at, entry in gather_states(manager, counts).items():
+        found[at] = parameters[at] if parameters[at].dtype == torch.float32 else entry["master"]
+    return found
+
+
 homes = st.builds(lambda param, states: Homes(param, H, states), st.sampled_from(Tier), st.sampled_from(Tier))
 
 
@@ -80,8 +89,9 @@ def test_everything_comes_back_exactly_from_fp32(case: tuple[list[Unit], list[Ho
             assert torch.equal(parameters[at], rounded(value, units[at[0]].dtype))
         back = gather_states(manager, counts)
         assert back.keys() == places.keys()
+        for at, master in masters(manager, counts).items():
+            assert torch.equal(master, values[at])
         for at, entry in back.items():
-            assert torch.equal(entry["master"], values[at])
             assert torch.equal(entry["exp_avg"], states[at]["exp_avg"])
             assert torch.equal(entry["exp_avg_sq"], states[at]["exp_avg_sq"])
             assert entry["step"] == 3.0
@@ -101,8 +111,8 @@ class TestOneUnit:
                 assert tensor.dtype == getattr(torch, dtype) and tensor.is_contiguous()
                 assert torch.equal(tensor.view(torch.uint8), values[at].view(torch.uint8))
             scatter_states(manager, counts, {at: moments(value.numel(), 5) for at, value in values.items()})
-            for at, entry in gather_states(manager, counts).items():  # the parameter is its own master
-                assert torch.equal(entry["master"].nan_to_num(), values[at].float().nan_to_num())
+            for at, master in masters(manager, counts).items():  # the parameter is its own master
+                assert torch.equal(master.nan_to_num(), values[at].float().nan_to_num())
 
     def test_a_part_leaves_the_rest_alone(self, dtype: str, home: Homes) -> None:
         units = [make_unit(0, SIZES, dtype)]
@@ -114,12 +124,13 @@ class TestOneUnit:
             scatter_parameters(manager, {(0, 1): new})
             for at, tensor in gather_parameters(manager).items():
                 assert torch.equal(tensor, rounded(new if at == (0, 1) else old[at], dtype))
+            for at, master in masters(manager, counts).items():
+                assert torch.equal(master, new if at == (0, 1) else old[at])
             for at, entry in gather_states(manager, counts).items():
-                assert torch.equal(entry["master"], new if at == (0, 1) else old[at])
                 assert torch.equal(entry["exp_avg"], moments(old[at].numel(), at[1])["exp_avg"])  # moments stay
             narrow = random(SIZES[3], 98).to(getattr(torch, dtype))
             scatter_parameters(manager, {(0, 3): narrow})
-            assert torch.equal(gather_states(manager, counts)[0, 3]["master"], narrow.float())
+            assert torch.equal(masters(manager, counts)[0, 3], narrow.float())
             assert torch.equal(gather_parameters(manager, {(0, 3)})[0, 3], narrow)
 
     def test_the_wanted_ones_only(self, dtype: str, home: Homes) -> None:
@@ -140,19 +151,22 @@ class TestOneUnit:
             wide = random(SIZES[1], 50)
             scatter_parameters(manager, {(0, 1): wide})
             scatter_states(manager, counts, {at: moments(value.numel(), 5) for at, value in base.items()})
-            for at, entry in gather_states(manager, counts).items():
-                assert torch.equal(entry["master"], wide if at == (0, 1) else base[at].float())
+            for at, found in masters(manager, counts).items():
+                assert torch.equal(found, wide if at == (0, 1) else base[at].float())
 
-    def test_masters_in_a_state_win_over_the_parameters(self, dtype: str, home: Homes) -> None:
-        units = [make_unit(0, SIZES, dtype)]
-        with managing(units, [home]) as (manager, counts):
-            scatter_parameters(manager, {(0, i): random(size, i) for i, size in enumerate(SIZES)})
-            master = random(SIZES[3], 77)
-            scatter_states(manager, counts, {(0, 3): {**moments(SIZES[3], 1), "master": master}})
-            back = gather_states(manager, counts)
-            assert back.keys() == {(0, 3)}  # the others have never been updated
-            assert torch.equal(back[0, 3]["master"], master)
-            assert torch.equal(gather_parameters(manager)[0, 3], rounded(master, dtype))
+
+@pytest.mark.parametrize("home", [Homes(D, H, N), Homes(H, H, H), Homes(N, H, N)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_in_a_state_win_over_the_parameters(dtype: str, home: Homes) -> None:
+    units = [make_unit(0, SIZES, dtype)]
+    with managing(units, [home]) as (manager, counts):
+        scatter_parameters(manager, {(0, i): random(size, i) for i, size in enumerate(SIZES)})
+        master = random(SIZES[3], 77)
+        scatter_states(manager, counts, {(0, 3): {**moments(SIZES[3], 1), "master": master}})
+        back = gather_states(manager, counts)
+        assert back.keys() == {(0, 3)}  # the others have never been updated
+        assert torch.equal(back[0, 3]["master"], master)
+        assert torch.equal(gather_parameters(manager)[0, 3], rounded(master, dtype))
 
 
 def test_other_dtypes_are_converted_through_fp32() -> None:
