@@ -179,6 +179,8 @@ def test_suggestion_is_the_cheapest_among_the_fast() -> None:
         swept(4, 2.99, 2.99, 0.005),
     ]
     assert suggest(sweep) == Settings(queue_depth=8)
+    assert suggest([*sweep, swept(32, 2.9, 2.9, 0.02)]) == Settings()  # the defaults, where nothing is much better
+    assert suggest([*sweep, swept(32, 2.8, 2.8, 0.02)]) == Settings(queue_depth=8)
     assert suggest([]) is None
     assert Swept(Settings(), 1.0, 3.0, 0.0).score == pytest.approx(1.5)  # 2 / (1 + 1/3)
 
