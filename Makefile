@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.ready
 CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload
 REPORT ?= finetune-report
 # For the model's 2.0 GiB of parameters, gradients and states: neither the device nor the host could hold them.
-BUDGETS ?= --device cpu --device-memory 840MiB --activation-memory 700MiB --cpu-memory 400MiB --nvme-memory 3GiB
+BUDGETS ?= --device cpu --device-memory 1000MiB --activation-memory 860MiB --cpu-memory 400MiB --nvme-memory 3GiB
 
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt scripts/setup_venv.sh scripts/fetch_deb.py \
            $(shell find csrc -type f)
@@ -51,7 +51,7 @@ finetune: $(STAMP) ## fine-tune SmolLM2-135M through device memory, host memory 
 	@$(BIN)/python scripts/prepare.py --cache "$(CACHE)"
 	@mkdir -p "$(CACHE)/swap"
 	$(BIN)/python -m offload finetune --model "$(CACHE)/smollm2-135m" --text "$(CACHE)/text/corpus.txt" \
-	    --nvme-path "$(CACHE)/swap" $(BUDGETS) --steps 48 --lr 5e-5 --output "$(REPORT)" $(ARGS)
+	    --nvme-path "$(CACHE)/swap" $(BUDGETS) --steps 40 --lr 1e-4 --output "$(REPORT)" $(ARGS)
 
 clean:            ## remove what the build and the tools left (keeps .venv)
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis finetune-report

@@ -8,6 +8,7 @@ libraries are imported where they are used. Next: :mod:`offload.report`, and :mo
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import math
 import os
@@ -430,6 +431,7 @@ def train(
     after = {round(settings.steps * (i + 1) / settings.evaluations) for i in range(settings.evaluations)}
     loss = evaluate(engine, windows.held_out, settings, device)
     evaluations = [(0, loss)]
+    _give_back_memory()
     progress.note(f"held-out loss {loss:.4f} before training")
     spent = 0.0
     engine.train()
@@ -454,6 +456,7 @@ def train(
         if number in after:
             loss = evaluate(engine, windows.held_out, settings, device)
             evaluations.append((number, loss))
+            _give_back_memory()
             if number == settings.steps:
                 progress.end()
             progress.note(f"held-out loss {loss:.4f} after step {number}")
@@ -512,6 +515,12 @@ def _quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _give_back_memory() -> None:
+    """Ask the C library for the pages of freed tensors: sequences of growing length leave holes of every size."""
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: torch.device) -> int | None:
@@ -575,6 +584,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
                 samples.append(str(tokenizer.decode(tokens)))
 
         sample()
+        _give_back_memory()
         training = train(engine, windows, settings, progress, device)
         sample()
         stats = engine.stats()

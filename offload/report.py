@@ -228,14 +228,24 @@ def write_json(report: Report, path: Path) -> None:
     os.replace(partial, path)
 
 
-def smoothed(losses: Sequence[float], *, weight: float = 0.85) -> list[float]:
-    """Return the exponential mean of `losses`, corrected for its start."""
-    mean, total, result = 0.0, 0.0, []
-    for loss in losses:
-        mean = weight * mean + (1 - weight) * loss
-        total = weight * total + (1 - weight)
-        result.append(mean / total)
+def smoothed(losses: Sequence[float], *, width: int = 9) -> list[float]:
+    """Return the mean over `width` neighbours (odd), fewer at both ends so that it stays centred."""
+    result = []
+    for i in range(len(losses)):
+        reach = min(width // 2, i, len(losses) - 1 - i)
+        near = losses[i - reach : i + reach + 1]
+        result.append(sum(near) / len(near))
     return result
+
+
+def loss_range(report: Report) -> tuple[float, float]:
+    """Return limits of the loss axis: all held-out losses and the middle nine tenths of the training losses."""
+    losses = sorted(loss for loss in (record.loss for record in report.steps) if math.isfinite(loss))
+    cut = len(losses) // 20
+    shown = losses[cut : len(losses) - cut] + [loss for _, loss in report.evaluations if math.isfinite(loss)]
+    low, high = (min(shown), max(shown)) if shown else (0.0, 1.0)
+    margin = 0.15 * (high - low) or 0.1
+    return low - margin, high + margin
 
 
 def write_plot(report: Report, path: Path) -> None:
@@ -248,7 +258,8 @@ def write_plot(report: Report, path: Path) -> None:
     numbers = [record.step for record in report.steps]
     losses = [record.loss for record in report.steps]
     axes.plot(numbers, losses, color="#9db8d9", linewidth=1, label="training, each step")
-    axes.plot(numbers, smoothed(losses), color="#1f5aa6", linewidth=2, label="training, smoothed")
+    width = max(3, len(losses) // 6) | 1
+    axes.plot(numbers, smoothed(losses, width=width), color="#1f5aa6", linewidth=2, label=f"training, mean of {width}")
     steps, held_out = zip(*report.evaluations, strict=True)
     axes.plot(steps, held_out, color="#c4531a", marker="o", linewidth=1.5, label="held out", zorder=3)
     for step, loss in (report.evaluations[0], report.evaluations[-1]):
@@ -256,8 +267,9 @@ def write_plot(report: Report, path: Path) -> None:
             f"{loss:.3f}",
             (step, loss),
             textcoords="offset points",
-            xytext=(0, 9),
+            xytext=(0, 10),
             ha="left" if step == steps[0] else "right",
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
             color="#c4531a",
             fontweight="bold",
         )
@@ -277,7 +289,7 @@ def write_plot(report: Report, path: Path) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(frameon=False, loc="upper right", fontsize=9)
-    axes.margins(y=0.15)
+    axes.set_ylim(*loss_range(report))
     partial = path.with_name(path.name + ".partial")
     figure.savefig(partial, format="png")
     os.replace(partial, path)

@@ -304,10 +304,16 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_smoothing_keeps_a_constant_and_starts_at_the_first_value() -> None:
-    assert report.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-    # weights 0.15 * 0.85 and 0.15, over their sum
-    assert report.smoothed([1.0, 2.0])[1] == pytest.approx((0.85 + 2) / 1.85)
+def test_smoothing_is_a_centred_mean() -> None:
+    assert report.smoothed([1.0, 2.0, 6.0, 3.0, 0.0], width=5) == pytest.approx([1.0, 3.0, 2.4, 3.0, 0.0])
+    assert report.smoothed([], width=5) == []
+
+
+def test_plot_leaves_outliers_out_and_held_out_losses_in() -> None:
+    steps = [report.StepRecord(i + 1, 3.0 if i else 99.0, None, 1e-4, 1.0) for i in range(40)]
+    low, high = report.loss_range(make_report(steps=steps))
+    # training losses in the middle are 3.0; held out are 4.0 and 3.5; a margin of 0.15
+    assert (low, high) == pytest.approx((2.85, 4.15))
 
 
 @pytest.mark.parametrize(
