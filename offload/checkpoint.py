@@ -128,9 +128,10 @@ def _write_parameter(chunk: Chunk, start: int, numel: int, source: int, dtype: t
 
 
 def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str, Any]]:
-    """Return per parameter ``step`` (0-dim fp32), ``exp_avg``, ``exp_avg_sq`` and ``master`` (fp32, parameter's shape).
+    """Return per parameter ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq`` (fp32, parameter's shape).
 
-    Parameters that have never been updated are left out, as in torch.
+    16-bit parameters have a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters
+    that have never been updated are left out, as in torch.
     """
     result: dict[Where, dict[str, Any]] = {}
     units = [unit for unit in manager.units if unit.trainable and any(counts.counts[unit.index])]
@@ -139,7 +140,7 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
             count = counts.counts[unit.index][index]
             if count:
                 entry: dict[str, Any] = {"step": torch.tensor(float(count))}
-                for name in ("exp_avg", "exp_avg_sq", "master"):
+                for name in _state_names(unit):
                     entry[name] = torch.empty(slot.shape, dtype=torch.float32)
                 result[unit.index, index] = entry
 
@@ -151,7 +152,8 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
             skip = start - slot.offset_numel
             for role, name in ((Role.EXP_AVG, "exp_avg"), (Role.EXP_AVG_SQ, "exp_avg_sq")):
                 ctypes.memmove(entry[name].data_ptr() + skip * 4, chunk.at(role, start, 4), (stop - start) * 4)
-            _read_master(chunk, start, stop - start, entry["master"].data_ptr() + skip * 4)
+            if "master" in entry:
+                _read_master(chunk, start, stop - start, entry["master"].data_ptr() + skip * 4)
 
     stream(manager, units, visit, reads=ALL_STATES | {Role.PARAM})
     return result
@@ -163,10 +165,12 @@ def _read_master(chunk: Chunk, start: int, numel: int, target: int) -> None:
     param = chunk.at(Role.PARAM, start, unit.itemsize)
     if unit.dtype == "bfloat16":
         cpu_adam.join_master(param, chunk.at(Role.MASTER, start, 2), target, numel)
-    elif unit.dtype == "float16":
-        ctypes.memmove(target, chunk.at(Role.MASTER, start, 4), numel * 4)
     else:
-        ctypes.memmove(target, param, numel * 4)
+        ctypes.memmove(target, chunk.at(Role.MASTER, start, 4), numel * 4)
+
+
+def _state_names(unit: Unit) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq") if unit.dtype == "float32" else ("exp_avg", "exp_avg_sq", "master")
 
 
 def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, Mapping[str, Any]]) -> None:
@@ -184,7 +188,7 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
         if "step" not in entry:
             raise ConfigError(f"{slot.name}: optimizer state lacks 'step'")
         tensors = {}
-        for name in ("exp_avg", "exp_avg_sq", "master"):
+        for name in _state_names(manager.units[index]):
             if name not in entry:
                 if name == "master":
                     continue
@@ -206,11 +210,7 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
             for role, name in ((Role.EXP_AVG, "exp_avg"), (Role.EXP_AVG_SQ, "exp_avg_sq")):
                 ctypes.memmove(chunk.at(role, start, 4), tensors[name].data_ptr() + skip, numel * 4)
             if "master" in tensors:
-                source = tensors["master"].data_ptr() + skip
-                if unit.dtype == "float32":
-                    ctypes.memmove(chunk.at(Role.PARAM, start, 4), source, numel * 4)
-                else:
-                    _write_parameter(chunk, start, numel, source, torch.float32)
+                _write_parameter(chunk, start, numel, tensors["master"].data_ptr() + skip, torch.float32)
 
     roles = ALL_STATES | {Role.PARAM}
     stream(manager, _units_of(manager, set(sources)), visit, reads=roles, writes=roles)

@@ -196,7 +196,7 @@ class Engine:
             raise StateError(f"backward: expected the loss as a tensor but got {type(loss).__name__}; pass output.loss")
         if self.optimizer is None:
             raise StateError("backward: this engine only evaluates; pass optimizer=offload.AdamW(...)")
-        if self._last_loss is not None and self._last_loss() is loss and not kwargs.get("retain_graph"):
+        if self._last_loss is not None and self._last_loss() is loss:
             raise StateError(
                 "backward: called twice for the same loss; run the forward again, or pass retain_graph=True"
             )
@@ -217,7 +217,8 @@ class Engine:
         finally:
             self._in_backward = False
             self._count_compute(begin, stalled)
-        self._last_loss = weakref.ref(loss)
+        kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
+        self._last_loss = None if kept else weakref.ref(loss)
 
     def step(self) -> bool:
         """Close a micro-batch; at the end of an accumulation, take the optimizer step.
@@ -539,6 +540,7 @@ class Engine:
     def _load(self, loaded: list[int]) -> None:
         """Move the parameters to their homes unit by unit; each unit's original memory is freed at once."""
         manager = self._require_open()
+        meta_buffers = self._materialise_buffers()
         for unit in self._tree.units:
             members = self._tree.parameters[unit.index]
             if any(parameter.is_meta for parameter in members):
@@ -549,6 +551,20 @@ class Engine:
             if not manager.is_resident(unit.index):
                 self._hooks.unbind(unit)
             loaded.append(unit.index)
+        for name, buffer in meta_buffers.items():
+            _check_initialised(name, buffer)
+
+    def _materialise_buffers(self) -> dict[str, torch.Tensor]:
+        """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""
+        made: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for path, module in self.module.named_modules():
+                own = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+                for name, buffer in own.items():
+                    module._buffers[name] = made[f"{path}.{name}" if path else name] = _poisoned(buffer)
+                if own and not any(p is not None for p in module._parameters.values()):
+                    self._initialiser(module, path)(module)
+        return made
 
     def _materialise(self, index: int) -> None:
         """Give a unit's meta parameters memory and their initial values."""
@@ -557,13 +573,14 @@ class Engine:
         with torch.no_grad():
             for parameter in members:
                 if parameter.is_meta:
-                    real = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype), parameter.requires_grad)
-                    torch.utils.swap_tensors(parameter, real)
-            for module in self._tree.leases:
+                    torch.utils.swap_tensors(parameter, nn.Parameter(_poisoned(parameter), parameter.requires_grad))
+            for module, path in self._tree.module_names.items():
                 if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
-                    self._initialiser(module)(module)
+                    self._initialiser(module, path)(module)
+            for slot, parameter in zip(self._tree.units[index].slots, members, strict=True):
+                _check_initialised(slot.name, parameter)
 
-    def _initialiser(self, module: nn.Module) -> Callable[[nn.Module], object]:
+    def _initialiser(self, module: nn.Module, path: str) -> Callable[[nn.Module], object]:
         if self.config.init_weights is not None:
             return self.config.init_weights  # type: ignore[no-any-return]
         own = getattr(self.module, "_init_weights", None)
@@ -572,7 +589,7 @@ class Engine:
         if hasattr(module, "reset_parameters"):
             return lambda m: m.reset_parameters()  # type: ignore[operator]
         raise ConfigError(
-            f"module {self._tree.module_names[module]}: its parameters are on the meta device and it has no "
+            f"module {path or type(module).__name__}: its parameters or buffers are on the meta device and it has no "
             "reset_parameters; pass init_weights=callable"
         )
 
@@ -623,18 +640,26 @@ class Engine:
 
     def _register_state_dict_hooks(self) -> None:
         """Let ``module.state_dict()`` return real tensors, and refuse ``module.load_state_dict()``."""
+        outermost: list[tuple[nn.Module, str]] = []  # where state_dict() was called
+
+        def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if outermost and not (prefix.startswith(outermost[0][1]) and prefix != outermost[0][1]):
+                outermost.clear()  # an earlier call was broken off by an exception
+            if not outermost:
+                outermost.append((module, prefix))
 
         def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-            self._fill_state_dict(module, state, prefix)  # torch marks hooks, which a bound method does not allow
+            if outermost and outermost[0] == (module, prefix):
+                outermost.clear()
+                self._fill_state_dict(module, state, prefix)
 
         for module in self._tree.leases:
+            self._guard.append(module.register_state_dict_pre_hook(begin))
             self._guard.append(module.register_state_dict_post_hook(fill))
             self._guard.append(module.register_load_state_dict_pre_hook(_refuse_load))
 
     def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Replace the parameters of `module` (all below it, where it is where ``state_dict()`` was called)."""
-        if prefix and module is not self.module:
-            return  # the outermost module's hook replaces everything below it
+        """Replace the parameters of `module` and of all modules below it."""
         names = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             where = self._hooks.slot_of(parameter)
@@ -682,6 +707,29 @@ class Engine:
     def _count_compute(self, begin: float, stalled_before: float) -> None:
         stalled = self._counters.stall_seconds - stalled_before
         self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
+
+
+def _poison(dtype: torch.dtype) -> float | int | None:
+    """Return the value that marks memory nobody has written yet; None where every value is an ordinary one."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return None if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
+
+
+def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return CPU memory for a meta tensor, full of :func:`_poison`."""
+    return torch.full(tensor.shape, _poison(tensor.dtype) or 0, dtype=tensor.dtype)
+
+
+def _check_initialised(name: str, tensor: torch.Tensor) -> None:
+    poison = _poison(tensor.dtype)
+    if poison is None:
+        return
+    if (tensor.isnan() if tensor.is_floating_point() else tensor == poison).any():
+        raise ConfigError(
+            f"{name}: it was on the meta device, and initialising its module left it without values; pass "
+            "init_weights=callable"
+        )
 
 
 def _refuse_load(*_: object) -> None:

@@ -29,7 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import StateError
+from offload.errors import BudgetError, StateError
 from offload.manager import Manager
 from offload.shard import Unit
 from offload.tiers import Budget, view_at
@@ -51,12 +51,15 @@ class SavedView:
 
 
 class SavedActivation:
-    """A tensor kept for backward, charged to the device budget as long as it is kept."""
+    """A tensor kept for backward, charged to the device budget as long as it is kept.
+
+    It is kept detached: an operator's output knows the operator, which keeps this, and nobody could break that cycle.
+    """
 
     __slots__ = ("_key", "_ledger", "tensor")
 
     def __init__(self, tensor: torch.Tensor, ledger: ActivationLedger) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self._ledger = ledger
         self._key = ledger.charge(tensor)
 
@@ -121,6 +124,7 @@ class Hooks:
         self._base_of: dict[int, int] = {}
         self._stack: list[tuple[nn.Module, tuple[int, ...], contextlib.ExitStack | None]] = []
         self._watching = 0
+        self._refused: BudgetError | None = None  # activations that do not fit; raised where the module ends
         self._handles: list[RemovableHandle] = []
         self._manager: Manager | None = None
         self._ledger: ActivationLedger | None = None
@@ -187,6 +191,7 @@ class Hooks:
 
     def unwind(self) -> None:
         """Leave every forward that an interrupt has torn out of."""
+        self._refused = None
         while self._stack:
             self._leave()
 
@@ -194,6 +199,7 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         assert self._manager is not None
+        self._raise_refused()
         units = self._leases[module]
         contexts = self._enter()
         leased = 0
@@ -266,6 +272,7 @@ class Hooks:
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if self._stack and self._stack[-1][0] is module:
             self._leave()
+            self._raise_refused()
 
     def _leave(self) -> None:
         _, units, contexts = self._stack.pop()
@@ -319,11 +326,23 @@ class Hooks:
         if view is not None:
             return view
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-            return tensor
+            return tensor.detach()
         if tensor.device.type != self._device.type:
-            return tensor
+            return tensor.detach()
         assert self._ledger is not None
-        return SavedActivation(tensor, self._ledger)
+        try:
+            return SavedActivation(tensor, self._ledger)
+        except BudgetError as error:  # raised here, it would make autograd lose track of what it has saved already
+            self._refused = self._refused or error
+            return tensor.detach()
+
+    def _raise_refused(self) -> None:
+        error, self._refused = self._refused, None
+        if error is not None:
+            try:
+                raise error.with_traceback(None)
+            finally:
+                del error  # a frame that holds the error that holds the frame would keep the activations
 
     def saved_view(self, tensor: torch.Tensor) -> SavedView | None:
         """Return the handle of a tensor that views a unit, None for any other tensor."""
@@ -347,7 +366,11 @@ class Hooks:
         return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _gradient_hook(self, unit: int, slot: int) -> Callable[[torch.Tensor], None]:
+        reference = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
+
         def hook(parameter: torch.Tensor) -> None:
+            self = reference()
+            assert self is not None
             gradient, parameter.grad = parameter.grad, None
             refusal = self.refuse_gradient()
             if refusal is not None:
