@@ -14,10 +14,11 @@ import torch
 
 from offload import cpu_adam
 from offload.errors import ConfigError
-from offload.manager import KERNEL_DTYPE, Manager
+from offload.manager import Manager
 from offload.optimizer import StepCounts
 from offload.shard import Role, Slot, State, Unit
 from offload.stream import ALL_STATES, Chunk, stream
+from offload.tiers import storage_at, view_at
 
 Where = tuple[int, int]  # unit index, slot index
 
@@ -49,12 +50,14 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
     return result
 
 
-def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor]) -> None:
+def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *, keep_masters: bool = True) -> None:
     """Write parameters home, and their masters: a master is the given value in fp32, exactly.
 
     Args:
         manager: owner of the shards.
         values: new values, of any floating dtype for floating parameters; moments stay as they are.
+        keep_masters: 16-bit values that equal the present parameter leave its fp32 master alone. False where the
+            working copy has been changed already.
 
     Raises:
         ConfigError: a shape does not fit.
@@ -76,7 +79,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor]) -
             source = sources.get((chunk.unit.index, index))
             if source is not None:
                 address = source.data_ptr() + (start - slot.offset_numel) * source.element_size()
-                _write_parameter(chunk, start, stop - start, address, source.dtype)
+                _write_parameter(chunk, start, stop - start, address, source.dtype, keep_masters=keep)
 
     for unit in units:
         given = [sources.get((unit.index, index)) for index in range(len(unit.slots))]
@@ -88,8 +91,9 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor]) -
         writes = frozenset({Role.PARAM})
         if unit.trainable and unit.dtype != "float32" and (wide or not fresh):
             reads, writes = reads | ALL_STATES, writes | ALL_STATES
-            if fresh:
-                reads = reads | {Role.PARAM} if manager_has_parameter(manager, unit) else reads
+            if manager_has_parameter(manager, unit):
+                reads |= {Role.PARAM}
+        keep = keep_masters and not fresh
         stream(manager, [unit], visit, reads=reads, writes=writes)
 
 
@@ -99,12 +103,16 @@ def manager_has_parameter(manager: Manager, unit: Unit) -> bool:
     return shard is not None and shard.state is not State.EMPTY
 
 
-def _write_parameter(chunk: Chunk, start: int, numel: int, source: int, dtype: torch.dtype) -> None:
-    """Write elements and, where it is open, their master."""
+def _write_parameter(
+    chunk: Chunk, start: int, numel: int, source: int, dtype: torch.dtype, *, keep_masters: bool
+) -> None:
+    """Write elements and, where it is open, their master (with `keep_masters`, of elements that change)."""
     unit = chunk.unit
     size = unit.itemsize
     target = chunk.at(Role.PARAM, start, size)
     wide = dtype.itemsize > size
+    if not wide and Role.MASTER in chunk.addresses:
+        _set_masters(chunk, start, numel, source, all_of_them=not keep_masters)
     if not wide:
         ctypes.memmove(target, source, numel * size)
     elif unit.dtype == "float16":
@@ -113,18 +121,24 @@ def _write_parameter(chunk: Chunk, start: int, numel: int, source: int, dtype: t
         if wide and unit.dtype == "bfloat16":
             cpu_adam.convert(source, cpu_adam.Dtype.FLOAT32, target, cpu_adam.Dtype.BFLOAT16, numel)
         return
-    if unit.dtype == "bfloat16":
-        master = chunk.at(Role.MASTER, start, 2)
-        if wide:
-            cpu_adam.split_master(source, target, master, numel)
-        else:
-            ctypes.memset(master, 0, numel * 2)
+    if wide and unit.dtype == "bfloat16":
+        cpu_adam.split_master(source, target, chunk.at(Role.MASTER, start, 2), numel)
+    elif wide:
+        ctypes.memmove(chunk.at(Role.MASTER, start, 4), source, numel * 4)
+
+
+def _set_masters(chunk: Chunk, start: int, numel: int, source: int, *, all_of_them: bool) -> None:
+    """Let the masters of 16-bit parameters (those that change, or all) be their new values."""
+    cpu = torch.device("cpu")
+    new = view_at(storage_at(source, numel * 2, cpu), torch.int16, 0, (numel,))
+    old = view_at(storage_at(chunk.at(Role.PARAM, start, 2), numel * 2, cpu), torch.int16, 0, (numel,))
+    changed = torch.ones_like(new, dtype=torch.bool) if all_of_them else new != old
+    if chunk.unit.dtype == "bfloat16":
+        remainder = storage_at(chunk.at(Role.MASTER, start, 2), numel * 2, cpu)
+        view_at(remainder, torch.int16, 0, (numel,))[changed] = 0
     else:
-        master = chunk.at(Role.MASTER, start, 4)
-        if wide:
-            ctypes.memmove(master, source, numel * 4)
-        else:
-            cpu_adam.convert(source, KERNEL_DTYPE[unit.dtype], master, cpu_adam.Dtype.FLOAT32, numel)
+        master = storage_at(chunk.at(Role.MASTER, start, 4), numel * 4, cpu)
+        view_at(master, torch.float32, 0, (numel,))[changed] = new.view(torch.float16)[changed].float()
 
 
 def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str, Any]]:
@@ -210,7 +224,9 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
             for role, name in ((Role.EXP_AVG, "exp_avg"), (Role.EXP_AVG_SQ, "exp_avg_sq")):
                 ctypes.memmove(chunk.at(role, start, 4), tensors[name].data_ptr() + skip, numel * 4)
             if "master" in tensors:
-                _write_parameter(chunk, start, numel, tensors["master"].data_ptr() + skip, torch.float32)
+                _write_parameter(
+                    chunk, start, numel, tensors["master"].data_ptr() + skip, torch.float32, keep_masters=False
+                )
 
     roles = ALL_STATES | {Role.PARAM}
     stream(manager, _units_of(manager, set(sources)), visit, reads=roles, writes=roles)

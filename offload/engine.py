@@ -10,20 +10,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload import checkpoint, cpu_adam
+from offload.checkpoint import Where
 from offload.config import AdamW, Config
 from offload.errors import ConfigError, NonFiniteError, StateError
 from offload.hooks import Hooks
+from offload.interrupt import Deferral
 from offload.manager import Manager
 from offload.optimizer import (
     GradientNorm,
@@ -42,7 +43,6 @@ from offload.units import find_units
 from swap import SwapStore
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
@@ -99,6 +99,7 @@ class Engine:
         self._unusable: str | None = None
         self._closed = False
         self._guard: list[Any] = []
+        self._deferral = Deferral()
 
         paths = self.config.paths()
         limits = resolve_budgets(self.config.budgets(), self.device, _free_bytes(paths))
@@ -166,17 +167,17 @@ class Engine:
             StateError: the engine is closed, or a batch is on the wrong device.
             BudgetError: activations do not fit the device budget.
         """
-        manager = self._require_open()
+        self._require_open()
         self._check_batch(args, kwargs)
         begin, stalled = time.perf_counter(), self._counters.stall_seconds
-        try:
-            return self.module(*args, **kwargs)
-        except BaseException:
-            self._hooks.unwind()
-            raise
-        finally:
-            del manager
-            self._count_compute(begin, stalled)
+        with self._deferral:
+            try:
+                return self.module(*args, **kwargs)
+            except BaseException:
+                self._hooks.unwind()
+                raise
+            finally:
+                self._count_compute(begin, stalled)
 
     forward = __call__
 
@@ -207,16 +208,18 @@ class Engine:
             )
         begin, stalled = time.perf_counter(), self._counters.stall_seconds
         self._in_backward = True
-        try:
-            self._hooks.backward(loss * self._scaler.scale if self._scaler.enabled else loss, **kwargs)
-        except BaseException:
-            self._hooks.unwind()
-            manager.reset()
-            self._micro_batch = 0
-            raise
-        finally:
-            self._in_backward = False
-            self._count_compute(begin, stalled)
+        with self._deferral:
+            try:
+                self._hooks.backward(loss * self._scaler.scale if self._scaler.enabled else loss, **kwargs)
+            except BaseException:
+                self._hooks.unwind()
+                self._hooks.clear_gradients()
+                manager.reset()
+                self._micro_batch = 0
+                raise
+            finally:
+                self._in_backward = False
+                self._count_compute(begin, stalled)
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
         self._last_loss = None if kept else weakref.ref(loss)
 
@@ -248,19 +251,38 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget the gradients that have arrived since the last step."""
-        self._require_open().drop_gradients()
+        manager = self._require_open()
+        self._hooks.unwind()
+        self._hooks.clear_gradients()
+        manager.drop_gradients()
         self._micro_batch = 0
 
     def _step_now(self) -> bool:
         manager = self._require_open()
-        offloaded = self.optimizer
-        assert offloaded is not None
         self._last_loss = None
         self._hooks.unwind()
+        with self._deferral:  # Ctrl-C comes through when the step is done
+            try:
+                return self._take_step(manager)
+            except BaseException as error:
+                self._micro_batch = 0
+                if manager.has_lost_content():
+                    self._unusable = f"a step failed half way ({type(error).__name__}: {error})"
+                raise
+
+    def _take_step(self, manager: Manager) -> bool:
+        offloaded = self.optimizer
+        assert offloaded is not None
+        name = self._hooks.untrained()
+        if name is not None:
+            raise StateError(
+                f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; close "
+                "the engine and make a new one"
+            )
+        manager.refuse_changes()
         manager.settle_gradients()
         norm = measure(manager)
         if norm.count == 0:
-            self._micro_batch = 0
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
         averaged = 1.0 / (self.config.gradient_accumulation_steps * self._scaler.scale)
         if norm.bad:
@@ -268,28 +290,14 @@ class Engine:
         self._grad_norm = norm.squares**0.5 * averaged
         factor = clip_factor(self._grad_norm, self.config.max_grad_norm) * averaged
         groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
-
-        def work() -> None:
-            update(manager, self._step_counts, groups, decoupled=offloaded.decoupled, grad_scale=factor)
-            manager.drop_gradients()
-
-        try:
-            _uninterrupted(work)
-        except KeyboardInterrupt:
-            self._stepped(manager)
-            raise
-        except BaseException as error:
-            self._unusable = f"a step failed half way ({type(error).__name__}: {error})"
-            raise
-        self._stepped(manager)
-        return True
-
-    def _stepped(self, manager: Manager) -> None:
+        update(manager, self._step_counts, groups, decoupled=offloaded.decoupled, grad_scale=factor)
+        manager.drop_gradients()
         self._steps += 1
         self._micro_batch = 0
         self._scaler.succeeded()
         manager.restart_schedule()
         manager.prefetch()
+        return True
 
     def _skip(self, norm: GradientNorm, averaged: float) -> bool:
         """Leave everything as it is: a gradient is not finite."""
@@ -355,11 +363,12 @@ class Engine:
 
         Args:
             params: a parameter, several, or a module.
-            modify: write what was changed home, masters included; without it changes are lost.
+            modify: write what was changed home, masters included.
 
         Raises:
             BudgetError: they do not fit the device budget at once.
-            StateError: a parameter is not this engine's.
+            StateError: a parameter is not this engine's, or one was changed in place without `modify`; where there is
+                a copy at home, the change is undone then, as it is after an exception inside the block.
         """
         manager = self._require_open()
         if isinstance(params, nn.Parameter):
@@ -376,20 +385,38 @@ class Engine:
                 )
             places[where] = parameter
         taken: list[int] = []
-        changed = {}
+        resets = manager.resets
+        values = {}
+        changed: list[Where] = []
         try:
             for index in dict.fromkeys(index for index, _ in places):
                 manager.acquire(index)
                 taken.append(index)
-            with self._hooks.watch():
-                yield
+            versions = {where: parameter._version for where, parameter in places.items()}
+            try:
+                with self._hooks.watch():
+                    yield
+            finally:
+                changed = [where for where, parameter in places.items() if parameter._version != versions[where]]
+                for index in taken:
+                    self._hooks.accept_changes(self._tree.units[index])
             if modify:
-                changed = {where: parameter.detach().clone() for where, parameter in places.items()}
+                values = {where: places[where].detach().clone() for where in changed}
         finally:
-            for index in taken:
-                manager.release(index)
-        if changed:
-            checkpoint.scatter_parameters(manager, changed)
+            if manager.resets == resets:  # else an error in between has returned all leases
+                for index in taken:
+                    manager.release(index)
+            if not values:
+                for index in {index for index, _ in changed}:
+                    manager.discard_working_copy(index)
+        if values:
+            checkpoint.scatter_parameters(manager, values, keep_masters=False)
+        elif changed:
+            index, slot = changed[0]
+            raise StateError(
+                f"gather: parameter {self._tree.units[index].slots[slot].name} was changed in place; pass modify=True "
+                "to keep changes"
+            )
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Save a Hugging Face model with its own ``save_pretrained``.
@@ -437,6 +464,7 @@ class Engine:
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         links = self._counters.links()
         peak = {tier.value: budget.peak_bytes for tier, budget in self._budgets.items()}
+        self._hooks.settle_activations()
         used = {tier.value: budget.used_bytes for tier, budget in self._budgets.items()}
         manager = self._manager
         if manager is not None:
@@ -741,32 +769,6 @@ def _refuse_forward(module: nn.Module, args: object) -> None:
         "model: its engine was closed without restoring the parameters (they did not fit the budgets); load the saved "
         "model again, or close with restore=True"
     )
-
-
-def _uninterrupted(work: Callable[[], T]) -> T:
-    """Run `work` in a thread, so that Ctrl-C cannot tear it in the middle; the interrupt is raised afterwards."""
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:  # handed to the caller below
-            failure.append(error)
-
-    thread = threading.Thread(target=run, name="offload-step")
-    thread.start()
-    interrupt: KeyboardInterrupt | None = None
-    while thread.is_alive():
-        try:
-            thread.join()
-        except KeyboardInterrupt as signal:
-            interrupt = signal
-    if failure:
-        raise failure[0]
-    if interrupt is not None:
-        raise interrupt
-    return outcome[0]
 
 
 def _resolve_device(name: str | None) -> torch.device:

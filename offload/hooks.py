@@ -18,6 +18,7 @@ Knows neither budgets nor the optimizer. Next: :mod:`offload.engine`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import weakref
@@ -44,6 +45,7 @@ class SavedView:
     """What autograd keeps instead of a tensor that views a unit."""
 
     unit: int
+    version: int
     dtype: torch.dtype
     offset: int
     shape: torch.Size
@@ -65,15 +67,20 @@ class SavedActivation:
 
     def __del__(self) -> None:
         if hasattr(self, "_key"):
-            self._ledger.refund(self._key)
+            self._ledger.freed.append(self._key)
 
 
 class ActivationLedger:
-    """Charges each storage once, however many tensors view it."""
+    """Charges each storage once, however many tensors view it.
+
+    A tensor may be freed anywhere, also by garbage collection inside the budget's own lock: it only leaves its key in
+    `freed`, and the charge is given back at the next :meth:`settle`.
+    """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
+        self.freed: collections.deque[int] = collections.deque()
 
     def charge(self, tensor: torch.Tensor) -> int:
         """Charge a tensor's storage; returns the key for the refund.
@@ -81,6 +88,7 @@ class ActivationLedger:
         Raises:
             BudgetError: the device budget cannot hold it.
         """
+        self.settle()
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         held = self._held.get(key)
@@ -91,13 +99,15 @@ class ActivationLedger:
         self._held[key] = [1, storage.nbytes()]
         return key
 
-    def refund(self, key: int) -> None:
-        """Give one tensor's charge back."""
-        held = self._held[key]
-        held[0] -= 1
-        if not held[0]:
-            del self._held[key]
-            self._budget.release("activations", held[1])
+    def settle(self) -> None:
+        """Give back the charges of tensors that are gone."""
+        while self.freed:
+            key = self.freed.popleft()
+            held = self._held[key]
+            held[0] -= 1
+            if not held[0]:
+                del self._held[key]
+                self._budget.release("activations", held[1])
 
 
 class Hooks:
@@ -109,6 +119,7 @@ class Hooks:
             raise StateError(
                 f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}); close that one first"
             )
+        _refuse_unfit(tree)
         self._tree = tree
         self._device = device
         self._leases = dict(tree.leases)
@@ -122,6 +133,7 @@ class Hooks:
                 self._slot_of[id(parameter)] = (unit.index, slot)
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
+        self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
         self._stack: list[tuple[nn.Module, tuple[int, ...], contextlib.ExitStack | None]] = []
         self._watching = 0
         self._refused: BudgetError | None = None  # activations that do not fit; raised where the module ends
@@ -131,6 +143,7 @@ class Hooks:
         self._model = weakref.ref(model)
         self.refuse_gradient: Callable[[], str | None] = lambda: None
         self.final_micro_batch: Callable[[], bool] = lambda: True
+        self.check_interrupt: Callable[[], None] = lambda: None
 
     # --- binding ----------------------------------------------------------------------------------------------------
 
@@ -143,10 +156,12 @@ class Hooks:
         base = storage.data_ptr()
         self._bases[base] = unit.index
         self._base_of[unit.index] = base
+        self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
 
     def unbind(self, unit: Unit) -> None:
         """Let the unit's parameters be stand-ins."""
         base = self._base_of.pop(unit.index, None)
+        self._versions.pop(unit.index, None)
         if base is not None:
             del self._bases[base]
         with torch._C.DisableTorchFunction():
@@ -157,6 +172,47 @@ class Hooks:
         """Give the unit's parameters ordinary memory: the engine is being closed."""
         for parameter, tensor in zip(self._tree.parameters[unit.index], tensors, strict=True):
             parameter.data = tensor
+
+    def clear_gradients(self) -> None:
+        """Drop gradients that an interrupt has left at the parameters."""
+        for parameters in self._tree.parameters:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def settle_activations(self) -> None:
+        """Give the charges of freed activations back."""
+        if self._ledger is not None:
+            self._ledger.settle()
+
+    def changed(self, unit: Unit) -> str | None:
+        """Return the name of a parameter that somebody else has written to or rebound since the unit was bound."""
+        versions = self._versions.get(unit.index)
+        if versions is None:
+            return None
+        base = self._base_of[unit.index]
+        parameters = self._tree.parameters[unit.index]
+        for slot, parameter, version in zip(unit.slots, parameters, versions, strict=True):
+            moved = slot.numel and parameter.data_ptr() != base + slot.offset_numel * unit.itemsize
+            if parameter._version != version or moved:
+                return slot.name
+        return None
+
+    def accept_changes(self, unit: Unit) -> None:
+        """Take the present content of the unit's parameters as its own."""
+        if unit.index in self._versions:
+            self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
+
+    def untrained(self) -> str | None:
+        """Return the name of a parameter that wants a gradient but that nobody trains."""
+        model = self._model()
+        if model is None:
+            return None
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                where = self._slot_of.get(id(parameter))
+                if where is None or not self._tree.units[where[0]].trainable:
+                    return name
+        return None
 
     def slot_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Return (unit, slot) of a parameter of this model."""
@@ -199,6 +255,10 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         assert self._manager is not None
+        if module is self._model() and self._stack and not in_backward():
+            if all(entered is not module for entered, _, _ in self._stack):
+                self.unwind()  # an interrupt has torn out of a forward that was not called through the engine
+        self.check_interrupt()
         self._raise_refused()
         units = self._leases[module]
         contexts = self._enter()
@@ -351,7 +411,9 @@ class Hooks:
         unit = self._bases.get(tensor.untyped_storage().data_ptr())
         if unit is None:
             return None
-        return SavedView(unit, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        assert self._manager is not None
+        version = self._manager.versions[unit]
+        return SavedView(unit, version, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given."""
@@ -362,10 +424,17 @@ class Hooks:
         assert isinstance(saved, SavedView)
         if self._manager is None:
             raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
+        self.check_interrupt()
+        if self._manager.versions[saved.unit] != saved.version:
+            raise StateError(
+                f"backward: parameters of {self._tree.units[saved.unit].name} were changed after this forward (by a "
+                "step or by loading), so its graph is stale; run the forward again"
+            )
         storage = self._manager.resident_storage(saved.unit)
         return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _gradient_hook(self, unit: int, slot: int) -> Callable[[torch.Tensor], None]:
+        name, shape = self._tree.units[unit].slots[slot].name, self._tree.units[unit].slots[slot].shape
         reference = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
 
         def hook(parameter: torch.Tensor) -> None:
@@ -376,8 +445,14 @@ class Hooks:
             if refusal is not None:
                 raise StateError(refusal)
             assert self._manager is not None and gradient is not None
+            self.check_interrupt()
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
+            if gradient.dtype != self._dtypes[unit] or tuple(gradient.shape) != shape:
+                raise StateError(
+                    f"gradient of {name}: expected {self._dtypes[unit]} {shape} but got {gradient.dtype} "
+                    f"{tuple(gradient.shape)}; the module was converted after it was wrapped, pass dtype= to the engine"
+                )
             self._manager.add_gradient(unit, slot, gradient, final=self.final_micro_batch())
 
         return hook
@@ -457,6 +532,21 @@ def _only_metadata(func: Any) -> bool:
     if name == "__get__":
         return not any(getattr(func, "__self__", None) is getter for getter in _CONTENT_GETTERS)
     return func in _METADATA_METHODS
+
+
+def _refuse_unfit(tree: UnitTree) -> None:
+    """Refuse parameters without content, or with a gradient that nobody would use."""
+    for unit, parameters in zip(tree.units, tree.parameters, strict=True):
+        for slot, parameter in zip(unit.slots, parameters, strict=True):
+            if slot.numel > 1 and not parameter.is_meta and not any(parameter.stride()):
+                raise StateError(
+                    f"parameter {slot.name}: expected content but it has none, its former engine was closed without "
+                    "restoring; load the model again"
+                )
+            if parameter.grad is not None:
+                raise StateError(
+                    f"parameter {slot.name}: has a gradient from before the engine; call model.zero_grad() first"
+                )
 
 
 def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

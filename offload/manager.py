@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -41,6 +42,8 @@ from offload.tiers import Arena, Budget, Buffer, Region, Tier, storage_use_count
 from offload.transfer import CpuMover, CudaMover, Mover, Ticket, TicketGroup, Transfer
 from swap import SwapStore
 
+logger = logging.getLogger(__name__)
+
 PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
 KERNEL_DTYPE = {
     "float32": cpu_adam.Dtype.FLOAT32,
@@ -57,6 +60,9 @@ class Binder(Protocol):
 
     def unbind(self, unit: Unit) -> None:
         """Let the unit's parameters be stand-ins without memory."""
+
+    def changed(self, unit: Unit) -> str | None:
+        """Return the name of a bound parameter that somebody else has changed."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -142,6 +148,8 @@ class Manager:
         self._shards: dict[tuple[int, Role], Shard] = {}
         self._params: list[Shard] = []
         self._residency: dict[int, Residency] = {}
+        self.resets = 0  # times that all leases were dropped
+        self.versions = [0] * len(self.units)  # of the parameters' content: raised whenever they are written
         self._fetches: dict[int, Transfer] = {}
         self._flushes: dict[int, Transfer] = {}
         self._gradients: dict[int, Gradient] = {}
@@ -182,14 +190,27 @@ class Manager:
     def acquire(self, index: int) -> None:
         """Take a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
         self._make_resident(index)
-        self._params[index].readers += 1
-        self.prefetch()
+        shard = self._params[index]
+        shard.readers += 1  # prefetching must not evict what was asked for
+        try:
+            self.prefetch()
+        except OSError as error:  # whoever needs what could not be fetched meets the error again
+            logger.warning("prefetch: %s", error)
+        except BaseException:
+            shard.readers -= 1
+            raise
 
     def release(self, index: int) -> None:
         """Return a lease."""
         shard = self._params[index]
         assert shard.readers > 0, shard.describe()
         shard.readers -= 1
+
+    def discard_working_copy(self, index: int) -> None:
+        """Drop what was changed in a working copy: the home holds the content."""
+        shard = self._params[index]
+        if shard.state is State.RESIDENT and not shard.readers and not self._borrowed(index):
+            self._evict(shard)
 
     def note_use(self, index: int) -> None:
         """Tell the schedule of a use that will come without a lease, if the unit is here for it."""
@@ -198,7 +219,8 @@ class Manager:
 
     def resident_storage(self, index: int) -> torch.UntypedStorage:
         """Return the device storage of a unit for a tensor that keeps it there as long as the tensor lives."""
-        self.acquire(index)  # prefetching must not evict what was asked for
+        self.schedule = self._schedules[True]  # only backward asks for it
+        self.acquire(index)
         self._params[index].readers -= 1
         return self._residency[index].storage
 
@@ -329,8 +351,26 @@ class Manager:
     def _in_use(residency: Residency) -> bool:
         return storage_use_count(residency.storage) > residency.own_references
 
+    def refuse_changes(self) -> None:
+        """Check that nobody else has written to parameters on the device.
+
+        Raises:
+            StateError: somebody has, outside ``engine.gather(modify=True)``; names the parameter.
+        """
+        for index in self._residency:
+            self._refuse_change(self.units[index])
+
+    def _refuse_change(self, unit: Unit) -> None:
+        name = self._binder.changed(unit)
+        if name is not None:
+            raise StateError(
+                f"parameter {name}: was changed in place or rebound outside the engine, and would be lost; change it "
+                "inside engine.gather(parameter, modify=True)"
+            )
+
     def _evict(self, shard: Shard) -> None:
         index = shard.unit.index
+        self._refuse_change(shard.unit)
         shard.state = advance(shard, Event.EVICT)
         self._binder.unbind(shard.unit)
         del self._residency[index]
@@ -372,6 +412,9 @@ class Manager:
         if window is None:
             if not required:
                 return None
+            buffer = self._compact(region, cost, shard)
+            if buffer is not None:
+                return buffer
             raise BudgetError(
                 f"device budget: unit {shard.unit.name} needs {format_bytes(shard.size_bytes)} in one piece but the "
                 f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
@@ -382,6 +425,26 @@ class Manager:
         buffer = region.allocate(shard.size_bytes, index)
         assert buffer is not None
         return buffer
+
+    def _compact(self, region: Region, cost: Callable[[int], float | None], shard: Shard) -> Buffer | None:
+        """Make one gap of all: evict what may go, and move leased copies together (where memory is the CPU's)."""
+        for owner in region.owners():
+            if cost(owner) is not None:
+                self._evict(self._params[owner])
+        if self.device.type == "cpu":
+
+            def movable(owner: int) -> bool:
+                return owner in self._residency and not self._borrowed(owner)
+
+            for owner, source, target in region.pack(movable):
+                moved = self._params[owner]
+                self._refuse_change(moved.unit)
+                self._binder.unbind(moved.unit)
+                del self._residency[owner]
+                ctypes.memmove(target.address, source.address, moved.size_bytes)
+                moved.work_buffer = target
+                self._bind(moved, target)
+        return region.allocate(shard.size_bytes, shard.unit.index)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -438,6 +501,13 @@ class Manager:
     def arrived(self, index: int) -> list[bool]:
         """Return per slot whether a gradient has arrived since the last step."""
         return self._gradients[index].arrived
+
+    def has_lost_content(self) -> bool:
+        """Tell whether parameters or states were lost by a failure while they were written."""
+        return any(
+            shard.state is State.FAILED and role is not Role.GRAD and not (role is Role.PARAM and index in self._unread)
+            for (index, role), shard in self._shards.items()
+        )
 
     def settle_gradients(self) -> None:
         """Wait until every gradient is in host memory (they may still be on their way to NVMe)."""
@@ -612,6 +682,8 @@ class Manager:
         """Lease PARAM; returns the home address to write a changed working copy through to."""
         index = shard.unit.index
         host_device = self.device.type == "cpu"
+        if write:
+            self.versions[index] += 1
         if shard.state is State.FETCHING:
             self._finish_fetch(shard)
         if shard.state is State.RESIDENT and not host_device and write:
@@ -717,6 +789,7 @@ class Manager:
         Leases are dropped, transfers awaited, working copies and gradients discarded. Parameters and optimizer states
         are untouched: they are only ever written inside a step.
         """
+        self.resets += 1
         for shard in self._params:
             shard.readers = 0
             if shard.state is State.FETCHING:

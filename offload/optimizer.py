@@ -8,7 +8,6 @@ parameter's bytes are is none of its business.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -101,7 +100,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` or a ``torch.optim.Adam/AdamW`` returned."""
+        groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # the same objects: schedulers made for a replaced optimizer hold them
         parameters = {position: key for key, position in self._positions().items()}
         self.scatter_state({parameters[position]: state for position, state in state_dict["state"].items()})
 
@@ -251,8 +254,7 @@ def update(
             group = groups[unit.index][position]
             if not arrived[position] or group is None:
                 continue
-            counts.counts[unit.index][position] += 1
-            count = counts.counts[unit.index][position]
+            count = counts.counts[unit.index][position] + 1
             key = (id(group), count)
             hyper = hyper_of.get(key)
             if hyper is None:
@@ -284,6 +286,10 @@ def update(
 
     roles = frozenset({Role.PARAM}) | ALL_STATES
     stream(manager, units, visit, reads=roles | {Role.GRAD}, writes=roles)
+    for unit in units:
+        for position, arrived_here in enumerate(manager.arrived(unit.index)):
+            if arrived_here and groups[unit.index][position] is not None:
+                counts.counts[unit.index][position] += 1
 
 
 def _hyper(group: dict[str, Any], count: int, *, decoupled: bool, grad_scale: float) -> cpu_adam.AdamHyper:
@@ -325,8 +331,3 @@ def _update_range(chunk: Chunk, start: int, stop: int, hyper: cpu_adam.AdamHyper
         )
     else:
         cpu_adam.adam_step(param=0, master=param, master_kind=cpu_adam.MasterKind.FLOAT32, **common)
-
-
-def is_finite(value: float) -> bool:
-    """Tell whether a norm can be used."""
-    return math.isfinite(value)

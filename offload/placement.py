@@ -338,7 +338,7 @@ def _step_bytes(request: Request, homes: Sequence[Homes]) -> dict[str, int]:
             read += passes * unit.param_bytes
             if unit.trainable:
                 write += unit.param_bytes
-                read += unit.param_bytes if unit.dtype != "float16" else 0
+                read += unit.param_bytes
         if home.param is not Tier.DEVICE and not (request.device_is_host and home.param is Tier.NVME):
             h2d += passes * unit.param_bytes
         if home.states is Tier.NVME:

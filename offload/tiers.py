@@ -250,10 +250,10 @@ class Region:
         if size_bytes * 4 >= self.size_bytes:
             offset = gaps[-1][1] - size_bytes
         else:
-            offset = min(gaps, key=lambda gap: (gap[1] - gap[0], gap[0]))[0]
+            offset = gaps[0][0]
         self._blocks.append((offset, size_bytes, owner))
         self._blocks.sort(key=lambda block: block[0])
-        return Buffer(self._buffer.tier, self._buffer.address + offset, self._buffer.offset_bytes + offset, size_bytes)
+        return self._part(offset, size_bytes)
 
     def free(self, owner: int) -> None:
         """Take back the buffer of `owner`."""
@@ -265,6 +265,29 @@ class Region:
         """Let the buffer of `owner` belong to `heir` from now on."""
         assert heir not in self.owners(), heir
         self._blocks = [(offset, size, heir if own == owner else own) for offset, size, own in self._blocks]
+
+    def pack(self, movable: Callable[[int], bool]) -> list[tuple[int, Buffer, Buffer]]:
+        """Move blocks to the low end, in address order, so that the gaps become one as far as possible.
+
+        Args:
+            movable: whether an owner's block may be moved.
+
+        Returns:
+            (owner, old buffer, new buffer) of what moves, in the order in which the bytes must be moved (the two may
+            overlap).
+        """
+        moves, blocks, end = [], [], 0
+        for offset, size, owner in self._blocks:
+            if offset > end and movable(owner):
+                moves.append((owner, self._part(offset, size), self._part(end, size)))
+                offset = end
+            blocks.append((offset, size, owner))
+            end = offset + size
+        self._blocks = blocks
+        return moves
+
+    def _part(self, offset: int, size: int) -> Buffer:
+        return Buffer(self._buffer.tier, self._buffer.address + offset, self._buffer.offset_bytes + offset, size)
 
     def cheapest_window(self, size_bytes: int, cost: Callable[[int], float | None]) -> list[int] | None:
         """Return the owners to evict so that `size_bytes` fit in one piece, at the least highest cost.

@@ -56,7 +56,7 @@ class TicketGroup:
         """Tell whether all tickets are done."""
         return all(ticket.done() for ticket in self._tickets)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         """Wait for every ticket, also after one has failed: its buffers are in use. Raise the first error."""
         failure: BaseException | None = None
         for ticket in self._tickets:
@@ -101,7 +101,9 @@ class CudaTransfer:
 
     def done(self) -> bool:
         """Tell whether the copy is complete."""
-        return self._future.done() and self._future.exception() is None and self._future.result().query()
+        if not self._future.done():
+            return False
+        return self._future.exception() is not None or bool(self._future.result().query())
 
     def wait(self, timeout_s: float) -> None:
         """Order the current stream behind the copy."""
@@ -207,7 +209,7 @@ class CudaMover:
             if used is not None:
                 used.synchronize()
             address = self._staging[turn].address
-            TicketGroup(read(address)).wait(3600.0)  # the tickets carry the store's own deadline
+            TicketGroup(read(address)).wait(None)  # the store's own deadline holds
             copied = self._enqueue(address, target, size_bytes, event)
             self._staging_events[turn] = copied
             return copied
@@ -271,8 +273,14 @@ class CudaMover:
     def settle(self, timeout_s: float) -> None:
         """Wait for the gradients on their way."""
         outstanding, self._outstanding = self._outstanding, []
-        for future in outstanding:
-            FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
+        failure: BaseException | None = None
+        for future in outstanding:  # all of them: none may add to a gradient that counts as dropped
+            try:
+                FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
+            except (OSError, OffloadError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """End the workers."""

@@ -93,6 +93,9 @@ class FakeBinder:
     def unbind(self, unit: Unit) -> None:
         del self.bound[unit.index]
 
+    def changed(self, unit: Unit) -> str | None:
+        return None
+
 
 class FakeTicket:
     """An operation of :class:`FakeStore` that takes place only when it is waited for."""
