@@ -637,6 +637,11 @@ class Engine:
 
         def scatter_state(states: dict[int, dict[str, Any]]) -> None:
             values = {place(key): state for key, state in states.items()}
+            for index, counts in self._step_counts.counts.items():  # what is not in the dict starts anew, as in torch
+                for slot, count in enumerate(counts):
+                    if count and (index, slot) not in values:
+                        zeros = torch.zeros(self._tree.units[index].slots[slot].shape)
+                        values[index, slot] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
             checkpoint.scatter_states(self._require_open(), self._step_counts, values)
 
         offloaded.on_step = self._step_now
