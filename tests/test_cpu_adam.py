@@ -204,9 +204,7 @@ class Shard:
 
     def assert_same(self, other: Shard, what: str) -> None:
         for name in ("grad", "master", "exp_avg", "exp_avg_sq", "param"):
-            np.testing.assert_array_equal(
-                getattr(self, name), getattr(other, name), err_msg=f"{name}: {what}"
-            )
+            np.testing.assert_array_equal(getattr(self, name), getattr(other, name), err_msg=f"{name}: {what}")
 
 
 # ---- accuracy ----------------------------------------------------------------------------------------------
@@ -243,9 +241,7 @@ def test_hundred_steps_as_close_to_float64_as_torch(variant: Variant) -> None:
     optimizer = optimizer_class([theirs], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(1, 101):
         fresh = torch.from_numpy(rng.standard_normal(numel)).mul_(1e-2).to(TORCH[variant.grad])
-        shard.grad[:] = (
-            fresh.view(torch.int32 if fresh.itemsize == 4 else torch.int16).numpy().view(shard.grad.dtype)
-        )
+        shard.grad[:] = fresh.view(torch.int32 if fresh.itemsize == 4 else torch.int16).numpy().view(shard.grad.dtype)
         hyper = AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, step=step, decoupled=variant.decoupled)
         shard.step(hyper)
         reference_step(exact, *moments, fresh.double().numpy(), hyper)
@@ -281,9 +277,7 @@ def test_split_master_never_drifts_from_a_float32_master() -> None:
 
 @pytest.mark.parametrize("emit", [Dtype.BFLOAT16, Dtype.FLOAT16])
 def test_emitted_parameter_is_the_rounded_master(emit: Dtype) -> None:
-    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32, emit), 70001, 5, classes=False).step(
-        HYPER
-    )
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32, emit), 70001, 5, classes=False).step(HYPER)
     if emit is Dtype.BFLOAT16:
         want = bf16_half_up(shard.master)
     else:
@@ -339,9 +333,7 @@ def test_ranges_next_door_are_left_alone(dtype: Dtype) -> None:
     for isa in ISAS:
         cpu_adam.force_isa(isa)
         for numel in LENGTHS[:-1]:
-            start = Shard.random(
-                Variant(dtype, MasterKind.FLOAT32, Dtype.BFLOAT16), numel + 80, 7, classes=False
-            )
+            start = Shard.random(Variant(dtype, MasterKind.FLOAT32, Dtype.BFLOAT16), numel + 80, 7, classes=False)
             got = start.copy().step(HYPER, 37, 37 + numel)
             for name in ("master", "exp_avg", "exp_avg_sq", "param"):
                 for part in (slice(0, 37), slice(37 + numel, None)):
@@ -407,9 +399,7 @@ def test_helpers_give_the_same_bits_on_every_path(name: str, dtypes: list[Dtype]
                 got = [placed(a, (k + 1) * offset) for k, a in enumerate(start)]
                 assert repr(call(got, numel)) == repr(want_result), (isa, threads, numel)
                 for a, b in zip(want, got, strict=True):
-                    np.testing.assert_array_equal(
-                        a, b, err_msg=f"{name} {isa} {threads} threads {numel} elements"
-                    )
+                    np.testing.assert_array_equal(a, b, err_msg=f"{name} {isa} {threads} threads {numel} elements")
 
 
 # ---- numbers at the edges ----------------------------------------------------------------------------------
@@ -453,9 +443,7 @@ def test_split_maps_numbers_as_documented() -> None:
     cpu_adam.split_master(address(source), address(param), address(remainder), len(cases))
     assert list(zip(param.tolist(), remainder.tolist(), strict=True)) == list(cases.values())
     cpu_adam.join_master(address(param), address(remainder), address(back), len(cases))
-    np.testing.assert_array_equal(
-        back, np.where((source & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC00000), source)
-    )
+    np.testing.assert_array_equal(back, np.where((source & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC00000), source))
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -479,13 +467,7 @@ def test_narrowing_conversions(isa: str) -> None:
     rng = np.random.default_rng(8)
     bits = any_bits(rng, Dtype.FLOAT32, 300_000)
     # around every float16 number and every tie between two of them
-    near = (
-        np.arange(1 << 16, dtype=np.uint16)
-        .view(np.float16)
-        .astype(np.float32)
-        .view(np.uint32)
-        .astype(np.int64)
-    )
+    near = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32).astype(np.int64)
     ties = (near[:, None] + np.array([-1, 0, 1, 0xFFF, 0x1000, 0x1001])).ravel() & 0xFFFFFFFF
     small = rng.uniform(-(2.0**-13), 2.0**-13, 100_000).astype(np.float32).view(np.uint32)
     bits = np.concatenate([bits, ties.astype(np.uint32), small])
@@ -756,9 +738,7 @@ def test_the_bench_runs(tmp_path: Path) -> None:
         str(tmp_path / "out.json"),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert report["machine"]["isa"] == cpu_adam.isa()
