@@ -108,7 +108,8 @@ std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std:
     });
 }
 
-// dst = src, or dst += src with `add`; then, with `measure`, the sum of squares of dst, while it is in the cache.
+// dst = src, or dst += src with `add`; then, with `measure`, the sum of squares of dst, while it is in the
+// cache.
 std::tuple<double, std::int64_t> take_gradient(Address src, int src_dtype, Address dst, int dst_dtype,
                                                std::size_t numel, bool add, bool measure) {
     const Kernels& kernels = *active_path().kernels;
@@ -119,14 +120,16 @@ std::tuple<double, std::int64_t> take_gradient(Address src, int src_dtype, Addre
     }
     UnaryKernel move = kernels.convert[from][to];
     if (add) {
-        move = to == static_cast<int>(Dtype::kFloat32) ? kernels.accumulate[from] : kernels.accumulate_same[to];
+        move =
+            to == static_cast<int>(Dtype::kFloat32) ? kernels.accumulate[from] : kernels.accumulate_same[to];
     }
     const bool copy = !add && from == to;
     const std::size_t size = to == static_cast<int>(Dtype::kFloat32) ? 4 : 2;
     const SumKernel sum = kernels.sum_of_squares[to];
     return sum_chunks(numel, [&](std::size_t begin, std::size_t end) {
         if (copy) {
-            std::memcpy(at<char>(dst) + begin * size, at<const char>(src) + begin * size, (end - begin) * size);
+            std::memcpy(at<char>(dst) + begin * size, at<const char>(src) + begin * size,
+                        (end - begin) * size);
         } else {
             move(at<const void>(src), at<void>(dst), begin, end);
         }
