@@ -154,6 +154,7 @@ class Engine:
         self._register_state_dict_hooks()
         self._hooks.final_micro_batch = lambda: self._micro_batch + 1 >= self.config.gradient_accumulation_steps
         self._hooks.refuse_gradient = self._refuse_gradient
+        self._hooks.check_interrupt = self._deferral.check
         self._move_buffers()
         self._manager.prefetch()
         logger.info("plan:\n%s", self.plan)
@@ -211,6 +212,7 @@ class Engine:
         with self._deferral:
             try:
                 self._hooks.backward(loss * self._scaler.scale if self._scaler.enabled else loss, **kwargs)
+                self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
             except BaseException:
                 self._hooks.unwind()
                 self._hooks.clear_gradients()
@@ -496,6 +498,9 @@ class Engine:
         Args:
             restore: give the module's parameters ordinary memory again. None does so where they fit the device and
                 host budgets that are being freed. Without it, the module's forward raises a clear error.
+
+        Raises:
+            swap.SwapError: the parameters could not be read back, or the drive hangs; the engine is closed then, too.
         """
         manager = self._manager
         if manager is None or self._closed:
@@ -512,23 +517,33 @@ class Engine:
         for handle in self._guard:
             handle.remove()
         self._guard.clear()
-        try:
-            restored = self._restore(range(len(self._tree.units))) if restore else {}
-        finally:
-            self._hooks.detach()
-            manager.close()
-            self._manager = None
+        restored: dict[int, list[torch.Tensor]] = {}
+        with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
+            last.callback(self._leave_module, restored)
+            last.callback(manager.close)
+            last.callback(self._hooks.detach)
+            if restore:
+                restored.update(self._restore(range(len(self._tree.units))))
+
+    def _leave_module(self, restored: dict[int, list[torch.Tensor]]) -> None:
+        """Give the module what was restored, or a guard against being used."""
+        self._manager = None
         for index, tensors in restored.items():
             self._hooks.replace(self._tree.units[index], tensors)
-        if not restore:
+        if not restored:
             self._guard.append(self.module.register_forward_pre_hook(_refuse_forward))
 
     def __enter__(self) -> Engine:
         """Return the engine; leaving the block closes it."""
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.warning("close: %s", failure)  # the error on its way up came first
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be shutting down
@@ -730,16 +745,29 @@ class Engine:
         return self._require_manager()
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, value in (*enumerate(args), *kwargs.items()):
-            if isinstance(value, torch.Tensor) and value.device.type != self.device.type:
-                raise StateError(
-                    f"batch: argument {name!r} is on {value.device} but the engine computes on {self.device}; "
-                    f"move it with .to(engine.device)"
-                )
+        for name, argument in (*enumerate(args), *kwargs.items()):
+            for value in _tensors(argument):
+                if value.device.type != self.device.type:
+                    raise StateError(
+                        f"batch: argument {name!r} is on {value.device} but the engine computes on {self.device}; "
+                        f"move it with .to(engine.device)"
+                    )
 
     def _count_compute(self, begin: float, stalled_before: float) -> None:
         stalled = self._counters.stall_seconds - stalled_before
         self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _poison(dtype: torch.dtype) -> float | int | None:
@@ -771,8 +799,8 @@ def _refuse_load(*_: object) -> None:
 
 def _refuse_forward(module: nn.Module, args: object) -> None:
     raise StateError(
-        "model: its engine was closed without restoring the parameters (they did not fit the budgets); load the saved "
-        "model again, or close with restore=True"
+        "model: its engine was closed without restoring the parameters (they did not fit the budgets, or could not be "
+        "read); load the saved model again, or close with restore=True"
     )
 
 

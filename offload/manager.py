@@ -259,7 +259,14 @@ class Manager:
         self._forgive(shard)
         if shard.state is State.FETCHING:
             self.counters.stalls += 1
-        else:
+            try:
+                self._finish_fetch(shard)
+            except TimeoutError:
+                raise
+            except OSError as error:  # it was only a prefetch: now that it is needed, try again
+                logger.warning("prefetch: %s", error)
+                self._forgive(shard)
+        if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:
                 raise StateError(
                     f"parameters of {shard.unit.name}: expected content but got state {shard.state.value}; "
@@ -267,7 +274,7 @@ class Manager:
                 )
             self.counters.misses += 1
             self._start_fetch(shard, required=True)
-        self._finish_fetch(shard)
+            self._finish_fetch(shard)
         self.counters.stall_seconds += time.perf_counter() - begin
 
     def _start_fetch(self, shard: Shard, *, required: bool) -> bool:

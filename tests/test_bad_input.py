@@ -1,0 +1,806 @@
+"""Every mistake a user or a machine can make: a clear error, no hang, nothing left on disk, and never half an engine.
+
+After an error the engine is either usable - then training goes on bit by bit as if the error had not been - or every
+further call says that it is not, and close() still works.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ACTIVATION_BYTES, assert_same_tensors, everything_on_device, one_torch_thread, working_bytes
+from torch import nn
+
+import offload
+from offload import AdamW, Engine, cpu_adam
+from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError
+
+WIDTH = 32
+UNIT_BYTES = 4608  # one Linear(32, 32) of fp32
+STEPS = 3
+
+# A wait without a deadline is a bug: find it in seconds, not in ten minutes.
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return x
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(number: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def tight(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
+    """Options: everything on NVMe, three units on the device."""
+    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES)
+    return {
+        "max_memory": {"device": device, "cpu": "16MiB", "nvme": "64MiB"},
+        "activation_memory": ACTIVATION_BYTES,
+        "unit_bytes": UNIT_BYTES,
+        "nvme_path": path,
+        "offload_param": "nvme",
+        "offload_optimizer": "nvme",
+        **more,
+    }
+
+
+def loss_of(engine: Engine, number: int) -> torch.Tensor:
+    return engine(batch(number)).sub(1).pow(4).mean()
+
+
+def step(engine: Engine, number: int) -> None:
+    engine.backward(loss_of(engine, number))
+    assert engine.step()
+
+
+def results(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return parameters and states by name."""
+    assert engine.optimizer is not None
+    found = engine.state_dict()
+    for position, state in engine.optimizer.state_dict()["state"].items():
+        found.update({f"{position}.{name}": value for name, value in state.items()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, torch.Tensor]:
+    with one_torch_thread(), Engine(net(), AdamW(lr=1e-2), **everything_on_device()) as engine:
+        for number in range(STEPS):
+            step(engine, number)
+        return results(engine)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    model = net()
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        yield engine
+    assert_nothing_left(tmp_path)
+
+
+def assert_nothing_left(path: Path) -> None:
+    """No file in the directory, and none open that has no name."""
+    assert not list(path.iterdir())
+    gc.collect()
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    assert not [link for link in links if link.startswith(str(path))]
+
+
+# --- before anything is loaded ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+def test_impossible_budget_names_the_smallest_that_would_do(tier: str, tmp_path: Path) -> None:
+    """The number in the text is exact: with it the engine trains, with a page less it is refused."""
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    options = tight(model, tmp_path)
+    options["max_memory"][tier] = 4096
+    with pytest.raises(offload.BudgetError) as caught:
+        Engine(model, AdamW(), **options)
+    text = str(caught.value)
+    assert text.startswith(f"{tier} budget:") and "4.00 KiB" in text
+    found = re.search(r"smallest max_memory\[\"(\w+)\"\] that would do is (\d+) bytes", text)
+    assert found is not None and found[1] == tier, text
+    least = int(found[2])
+    options["max_memory"][tier] = least - 4096
+    with pytest.raises(offload.BudgetError, match=f"{least} bytes"):
+        Engine(model, AdamW(), **options)
+    assert_same_tensors(dict(model.state_dict()), before)
+    model(batch(0))  # nothing was touched
+    options["max_memory"][tier] = least
+    with Engine(model, AdamW(), **options) as engine:
+        step(engine, 0)
+    assert_nothing_left(tmp_path)
+
+
+def test_host_budget_without_nvme_is_refused() -> None:
+    model = net()
+    with pytest.raises(offload.BudgetError, match="cpu budget.*without an NVMe tier.*nvme_path"):
+        Engine(
+            model, AdamW(), max_memory={"device": "64KiB", "cpu": "64KiB"}, activation_memory="4KiB", unit_bytes=4608
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_grad_nrom": 1.0}, r"unknown option 'max_grad_nrom' \(did you mean 'max_grad_norm'\?\)"),
+        ({"max_memory": {"npu": "1GiB"}}, r"keys device, cpu, nvme but got 'npu'"),
+        ({"max_memory": {"nvem": "1GiB"}}, r"did you mean 'nvme'\?"),
+        ({"max_memory": {"device": "lots"}}, r"max_memory\['device'\].*'lots'"),
+        ({"max_memory": {"device": "8 parsec"}}, r"unknown unit in '8 parsec'"),
+        ({"max_memory": {"device": -1}}, r"non-negative"),
+        ({"max_memory": {"device": "120%"}}, r"percentage in \(0, 100\]"),
+        ({"max_memory": {0: 1, "device": 2}}, r"given twice"),
+        ({"dtype": "bfloat61"}, r"did you mean 'bfloat16'\?"),
+        ({"dtype": "int8"}, r"bfloat16, float16, float32"),
+        ({"offload_param": "nmve"}, r"did you mean 'nvme'\?"),
+        ({"offload_optimizer": "nvme"}, r"nvme_path is missing"),
+        ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps.*>= 1"),
+        ({"max_grad_norm": -1.0}, r"max_grad_norm.*> 0"),
+        ({"threads": 0}, r"threads.*>= 1"),
+        ({"device": "gpu"}, r"device.*'gpu'"),
+        ({"activation_memory": "50%"}, r"activation_memory"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_unknown_or_invalid_option(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(offload.ConfigError, match=text):
+        Engine(net(), AdamW(), **options)
+
+
+def test_config_file_with_a_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "options.json"
+    with pytest.raises(offload.ConfigError, match=r"options\.json.*cannot be read"):
+        Engine(net(), AdamW(), path)
+    path.write_text('["no", "object"]')
+    with pytest.raises(offload.ConfigError, match=r"options\.json.*object"):
+        Engine(net(), AdamW(), path)
+    path.write_text('{"max_memroy": {}}')
+    with pytest.raises(offload.ConfigError, match=r"did you mean 'max_memory'\?"):
+        Engine(net(), AdamW(), path)
+
+
+@pytest.mark.parametrize("value", [-1e-3, float("nan")])
+def test_hyper_parameter_out_of_range(value: float) -> None:
+    with pytest.raises(offload.ConfigError, match="lr"):
+        AdamW(lr=value)
+
+
+def test_optimizer_that_cannot_be_taken_over() -> None:
+    model = net()
+    for optimizer, text in (
+        (torch.optim.SGD(model.parameters()), "SGD"),
+        (torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad"),
+        (torch.optim.AdamW(net().parameters()), "not one of the model's"),
+    ):
+        with pytest.raises(offload.ConfigError, match=text):
+            Engine(model, optimizer, **everything_on_device())
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        step(engine, 0)
+
+
+def test_model_that_cannot_be_trained() -> None:
+    with pytest.raises(offload.ConfigError, match=r"torch\.nn\.Module but got list"):
+        Engine([1], AdamW())  # type: ignore[arg-type]
+    with pytest.raises(offload.ConfigError, match="expected parameters but it has none"):
+        Engine(nn.ReLU(), AdamW())
+    with pytest.raises(offload.ConfigError, match=r"blocks\.0\.weight.*float64.*dtype"):
+        Engine(net().double(), AdamW(), **everything_on_device())
+
+
+def test_missing_nvme_path(tmp_path: Path) -> None:
+    model = net()
+    with pytest.raises(SwapError, match=re.escape(str(tmp_path / "absent"))) as caught:
+        Engine(model, AdamW(), **tight(model, tmp_path / "absent"))
+    assert caught.value.errno == errno.ENOENT and caught.value.remedy
+    assert not (tmp_path / "absent").exists()
+    step_on_plain(model)
+
+
+def test_nvme_path_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("precious")
+    model = net()
+    with pytest.raises(SwapError, match=re.escape(str(path))) as caught:
+        Engine(model, AdamW(), **tight(model, path))
+    assert caught.value.remedy
+    assert path.read_text() == "precious"
+    step_on_plain(model)
+
+
+def test_second_nvme_path_missing_leaves_nothing_in_the_first(tmp_path: Path) -> None:
+    good = tmp_path / "good"
+    good.mkdir()
+    model = net()
+    with pytest.raises(SwapError, match="absent"):
+        Engine(model, AdamW(), **{**tight(model, good), "nvme_path": [good, tmp_path / "absent"]})
+    assert_nothing_left(good)
+    step_on_plain(model)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Return a function that mounts a tmpfs with options; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def make(options: str) -> Path:
+        path = tmp_path / f"mount{len(mounted)}"
+        path.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.skip(f"mounting a tmpfs needs root: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield make
+    for path in mounted:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+def test_read_only_nvme_path(mount: Callable[..., Path]) -> None:
+    path = mount("ro")
+    model = net()
+    with pytest.raises(SwapError, match=re.escape(str(path))) as caught:
+        Engine(model, AdamW(), **tight(model, path))
+    assert caught.value.errno in (errno.EROFS, errno.EACCES) and caught.value.remedy
+    step_on_plain(model)
+
+
+def test_disk_full_at_preallocation(mount: Callable[..., Path]) -> None:
+    path = mount("size=2m")
+    model = net()
+    with pytest.raises(SwapFullError) as caught:
+        Engine(model, AdamW(), **tight(model, path))
+    text = str(caught.value)
+    assert str(path) in text and caught.value.errno == errno.ENOSPC
+    assert re.search(r"\d+ bytes", text), text
+    assert_nothing_left(path)
+    assert os.statvfs(path).f_bfree == os.statvfs(path).f_blocks, "the space is free again"
+    step_on_plain(model)
+
+
+def test_file_system_without_direct_io(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: dict[str, torch.Tensor],
+) -> None:
+    """As tmpfs answers on older kernels; newer ones take O_DIRECT there."""
+    real = os.open
+
+    def refusing(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(path))
+        return real(path, flags, *args, **options)
+
+    model = net()
+    with caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(os, "open", refusing)
+        engine = Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path))
+        monkeypatch.undo()
+    said = [r.getMessage() for r in caplog.records if "O_DIRECT" in r.getMessage()]
+    assert len(said) == 1 and str(tmp_path) in said[0]
+    with engine:
+        assert not store(engine).stats().direct
+        for number in range(STEPS):
+            step(engine, number)
+        assert_same_tensors(results(engine), undisturbed)
+    assert_nothing_left(tmp_path)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no writable /dev/shm")
+def test_shared_memory_as_nvme_path(undisturbed: dict[str, torch.Tensor]) -> None:
+    model = net()
+    with Engine(model, AdamW(lr=1e-2), **tight(model, Path("/dev/shm"))) as engine:
+        for number in range(STEPS):
+            step(engine, number)
+        assert_same_tensors(results(engine), undisturbed)
+
+
+def step_on_plain(model: nn.Module) -> None:
+    """Train the model without an engine: it was left as it was."""
+    model(batch(0)).sum().backward()
+    torch.optim.AdamW(model.parameters()).step()
+
+
+# --- errors that leave the engine usable ------------------------------------------------------------------------------
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _hooked(engine: Engine, kind: str, action: Callable[[], None]) -> Any:
+    """Let `action` run once in the middle of forward or backward; returns the handle of the hook."""
+    block = engine.module.blocks[3]
+
+    def once(*args: Any) -> None:
+        handle.remove()
+        action()
+
+    if kind == "forward":
+        handle = block.register_forward_hook(lambda *args: once())
+    else:
+        handle = block.register_full_backward_hook(lambda *args: once())
+    return handle
+
+
+def nan_loss(engine: Engine) -> None:
+    with pytest.raises(offload.NonFiniteError, match="loss: expected a finite value but got nan"):
+        engine.backward(loss_of(engine, 0) * float("nan"))
+
+
+def infinite_loss(engine: Engine) -> None:
+    with pytest.raises(offload.NonFiniteError, match="loss: expected a finite value but got inf"):
+        engine.backward(loss_of(engine, 0) + float("inf"))
+
+
+def nan_gradient(engine: Engine) -> None:
+    """A finite loss whose gradient is not: the square root at zero."""
+    y = engine(batch(0))
+    engine.backward((y * 0).abs().sqrt().sum())
+    with pytest.raises(offload.NonFiniteError, match=r"gradient of blocks\.0\.weight and 11 more.*step was skipped"):
+        engine.step()
+
+
+def nan_gradient_of_one_parameter(engine: Engine) -> None:
+    engine.backward(loss_of(engine, 0))
+    handle = engine.module.blocks[4].bias.register_hook(lambda g: g * float("inf"))
+    engine.backward(loss_of(engine, 0))
+    handle.remove()
+    with pytest.raises(offload.NonFiniteError, match=r"gradient of blocks\.4\.bias: expected finite"):
+        engine.step()
+
+
+def step_without_backward(engine: Engine) -> None:
+    with pytest.raises(offload.StateError, match="step.*none has arrived.*call backward first"):
+        engine.step()
+    loss_of(engine, 0)
+    with pytest.raises(offload.StateError, match="step.*none has arrived.*call backward first"):
+        engine.step()
+
+
+def optimizer_step_without_backward(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    with pytest.raises(offload.StateError, match="none has arrived"):
+        engine.optimizer.step()
+
+
+def backward_twice(engine: Engine) -> None:
+    loss = loss_of(engine, 0)
+    engine.backward(loss)
+    with pytest.raises(offload.StateError, match="backward: called twice for the same loss"):
+        engine.backward(loss)
+    engine.zero_grad()
+
+
+def plain_backward_twice(engine: Engine) -> None:
+    loss = loss_of(engine, 0)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    engine.zero_grad()
+
+
+def backward_of_no_tensor(engine: Engine) -> None:
+    with pytest.raises(offload.StateError, match="loss as a tensor but got tuple"):
+        engine.backward((loss_of(engine, 0),))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="scalar"):
+        engine.backward(engine(batch(0)))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        engine.backward(torch.ones(()))
+
+
+def batch_on_the_wrong_device(engine: Engine) -> None:
+    with pytest.raises(
+        offload.StateError, match=r"argument 0 is on meta but the engine computes on cpu.*engine\.device"
+    ):
+        engine(batch(0).to("meta"))
+    with pytest.raises(offload.StateError, match="extra.*is on meta"):
+        engine(batch(0), extra=batch(0).to("meta"))
+
+
+def nested_batch_on_the_wrong_device(engine: Engine) -> None:
+    with pytest.raises(offload.StateError, match="extra.*is on meta"):
+        engine(batch(0), extra={"deep": [batch(0).to("meta")]})
+
+
+def batch_of_the_wrong_shape(engine: Engine) -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        engine(torch.ones(3, 7))
+
+
+def batch_too_large(engine: Engine) -> None:
+    rows = ACTIVATION_BYTES // (WIDTH * 4)
+    with pytest.raises(offload.BudgetError, match=r"device budget: activations needs.*raise max_memory\[\"device\"\]"):
+        engine(torch.ones(rows, WIDTH))
+    gc.collect()  # what pytest has of the traceback
+
+
+def error_in_forward(engine: Engine) -> None:
+    _hooked(engine, "forward", lambda: _raise(KeyError("mine")))
+    with pytest.raises(KeyError, match="mine"):
+        loss_of(engine, 0)
+
+
+def error_in_backward(engine: Engine) -> None:
+    _hooked(engine, "backward", lambda: _raise(KeyError("mine")))
+    with pytest.raises(KeyError, match="mine"):
+        engine.backward(loss_of(engine, 0))
+
+
+def error_in_plain_backward(engine: Engine) -> None:
+    _hooked(engine, "backward", lambda: _raise(KeyError("mine")))
+    with pytest.raises(KeyError, match="mine"):
+        loss_of(engine, 0).backward()
+    engine.zero_grad()
+
+
+def error_in_step_hook(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    handle = engine.optimizer.register_step_pre_hook(lambda *args: _raise(KeyError("mine")))
+    engine.backward(loss_of(engine, 0))
+    with pytest.raises(KeyError, match="mine"):
+        engine.step()
+    handle.remove()
+    engine.zero_grad()
+
+
+def interrupt_in_forward(engine: Engine) -> None:
+    _hooked(engine, "forward", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(engine, 0)
+
+
+def interrupt_in_backward(engine: Engine) -> None:
+    _hooked(engine, "backward", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(loss_of(engine, 0))
+
+
+def interrupt_in_plain_backward(engine: Engine) -> None:
+    _hooked(engine, "backward", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(engine, 0).backward()
+    engine.zero_grad()
+
+
+def interrupt_in_module_forward(engine: Engine) -> None:
+    """Through ``engine.module``, as ``generate()`` does."""
+    _hooked(engine, "forward", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        engine.module(batch(0))
+
+
+def wrapped_twice(engine: Engine) -> None:
+    with pytest.raises(offload.StateError, match="already wrapped by another engine"):
+        Engine(engine.module, AdamW(), **everything_on_device())
+    with pytest.raises(offload.StateError, match="already wrapped"):
+        Engine(engine.module.blocks[2], AdamW(), **everything_on_device())
+    with pytest.raises(offload.StateError, match="already wrapped"):
+        Engine(nn.Sequential(nn.Linear(2, 2), engine.module), AdamW(), **everything_on_device())
+
+
+def read_error_in_forward(engine: Engine) -> None:
+    store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
+    with pytest.raises(SwapError, match=r"EIO") as caught:
+        loss_of(engine, 0)
+    assert caught.value.errno == errno.EIO
+    store(engine).clear_faults()
+
+
+def read_error_in_backward(engine: Engine) -> None:
+    loss = loss_of(engine, 0)
+    store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
+    with pytest.raises(SwapError, match=r"EIO"):
+        engine.backward(loss)
+    store(engine).clear_faults()
+
+
+def short_read(engine: Engine) -> None:
+    """A transfer that stops in the middle is continued; nobody notices."""
+    store(engine).inject(Fault(nth=2, action=FaultAction.SHORT, short_bytes=4096, target=FaultTarget.READS))
+    loss_of(engine, 0)
+    store(engine).clear_faults()
+
+
+def late_read(engine: Engine) -> None:
+    """A read slower than everything else is waited for."""
+    store(engine).inject(Fault(nth=1, action=FaultAction.DELAY, delay_s=0.05, target=FaultTarget.READS))
+    engine.backward(loss_of(engine, 0))
+    engine.zero_grad()
+
+
+DISTURBANCES = [
+    nan_loss,
+    infinite_loss,
+    nan_gradient,
+    nan_gradient_of_one_parameter,
+    step_without_backward,
+    optimizer_step_without_backward,
+    backward_twice,
+    plain_backward_twice,
+    backward_of_no_tensor,
+    batch_on_the_wrong_device,
+    nested_batch_on_the_wrong_device,
+    batch_of_the_wrong_shape,
+    batch_too_large,
+    error_in_forward,
+    error_in_backward,
+    error_in_plain_backward,
+    error_in_step_hook,
+    interrupt_in_forward,
+    interrupt_in_backward,
+    interrupt_in_plain_backward,
+    interrupt_in_module_forward,
+    wrapped_twice,
+    read_error_in_forward,
+    read_error_in_backward,
+    short_read,
+    late_read,
+]
+
+
+def store(engine: Engine) -> Any:
+    assert engine._manager is not None and engine._manager.store is not None
+    return engine._manager.store
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda f: f.__name__)
+def test_training_goes_on_as_if_nothing_had_happened(
+    disturb: Callable[[Engine], None], engine: Engine, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    """Before the first step, and between two steps."""
+    handler = signal.getsignal(signal.SIGINT)
+    for number in range(STEPS):
+        if number != 1:
+            disturb(engine)
+            engine._manager.check()  # type: ignore[union-attr]
+        step(engine, number)
+    assert_same_tensors(results(engine), undisturbed)
+    assert engine.stats().step == STEPS
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda f: f.__name__)
+def test_close_right_after_an_error(disturb: Callable[[Engine], None], tmp_path: Path) -> None:
+    """Nothing is left, and the model has its parameters back."""
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path))
+    disturb(engine)
+    engine.close()
+    assert_nothing_left(tmp_path)
+    assert_same_tensors(dict(model.state_dict()), before)
+    step_on_plain(model)
+
+
+# --- in the middle of a step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [1, 3, 6])
+def test_interrupt_in_a_step_comes_through_when_it_is_done(
+    nth: int, engine: Engine, undisturbed: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is whole: no parameter is old while another is new."""
+    real, calls = cpu_adam.adam_step, 0
+
+    def interrupted(**options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            signal.raise_signal(signal.SIGINT)
+        real(**options)
+
+    step(engine, 0)
+    engine.backward(loss_of(engine, 1))
+    monkeypatch.setattr(cpu_adam, "adam_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert calls >= nth
+    assert engine.stats().step == 2
+    step(engine, 2)
+    assert_same_tensors(results(engine), undisturbed)
+
+
+def test_interrupt_and_close(tmp_path: Path) -> None:
+    """The usual end: Ctrl-C out of a ``with`` block."""
+    model = net()
+    with pytest.raises(KeyboardInterrupt), Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        step(engine, 0)
+        _hooked(engine, "backward", lambda: signal.raise_signal(signal.SIGINT))
+        engine.backward(loss_of(engine, 1))
+    assert_nothing_left(tmp_path)
+    step_on_plain(model)
+
+
+def assert_unusable(engine: Engine, text: str) -> None:
+    """Every call says what is wrong; close() works."""
+    assert engine.optimizer is not None
+    calls: list[Callable[[], Any]] = [
+        lambda: engine(batch(0)),
+        lambda: engine.backward(torch.ones((), requires_grad=True)),
+        engine.step,
+        engine.optimizer.step,
+        engine.zero_grad,
+        engine.state_dict,
+        engine.optimizer.state_dict,
+        lambda: engine.load_state_dict({}, strict=False),
+        lambda: engine.save_pretrained("nowhere"),
+        lambda: engine.gather(engine.module).__enter__(),
+    ]
+    for call in calls:
+        with pytest.raises(offload.StateError, match=text):
+            call()
+    assert not Path("nowhere").exists()
+    engine.stats()
+    str(engine.plan)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_write_error_in_a_step(code: int, tmp_path: Path) -> None:
+    """Disk full or broken in the middle of the update: the step is lost, which every further call says."""
+    model = net()
+    engine = Engine(model, AdamW(), **tight(model, tmp_path))
+    step(engine, 0)
+    engine.backward(loss_of(engine, 1))
+    store(engine).inject(Fault(nth=5, errno=code, target=FaultTarget.WRITES))
+    with pytest.raises(SwapError) as caught:
+        engine.step()
+    assert caught.value.errno == code and caught.value.length_bytes and caught.value.path
+    assert errno.errorcode[code] in str(caught.value)
+    assert isinstance(caught.value, SwapFullError) == (code == errno.ENOSPC)
+    assert_unusable(engine, "a step failed half way.*close it")
+    engine.close()
+    assert_nothing_left(tmp_path)
+    with pytest.raises(offload.StateError, match="closed"):
+        model(batch(0))
+
+
+def test_hanging_read_ends_at_the_deadline_with_a_dump(tmp_path: Path) -> None:
+    model = net()
+    engine = Engine(model, AdamW(), **tight(model, tmp_path, io_deadline_s=0.3))
+    step(engine, 0)
+    store(engine).inject(Fault(nth=1, action=FaultAction.HANG, target=FaultTarget.READS, forever=True))
+    with pytest.raises(SwapDeadlineError, match=r"0\.3") as caught:
+        step(engine, 1)
+    assert "in flight" in str(caught.value) or "in_flight" in str(caught.value)
+    assert "blocks." in "".join(caught.value.__notes__), "the dump names what waits"
+    with pytest.raises(SwapDeadlineError):
+        engine.close()
+    engine.close()
+    assert_nothing_left(tmp_path)
+    with pytest.raises(offload.StateError, match="closed"):
+        model(batch(0))
+
+
+@pytest.mark.parametrize("target", [FaultTarget.READS, FaultTarget.WRITES])
+@pytest.mark.parametrize("spill", [False, True], ids=["gradients in memory", "gradients on nvme"])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 7])
+def test_every_single_transfer_may_fail(
+    stride: int, spill: bool, target: FaultTarget, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    """Fail the Nth transfer of a training, for every N: the engine is usable and exact, or unusable and says so."""
+    options = tight(net(), tmp_path)
+    if spill:
+        # Staging (4 slots x 16 B x 64 Ki elements) and three gradients of a unit (16 KiB each): the others spill.
+        options["max_memory"]["cpu"] = 4 * 16 * 65536 + 3 * 16384
+
+    def train(engine: Engine) -> int:
+        """Return how many steps failed; stops where the engine says that it cannot go on."""
+        failed = 0
+        for number in range(STEPS):
+            for _ in range(2):
+                try:
+                    step(engine, number)
+                    break
+                except SwapError as error:
+                    assert error.errno == errno.EIO
+                    failed += 1
+                    if engine._unusable is None:
+                        engine._manager.check()  # type: ignore[union-attr]
+            else:
+                pytest.fail("a transfer that failed once failed again")
+        return failed
+
+    with Engine(net(), AdamW(lr=1e-2), **options) as engine:
+        assert any(home.grad is offload.tiers.Tier.NVME for home in engine.plan.homes) == spill
+        before = store(engine).stats()
+        assert train(engine) == 0
+        after = store(engine).stats()
+    count = after.reads - before.reads if target is FaultTarget.READS else after.writes - before.writes
+    assert count >= 2 * STEPS * len(net().blocks), "parameters and states, each once per step"
+
+    exact = unusable = 0
+    for nth in range(1, count + 1, stride):
+        model = net()
+        engine = Engine(model, AdamW(lr=1e-2), **options)
+        store(engine).inject(Fault(nth=nth, target=target))
+        try:
+            train(engine)
+        except offload.StateError as error:
+            assert "failed half way" in str(error)
+            unusable += 1
+        else:
+            store(engine).clear_faults()
+            assert_same_tensors(results(engine), undisturbed)
+            assert engine.stats().step == STEPS
+            exact += 1
+        store(engine).clear_faults()
+        engine.close()
+        assert_nothing_left(tmp_path)
+    assert unusable > 0, "the update survives none of its transfers"
+    # Parameters are read again, and a gradient that did not reach the drive is computed again.
+    assert (exact > 0) == (target is FaultTarget.READS or spill)
+
+
+# --- closed -----------------------------------------------------------------------------------------------------------
+
+
+def test_closed_engine(tmp_path: Path) -> None:
+    model = net()
+    engine = Engine(model, AdamW(), **tight(model, tmp_path))
+    loss = loss_of(engine, 0)
+    engine.close()
+    assert_unusable(engine, "closed")
+    with pytest.raises(offload.StateError, match="closed"):
+        loss.backward()
+    engine.close()
+    with engine:
+        pass
+    assert_nothing_left(tmp_path)
+    step_on_plain(model)
+
+
+def test_wrapping_again_after_close(tmp_path: Path) -> None:
+    model = net()
+    for _ in range(2):
+        with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+            step(engine, 0)
+    engine = Engine(model, AdamW(), **tight(model, tmp_path))
+    engine.close(restore=False)
+    with pytest.raises(offload.StateError, match="closed without restoring"):
+        model(batch(0))
+    with pytest.raises(offload.StateError, match="without restoring.*load the model again"):
+        Engine(model, AdamW(), **tight(model, tmp_path))
+    assert_nothing_left(tmp_path)
