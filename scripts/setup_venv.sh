@@ -21,6 +21,10 @@ if ! "${CXX:-c++}" --version >/dev/null 2>&1; then
     exit 1
 fi
 
+# Otherwise the build would take the compiler that this Python was built with, which need not be here.
+export CXX="${CXX:-c++}"
+if command -v cc >/dev/null 2>&1; then export CC="${CC:-cc}"; fi
+
 if [ ! -x "$venv/bin/python" ]; then
     say "creating $venv"
     "$python" -m venv "$venv" || {
