@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -229,13 +230,9 @@ def write_json(report: Report, path: Path) -> None:
 
 
 def smoothed(losses: Sequence[float], *, width: int = 9) -> list[float]:
-    """Return the mean over `width` neighbours (odd), fewer at both ends so that it stays centred."""
-    result = []
-    for i in range(len(losses)):
-        reach = min(width // 2, i, len(losses) - 1 - i)
-        near = losses[i - reach : i + reach + 1]
-        result.append(sum(near) / len(near))
-    return result
+    """Return the median over `width` neighbours (odd), fewer at both ends: single texts differ much."""
+    reach = width // 2
+    return [statistics.median(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
 
 
 def loss_range(report: Report) -> tuple[float, float]:
@@ -257,9 +254,11 @@ def write_plot(report: Report, path: Path) -> None:
     axes = figure.add_subplot()
     numbers = [record.step for record in report.steps]
     losses = [record.loss for record in report.steps]
-    axes.plot(numbers, losses, color="#9db8d9", linewidth=1, label="training, each step")
-    width = max(3, len(losses) // 6) | 1
-    axes.plot(numbers, smoothed(losses, width=width), color="#1f5aa6", linewidth=2, label=f"training, mean of {width}")
+    axes.plot(numbers, losses, ".", color="#9db8d9", markersize=6, label="training, each step")
+    width = max(3, len(losses) // 4) | 1
+    axes.plot(
+        numbers, smoothed(losses, width=width), color="#1f5aa6", linewidth=2, label=f"training, median of {width}"
+    )
     steps, held_out = zip(*report.evaluations, strict=True)
     axes.plot(steps, held_out, color="#c4531a", marker="o", linewidth=1.5, label="held out", zorder=3)
     for step, loss in (report.evaluations[0], report.evaluations[-1]):

@@ -304,8 +304,9 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_smoothing_is_a_centred_mean() -> None:
-    assert report.smoothed([1.0, 2.0, 6.0, 3.0, 0.0], width=5) == pytest.approx([1.0, 3.0, 2.4, 3.0, 0.0])
+def test_smoothing_is_a_running_median() -> None:
+    # of 1 2 6, of 1 2 6 3, of all, of 2 6 3 0, of 6 3 0
+    assert report.smoothed([1.0, 2.0, 6.0, 3.0, 0.0], width=5) == [2.0, 2.5, 2.0, 2.5, 3.0]
     assert report.smoothed([], width=5) == []
 
 

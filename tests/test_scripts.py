@@ -1,0 +1,53 @@
+"""The set-up scripts that are more than a list of commands: preparing the text, and doing it all or not at all."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module("prepare")
+
+
+def test_entries_are_kept_and_contents_dropped(prepare: ModuleType) -> None:
+    long = "word " * 20
+    raw = f"   Contents\n\n   {long}\n\n   :hack: n.\n\n   {long}\n   {long}\n\n   P\n\n   :two:\n"
+    assert prepare.jargon_entries(raw) == f":hack: n.\n\n{(long * 2).strip()}\n\n:two:\n"
+    with pytest.raises(prepare.PrepareError, match="no entries"):
+        prepare.jargon_entries("nothing")
+
+
+def test_fallback_text_is_large_enough_to_train_on(prepare: ModuleType) -> None:
+    assert len(prepare.topics_prose().split()) > 30_000
+
+
+def test_text_falls_back_and_says_so(
+    prepare: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise sys.modules["fetch_deb"].FetchError("apt-get not found")
+
+    monkeypatch.setattr(prepare, "fetch", refuse)
+    assert prepare.build_once(tmp_path / "text", prepare.build_text)
+    assert "pydoc_data" in (tmp_path / "text/SOURCE").read_text()
+    assert "apt-get not found" in capsys.readouterr().out
+    assert not prepare.build_once(tmp_path / "text", prepare.build_text)
+
+
+def test_failure_leaves_nothing(prepare: ModuleType, tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        prepare.build_once(tmp_path / "model", fail)
+    assert list(tmp_path.iterdir()) == []
