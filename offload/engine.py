@@ -235,7 +235,8 @@ class Engine:
         Raises:
             StateError: no gradient has arrived since the last step.
             NonFiniteError: a gradient is not finite; nothing was changed, the gradients are dropped.
-            swap.SwapError: an I/O error in the middle of the step: the engine cannot be used further.
+            swap.SwapError: an I/O error. The gradients are dropped; if it came while parameters or states were being
+                written, the engine cannot be used further and says so.
         """
         self._require_open()
         if self.optimizer is None:
@@ -270,6 +271,9 @@ class Engine:
                 self._micro_batch = 0
                 if manager.has_lost_content():
                     self._unusable = f"a step failed half way ({type(error).__name__}: {error})"
+                else:
+                    with contextlib.suppress(Exception):  # the first error is on its way up
+                        manager.drop_gradients()  # the micro-batches are run again, after every kind of error
                 raise
 
     def _take_step(self, manager: Manager) -> bool:

@@ -259,13 +259,7 @@ class Manager:
         self._forgive(shard)
         if shard.state is State.FETCHING:
             self.counters.stalls += 1
-            try:
-                self._finish_fetch(shard)
-            except TimeoutError:
-                raise
-            except OSError as error:  # it was only a prefetch: now that it is needed, try again
-                logger.warning("prefetch: %s", error)
-                self._forgive(shard)
+            self._finish_prefetch(shard)
         if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:
                 raise StateError(
@@ -295,6 +289,16 @@ class Manager:
             self._fetch_failed(shard)
             raise
         return True
+
+    def _finish_prefetch(self, shard: Shard) -> None:
+        """Wait for a fetch that nobody has asked for: if it failed, the shard is as it was before, and may be read."""
+        try:
+            self._finish_fetch(shard)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            logger.warning("prefetch: %s", error)
+            self._forgive(shard)
 
     def _finish_fetch(self, shard: Shard) -> None:
         index = shard.unit.index
@@ -692,7 +696,7 @@ class Manager:
         if write:
             self.versions[index] += 1
         if shard.state is State.FETCHING:
-            self._finish_fetch(shard)
+            self._finish_prefetch(shard)
         if shard.state is State.RESIDENT and not host_device and write:
             if self._borrowed(index):
                 raise StateError(
