@@ -51,7 +51,7 @@ finetune: $(STAMP) ## fine-tune SmolLM2-135M through device memory, host memory 
 	@$(BIN)/python scripts/prepare.py --cache "$(CACHE)"
 	@mkdir -p "$(CACHE)/swap"
 	$(BIN)/python -m offload finetune --model "$(CACHE)/smollm2-135m" --text "$(CACHE)/text/corpus.txt" \
-	    --nvme-path "$(CACHE)/swap" $(BUDGETS) --steps 40 --lr 1e-4 --output "$(REPORT)" $(ARGS)
+	    --nvme-path "$(CACHE)/swap" $(BUDGETS) --steps 32 --lr 1e-4 --output "$(REPORT)" $(ARGS)
 
 clean:            ## remove what the build and the tools left (keeps .venv)
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis finetune-report
