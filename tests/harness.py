@@ -62,13 +62,14 @@ def working_bytes(model: nn.Module, *, units: int = 3, unit_bytes: int = UNIT_BY
 
 def everything_on_device() -> dict[str, Any]:
     """Options: parameters, gradients and states in the device's arena."""
-    return {"max_memory": {"device": "64MiB", "cpu": "64MiB"}}
+    return {"device": "cpu", "max_memory": {"device": "64MiB", "cpu": "64MiB"}}
 
 
 def host(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> dict[str, Any]:
     """Options: all at home in host memory, room for three units on the device."""
     device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes)
     return {
+        "device": "cpu",
         "max_memory": {"device": device, "cpu": "64MiB"},
         "activation_memory": ACTIVATION_BYTES,
         "unit_bytes": unit_bytes,
@@ -81,6 +82,7 @@ def nvme(model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES) -> dict[
     """Options: parameters and states on NVMe, room for three units on the device."""
     device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes)
     return {
+        "device": "cpu",
         "max_memory": {"device": device, "cpu": "16MiB", "nvme": "256MiB"},
         "activation_memory": ACTIVATION_BYTES,
         "unit_bytes": unit_bytes,

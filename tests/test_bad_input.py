@@ -64,6 +64,7 @@ def tight(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
     """Options: everything on NVMe, three units on the device."""
     device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES)
     return {
+        "device": "cpu",
         "max_memory": {"device": device, "cpu": "16MiB", "nvme": "64MiB"},
         "activation_memory": ACTIVATION_BYTES,
         "unit_bytes": UNIT_BYTES,

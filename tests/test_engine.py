@@ -73,6 +73,7 @@ def tight(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
     """Options: everything on NVMe, three units on the device."""
     device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES, dtype=more.get("dtype"))
     return {
+        "device": "cpu",
         "max_memory": {"device": device, "cpu": "16MiB", "nvme": "64MiB"},
         "activation_memory": ACTIVATION_BYTES,
         "unit_bytes": UNIT_BYTES,
@@ -528,6 +529,17 @@ def test_gather_reads_and_modifies(engine: Engine) -> None:
     after = engine.state_dict()
     assert torch.equal(after["blocks.4.weight"], 2 * truth["blocks.4.weight"])
     assert torch.equal(after["blocks.4.bias"], torch.full((WIDTH,), 3.0))
+    with (
+        pytest.raises(offload.StateError, match=r"blocks\.4\.bias.*modify=True"),
+        engine.gather(block),
+        torch.no_grad(),
+    ):
+        block.bias.fill_(9)
+    assert torch.equal(engine.state_dict()["blocks.4.bias"], torch.full((WIDTH,), 3.0))
+    with pytest.raises(KeyError), engine.gather(block, modify=True), torch.no_grad():
+        block.bias.fill_(7)
+        raise KeyError
+    assert torch.equal(engine.state_dict()["blocks.4.bias"], torch.full((WIDTH,), 3.0))
     with pytest.raises(offload.BudgetError, match="device budget"), engine.gather(engine.module):
         pass
     with pytest.raises(offload.StateError, match="not one of this engine"), engine.gather(nn.Parameter(torch.ones(2))):
@@ -941,9 +953,9 @@ def test_config_from_dict_file_and_keywords(tmp_path: Path) -> None:
 
 
 def test_budget_shares_and_defaults() -> None:
-    with Engine(net(), AdamW(), max_memory={0: "1%", "cpu": "1%"}) as engine:
+    with Engine(net(), AdamW(), device="cpu", max_memory={0: "1%", "cpu": "1%"}) as engine:
         step(engine, 0)
-    with Engine(net(), AdamW()) as engine:
+    with Engine(net(), AdamW(), device="cpu") as engine:
         step(engine, 0)
         assert engine.stats().misses == 0
 

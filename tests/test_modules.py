@@ -470,6 +470,7 @@ def build(name: str) -> nn.Module:
 
 def tight(model: nn.Module, path: Path, units: int = 3) -> dict[str, Any]:
     return {
+        "device": "cpu",
         "max_memory": {
             "device": ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES, units=units),
             "cpu": "16MiB",
@@ -534,3 +535,17 @@ def test_module(name: str, tmp_path: Path) -> None:
     units = outcome.plan.request.units
     if outcome.plan.working_bytes < sum(unit.param_bytes for unit in units):
         assert outcome.stats.misses + outcome.stats.stalls > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_plain_backward_of_a_segment_without_modules_is_noticed(reentrant: bool, tmp_path: Path) -> None:
+    """Repeated outside engine.backward(), such a segment may read stand-ins: never silently."""
+    CASES["it"] = Case(_checkpointed(reentrant, "parameters only"))
+    model = build("it")
+    del CASES["it"]
+    with offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
+        engine(inputs(0)).pow(2).mean().backward()
+        with pytest.raises(offload.NonFiniteError, match="gradient of blocks"):
+            engine.step()
+        engine.backward(engine(inputs(0)).pow(2).mean())
+        assert engine.step()

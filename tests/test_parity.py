@@ -391,7 +391,7 @@ digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(67, 67), nn.Tanh()) for _ in range(4))).to(dtype)
-    options = dict(max_grad_norm=0.5, unit_bytes=1 << 14, nvme_path=sys.argv[1], offload_optimizer="nvme")
+    options = dict(device="cpu", max_grad_norm=0.5, unit_bytes=1 << 14, nvme_path=sys.argv[1], offload_optimizer="nvme")
     with offload.Engine(model, offload.AdamW(lr=1e-2, weight_decay=0.1), **options) as engine:
         for number in range(3):
             x = torch.randn(4, 67, generator=torch.Generator().manual_seed(number)).to(dtype)
