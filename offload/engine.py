@@ -257,7 +257,7 @@ class Engine:
         manager = self._require_open()
         self._hooks.unwind()
         self._hooks.clear_gradients()
-        manager.drop_gradients()
+        manager.gradients.drop()
         self._micro_batch = 0
 
     def _step_now(self) -> bool:
@@ -273,7 +273,7 @@ class Engine:
                     self._unusable = f"a step failed half way ({type(error).__name__}: {error})"
                 else:
                     with contextlib.suppress(Exception):  # the first error is on its way up
-                        manager.drop_gradients()  # the micro-batches are run again, after every kind of error
+                        manager.gradients.drop()  # the micro-batches are run again, after every kind of error
                 raise
 
     def _take_step(self, manager: Manager) -> bool:
@@ -285,8 +285,8 @@ class Engine:
                 f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; close "
                 "the engine and make a new one"
             )
-        manager.refuse_changes()
-        manager.settle_gradients()
+        manager.working.refuse_changes()
+        manager.gradients.settle()
         norm = measure(manager)
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
@@ -297,7 +297,7 @@ class Engine:
         factor = clip_factor(self._grad_norm, self.config.max_grad_norm) * averaged
         groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
         update(manager, self._step_counts, groups, decoupled=offloaded.decoupled, grad_scale=factor)
-        manager.drop_gradients()
+        manager.gradients.drop()
         self._steps += 1
         self._micro_batch = 0
         self._scaler.succeeded()
@@ -310,7 +310,7 @@ class Engine:
         manager = self._require_open()
         self._micro_batch = 0
         self._grad_norm = norm.squares**0.5 * averaged
-        manager.drop_gradients()
+        manager.gradients.drop()
         manager.restart_schedule()
         if self._scaler.enabled:
             self._skipped += 1
@@ -595,7 +595,7 @@ class Engine:
             values = {(unit.index, slot): parameter.data for slot, parameter in enumerate(members)}
             checkpoint.scatter_parameters(manager, values)
             del values
-            if not manager.is_resident(unit.index):
+            if unit.index not in manager.working:
                 self._hooks.unbind(unit)
             loaded.append(unit.index)
         for name, buffer in meta_buffers.items():

@@ -453,7 +453,7 @@ class Hooks:
                     f"gradient of {name}: expected {self._dtypes[unit]} {shape} but got {gradient.dtype} "
                     f"{tuple(gradient.shape)}; the module was converted after it was wrapped, pass dtype= to the engine"
                 )
-            self._manager.add_gradient(unit, slot, gradient, final=self.final_micro_batch())
+            self._manager.gradients.add(unit, slot, gradient, final=self.final_micro_batch())
 
         return hook
 

@@ -17,7 +17,8 @@ import torch
 from offload import cpu_adam
 from offload.config import Adam, AdamW, Config, check_hyper_parameters
 from offload.errors import ConfigError, StateError
-from offload.manager import KERNEL_DTYPE, Manager, trainable_units
+from offload.gradients import KERNEL_DTYPE
+from offload.manager import Manager
 from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk, stream
 
@@ -175,6 +176,11 @@ class LossScaler:
         self._good_steps = int(state["good_steps"])
 
 
+def trainable_units(units: Iterable[Unit]) -> list[Unit]:
+    """Return the units that the optimizer updates, in update order."""
+    return [unit for unit in units if unit.trainable]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientNorm:
     """Global norm of a step's gradients.
@@ -194,7 +200,7 @@ def measure(manager: Manager) -> GradientNorm:
     """Add up what was measured when the gradients arrived, in model order: the same bits for every placement."""
     squares, bad, count = 0.0, [], 0
     for unit in trainable_units(manager.units):
-        for slot, total in zip(unit.slots, manager.gradient_sums(unit.index), strict=True):
+        for slot, total in zip(unit.slots, manager.gradients.sums(unit.index), strict=True):
             if total is None:
                 continue
             count += 1
@@ -213,7 +219,7 @@ class StepCounts:
     """Updates that each parameter has had: bias correction counts only those, as in torch."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
-        self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(list(units))}
+        self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(units)}
 
 
 def group_of_slots(
@@ -221,7 +227,7 @@ def group_of_slots(
 ) -> dict[int, list[dict[str, Any] | None]]:
     """Return per trainable unit and slot the param group it is in, None where the optimizer leaves it out."""
     group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    return {unit.index: [group_of.get(id(p)) for p in parameters[unit.index]] for unit in trainable_units(list(units))}
+    return {unit.index: [group_of.get(id(p)) for p in parameters[unit.index]] for unit in trainable_units(units)}
 
 
 def update(
@@ -248,7 +254,7 @@ def update(
     units = []
     hyper_of: dict[tuple[int, int], cpu_adam.AdamHyper] = {}
     for unit in trainable_units(manager.units):
-        arrived = manager.arrived(unit.index)
+        arrived = manager.gradients.arrived(unit.index)
         ranges: list[tuple[int, int, cpu_adam.AdamHyper]] = []
         for position, slot in enumerate(unit.slots):
             group = groups[unit.index][position]
@@ -287,7 +293,7 @@ def update(
     roles = frozenset({Role.PARAM}) | ALL_STATES
     stream(manager, units, visit, reads=roles | {Role.GRAD}, writes=roles)
     for unit in units:
-        for position, arrived_here in enumerate(manager.arrived(unit.index)):
+        for position, arrived_here in enumerate(manager.gradients.arrived(unit.index)):
             if arrived_here and groups[unit.index][position] is not None:
                 counts.counts[unit.index][position] += 1
 

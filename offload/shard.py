@@ -1,7 +1,7 @@
 """Shards: what is tracked, placed, moved and versioned; and the state machine every one of them follows.
 
 Owns the vocabulary (Role, State, Event, Unit, Slot, Shard) and the transition table. Values only: this file moves no
-byte and knows no torch module. ``manager.py`` is the only writer of a shard's state; :func:`advance` is the only way.
+byte and knows no torch module. ``copies.py`` is the only writer of a shard's state; :func:`advance` is the only way.
 
 A shard has one *home* (the tier the plan gave it) and at most one *working copy*::
 
@@ -17,7 +17,7 @@ A shard has one *home* (the tier the plan gave it) and at most one *working copy
                               FLUSHING -------------- flushed ------------+
      STORED, RESIDENT, DIRTY --discard--> EMPTY      STORED, DIRTY --abandon--> FAILED
 
-Next: :mod:`offload.placement` chooses homes, :mod:`offload.manager` drives the machine.
+Next: :mod:`offload.placement` chooses homes, :mod:`offload.copies` drives the machine.
 """
 
 from __future__ import annotations

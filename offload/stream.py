@@ -13,7 +13,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 
 from offload import cpu_adam
-from offload.manager import Access, Manager
+from offload.access import Access, Leases
+from offload.manager import Manager
 from offload.placement import STATE_ROLES
 from offload.shard import Role, Unit
 from offload.transfer import Ticket
@@ -68,24 +69,25 @@ def stream(
         swap.SwapError: an I/O error or a missed deadline. Everything open for writing is then FAILED.
         Exception: what `visit` raised, likewise.
     """
+    leases = Leases(manager)
     chunks: list[Chunk] = []
     slots: list[Chunk] = []  # chunks in staging slots, in the order of their reads: the n-th is in slot n modulo slots
     try:
         for unit in units:
-            access = manager.open(unit, reads=reads, writes=writes)
+            access = leases.open(unit, reads=reads, writes=writes)
             for number, (begin, end) in enumerate(unit.chunks(manager.plan.chunk_numel)):
                 chunks.append(Chunk(unit, number, begin, end, {}, access))
         for index in range(min(_IN_FLIGHT_AHEAD, len(chunks))):
-            _start_reads(manager, chunks[index], slots, reads | writes, reads)
+            _start_reads(manager, leases, chunks[index], slots, reads | writes, reads)
         for index, chunk in enumerate(chunks):
             if index + _IN_FLIGHT_AHEAD < len(chunks):
-                _start_reads(manager, chunks[index + _IN_FLIGHT_AHEAD], slots, reads | writes, reads)
+                _start_reads(manager, leases, chunks[index + _IN_FLIGHT_AHEAD], slots, reads | writes, reads)
             for ticket in chunk.reading:
                 ticket.wait(manager.deadline_s)
             if chunk.access.fresh_states:
                 _initialise_states(manager, chunk)
             visit(chunk)
-            _start_writes(manager, chunk, writes)
+            _start_writes(manager, leases, chunk, writes)
         for chunk in chunks:
             for ticket in chunk.writing:
                 ticket.wait(manager.deadline_s)
@@ -94,9 +96,9 @@ def stream(
             for ticket in (*chunk.reading, *chunk.writing):
                 with contextlib.suppress(Exception):  # the first error is on its way up; buffers must come to rest
                     ticket.wait(manager.deadline_s)
-        manager.abandon_all()
+        leases.abandon()
         raise
-    manager.close_all()
+    leases.close()
 
 
 def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
@@ -106,7 +108,12 @@ def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
 
 
 def _start_reads(
-    manager: Manager, chunk: Chunk, slots: list[Chunk], wanted: frozenset[Role], reads: frozenset[Role]
+    manager: Manager,
+    leases: Leases,
+    chunk: Chunk,
+    slots: list[Chunk],
+    wanted: frozenset[Role],
+    reads: frozenset[Role],
 ) -> None:
     """Give the chunk its addresses; start the reads of what comes through staging."""
     unit, number = chunk.unit, chunk.number
@@ -132,18 +139,18 @@ def _start_reads(
     for role in (Role.PARAM, Role.GRAD):
         if role in staged and role in reads:
             size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
-            ticket = manager.read_chunk(unit, role, number, chunk.addresses[role], size)
+            ticket = leases.read_chunk(unit, role, number, chunk.addresses[role], size)
             if ticket is not None:
                 chunk.reading.append(ticket)
     record = [role for role in staged if role in ALL_STATES]
     if record and reads & ALL_STATES and not chunk.access.fresh_states:
         size = sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record)
-        ticket = manager.read_chunk(unit, Role.MASTER, number, chunk.addresses[record[0]], size)
+        ticket = leases.read_chunk(unit, Role.MASTER, number, chunk.addresses[record[0]], size)
         if ticket is not None:
             chunk.reading.append(ticket)
 
 
-def _start_writes(manager: Manager, chunk: Chunk, writes: frozenset[Role]) -> None:
+def _start_writes(manager: Manager, leases: Leases, chunk: Chunk, writes: frozenset[Role]) -> None:
     unit = chunk.unit
     for role in (Role.PARAM, Role.GRAD):
         if role not in writes or role not in chunk.addresses:
@@ -152,7 +159,7 @@ def _start_writes(manager: Manager, chunk: Chunk, writes: frozenset[Role]) -> No
         shard = manager.shard(unit.index, role)
         assert shard is not None
         if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
-            chunk.writing.append(manager.write_chunk(unit, role, chunk.number, chunk.addresses[role], size))
+            chunk.writing.append(leases.write_chunk(unit, role, chunk.number, chunk.addresses[role], size))
         elif role is Role.PARAM and chunk.access.write_through:
             target = chunk.access.write_through + manager.chunk_bytes(unit, role, 0, chunk.begin)
             ctypes.memmove(target, chunk.addresses[role], size)
@@ -160,7 +167,7 @@ def _start_writes(manager: Manager, chunk: Chunk, writes: frozenset[Role]) -> No
     if record:
         size = sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record)
         address = chunk.addresses[record[0]]
-        chunk.writing.append(manager.write_chunk(unit, Role.MASTER, chunk.number, address, size))
+        chunk.writing.append(leases.write_chunk(unit, Role.MASTER, chunk.number, address, size))
 
 
 def _initialise_states(manager: Manager, chunk: Chunk) -> None:

@@ -22,7 +22,10 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("tiers",),
     ("shard", "transfer"),
     ("placement", "schedule", "units"),
+    ("copies",),
+    ("working", "gradients"),
     ("manager",),
+    ("access",),
     ("stream",),
     ("hooks", "optimizer", "checkpoint"),
     ("engine",),
@@ -42,7 +45,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 # compiled module -> the files that may import it
 FACES = {"swap._aio": ("swap.aio", "swap.store"), "offload._cpu_adam": ("offload.cpu_adam",)}
 REBINDS_DATA = {"offload.hooks"}
-WRITES_SHARD_STATE = {"offload.manager"}
+WRITES_SHARD_STATE = {"offload.copies"}
+USES_EVENTS = {f"offload.{name}" for name in ("copies", "gradients", "access")}  # and so change a state
 MAY_PRINT = {"offload.cli", "offload.finetune", "offload.__main__"}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
@@ -190,7 +194,11 @@ def duty_violations(sources: Sources) -> Iterator[str]:
                 yield f"{name}:{line} assigns {owner}.data; only hooks.py rebinds a parameter's data"
             if attribute in ("state", "_state") and owner != "self" and name.startswith("offload"):
                 if name not in WRITES_SHARD_STATE:
-                    yield f"{name}:{line} assigns {owner}.{attribute}; only manager.py writes a shard's state"
+                    yield f"{name}:{line} assigns {owner}.{attribute}; only copies.py writes a shard's state"
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module == "offload.shard" and name not in USES_EVENTS:
+                if any(alias.name in ("Event", "advance") for alias in node.names):
+                    yield f"{name}:{node.lineno} imports events; who changes a shard's state is in USES_EVENTS"
         if name not in MAY_PRINT:
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -279,8 +287,9 @@ def test_checker_accepts_right_imports(sources: Sources) -> None:
         ({"offload.engine": "param.data = x"}, "only hooks.py"),
         ({"offload.engine": "a, p.data = 1, x"}, "only hooks.py"),
         ({"offload.engine": "setattr(p, 'data', x)"}, "only hooks.py"),
-        ({"offload.engine": "shard.state = State.DIRTY"}, "only manager.py"),
-        ({"offload.hooks": "self.shards[0].state = State.DIRTY"}, "only manager.py"),
+        ({"offload.engine": "shard.state = State.DIRTY"}, "only copies.py"),
+        ({"offload.hooks": "self.shards[0].state = State.DIRTY"}, "only copies.py"),
+        ({"offload.engine": "from offload.shard import Event, Role"}, "imports events"),
         ({"offload.tiers": "def f():\n    print('x')"}, "offload.tiers:2 prints"),
         ({"swap.store": "print('x')"}, "prints"),
     ],
@@ -293,7 +302,8 @@ def test_checker_finds_duties_in_the_wrong_place(sources: Sources, expected: str
     "sources",
     [
         {"offload.hooks": "param.data = x"},
-        {"offload.manager": "shard.state = State.DIRTY"},
+        {"offload.copies": "shard.state = State.DIRTY"},
+        {"offload.access": "from offload.shard import Event"},
         {"offload.optimizer": "self.state[p] = {}\nself.state = {}"},
         {"offload.engine": "x = param.data\nlogger.info('x')"},
         {"offload.cli": "print('x')"},

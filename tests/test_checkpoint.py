@@ -212,7 +212,7 @@ def test_a_resident_working_copy_is_read_and_written_with_its_home() -> None:
             shard = manager.shard(0, Role.PARAM)
             assert shard is not None and shard.state is State.RESIDENT
             assert torch.equal(gather_parameters(manager)[0, 0], new)
-            manager._evict(shard)
+            manager.working.evict(shard)
             assert shard.state is State.STORED
             assert torch.equal(gather_parameters(manager)[0, 0], new)  # now from home
 

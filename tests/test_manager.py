@@ -199,7 +199,7 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert shard is not None
                 if done:
                     self.content[unit.index, role] = version
-                elif shard.state is State.FAILED and not (role is Role.PARAM and unit.index in self.manager._unread):
+                elif self.manager.copies.is_lost(shard):
                     self.content[unit.index, role] = LOST
                 else:  # it may be as it was, where nothing had been written yet
                     assert not visited
@@ -313,7 +313,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return  # sums are whole numbers that bfloat16 holds exactly
         tensor = torch.full(unit.slots[number].shape, float(value), dtype=torch.bfloat16)
         try:
-            self.manager.add_gradient(index, number, tensor, final=final)
+            self.manager.gradients.add(index, number, tensor, final=final)
         except SwapError as error:
             self.expect_error(error)
             self.reset()  # what the engine does after an error in backward
@@ -326,7 +326,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not unit.trainable:
             return
         try:
-            sums = self.manager.gradient_sums(index)
+            sums = self.manager.gradients.sums(index)
         except SwapError as error:
             self.expect_error(error)
             self.reset()
@@ -337,7 +337,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_gradients(self) -> None:
-        self.manager.drop_gradients()
+        self.manager.gradients.drop()
         self.gradients.clear()
         for unit in self.UNITS:
             shard = self.manager.shard(unit.index, Role.GRAD)
@@ -376,16 +376,20 @@ class ManagerMachine(RuleBasedStateMachine):
         for index, count in self.leases.items():
             shard = self.manager.shard(index, Role.PARAM)
             assert shard is not None and shard.readers == count and not shard.writing
-            assert not count or self.manager.is_resident(index)
+            assert not count or index in self.manager.working
         arrived = {
-            (u.index, s) for u in self.UNITS if u.trainable for s, a in enumerate(self.manager.arrived(u.index)) if a
+            (u.index, s)
+            for u in self.UNITS
+            if u.trainable
+            for s, a in enumerate(self.manager.gradients.arrived(u.index))
+            if a
         }
         assert arrived == self.gradients.keys()
 
     @invariant()
     def what_is_bound_shows_the_last_completed_write(self) -> None:
         for index, storage in self.binder.bound.items():
-            assert self.manager.is_resident(index)
+            assert index in self.manager.working
             data = peek(storage.data_ptr(), self.UNITS[index].param_bytes)
             assert words(data) == {self.expected(self.UNITS[index], Role.PARAM)}
 
@@ -479,10 +483,10 @@ def test_a_buffer_is_not_reused_while_a_late_read_may_still_fill_it() -> None:
         store.before_wait = lambda ticket: None
         flying.wait()
         manager.acquire(2)  # now it is free
-        assert words(peek(manager._residency[1].storage.data_ptr(), 8 << 10)) == {word(1, Role.PARAM, 1)}
+        assert words(peek(manager.working.storage(1).data_ptr(), 8 << 10)) == {word(1, Role.PARAM, 1)}
         manager.release(1)
         manager.acquire(0)  # the unit itself can be fetched anew
-        assert words(peek(manager._residency[0].storage.data_ptr(), 8 << 10)) == {word(0, Role.PARAM, 1)}
+        assert words(peek(manager.working.storage(0).data_ptr(), 8 << 10)) == {word(0, Role.PARAM, 1)}
 
 
 def test_a_failed_read_is_raised_where_it_is_needed_and_tried_again() -> None:
@@ -518,7 +522,7 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
                 stream(manager, units, visit, reads=ROLES, writes=ROLES)
             for _ in range(2):
                 assert {state(manager, 0, role) for role in ROLES} == {State.FAILED}
-                assert not manager.is_resident(0)
+                assert 0 not in manager.working
                 with pytest.raises(StateError):
                     manager.acquire(0)
                 for roles in (PARAM, ALL_STATES):
@@ -552,11 +556,11 @@ def test_borrowed_units_stay_and_units_used_last_leave_first() -> None:
             manager.acquire(index)
             manager.release(index)
         manager.acquire(3)
-        assert [manager.is_resident(index) for index in range(4)] == [False, True, True, True]
+        assert [index in manager.working for index in range(4)] == [False, True, True, True]
         manager.release(3)
         tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
         manager.acquire(0)
-        assert manager.is_resident(1) and manager.is_resident(0)
+        assert 1 in manager.working and 0 in manager.working
         assert words(tensor.numpy().tobytes()) == {word(1, Role.PARAM, 1)}
 
 
@@ -590,7 +594,7 @@ def test_the_next_unit_is_always_here_or_on_its_way() -> None:
 
 def gradient(manager: Manager, index: int, value: float, *, final: bool = True) -> None:
     for number, slot in enumerate(manager.units[index].slots):
-        manager.add_gradient(index, number, torch.full(slot.shape, value, dtype=torch.bfloat16), final=final)
+        manager.gradients.add(index, number, torch.full(slot.shape, value, dtype=torch.bfloat16), final=final)
 
 
 def test_spilled_gradients_accumulate_across_the_pool() -> None:
@@ -600,9 +604,9 @@ def test_spilled_gradients_accumulate_across_the_pool() -> None:
             for index in reversed(range(4)):
                 gradient(manager, index, value, final=value == 2.0)
         for index in range(4):
-            assert manager.gradient_sums(index) == [(9.0 * CHUNK, 0)]
-        manager.drop_gradients()
-        assert manager.gradient_sums(0) == [None]
+            assert manager.gradients.sums(index) == [(9.0 * CHUNK, 0)]
+        manager.gradients.drop()
+        assert manager.gradients.sums(0) == [None]
         assert not store.flying and not any(key[1] == "grad" for key in store.objects)  # type: ignore[index]
 
 
@@ -616,12 +620,12 @@ def test_a_gradient_that_cannot_be_written_is_kept_until_it_is_dropped() -> None
         manager.check()
         store.fail = lambda kind, key, count: None
         gradient(manager, 1, 1.0)  # the write is tried again
-        assert manager.gradient_sums(3) == [(float(CHUNK), 0)]
-        manager.drop_gradients()
+        assert manager.gradients.sums(3) == [(float(CHUNK), 0)]
+        manager.gradients.drop()
         store.fail = lambda kind, key, count: SwapError("full", errno=28)
         gradient(manager, 0, 1.0)
         assert state(manager, 0, Role.GRAD) is State.FLUSHING
-        manager.drop_gradients()  # nobody needs it any more: no error
+        manager.gradients.drop()  # nobody needs it any more: no error
         assert state(manager, 0, Role.GRAD) is State.EMPTY
         manager.check()
 
@@ -639,9 +643,9 @@ def test_a_gradient_that_cannot_be_read_back_is_lost_until_it_is_dropped() -> No
         store.fail = lambda kind, key, count: None
         with pytest.raises(StateError, match="gradient of u2"):
             gradient(manager, 2, 1.0)
-        manager.drop_gradients()
+        manager.gradients.drop()
         gradient(manager, 2, 3.0)
-        assert manager.gradient_sums(2) == [(9.0 * CHUNK, 0)]
+        assert manager.gradients.sums(2) == [(9.0 * CHUNK, 0)]
 
 
 def test_a_refused_write_leaves_nothing_in_flight() -> None:
@@ -687,17 +691,17 @@ def test_gradients_of_other_dtypes_are_summed_in_fp32_over_micro_batches() -> No
         values = [256.0, 1.0, 1.0]  # 256 + 1 + 1 = 256 in bfloat16, 258 in fp32
         for number, value in enumerate(values):
             gradient(manager, 0, value, final=number == 2)
-        assert manager.gradient_sums(0) == [(258.0**2 * CHUNK, 0)]
+        assert manager.gradients.sums(0) == [(258.0**2 * CHUNK, 0)]
         gradient(manager, 0, 2.0, final=False)  # what was measured before does not count any more
-        assert manager.gradient_sums(0) == [(260.0**2 * CHUNK, 0)]
+        assert manager.gradients.sums(0) == [(260.0**2 * CHUNK, 0)]
 
 
 def test_a_gradient_that_is_not_finite_is_counted() -> None:
     with managing(units_of(1), [Homes(H, H, H)]) as (manager, _):
         tensor = torch.ones(CHUNK, dtype=torch.bfloat16)
         tensor[3], tensor[70], tensor[71] = float("nan"), float("inf"), -float("inf")
-        manager.add_gradient(0, 0, tensor, final=False)
-        ((_, bad),) = [total for total in manager.gradient_sums(0) if total is not None]
+        manager.gradients.add(0, 0, tensor, final=False)
+        ((_, bad),) = [total for total in manager.gradients.sums(0) if total is not None]
         assert bad == 3
 
 
@@ -729,8 +733,8 @@ def test_memory_stays_mapped_for_tensors_of_a_failed_step() -> None:
 def test_gradients_need_not_be_contiguous() -> None:
     unit = make_unit(0, [6])
     with managing([unit], [Homes(H, H, H)]) as (manager, _):
-        manager.add_gradient(0, 0, torch.arange(12, dtype=torch.bfloat16)[::2], final=True)
-        assert manager.gradient_sums(0) == [(float(sum((2 * i) ** 2 for i in range(6))), 0)]
+        manager.gradients.add(0, 0, torch.arange(12, dtype=torch.bfloat16)[::2], final=True)
+        assert manager.gradients.sums(0) == [(float(sum((2 * i) ** 2 for i in range(6))), 0)]
 
 
 def test_the_dump_names_what_is_not_at_home() -> None:

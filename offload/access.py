@@ -1,0 +1,182 @@
+"""Access to shards chunk by chunk, wherever they are: what :mod:`offload.stream` runs over.
+
+Owns the leases of one stream and where the bytes of what it has open are. A working copy on a CPU device stands for its
+home; elsewhere the home is read and overwritten. Knows nothing of the order in which chunks come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from offload.copies import chunk_key
+from offload.errors import StateError
+from offload.manager import Manager
+from offload.placement import STATE_ROLES
+from offload.shard import Event, Role, Shard, State, Unit
+from offload.tiers import Tier
+from offload.transfer import CudaMover, Ticket
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """Addresses of one unit's shards while they are open, by role; absent where the bytes come through staging.
+
+    Attributes:
+        addresses: start of each directly addressable shard.
+        fresh_states: the states have no content yet: they count as zero moments and a master equal to the parameter.
+        write_through: a working copy that must be copied to this host address after it was changed, or 0.
+    """
+
+    addresses: dict[Role, int]
+    fresh_states: bool
+    write_through: int = 0
+
+
+class Leases:
+    """The shards that one stream has open."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._copies = manager.copies
+        self._working = manager.working
+        self._opened: list[Shard] = []
+
+    def open(self, unit: Unit, *, reads: frozenset[Role], writes: frozenset[Role]) -> Access:
+        """Lease the shards of `unit` until :meth:`close` or :meth:`abandon`.
+
+        PARAM, GRAD and the state roles may be asked for; state roles go together.
+
+        Raises:
+            StateError: content that is to be read was lost, or has never been there.
+        """
+        addresses: dict[Role, int] = {}
+        write_through = 0
+        fresh = False
+        for role in reads | writes:
+            shard = self._copies.get(unit.index, role)
+            if shard is None:
+                continue
+            if role is Role.PARAM:
+                self._copies.forgive(shard)
+            if shard.state is State.FAILED:
+                if role in reads:
+                    raise StateError(
+                        f"{role.value} of {unit.name}: expected content but it was lost by a failed step or transfer; "
+                        "load it again"
+                    )
+                self._copies.change(shard, Event.RESTORE)
+            if role is Role.PARAM:
+                write_through = self._open_param(shard, role in writes, addresses)
+                continue
+            if shard.home_buffer is not None:
+                addresses[role] = shard.home_buffer.address
+            elif role is Role.GRAD:
+                self._copies.settle(shard)
+                if shard.work_buffer is not None:
+                    addresses[role] = shard.work_buffer.address
+            if role in STATE_ROLES:
+                fresh = shard.state is State.EMPTY
+            if role in writes:
+                self._write(shard, Event.OVERWRITE_HOME)
+            elif shard.state is not State.EMPTY:
+                self._read(shard)
+        return Access(addresses, fresh, write_through)
+
+    def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
+        """Lease PARAM; returns the home address to write a changed working copy through to."""
+        index, home = shard.unit.index, shard.home_buffer
+        host_device = self._manager.device.type == "cpu"
+        if write:
+            self._manager.versions[index] += 1
+        if shard.state is State.FETCHING:
+            self._working.finish_prefetch(shard)
+        if shard.state is State.RESIDENT and not host_device and write:
+            if self._working.borrowed(index):
+                raise StateError(
+                    f"parameters of {shard.unit.name}: a tensor outside the model still views their device memory, so "
+                    "they cannot be replaced; drop it before the step"
+                )
+            self._working.evict(shard)
+        if shard.state is State.RESIDENT and host_device:
+            assert shard.work_buffer is not None
+            addresses[Role.PARAM] = shard.work_buffer.address
+            if not write:
+                self._read(shard)
+                return 0
+            self._write(shard, Event.MODIFY)
+            return home.address if home is not None else 0
+        if home is not None and (host_device or shard.home is Tier.HOST):
+            addresses[Role.PARAM] = home.address
+        if write:
+            self._write(shard, Event.OVERWRITE_HOME)
+        elif shard.state is State.EMPTY:
+            raise StateError(f"parameters of {shard.unit.name}: expected content but nothing was loaded yet")
+        else:
+            self._read(shard)
+        return 0
+
+    def _read(self, shard: Shard) -> None:
+        shard.readers += 1
+        self._opened.append(shard)
+
+    def _write(self, shard: Shard, event: Event) -> None:
+        self._copies.change(shard, event)
+        shard.writing = True
+        self._opened.append(shard)
+
+    def close(self) -> None:
+        """Return the leases: what was written is now the shards' content."""
+        for shard in self._opened:
+            if not shard.writing:
+                shard.readers -= 1
+            shard.writing = False
+            if shard.state is State.DIRTY and shard.role is Role.PARAM:
+                self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
+            if shard.role is Role.PARAM and shard.home is Tier.DEVICE and shard.unit.index not in self._working:
+                assert shard.home_buffer is not None
+                self._working.bind(shard, shard.home_buffer)
+        self._opened.clear()
+
+    def abandon(self) -> None:
+        """Mark everything that was open for writing as lost: an exception came in between."""
+        for shard in self._opened:
+            if not shard.writing:
+                shard.readers -= 1
+                continue
+            shard.writing = False
+            self._copies.change(shard, Event.ABANDON)
+            if shard.role is Role.PARAM and shard.unit.index in self._working:
+                self._working.unbind_lost(shard)
+        self._opened.clear()
+
+    # --- chunks that come through staging ---------------------------------------------------------------------------
+
+    def read_chunk(self, unit: Unit, role: Role, number: int, address: int, size_bytes: int) -> Ticket | None:
+        """Start bringing chunk `number` to host `address`; None where it has never been written.
+
+        The state roles are one record per chunk, named by :attr:`Role.MASTER`.
+        """
+        shard = self._record(unit, role)
+        if shard.home is Tier.DEVICE:
+            mover, at = self._on_gpu(shard, number)
+            return mover.download(at, address, size_bytes)
+        store, key = self._copies.require_store(), chunk_key(shard, number)
+        return store.get(key, address, size_bytes) if key in store else None
+
+    def write_chunk(self, unit: Unit, role: Role, number: int, address: int, size_bytes: int) -> Ticket:
+        """Start writing chunk `number` from host `address` to its home."""
+        shard = self._record(unit, role)
+        if shard.home is Tier.DEVICE:
+            mover, at = self._on_gpu(shard, number)
+            return mover.upload(address, at, size_bytes)
+        return self._copies.require_store().put(chunk_key(shard, number), address, size_bytes)
+
+    def _record(self, unit: Unit, role: Role) -> Shard:
+        return self._copies.of(unit.index, Role.EXP_AVG if role is Role.MASTER else role)
+
+    def _on_gpu(self, shard: Shard, number: int) -> tuple[CudaMover, int]:
+        """Return the mover, and the device address of a chunk of a shard whose home is there."""
+        mover = self._manager.mover
+        assert isinstance(mover, CudaMover) and shard.home_buffer is not None
+        size = self._manager.chunk_bytes(shard.unit, shard.role, 0, self._manager.plan.chunk_numel)
+        return mover, shard.home_buffer.address + size * number

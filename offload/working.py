@@ -1,0 +1,249 @@
+"""Which units' parameters are on the device: fetched into the working region, bound, and evicted from it.
+
+Owns the choice of who leaves for whom, and knows whether somebody else still looks at a unit's bytes. It rebinds no
+parameter itself: that is the :class:`Binder`'s work (``hooks.py``). Leases and prefetching are the business of
+:mod:`offload.manager`, which is next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from offload.config import format_bytes
+from offload.copies import Copies
+from offload.errors import BudgetError, InternalError, StateError
+from offload.schedule import NEVER, Schedule
+from offload.shard import HAS_WORKING_COPY, Role, Shard, State, Unit
+from offload.tiers import Arena, Buffer, Region, Tier, storage_use_count
+from offload.transfer import Mover, Ticket
+
+logger = logging.getLogger(__name__)
+
+
+class Binder(Protocol):
+    """Makes parameters see their bytes."""
+
+    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        """Let the unit's parameters view `storage`."""
+
+    def unbind(self, unit: Unit) -> None:
+        """Let the unit's parameters be stand-ins without memory."""
+
+    def changed(self, unit: Unit) -> str | None:
+        """Return the name of a bound parameter that somebody else has changed."""
+
+
+@dataclasses.dataclass(slots=True)
+class Residency:
+    """A unit's parameters on the device: their storage, and how many references are the binding's own."""
+
+    storage: torch.UntypedStorage
+    own_references: int
+
+    def borrowed(self) -> bool:
+        """Tell whether a tensor other than the parameters still views the bytes."""
+        return storage_use_count(self.storage) > self.own_references
+
+
+class WorkingSet:
+    """Parameters on the device. See the module's text."""
+
+    def __init__(self, units: Sequence[Unit], copies: Copies, arena: Arena, mover: Mover, binder: Binder) -> None:
+        self._units = units
+        self._copies = copies
+        self._arena = arena
+        self._mover = mover
+        self._binder = binder
+        self._residency: dict[int, Residency] = {}
+
+    def __contains__(self, index: int) -> bool:
+        """Tell whether the unit's parameters are on the device and bound."""
+        return index in self._residency
+
+    def storage(self, index: int) -> torch.UntypedStorage:
+        """Return the storage that a unit's parameters view."""
+        return self._residency[index].storage
+
+    def borrowed(self, index: int) -> bool:
+        """Tell whether a tensor other than the parameters views the unit's bytes on the device."""
+        return index in self._residency and self._residency[index].borrowed()
+
+    # --- coming -----------------------------------------------------------------------------------------------------
+
+    def start_fetch(self, shard: Shard, schedule: Schedule, *, required: bool) -> bool:
+        """Start to bring PARAM to the device; what is used later than it gives way, with `required` anything that may.
+
+        Returns:
+            False where there is no room and it is not `required`.
+
+        Raises:
+            BudgetError: there is no room and it is `required`.
+            swap.SwapError: an I/O error.
+        """
+        buffer = self._room_for(shard, schedule, required=required)
+        if buffer is None:
+            return False
+        copies, mover, home = self._copies, self._mover, shard.home_buffer
+        if home is not None:
+            copies.start_fetch(shard, buffer, lambda: mover.fetch_host(home.address, buffer, shard.size_bytes))
+        else:
+
+            def read(address: int) -> list[Ticket]:
+                return copies.start_reads(shard, address, urgent=required)
+
+            copies.start_fetch(shard, buffer, lambda: mover.fetch_nvme(read, buffer, shard.size_bytes))
+        return True
+
+    def finish_fetch(self, shard: Shard) -> None:
+        """Wait for a fetch, and bind what it brings."""
+        self._copies.settle(shard)
+        assert shard.work_buffer is not None
+        self.bind(shard, shard.work_buffer)
+
+    def finish_prefetch(self, shard: Shard) -> None:
+        """Wait for a fetch that nobody has asked for: if it failed, the shard is as it was before, and may be read."""
+        try:
+            self.finish_fetch(shard)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            logger.warning("prefetch: %s", error)
+            self._copies.forgive(shard)
+
+    def bind(self, shard: Shard, buffer: Buffer) -> None:
+        """Let the unit's parameters view `buffer`."""
+        storage = self._arena.storage(buffer)
+        self._binder.bind(shard.unit, storage)
+        self._residency[shard.unit.index] = Residency(storage, storage_use_count(storage))
+
+    # --- going ------------------------------------------------------------------------------------------------------
+
+    def evict(self, shard: Shard) -> None:
+        """Drop a working copy that equals its home.
+
+        Raises:
+            StateError: somebody has changed it.
+        """
+        self._refuse_change(shard.unit)
+        buffer = shard.work_buffer
+        assert buffer is not None
+        self._copies.evict(shard)
+        self._mover.release(buffer)
+        self._unbind(shard)
+
+    def unbind_lost(self, shard: Shard) -> None:
+        """Take the parameters off content that is neither old nor new; tensors of the user keep their memory."""
+        self._copies.leave(shard, self._unbind(shard).borrowed)
+
+    def refuse_changes(self) -> None:
+        """Check that nobody else has written to parameters on the device.
+
+        Raises:
+            StateError: somebody has, outside ``engine.gather(modify=True)``; names the parameter.
+        """
+        for index in self._residency:
+            self._refuse_change(self._units[index])
+
+    def close(self) -> bool:
+        """Unbind everything; tells whether somebody still views a unit's bytes."""
+        leak = any(residency.borrowed() for residency in self._residency.values())
+        for index in list(self._residency):
+            self._binder.unbind(self._units[index])
+        self._residency.clear()
+        return leak
+
+    def check(self) -> None:
+        """Check that what is bound follows from the states.
+
+        Raises:
+            InternalError: it does not.
+        """
+        for shard in self._copies:
+            if shard.role is Role.PARAM and shard.home is not Tier.DEVICE:
+                if (shard.unit.index in self) != (shard.state in HAS_WORKING_COPY):
+                    raise InternalError(f"{shard.describe()}: binding and state disagree")
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _unbind(self, shard: Shard) -> Residency:
+        self._binder.unbind(shard.unit)
+        return self._residency.pop(shard.unit.index)
+
+    def _refuse_change(self, unit: Unit) -> None:
+        name = self._binder.changed(unit)
+        if name is not None:
+            raise StateError(
+                f"parameter {name}: was changed in place or rebound outside the engine, and would be lost; change it "
+                "inside engine.gather(parameter, modify=True)"
+            )
+
+    def _room_for(self, shard: Shard, schedule: Schedule, *, required: bool) -> Buffer | None:
+        """Find a working buffer, evicting what is needed later; None where that is not possible and not `required`."""
+        copies = self._copies
+        region = copies.regions[Role.PARAM]
+        buffer = copies.allocate(shard)
+        if buffer is not None:
+            return buffer
+        mine = schedule.distance(shard.unit.index)
+
+        def cost(owner: int) -> float | None:
+            if owner < 0:
+                return None
+            other = copies.of(owner, Role.PARAM)
+            if other.state is not State.RESIDENT or other.readers or self.borrowed(owner):
+                return None
+            distance = schedule.distance(owner)
+            if not required and distance <= mine:
+                return None
+            return -distance if distance != NEVER else float("-inf")
+
+        window = region.cheapest_window(shard.size_bytes, cost)
+        if window is None and required:
+            for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
+                self.finish_fetch(arriving)
+            window = region.cheapest_window(shard.size_bytes, cost)
+            if window is None:
+                gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
+                window = region.cheapest_window(shard.size_bytes, cost)
+        if window is None:
+            if not required:
+                return None
+            buffer = self._compact(region, cost, shard)
+            if buffer is not None:
+                return buffer
+            raise BudgetError(
+                f"device budget: unit {shard.unit.name} needs {format_bytes(shard.size_bytes)} in one piece but the "
+                f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
+                f'max_memory["device"], lower activation_memory, or set a smaller unit_bytes\n{copies.dump()}'
+            )
+        for owner in window:
+            self.evict(copies.of(owner, Role.PARAM))
+        buffer = copies.allocate(shard)
+        assert buffer is not None
+        return buffer
+
+    def _compact(self, region: Region, cost: Callable[[int], float | None], shard: Shard) -> Buffer | None:
+        """Make one gap of all: evict what may go, and move leased copies together (where memory is the CPU's)."""
+        for owner in region.owners():
+            if cost(owner) is not None:
+                self.evict(self._copies.of(owner, Role.PARAM))
+        if self._arena.device.type == "cpu":
+
+            def movable(owner: int) -> bool:
+                return owner in self and not self.borrowed(owner)
+
+            for owner, source, target in region.pack(movable):
+                moved = self._copies.of(owner, Role.PARAM)
+                self._refuse_change(moved.unit)
+                self._unbind(moved)
+                ctypes.memmove(target.address, source.address, moved.size_bytes)
+                moved.work_buffer = target
+                self.bind(moved, target)
+        return self._copies.allocate(shard)
