@@ -132,11 +132,15 @@ class Copies:
 
     def allocate(self, shard: Shard) -> Buffer | None:
         """Return a buffer for the shard's working copy, or None where nothing large enough is free."""
+        self.sweep()
+        return self.regions[shard.role].allocate(shard.size_bytes, shard.unit.index)
+
+    def sweep(self) -> None:
+        """Free the strays that nothing uses any more."""
         for stray in [stray for stray in self._strays if not stray.busy()]:
             self._strays.remove(stray)
             if stray.region is not None:
                 stray.region.free(stray.owner)
-        return self.regions[shard.role].allocate(shard.size_bytes, shard.unit.index)
 
     def leave(self, shard: Shard, busy: Callable[[], bool] = lambda: False) -> None:
         """Take the working copy off its buffer, which is free as soon as it is not `busy`; a home stays the shard's."""

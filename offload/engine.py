@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from offload import checkpoint, cpu_adam
+from offload.activations import Activations
 from offload.checkpoint import Where
 from offload.config import AdamW, Config
 from offload.errors import ConfigError, NonFiniteError, StateError
@@ -37,6 +38,7 @@ from offload.optimizer import (
     update,
 )
 from offload.placement import Plan, Request, make_plan
+from offload.resident import open_resident_set
 from offload.stats import Counters, Stats
 from offload.tiers import Budget, Tier, resolve_budgets
 from offload.units import find_units
@@ -150,7 +152,9 @@ class Engine:
             self._manager.close()
             self._manager = None
             raise
-        self._hooks.attach(self._manager, self._budgets[Tier.DEVICE])
+        meter = open_resident_set() if self.device.type == "cpu" else None
+        self._activations = Activations(self._budgets[Tier.DEVICE], self._manager.working, meter)
+        self._hooks.attach(self._manager, self._activations)
         self._register_state_dict_hooks()
         self._hooks.final_micro_batch = lambda: self._micro_batch + 1 >= self.config.gradient_accumulation_steps
         self._hooks.refuse_gradient = self._refuse_gradient
@@ -173,7 +177,10 @@ class Engine:
         begin, stalled = time.perf_counter(), self._counters.stall_seconds
         with self._deferral:
             try:
-                return self.module(*args, **kwargs)
+                output = self.module(*args, **kwargs)
+                if not torch.is_grad_enabled():
+                    self._activations.close_pass()
+                return output
             except BaseException:
                 self._hooks.unwind()
                 raise
@@ -212,6 +219,7 @@ class Engine:
         with self._deferral:
             try:
                 self._hooks.backward(loss * self._scaler.scale if self._scaler.enabled else loss, **kwargs)
+                self._activations.close_pass()
                 self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
             except BaseException:
                 self._hooks.unwind()
@@ -285,6 +293,7 @@ class Engine:
                 f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; close "
                 "the engine and make a new one"
             )
+        self._activations.close_pass()
         manager.working.refuse_changes()
         manager.gradients.settle()
         norm = measure(manager)
@@ -470,7 +479,7 @@ class Engine:
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         links = self._counters.links()
         peak = {tier.value: budget.peak_bytes for tier, budget in self._budgets.items()}
-        self._hooks.settle_activations()
+        self._activations.settle()
         used = {tier.value: budget.used_bytes for tier, budget in self._budgets.items()}
         manager = self._manager
         if manager is not None:

@@ -18,7 +18,6 @@ Knows neither budgets nor the optimizer. Next: :mod:`offload.engine`.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import weakref
@@ -30,10 +29,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import BudgetError, StateError
+from offload.activations import WORTH_SAMPLING_BYTES, Activations, SavedActivation
+from offload.errors import StateError
 from offload.manager import Manager
 from offload.shard import Unit
-from offload.tiers import Budget, view_at
+from offload.tiers import view_at
 from offload.units import UnitTree
 
 # Modules that some engine manages, so that a second one can be refused.
@@ -50,64 +50,6 @@ class SavedView:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
-
-
-class SavedActivation:
-    """A tensor kept for backward, charged to the device budget as long as it is kept.
-
-    It is kept detached: an operator's output knows the operator, which keeps this, and nobody could break that cycle.
-    """
-
-    __slots__ = ("_key", "_ledger", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, ledger: ActivationLedger) -> None:
-        self.tensor = tensor.detach() if tensor.requires_grad else tensor
-        self._ledger = ledger
-        self._key = ledger.charge(tensor)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_key"):
-            self._ledger.freed.append(self._key)
-
-
-class ActivationLedger:
-    """Charges each storage once, however many tensors view it.
-
-    A tensor may be freed anywhere, also by garbage collection inside the budget's own lock: it only leaves its key in
-    `freed`, and the charge is given back at the next :meth:`settle`.
-    """
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
-        self.freed: collections.deque[int] = collections.deque()
-
-    def charge(self, tensor: torch.Tensor) -> int:
-        """Charge a tensor's storage; returns the key for the refund.
-
-        Raises:
-            BudgetError: the device budget cannot hold it.
-        """
-        self.settle()
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        held = self._held.get(key)
-        if held is not None:
-            held[0] += 1
-            return key
-        self._budget.reserve("activations", storage.nbytes())
-        self._held[key] = [1, storage.nbytes()]
-        return key
-
-    def settle(self) -> None:
-        """Give back the charges of tensors that are gone."""
-        while self.freed:
-            key = self.freed.popleft()
-            held = self._held[key]
-            held[0] -= 1
-            if not held[0]:
-                del self._held[key]
-                self._budget.release("activations", held[1])
 
 
 class Hooks:
@@ -136,10 +78,9 @@ class Hooks:
         self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
         self._stack: list[tuple[nn.Module, tuple[int, ...], contextlib.ExitStack | None]] = []
         self._watching = 0
-        self._refused: BudgetError | None = None  # activations that do not fit; raised where the module ends
         self._handles: list[RemovableHandle] = []
         self._manager: Manager | None = None
-        self._ledger: ActivationLedger | None = None
+        self._activations: Activations | None = None
         self._model = weakref.ref(model)
         self.refuse_gradient: Callable[[], str | None] = lambda: None
         self.final_micro_batch: Callable[[], bool] = lambda: True
@@ -179,11 +120,6 @@ class Hooks:
             for parameter in parameters:
                 parameter.grad = None
 
-    def settle_activations(self) -> None:
-        """Give the charges of freed activations back."""
-        if self._ledger is not None:
-            self._ledger.settle()
-
     def changed(self, unit: Unit) -> str | None:
         """Return the name of a parameter that somebody else has written to or rebound since the unit was bound."""
         versions = self._versions.get(unit.index)
@@ -220,10 +156,10 @@ class Hooks:
 
     # --- attach and detach ------------------------------------------------------------------------------------------
 
-    def attach(self, manager: Manager, budget: Budget) -> None:
+    def attach(self, manager: Manager, activations: Activations) -> None:
         """Register all hooks."""
         self._manager = manager
-        self._ledger = ActivationLedger(budget)
+        self._activations = activations
         for module in self._leases:
             # First, because hooks of the user may use parameters (the older weight_norm computes the weight in one).
             self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
@@ -247,7 +183,6 @@ class Hooks:
 
     def unwind(self) -> None:
         """Leave every forward that an interrupt has torn out of."""
-        self._refused = None
         while self._stack:
             self._leave()
 
@@ -259,7 +194,11 @@ class Hooks:
             if all(entered is not module for entered, _, _ in self._stack):
                 self.unwind()  # an interrupt has torn out of a forward that was not called through the engine
         self.check_interrupt()
-        self._raise_refused()
+        assert self._activations is not None
+        if not self._stack and not in_backward():
+            self._activations.close_pass()  # of a backward that was not called through the engine
+            self._activations.open_pass()
+        self._activations.balance()
         units = self._leases[module]
         contexts = self._enter()
         leased = 0
@@ -332,7 +271,9 @@ class Hooks:
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if self._stack and self._stack[-1][0] is module:
             self._leave()
-            self._raise_refused()
+            assert self._activations is not None
+            if output is not None:  # as it is where the forward has failed
+                self._activations.balance()
 
     def _leave(self) -> None:
         _, units, contexts = self._stack.pop()
@@ -389,20 +330,8 @@ class Hooks:
             return tensor.detach()
         if tensor.device.type != self._device.type:
             return tensor.detach()
-        assert self._ledger is not None
-        try:
-            return SavedActivation(tensor, self._ledger)
-        except BudgetError as error:  # raised here, it would make autograd lose track of what it has saved already
-            self._refused = self._refused or error
-            return tensor.detach()
-
-    def _raise_refused(self) -> None:
-        error, self._refused = self._refused, None
-        if error is not None:
-            try:
-                raise error.with_traceback(None)
-            finally:
-                del error  # a frame that holds the error that holds the frame would keep the activations
+        assert self._activations is not None
+        return SavedActivation(tensor, self._activations)
 
     def saved_view(self, tensor: torch.Tensor) -> SavedView | None:
         """Return the handle of a tensor that views a unit, None for any other tensor."""
@@ -430,6 +359,8 @@ class Hooks:
                 f"backward: parameters of {self._tree.units[saved.unit].name} were changed after this forward (by a "
                 "step or by loading), so its graph is stale; run the forward again"
             )
+        assert self._activations is not None
+        self._activations.balance()
         storage = self._manager.resident_storage(saved.unit)
         return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
 
@@ -444,10 +375,12 @@ class Hooks:
             refusal = self.refuse_gradient()
             if refusal is not None:
                 raise StateError(refusal)
-            assert self._manager is not None and gradient is not None
+            assert self._manager is not None and self._activations is not None and gradient is not None
             self.check_interrupt()
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
+            if gradient.nbytes >= WORTH_SAMPLING_BYTES:
+                self._activations.balance()
             if gradient.dtype != self._dtypes[unit] or tuple(gradient.shape) != shape:
                 raise StateError(
                     f"gradient of {name}: expected {self._dtypes[unit]} {shape} but got {gradient.dtype} "

@@ -86,14 +86,14 @@ class Manager:
             largest = max((u.param_bytes for u in self.units if u.trainable), default=1)
             fetch = [host.take(half) for _ in range(2)] if half else []
             self.mover = CudaMover(counters, device, fetch, largest)
-        self.working = WorkingSet(self.units, self.copies, self._arenas[Tier.DEVICE], self.mover, binder)
+        self.working = WorkingSet(
+            self.units, self.copies, self._arenas[Tier.DEVICE], budgets[Tier.DEVICE], self.mover, binder
+        )
         self.gradients = Gradients(
             self.units, self.copies, self.mover, accumulate=plan.request.accumulate, deadline_s=deadline_s
         )
-        if store is not None:
-            for arena in self._arenas.values():
-                if arena.size_bytes and arena.device.type == "cpu":
-                    store.register_buffer(arena.base_address, arena.size_bytes)
+        if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
+            store.register_buffer(host.base_address, host.size_bytes)
 
     # --- parameters -------------------------------------------------------------------------------------------------
 

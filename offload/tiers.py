@@ -169,6 +169,12 @@ class Arena:
         """
         return storage_at(buffer.address, buffer.size_bytes, self.device)
 
+    def discard(self, buffer: Buffer) -> None:
+        """Give the pages of `buffer` back; they come again, empty, when touched. Not for page-locked memory."""
+        assert self._mapping is not None and not self._registered
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._mapping.madvise(mmap.MADV_DONTNEED, buffer.address - start, buffer.size_bytes)
+
     def close(self, *, leak: bool = False) -> None:
         """Return the memory. With `leak`, keep it mapped for tensors of the user that still point into it."""
         if self._registered:
@@ -221,16 +227,40 @@ class Region:
     Small blocks are placed from the low end and large ones (a quarter of the region and more) from the high end, so
     that a large embedding and a stream of blocks do not cut each other's room into pieces.
     Invariant: blocks are disjoint, sorted by offset, inside the region.
+
+    Attributes:
+        size_bytes: present size, at most the buffer's.
     """
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
+        self.size_bytes = buffer.size_bytes
         self._blocks: list[tuple[int, int, int]] = []  # offset, size, owner
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the whole region."""
+    def whole(self) -> Buffer:
+        """All of the region as one buffer."""
+        return self._part(0, self.size_bytes)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the buffer it lies in."""
         return self._buffer.size_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """End of the last block."""
+        return self._blocks[-1][0] + self._blocks[-1][1] if self._blocks else 0
+
+    def owners_beyond(self, offset_bytes: int) -> list[int]:
+        """Return the owners of blocks that reach beyond `offset_bytes`, the last one first."""
+        return [owner for offset, size, owner in reversed(self._blocks) if offset + size > offset_bytes]
+
+    def resize(self, size_bytes: int) -> Buffer:
+        """Let the region end at `size_bytes`; returns the part by which it has grown or shrunk."""
+        assert self.end_bytes <= size_bytes <= self.largest_bytes, (self.end_bytes, size_bytes, self.largest_bytes)
+        before, self.size_bytes = self.size_bytes, size_bytes
+        return self._part(min(before, size_bytes), abs(size_bytes - before))
 
     @property
     def used_bytes(self) -> int:

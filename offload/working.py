@@ -17,11 +17,21 @@ from typing import Protocol
 import torch
 
 from offload.config import format_bytes
-from offload.copies import Copies
+from offload.copies import Copies, touch
 from offload.errors import BudgetError, InternalError, StateError
+from offload.placement import WORKING_UNITS
 from offload.schedule import NEVER, Schedule
 from offload.shard import HAS_WORKING_COPY, Role, Shard, State, Unit
-from offload.tiers import Arena, Buffer, Region, Tier, storage_use_count
+from offload.tiers import (
+    BUFFER_ALIGNMENT_BYTES,
+    HUGE_PAGE_BYTES,
+    Arena,
+    Budget,
+    Buffer,
+    Region,
+    Tier,
+    storage_use_count,
+)
 from offload.transfer import Mover, Ticket
 
 logger = logging.getLogger(__name__)
@@ -55,13 +65,21 @@ class Residency:
 class WorkingSet:
     """Parameters on the device. See the module's text."""
 
-    def __init__(self, units: Sequence[Unit], copies: Copies, arena: Arena, mover: Mover, binder: Binder) -> None:
+    def __init__(
+        self, units: Sequence[Unit], copies: Copies, arena: Arena, budget: Budget, mover: Mover, binder: Binder
+    ) -> None:
         self._units = units
         self._copies = copies
         self._arena = arena
+        self._budget = budget
         self._mover = mover
         self._binder = binder
         self._residency: dict[int, Residency] = {}
+        region = copies.regions.get(Role.PARAM)
+        self._elastic = region if arena.device.type == "cpu" else None  # a GPU's arena is one allocation
+        if self._elastic is not None:
+            self.shrink(self._elastic.size_bytes)
+            touch(self._elastic.whole)
 
     def __contains__(self, index: int) -> bool:
         """Tell whether the unit's parameters are on the device and bound."""
@@ -170,7 +188,72 @@ class WorkingSet:
                 if (shard.unit.index in self) != (shard.state in HAS_WORKING_COPY):
                     raise InternalError(f"{shard.describe()}: binding and state disagree")
 
+    # --- the region's size ------------------------------------------------------------------------------------------
+
+    @property
+    def size_bytes(self) -> int:
+        """Present size of the working region, where it can change; else 0."""
+        return self._elastic.size_bytes if self._elastic is not None else 0
+
+    @property
+    def smallest_arena_bytes(self) -> int:
+        """Device memory that the parameters need at least, were they placed for it."""
+        return _largest([unit.param_bytes for unit in self._units])
+
+    def shrink(self, by_bytes: int) -> int:
+        """Give memory of the working region and its reservation back; returns how much was possible.
+
+        It stays as large as the largest units that must be there together.
+
+        Raises:
+            StateError: somebody has changed a unit that would have to leave.
+        """
+        region, copies = self._elastic, self._copies
+        if region is None:
+            return 0
+        copies.sweep()
+        by_bytes = -(-by_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        streamed = [s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
+        smallest = min(_largest(streamed), region.size_bytes)
+        wanted_bytes = max(region.size_bytes - by_bytes, smallest)
+        for owner in region.owners_beyond(wanted_bytes):
+            shard = copies.of(owner, Role.PARAM) if owner >= 0 else None
+            if shard is not None and shard.state is State.FETCHING:
+                self.finish_prefetch(shard)
+            if shard is None or shard.readers or self.borrowed(owner):
+                break
+            if shard.state is State.RESIDENT:
+                self.evict(shard)
+        copies.sweep()
+        part = region.resize(max(wanted_bytes, region.end_bytes))
+        if part.size_bytes:
+            self._arena.discard(part)
+            self._budget.release("arena", part.size_bytes)
+        return part.size_bytes
+
+    def grow(self, by_bytes: int) -> int:
+        """Take memory for the working region, at most `by_bytes` and what the plan gave it; returns how much."""
+        region = self._elastic
+        if region is None:
+            return 0
+        by_bytes = min(by_bytes, region.largest_bytes - region.size_bytes)
+        by_bytes -= by_bytes % BUFFER_ALIGNMENT_BYTES
+        if by_bytes:
+            self._budget.reserve("arena", by_bytes)
+            touch(region.resize(region.size_bytes + by_bytes))
+        return by_bytes
+
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _grow_for(self, size_bytes: int) -> bool:
+        """Make a gap of `size_bytes` at the region's end, if the plan's size and the budget allow it."""
+        region = self._elastic
+        if region is None:
+            return False
+        missing_bytes = _padded(size_bytes) - (region.size_bytes - region.end_bytes)
+        if missing_bytes > min(self._budget.free_bytes, region.largest_bytes - region.size_bytes):
+            return False
+        return self.grow(missing_bytes) == missing_bytes
 
     def _unbind(self, shard: Shard) -> Residency:
         self._binder.unbind(shard.unit)
@@ -209,6 +292,8 @@ class WorkingSet:
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
                 self.finish_fetch(arriving)
             window = region.cheapest_window(shard.size_bytes, cost)
+            if window is None and self._grow_for(shard.size_bytes):
+                return copies.allocate(shard)
             if window is None:
                 gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
                 window = region.cheapest_window(shard.size_bytes, cost)
@@ -247,3 +332,12 @@ class WorkingSet:
                 moved.work_buffer = target
                 self.bind(moved, target)
         return self._copies.allocate(shard)
+
+
+def _largest(sizes_bytes: Sequence[int]) -> int:
+    """Return the bytes of the largest units, as many as must be on the device together."""
+    return sum(sorted(map(_padded, sizes_bytes), reverse=True)[:WORKING_UNITS])
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES

@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom to the top. A module may import lower layers, and its own layer without a cycle.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "stats", "interrupt", "cpu_adam", "machine"),
+    ("errors", "config", "stats", "interrupt", "cpu_adam", "machine", "resident"),
     ("tiers",),
-    ("shard", "transfer"),
+    ("shard", "transfer", "activations"),
     ("placement", "schedule", "units"),
     ("copies",),
     ("working", "gradients"),

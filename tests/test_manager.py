@@ -107,7 +107,8 @@ class ManagerMachine(RuleBasedStateMachine):
         Homes(H, N, N),
         Homes(N, H, H),
     ]
-    WORKING_BYTES = 40 << 10  # units take 8 or 16 KiB: two to four of six fit
+    WORKING_BYTES = 64 << 10  # units take 8 or 16 KiB
+    SMALLEST_BYTES = 40 << 10  # the three largest of those that are not at home on the device
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,6 +335,22 @@ class ManagerMachine(RuleBasedStateMachine):
         for number, (slot, total) in enumerate(zip(unit.slots, sums, strict=True)):
             value = self.gradients.get((index, number))
             assert total == (None if value is None else (float(slot.numel * value * value), 0))
+
+    @rule(by_bytes=st.integers(1, 32 << 10))
+    def grow(self, by_bytes: int) -> None:
+        before = self.manager.working.size_bytes
+        grown = self.manager.working.grow(by_bytes)
+        assert grown % 4096 == 0 and grown <= by_bytes
+        assert self.manager.working.size_bytes == before + grown <= self.WORKING_BYTES
+        assert grown > by_bytes - 4096 or before + grown == self.WORKING_BYTES
+
+    @rule()
+    def shrink(self) -> None:
+        before, held = self.manager.working.size_bytes, {i for i, count in self.leases.items() if count}
+        given = self.manager.working.shrink(1)
+        assert self.manager.working.size_bytes == before - given >= self.SMALLEST_BYTES
+        assert held <= {index for index in range(len(self.UNITS)) if index in self.manager.working}
+        assert held or self.borrowed or before - given == self.SMALLEST_BYTES  # only what is in use keeps it larger
 
     @rule()
     def drop_gradients(self) -> None:

@@ -41,6 +41,11 @@ def test_peak_rss_of_a_small_model_with_spilled_gradients(tmp_path: Path) -> Non
     check(run_bench(tmp_path, "--smoke"), tmp_path)
 
 
+def test_peak_rss_with_activations_that_the_plan_did_not_know(tmp_path: Path) -> None:
+    """Without checkpointing, and with a loss whose temporaries nobody books: the working region gives way."""
+    check(run_bench(tmp_path, "--smoke", "--no-checkpointing", "--steps", "5"), tmp_path)
+
+
 @pytest.mark.slow
 def test_peak_rss_of_a_billion_parameters_in_two_and_a_half_gib(tmp_path: Path) -> None:
     figures = run_bench(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import psutil
@@ -179,6 +180,7 @@ class RegionMachine(RuleBasedStateMachine):
         self.region = Region(Buffer(Tier.DEVICE, 1 << 30, 5 * PAGE, self.PAGES * PAGE))
         self.held: dict[int, Buffer] = {}
         self.next = 0
+        self.pages = self.PAGES
 
     def _taken(self, buffer: Buffer, size: int) -> None:
         assert buffer.size_bytes == -(-size // PAGE) * PAGE
@@ -191,7 +193,7 @@ class RegionMachine(RuleBasedStateMachine):
 
     def _has_gap(self, pages: int, without: frozenset[int] = frozenset()) -> bool:
         used = set().union(*(self._pages(b) for owner, b in self.held.items() if owner not in without), set())
-        free = "".join("x" if page in used else "." for page in range(self.PAGES))
+        free = "".join("x" if page in used else "." for page in range(self.pages))
         return "." * pages in free
 
     sizes = st.integers(1, 3 * PAGE) | st.integers(1, 9).map(lambda pages: pages * PAGE)
@@ -243,6 +245,21 @@ class RegionMachine(RuleBasedStateMachine):
         assert buffer is not None
         self._taken(buffer, size)
 
+    @rule(pages=st.integers(9, 16))
+    def resize(self, pages: int) -> None:
+        """What lies beyond the new end must have gone; all room below it is still found."""
+        beyond = self.region.owners_beyond(pages * PAGE)
+        assert beyond == [o for o in reversed(self.region.owners()) if max(self._pages(self.held[o])) >= pages]
+        if beyond:
+            with pytest.raises(AssertionError):
+                self.region.resize(pages * PAGE)
+            return
+        before = self.pages
+        part = self.region.resize(pages * PAGE)
+        assert part.size_bytes == abs(pages - before) * PAGE
+        assert part.address == (1 << 30) + min(pages, before) * PAGE
+        self.pages = pages
+
     @rule(owner=st.integers(1000, 1001))
     def free_nothing(self, owner: int) -> None:
         with pytest.raises(AssertionError, match=str(owner)):
@@ -259,11 +276,23 @@ class RegionMachine(RuleBasedStateMachine):
             assert buffer.address - (1 << 30) == buffer.offset_bytes - 5 * PAGE
             assert buffer.address % PAGE == 0 and buffer.address >= end
             end = buffer.address + buffer.size_bytes
-        assert end <= (1 << 30) + self.region.size_bytes == (1 << 30) + self.PAGES * PAGE
+        assert end <= (1 << 30) + self.region.size_bytes == (1 << 30) + self.pages * PAGE
+        assert self.region.whole == Buffer(Tier.DEVICE, 1 << 30, 5 * PAGE, self.pages * PAGE)
         assert self.region.used_bytes == sum(b.size_bytes for b in self.held.values())
 
 
 TestRegion = RegionMachine.TestCase
+
+
+def test_discarded_pages_come_back_empty() -> None:
+    arena = Arena(Tier.DEVICE, 4 * PAGE, CPU)
+    first, second = arena.take(2 * PAGE), arena.take(2 * PAGE)
+    for buffer in (first, second):
+        ctypes.memset(buffer.address, 7, buffer.size_bytes)
+    arena.discard(second)
+    assert ctypes.string_at(first.address, first.size_bytes) == b"\x07" * first.size_bytes
+    assert ctypes.string_at(second.address, second.size_bytes) == bytes(second.size_bytes)
+    arena.close()
 
 
 def test_large_blocks_come_from_the_high_end_and_small_ones_from_the_low_end() -> None:

@@ -1,0 +1,258 @@
+"""What activations and temporaries take of the device budget: as booked, and as measured.
+
+Booked is what autograd keeps, from the moment it is saved until it is freed. Where the device is the CPU, the resident
+set is measured, too: temporaries inside operations, what the loss needs outside the module, and holes that the
+allocator leaves are memory as well. The working region of parameters gives way to both: the first micro-batch runs with
+the smallest region that works, later ones with what the measured peak has left over.
+
+Owns the ledger of saved tensors and the comparison; resizes the region through :class:`Elastic`. Knows no units and no
+modules. Next: :mod:`offload.hooks` tells what is saved, and when a moment is safe to move parameters.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from typing import Protocol
+
+import torch
+
+from offload.config import format_bytes
+from offload.errors import BudgetError
+from offload.resident import ResidentSet, trim_heap
+from offload.tiers import Budget
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE_BYTES = 64 << 20  # of the measured peak over the budget: Python's own objects, imports, the allocator
+MARGIN_BYTES = 16 << 20  # kept free beside the highest measured peak
+MARGIN_SHARE = 1 / 16
+PASSES_REMEMBERED = 64  # whose highest peak the region leaves room for
+LEAST_GROWTH_SHARE = 1 / 8  # of the region: less is not worth a change
+HOLES_FACTOR = 1.3  # what the allocator may make of a peak when holes are left to it, which is faster
+WORTH_SAMPLING_BYTES = 256 << 10
+WORTH_TRIMMING_BYTES = 16 << 20
+
+
+class Elastic(Protocol):
+    """The working region: memory of the device that parameters can do without."""
+
+    def shrink(self, by_bytes: int) -> int:
+        """Give memory and its reservation back, `by_bytes` or as much as can be spared; returns how much."""
+
+    def grow(self, by_bytes: int) -> int:
+        """Take memory and its reservation, at most `by_bytes`; returns how much."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Present size of the region."""
+
+    @property
+    def smallest_arena_bytes(self) -> int:
+        """Device memory that the parameters need at least, were they placed for it."""
+
+
+class SavedActivation:
+    """A tensor kept for backward, charged to the device budget as long as it is kept.
+
+    It is kept detached: an operator's output knows the operator, which keeps this, and nobody could break that cycle.
+    """
+
+    __slots__ = ("_activations", "_key", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, activations: Activations) -> None:
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._activations = activations
+        self._key = activations.charge(tensor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_key"):
+            self._activations.freed.append(self._key)
+
+
+class Activations:
+    """Ledger and measurement of one engine's activations.
+
+    A tensor may be freed anywhere, also by garbage collection inside the budget's own lock: it only leaves its key in
+    `freed`, and the charge is given back at the next :meth:`settle`. A tensor may be saved in the middle of an
+    operation whose parameters must not move: a charge that does not fit is owed until the next :meth:`balance`.
+
+    Args:
+        budget: of the device.
+        region: what gives way.
+        meter: measures the resident set; None where activations do not live in it (a GPU), or it cannot be read.
+    """
+
+    def __init__(self, budget: Budget, region: Elastic, meter: ResidentSet | None) -> None:
+        self.freed: collections.deque[int] = collections.deque()
+        self._budget = budget
+        self._region = region
+        self._meter = meter
+        self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
+        self._booked_bytes = 0
+        self._owed_bytes = 0
+        self._peak_bytes = 0  # measured, in this pass
+        self._peaks: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)
+        self._tight: bool | None = None  # holes in the heap are given back before they add up; None: so far
+        self._trimmed_bytes = 0  # what was resident after the last trim in this pass
+        self._open = False  # a forward has begun whose end has not been looked at
+        self._floor_bytes = 0  # what is resident beside the region when nothing is kept
+        self._high_water_bytes = 0
+        if meter is not None:
+            trim_heap()  # what loading the model has left behind
+            self._floor_bytes = meter.now_bytes() - region.size_bytes
+            self._high_water_bytes = meter.high_water_bytes()
+
+    # --- as booked --------------------------------------------------------------------------------------------------
+
+    def charge(self, tensor: torch.Tensor) -> int:
+        """Charge a tensor's storage, once however many tensors view it; returns the key for the refund."""
+        self.settle()
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        held = self._held.get(key)
+        if held is not None:
+            held[0] += 1
+            return key
+        size_bytes = storage.nbytes()
+        self._held[key] = [1, size_bytes]
+        if self._owed_bytes or size_bytes > self._budget.free_bytes:
+            self._owed_bytes += size_bytes
+        else:
+            self._budget.reserve("activations", size_bytes)
+            self._booked_bytes += size_bytes
+        if size_bytes >= WORTH_SAMPLING_BYTES:
+            self.sample()
+        return key
+
+    def settle(self) -> None:
+        """Give back the charges of tensors that are gone."""
+        while self.freed:
+            key = self.freed.popleft()
+            held = self._held[key]
+            held[0] -= 1
+            if not held[0]:
+                del self._held[key]
+                owed = min(held[1], self._owed_bytes)
+                self._owed_bytes -= owed
+                self._booked_bytes -= held[1] - owed
+                self._budget.release("activations", held[1] - owed)
+
+    # --- as measured ------------------------------------------------------------------------------------------------
+
+    @property
+    def room_bytes(self) -> int:
+        """What the device budget leaves for activations beside the arena, as it is now."""
+        return self._budget.free_bytes + self._booked_bytes
+
+    def sample(self) -> int:
+        """Note what is resident now; returns the bytes by which it exceeds the room."""
+        if self._meter is None:
+            return 0
+        used_bytes = self._used(self._meter.now_bytes())
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        return used_bytes - self.room_bytes
+
+    def balance(self) -> None:
+        """Let the working region give way to what is owed, and to what is measured. No operation may be under way.
+
+        Raises:
+            BudgetError: what autograd keeps does not fit beside the smallest region.
+        """
+        self.settle()
+        if self._owed_bytes:
+            missing = self._owed_bytes - self._budget.free_bytes
+            if missing > 0:
+                self._shrink(missing)
+            owed, self._owed_bytes = self._owed_bytes, 0
+            try:
+                self._budget.reserve("activations", owed)
+            except BudgetError:
+                self._owed_bytes = owed
+                raise
+            self._booked_bytes += owed
+        excess = self.sample()
+        if excess > 0:
+            excess -= self._shrink(excess)
+        if (excess > 0 or self._tight is not False) and self._meter is not None:
+            used = excess + self.room_bytes
+            if used - max(self._booked_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
+                trim_heap()
+                self._trimmed_bytes = self._used(self._meter.now_bytes())
+
+    def open_pass(self) -> None:
+        """Note that a forward begins. What has been resident before it is no concern of the engine."""
+        self.settle()
+        if self._meter is not None and not self._held:
+            self._high_water_bytes = self._meter.high_water_bytes()
+            self._peak_bytes, self._trimmed_bytes, self._open = 0, 0, True
+
+    def close_pass(self) -> None:
+        """Note that a micro-batch has ended, if nothing is kept of it: adapt the region to what it has needed.
+
+        Raises:
+            BudgetError: it needed more than the device budget leaves beside the smallest region.
+        """
+        self.settle()
+        if self._meter is None or self._held or not self._open:
+            return
+        self._open = False
+        self.sample()
+        self._note_high_water()
+        peak = self._peak_bytes
+        if peak > self.room_bytes:
+            trim_heap()
+            grown = self._used(self._meter.now_bytes())
+            if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
+                self._floor_bytes += grown
+                peak -= grown
+        excess = peak - self.room_bytes
+        if excess > 0:
+            excess -= self._shrink(excess)
+        if excess > TOLERANCE_BYTES:
+            raise BudgetError(self._refusal(peak))
+        if self._tight is None:
+            self._tight = peak * HOLES_FACTOR + MARGIN_BYTES > self.room_bytes
+            if not self._tight:
+                return  # the next pass tells what it takes with holes
+        self._tight = self._tight or excess > 0
+        self._peaks.append(peak)
+        spare = self.room_bytes - _with_margin(max(self._peaks))
+        if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
+            self._region.grow(spare)
+
+    def _used(self, resident_bytes: int) -> int:
+        return resident_bytes - self._floor_bytes - self._region.size_bytes
+
+    def _note_high_water(self) -> None:
+        """Take what the kernel saw between two samples, where it was the process's highest ever."""
+        if self._meter is not None:
+            high_water = self._meter.high_water_bytes()
+            if high_water > self._high_water_bytes:
+                self._high_water_bytes = high_water
+                self._peak_bytes = max(self._peak_bytes, self._used(high_water))
+
+    def _shrink(self, by_bytes: int) -> int:
+        self._note_high_water()  # what was seen so far belongs to the region so far
+        given = self._region.shrink(by_bytes)
+        if given:
+            logger.debug("working region: gave %s to activations", format_bytes(given))
+        return given
+
+    def _refusal(self, peak_bytes: int) -> str:
+        arena_bytes = self._budget.limit_bytes - self.room_bytes
+        wanted_bytes = _with_margin(peak_bytes)
+        need_bytes = wanted_bytes + self._region.smallest_arena_bytes
+        if need_bytes <= self._budget.limit_bytes:
+            remedy = f"set activation_memory to {format_bytes(wanted_bytes)}, so that parameters leave the device"
+        else:
+            remedy = f'raise max_memory["device"] to {format_bytes(need_bytes)}'
+        return (
+            f"device budget: a micro-batch took {format_bytes(peak_bytes)} of activations and temporaries as measured "
+            f"but {format_bytes(self.room_bytes)} are left beside {format_bytes(arena_bytes)} of parameters; {remedy}, "
+            "use gradient checkpointing, or take smaller micro-batches"
+        )
+
+
+def _with_margin(peak_bytes: int) -> int:
+    return peak_bytes + max(MARGIN_BYTES, int(peak_bytes * MARGIN_SHARE))

@@ -1,0 +1,266 @@
+"""Activations: what is booked, what is measured, and how the working region gives way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offload import activations
+from offload.activations import MARGIN_BYTES, TOLERANCE_BYTES, Activations, SavedActivation
+from offload.errors import BudgetError
+from offload.resident import ResidentSet, open_resident_set, trim_heap
+from offload.tiers import Budget, Tier
+
+MIB = 1 << 20
+
+
+class FakeRegion:
+    """A working region of `working_bytes`, between `smallest` and `largest`, that keeps the ledger as the real one."""
+
+    def __init__(self, budget: Budget, working: int, smallest: int, largest: int) -> None:
+        self.budget, self.size_bytes, self.smallest, self.largest = budget, working, smallest, largest
+        budget.reserve("arena", working)
+
+    @property
+    def smallest_arena_bytes(self) -> int:
+        return self.smallest
+
+    def shrink(self, by_bytes: int) -> int:
+        given = min(by_bytes, self.size_bytes - self.smallest)
+        self.size_bytes -= given
+        self.budget.release("arena", given)
+        return given
+
+    def grow(self, by_bytes: int) -> int:
+        taken = min(by_bytes, self.largest - self.size_bytes)
+        self.size_bytes += taken
+        self.budget.reserve("arena", taken)
+        return taken
+
+
+class FakeMeter:
+    """A resident set of `resident` bytes beside the region, whose peaks the kernel notes."""
+
+    def __init__(self, region: FakeRegion) -> None:
+        self.region, self.resident, self.peak = region, 1000 * MIB, 0
+
+    def now_bytes(self) -> int:
+        self.peak = max(self.peak, self.resident + self.region.size_bytes)
+        return self.resident + self.region.size_bytes
+
+    def high_water_bytes(self) -> int:
+        self.now_bytes()
+        return self.peak
+
+    def spike(self, size_bytes: int) -> None:
+        self.resident += size_bytes
+        self.now_bytes()
+        self.resident -= size_bytes
+
+
+class Bench:
+    """Budget 1000 MiB; the region has 100 MiB now, and lies between 100 and 600."""
+
+    def __init__(self, *, working: int = 100) -> None:
+        self.budget = Budget(Tier.DEVICE, 1000 * MIB)
+        self.region = FakeRegion(self.budget, working * MIB, 100 * MIB, 600 * MIB)
+        self.meter = FakeMeter(self.region)
+        self.activations = Activations(self.budget, self.region, self.meter)
+        self.run(spike=0)  # after the first micro-batch, holes in the heap are left to the allocator if there is room
+
+    def run(self, *, spike: int) -> None:
+        """One micro-batch that takes `spike` bytes in passing."""
+        self.activations.open_pass()
+        self.meter.spike(spike)
+        self.activations.close_pass()
+
+
+@pytest.fixture(autouse=True)
+def trims(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry per call; the real one would trim the heap of the tests."""
+    calls: list[None] = []
+    monkeypatch.setattr(activations, "trim_heap", lambda: calls.append(None))
+    return calls
+
+
+def tensor(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def test_a_storage_is_charged_once_and_refunded_with_its_last_tensor() -> None:
+    bench = Bench()
+    whole = tensor(3 * MIB)
+    first, second = SavedActivation(whole, bench.activations), SavedActivation(whole[5:], bench.activations)
+    assert bench.budget.reservations()["activations"] == 3 * MIB
+    del first
+    bench.activations.settle()
+    assert bench.budget.reservations()["activations"] == 3 * MIB
+    del second
+    bench.activations.settle()
+    assert "activations" not in bench.budget.reservations()
+
+
+def test_what_does_not_fit_is_owed_until_the_region_has_given_way() -> None:
+    bench = Bench(working=600)
+    kept = SavedActivation(tensor(500 * MIB), bench.activations)  # 400 are free
+    assert bench.region.size_bytes == 600 * MIB  # an operation is under way: nothing moves
+    bench.activations.balance()
+    assert bench.region.size_bytes == 500 * MIB  # 1000 - 500
+    assert bench.budget.reservations() == {"arena": 500 * MIB, "activations": 500 * MIB}
+    del kept
+    bench.activations.settle()
+    assert bench.budget.used_bytes == 500 * MIB
+
+
+def test_what_does_not_fit_beside_the_smallest_region_is_refused_and_refunded() -> None:
+    bench = Bench(working=600)
+    kept = [SavedActivation(tensor(450 * MIB), bench.activations) for _ in range(2)]
+    bench.activations.balance()  # 900 + 100: exactly the budget
+    assert bench.budget.free_bytes == 0
+    kept.append(SavedActivation(tensor(1), bench.activations))
+    for _ in range(2):  # it stays owed, however often one asks
+        with pytest.raises(BudgetError, match=r'device budget: activations needs 1 B more.*max_memory\["device"\]'):
+            bench.activations.balance()
+    kept.pop()
+    bench.activations.balance()
+    kept.clear()
+    bench.activations.balance()
+    assert bench.budget.reservations() == {"arena": 100 * MIB}
+
+
+def test_the_region_grows_into_what_the_highest_peak_has_left() -> None:
+    bench = Bench()
+    bench.run(spike=700 * MIB)
+    margin = 700 * MIB // 16
+    assert bench.region.size_bytes == 1000 * MIB - 700 * MIB - margin
+    bench.run(spike=100 * MIB)  # a short one in between changes nothing: the next may be long again
+    assert bench.region.size_bytes == 1000 * MIB - 700 * MIB - margin
+    for _ in range(activations.PASSES_REMEMBERED):
+        bench.run(spike=100 * MIB)
+    assert bench.region.size_bytes == 600 * MIB  # as large as the plan made it
+    assert MARGIN_BYTES > 100 * MIB // 16
+
+
+def test_the_region_shrinks_when_a_micro_batch_needs_more() -> None:
+    bench = Bench()
+    bench.run(spike=300 * MIB)
+    assert bench.region.size_bytes == 600 * MIB
+    bench.activations.open_pass()
+    bench.meter.resident += 850 * MIB  # and it is seen while it is there
+    bench.activations.balance()
+    assert bench.region.size_bytes == 150 * MIB
+    bench.meter.resident -= 850 * MIB
+    bench.activations.close_pass()
+    assert bench.region.size_bytes == 150 * MIB  # 850 and a margin leave nothing to grow into
+
+
+def test_a_measured_peak_over_the_budget_is_refused_with_what_would_do() -> None:
+    bench = Bench()
+    bench.run(spike=900 * MIB + TOLERANCE_BYTES)  # at the edge
+    peak = 901 * MIB + TOLERANCE_BYTES  # 965 MiB, and a sixteenth: 1025.3; with 100 for parameters 1125.3 = 1.10 GiB
+    bench.activations.open_pass()
+    bench.meter.spike(peak)
+    with pytest.raises(BudgetError, match=r"took 965.00 MiB .* 900.00 MiB are left .* to 1.10 GiB, use gradient check"):
+        bench.activations.close_pass()
+    bench.run(spike=100 * MIB)  # a smaller one goes on
+
+
+def test_the_refusal_says_where_fewer_parameters_on_the_device_would_do() -> None:
+    bench = Bench()
+    bench.budget.reserve("arena", 500 * MIB)  # parameters whose home is the device
+    bench.activations.open_pass()
+    bench.meter.spike(600 * MIB)  # 400 are left; 600 and a sixteenth would fit beside 100
+    with pytest.raises(BudgetError, match="set activation_memory to 637.50 MiB, so that parameters leave the device"):
+        bench.activations.close_pass()
+
+
+def test_memory_that_stays_is_not_an_activation() -> None:
+    """The user loads data, or a module imports others: neither is refused, and the region recovers."""
+    bench = Bench()
+    bench.run(spike=100 * MIB)
+    assert bench.region.size_bytes == 600 * MIB
+    bench.activations.open_pass()
+    bench.meter.resident += 5000 * MIB
+    bench.activations.balance()
+    assert bench.region.size_bytes == 100 * MIB
+    bench.activations.close_pass()
+    bench.run(spike=100 * MIB)
+    assert bench.region.size_bytes == 600 * MIB
+
+
+def test_a_peak_between_passes_is_no_concern() -> None:
+    bench = Bench()
+    bench.run(spike=100 * MIB)
+    bench.meter.spike(5000 * MIB)
+    bench.run(spike=100 * MIB)
+    assert bench.region.size_bytes == 600 * MIB
+
+
+def test_holes_in_the_heap_are_given_back_where_room_is_short(trims: list[None]) -> None:
+    def holes(bench: Bench, size_bytes: int) -> int:
+        """Trims in a micro-batch that finds that much resident which nothing has booked."""
+        bench.activations.open_pass()
+        before = len(trims)
+        bench.meter.resident += size_bytes
+        for _ in range(3):
+            bench.activations.balance()
+        done = len(trims) - before
+        bench.meter.resident -= size_bytes
+        bench.activations.close_pass()
+        return done
+
+    roomy = Bench()
+    assert holes(roomy, 100 * MIB) == 0  # the first micro-batch has told that there is room
+    assert holes(roomy, 901 * MIB) == 1  # over the room beside the smallest region; a second trim could give nothing
+    assert holes(roomy, 100 * MIB) == 1  # it may happen again
+    tight = Bench()
+    tight.budget.reserve("arena", 890 * MIB)
+    tight.activations = Activations(tight.budget, tight.region, tight.meter)
+    assert holes(tight, activations.WORTH_TRIMMING_BYTES) == 0
+    assert holes(tight, activations.WORTH_TRIMMING_BYTES + 1) == 1
+
+
+def test_a_pass_ends_when_nothing_of_it_is_kept() -> None:
+    bench = Bench()
+    bench.activations.open_pass()
+    kept = SavedActivation(tensor(100 * MIB), bench.activations)
+    bench.meter.resident += 100 * MIB
+    bench.activations.close_pass()  # a second forward before the backward of the first
+    bench.activations.open_pass()
+    assert bench.region.size_bytes == 100 * MIB
+    bench.meter.spike(200 * MIB)
+    del kept
+    bench.meter.resident -= 100 * MIB
+    bench.activations.close_pass()
+    assert bench.region.size_bytes == 600 * MIB  # both together took 300
+    bench.activations.close_pass()  # it has been looked at already
+
+
+def test_without_a_meter_only_the_ledger_counts() -> None:
+    budget = Budget(Tier.DEVICE, 10 * MIB)
+    region = FakeRegion(budget, 4 * MIB, 4 * MIB, 4 * MIB)
+    plain = Activations(budget, region, None)
+    plain.open_pass()
+    kept = SavedActivation(tensor(6 * MIB), plain)
+    plain.balance()
+    plain.close_pass()
+    assert budget.free_bytes == 0
+    del kept
+    plain.settle()
+    assert budget.free_bytes == 6 * MIB
+
+
+def test_the_resident_set_counts_what_is_touched() -> None:
+    meter = open_resident_set()
+    if meter is None:
+        pytest.skip("/proc/self/statm is missing")
+    before = meter.now_bytes()
+    touched = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert 60 * MIB <= meter.now_bytes() - before <= 80 * MIB
+    assert meter.high_water_bytes() >= meter.now_bytes() - MIB
+    del touched
+    trim_heap()
+    assert meter.now_bytes() - before <= 20 * MIB
+    meter.close()
+    meter.close()
+    assert isinstance(meter, ResidentSet)
