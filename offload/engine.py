@@ -1,31 +1,39 @@
 """The engine: wraps a module and trains it within memory budgets.
 
 Owns the order of things - plan, load, forward, backward, step, close - and the errors for calls out of order. The work
-is done below: :mod:`offload.placement` plans, :mod:`offload.manager` moves, :mod:`offload.hooks` ties in the module,
-:mod:`offload.optimizer` updates, :mod:`offload.checkpoint` reads and writes tensors.
+is done below: :mod:`offload.placement` plans, :mod:`offload.loading` sets up, :mod:`offload.manager` moves,
+:mod:`offload.hooks` ties in the module, :mod:`offload.optimizer` updates, :mod:`offload.tensors` reads and writes the
+module's tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload import checkpoint, cpu_adam
+from offload import cpu_adam
 from offload.activations import Activations
-from offload.checkpoint import Where
 from offload.config import AdamW, Config
 from offload.errors import ConfigError, NonFiniteError, StateError
 from offload.hooks import Hooks
 from offload.interrupt import Deferral
+from offload.loading import (
+    Loader,
+    free_bytes,
+    move_buffers,
+    open_tiers,
+    resolve_device,
+    restored_parameters,
+    tie_optimizer,
+)
 from offload.manager import Manager
 from offload.optimizer import (
     GradientNorm,
@@ -40,16 +48,15 @@ from offload.optimizer import (
 from offload.placement import Plan, Request, make_plan
 from offload.resident import open_resident_set
 from offload.stats import Counters, Stats
+from offload.tensors import ModuleTensors
 from offload.tiers import Budget, Tier, resolve_budgets
 from offload.units import find_units
-from swap import SwapStore
 
 logger = logging.getLogger(__name__)
 
 _FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
 SMALLEST_UNIT_LIMIT = 1 << 20
-SWAP_ALIGNMENT = 4096
 
 
 class Engine:
@@ -97,14 +104,12 @@ class Engine:
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
         self.config = Config.load(config, **options)
         self.module = model
-        self.device = _resolve_device(self.config.device)
+        self.device = resolve_device(self.config.device)
         self._unusable: str | None = None
         self._closed = False
-        self._guard: list[Any] = []
         self._deferral = Deferral()
 
-        paths = self.config.paths()
-        limits = resolve_budgets(self.config.budgets(), self.device, _free_bytes(paths))
+        limits = resolve_budgets(self.config.budgets(), self.device, free_bytes(self.config.paths()))
         limit = self.config.bytes_of("unit_bytes")
         self._tree = find_units(
             model,
@@ -140,27 +145,30 @@ class Engine:
         self._grad_norm: float | None = None
 
         self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer)
-        self._manager = self._open_tiers(paths)
-        loaded: list[int] = []
+        loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
+        manager = open_tiers(self.plan, self.config, self.device, self._budgets, self._hooks, self._counters)
+        self._manager = manager
         try:
-            self._load(loaded)
+            loader.load(manager)
             if self.optimizer is not None:
-                self._tie_optimizer(self.optimizer, optimizer)
+                self.optimizer.on_step = self._step_now
+                self.optimizer.on_zero_grad = self.zero_grad
+                tie_optimizer(self.optimizer, optimizer, self._require_open, self._tree, self._hooks, self._step_counts)
         except BaseException:
-            for index, tensors in self._restore(loaded).items():
-                self._hooks.replace(self._tree.units[index], tensors)
-            self._manager.close()
+            loader.undo(manager)
+            manager.close()
             self._manager = None
             raise
         meter = open_resident_set() if self.device.type == "cpu" else None
-        self._activations = Activations(self._budgets[Tier.DEVICE], self._manager.working, meter)
-        self._hooks.attach(self._manager, self._activations)
-        self._register_state_dict_hooks()
-        self._hooks.final_micro_batch = lambda: self._micro_batch + 1 >= self.config.gradient_accumulation_steps
+        self._activations = Activations(self._budgets[Tier.DEVICE], manager.working, meter)
+        self._hooks.attach(manager, self._activations)
+        self._hooks.final_micro_batch = self.is_gradient_accumulation_boundary
         self._hooks.refuse_gradient = self._refuse_gradient
         self._hooks.check_interrupt = self._deferral.check
-        self._move_buffers()
-        self._manager.prefetch()
+        self._tensors = ModuleTensors(model, self._tree, self._hooks, self._require_open)
+        self._tensors.attach()
+        move_buffers(model, self.device)
+        manager.prefetch()
         logger.info("plan:\n%s", self.plan)
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -350,30 +358,11 @@ class Engine:
         Raises:
             ConfigError: names or shapes do not fit (with `strict`, missing and unexpected names too).
         """
-        manager = self._require_open()
-        own = self._named_tensors()
-        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
-        if strict and (missing or unexpected):
-            raise ConfigError(
-                f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
-            )
-        values = {}
-        for name, value in state_dict.items():
-            tensor = own.get(name)
-            if tensor is None:
-                continue
-            where = self._hooks.slot_of(tensor)
-            if where is not None:
-                values[where] = value
-            elif tuple(tensor.shape) != tuple(value.shape):
-                raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
-            else:
-                with torch.no_grad():
-                    tensor.copy_(value)
-        checkpoint.scatter_parameters(manager, values)
+        self._tensors.load(state_dict, strict=strict)
 
-    @contextlib.contextmanager
-    def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False) -> Iterator[None]:
+    def gather(
+        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Give parameters real data on the device inside the ``with`` block.
 
         Args:
@@ -385,53 +374,7 @@ class Engine:
             StateError: a parameter is not this engine's, or one was changed in place without `modify`; where there is
                 a copy at home, the change is undone then, as it is after an exception inside the block.
         """
-        manager = self._require_open()
-        if isinstance(params, nn.Parameter):
-            params = [params]
-        elif isinstance(params, nn.Module):
-            params = list(params.parameters())
-        wanted = list(params)
-        places = {}
-        for parameter in wanted:
-            where = self._hooks.slot_of(parameter)
-            if where is None:
-                raise StateError(
-                    f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
-                )
-            places[where] = parameter
-        taken: list[int] = []
-        resets = manager.resets
-        values = {}
-        changed: list[Where] = []
-        try:
-            for index in dict.fromkeys(index for index, _ in places):
-                manager.acquire(index)
-                taken.append(index)
-            versions = {where: parameter._version for where, parameter in places.items()}
-            try:
-                with self._hooks.watch():
-                    yield
-            finally:
-                changed = [where for where, parameter in places.items() if parameter._version != versions[where]]
-                for index in taken:
-                    self._hooks.accept_changes(self._tree.units[index])
-            if modify:
-                values = {where: places[where].detach().clone() for where in changed}
-        finally:
-            if manager.resets == resets:  # else an error in between has returned all leases
-                for index in taken:
-                    manager.release(index)
-            if not values:
-                for index in {index for index, _ in changed}:
-                    manager.discard_working_copy(index)
-        if values:
-            checkpoint.scatter_parameters(manager, values, keep_masters=False)
-        elif changed:
-            index, slot = changed[0]
-            raise StateError(
-                f"gather: parameter {self._tree.units[index].slots[slot].name} was changed in place; pass modify=True "
-                "to keep changes"
-            )
+        return self._tensors.gather(params, modify=modify)
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Save a Hugging Face model with its own ``save_pretrained``.
@@ -527,16 +470,14 @@ class Engine:
         self._hooks.unwind()
         with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
             manager.reset()
-        for handle in self._guard:
-            handle.remove()
-        self._guard.clear()
+        self._tensors.detach()
         restored: dict[int, list[torch.Tensor]] = {}
         with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
             last.callback(self._leave_module, restored)
             last.callback(manager.close)
             last.callback(self._hooks.detach)
             if restore:
-                restored.update(self._restore(range(len(self._tree.units))))
+                restored.update(restored_parameters(manager, self._tree, range(len(self._tree.units))))
 
     def _leave_module(self, restored: dict[int, list[torch.Tensor]]) -> None:
         """Give the module what was restored, or a guard against being used."""
@@ -544,7 +485,7 @@ class Engine:
         for index, tensors in restored.items():
             self._hooks.replace(self._tree.units[index], tensors)
         if not restored:
-            self._guard.append(self.module.register_forward_pre_hook(_refuse_forward))
+            self.module.register_forward_pre_hook(_refuse_forward)
 
     def __enter__(self) -> Engine:
         """Return the engine; leaving the block closes it."""
@@ -563,199 +504,14 @@ class Engine:
             if getattr(self, "_manager", None) is not None:
                 self.close(restore=False)
 
-    # --- set-up helpers ---------------------------------------------------------------------------------------------
-
-    def _open_tiers(self, paths: tuple[Path, ...]) -> Manager:
-        store = None
-        size = self.plan.arena_bytes[Tier.NVME]
-        if size:
-            store = SwapStore(paths, size, deadline_s=self.config.io_deadline_s)
-            if store.alignment > SWAP_ALIGNMENT:
-                alignment = store.alignment
-                store.close()
-                raise ConfigError(
-                    f"nvme_path: the file system wants transfers aligned to {alignment} bytes, more than the "
-                    f"{SWAP_ALIGNMENT} this version can do; use another file system"
-                )
-        try:
-            return Manager(
-                self.plan,
-                self.device,
-                self._budgets,
-                store,
-                self._hooks,
-                self._counters,
-                deadline_s=self.config.io_deadline_s,
-                prefetch=self.config.prefetch,
-            )
-        except BaseException:
-            if store is not None:
-                store.close()
-            raise
-
-    def _load(self, loaded: list[int]) -> None:
-        """Move the parameters to their homes unit by unit; each unit's original memory is freed at once."""
-        manager = self._require_open()
-        meta_buffers = self._materialise_buffers()
-        for unit in self._tree.units:
-            members = self._tree.parameters[unit.index]
-            if any(parameter.is_meta for parameter in members):
-                self._materialise(unit.index)
-            values = {(unit.index, slot): parameter.data for slot, parameter in enumerate(members)}
-            checkpoint.scatter_parameters(manager, values)
-            del values
-            if unit.index not in manager.working:
-                self._hooks.unbind(unit)
-            loaded.append(unit.index)
-        for name, buffer in meta_buffers.items():
-            _check_initialised(name, buffer)
-
-    def _materialise_buffers(self) -> dict[str, torch.Tensor]:
-        """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""
-        made: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
-            for path, module in self.module.named_modules():
-                own = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
-                for name, buffer in own.items():
-                    module._buffers[name] = made[f"{path}.{name}" if path else name] = _poisoned(buffer)
-                if own and not any(p is not None for p in module._parameters.values()):
-                    self._initialiser(module, path)(module)
-        return made
-
-    def _materialise(self, index: int) -> None:
-        """Give a unit's meta parameters memory and their initial values."""
-        members = self._tree.parameters[index]
-        owned = {id(parameter) for parameter in members}
-        with torch.no_grad():
-            for parameter in members:
-                if parameter.is_meta:
-                    torch.utils.swap_tensors(parameter, nn.Parameter(_poisoned(parameter), parameter.requires_grad))
-            for module, path in self._tree.module_names.items():
-                if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
-                    self._initialiser(module, path)(module)
-            for slot, parameter in zip(self._tree.units[index].slots, members, strict=True):
-                _check_initialised(slot.name, parameter)
-
-    def _initialiser(self, module: nn.Module, path: str) -> Callable[[nn.Module], object]:
-        if self.config.init_weights is not None:
-            return self.config.init_weights  # type: ignore[no-any-return]
-        own = getattr(self.module, "_init_weights", None)
-        if own is not None:
-            return own  # type: ignore[no-any-return]
-        if hasattr(module, "reset_parameters"):
-            return lambda m: m.reset_parameters()  # type: ignore[operator]
-        raise ConfigError(
-            f"module {path or type(module).__name__}: its parameters or buffers are on the meta device and it has no "
-            "reset_parameters; pass init_weights=callable"
-        )
-
-    def _tie_optimizer(self, offloaded: OffloadOptimizer, given: AdamW | torch.optim.Optimizer | None) -> None:
-        manager = self._require_open()
-
-        def place(parameter_id: int) -> tuple[int, int]:
-            for unit in self._tree.units:
-                for slot, parameter in enumerate(self._tree.parameters[unit.index]):
-                    if id(parameter) == parameter_id:
-                        return unit.index, slot
-            raise StateError("optimizer state: belongs to a parameter that is not the model's")
-
-        def gather_state() -> dict[int, dict[str, Any]]:
-            states = checkpoint.gather_states(self._require_open(), self._step_counts)
-            return {id(self._tree.parameters[index][slot]): state for (index, slot), state in states.items()}
-
-        def scatter_state(states: dict[int, dict[str, Any]]) -> None:
-            values = {place(key): state for key, state in states.items()}
-            for index, counts in self._step_counts.counts.items():  # what is not in the dict starts anew, as in torch
-                for slot, count in enumerate(counts):
-                    if count and (index, slot) not in values:
-                        zeros = torch.zeros(self._tree.units[index].slots[slot].shape)
-                        values[index, slot] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
-            checkpoint.scatter_states(self._require_open(), self._step_counts, values)
-
-        offloaded.on_step = self._step_now
-        offloaded.on_zero_grad = self.zero_grad
-        offloaded.gather_state = gather_state
-        offloaded.scatter_state = scatter_state
-        if isinstance(given, torch.optim.Optimizer) and given.state:
-            values = {place(id(p)): state for p, state in given.state.items() if state}
-            checkpoint.scatter_states(manager, self._step_counts, values)
-            given.state.clear()
-
-    def _move_buffers(self) -> None:
-        for module in self.module.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != self.device and not buffer.is_meta:
-                    module._buffers[name] = buffer.to(self.device)
-
-    def _restore(self, indices: Iterable[int]) -> dict[int, list[torch.Tensor]]:
-        """Return ordinary tensors with the units' parameters."""
-        manager = self._require_manager()
-        wanted = {(i, slot) for i in indices for slot in range(len(self._tree.units[i].slots))}
-        values = checkpoint.gather_parameters(manager, wanted)
-        restored: dict[int, list[torch.Tensor]] = {}
-        for index, slot in sorted(values):
-            restored.setdefault(index, []).append(values[index, slot].to(self.device))
-        return restored
-
-    # --- state dicts of the module itself ---------------------------------------------------------------------------
-
-    def _register_state_dict_hooks(self) -> None:
-        """Let ``module.state_dict()`` return real tensors, and refuse ``module.load_state_dict()``."""
-        outermost: list[tuple[nn.Module, str]] = []  # where state_dict() was called
-
-        def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if outermost and not (prefix.startswith(outermost[0][1]) and prefix != outermost[0][1]):
-                outermost.clear()  # an earlier call was broken off by an exception
-            if not outermost:
-                outermost.append((module, prefix))
-
-        def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-            if outermost and outermost[0] == (module, prefix):
-                outermost.clear()
-                self._fill_state_dict(module, state, prefix)
-
-        for module in self._tree.leases:
-            self._guard.append(module.register_state_dict_pre_hook(begin))
-            self._guard.append(module.register_state_dict_post_hook(fill))
-            self._guard.append(module.register_load_state_dict_pre_hook(_refuse_load))
-
-    def _fill_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Replace the parameters of `module` and of all modules below it."""
-        names = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            where = self._hooks.slot_of(parameter)
-            if where is not None and prefix + name in state:
-                names[prefix + name] = where
-        values = checkpoint.gather_parameters(self._require_open(), set(names.values()))
-        for name, where in names.items():
-            state[name] = values[where]
-
-    def _named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a state dict holds, without reading parameters."""
-        tensors: dict[str, torch.Tensor] = {}
-        for path, module in self.module.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    tensors[prefix + name] = parameter
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    tensors[prefix + name] = buffer
-        return tensors
-
     # --- checks -----------------------------------------------------------------------------------------------------
-
-    def _require_manager(self) -> Manager:
-        if self._manager is None:
-            raise StateError("engine: it is closed; make a new one")
-        return self._manager
 
     def _require_open(self) -> Manager:
         if self._unusable is not None:
             raise StateError(f"engine: {self._unusable}; close it and resume from a checkpoint")
-        if self._closed:
+        if self._closed or self._manager is None:
             raise StateError("engine: it is closed; make a new one")
-        return self._require_manager()
+        return self._manager
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, argument in (*enumerate(args), *kwargs.items()):
@@ -783,58 +539,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _poison(dtype: torch.dtype) -> float | int | None:
-    """Return the value that marks memory nobody has written yet; None where every value is an ordinary one."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return None if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
-
-
-def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return CPU memory for a meta tensor, full of :func:`_poison`."""
-    return torch.full(tensor.shape, _poison(tensor.dtype) or 0, dtype=tensor.dtype)
-
-
-def _check_initialised(name: str, tensor: torch.Tensor) -> None:
-    poison = _poison(tensor.dtype)
-    if poison is None:
-        return
-    if (tensor.isnan() if tensor.is_floating_point() else tensor == poison).any():
-        raise ConfigError(
-            f"{name}: it was on the meta device, and initialising its module left it without values; pass "
-            "init_weights=callable"
-        )
-
-
-def _refuse_load(*_: object) -> None:
-    raise StateError("load_state_dict: the module's parameters are offloaded; use engine.load_state_dict(state_dict)")
-
-
 def _refuse_forward(module: nn.Module, args: object) -> None:
     raise StateError(
         "model: its engine was closed without restoring the parameters (they did not fit the budgets, or could not be "
         "read); load the saved model again, or close with restore=True"
     )
-
-
-def _resolve_device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
-    if device.type == "cuda" and ":" not in name:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _free_bytes(paths: tuple[Path, ...]) -> int | None:
-    """Return the free bytes at the NVMe paths together, None without paths; missing ones are the store's to report."""
-    if not paths:
-        return None
-    return sum(shutil.disk_usage(path).free for path in paths if path.exists())

@@ -48,8 +48,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._replaced: torch.optim.Optimizer | None = None
         self.on_step: Callable[[], object] = lambda: None
         self.on_zero_grad: Callable[[], None] = lambda: None
-        self.gather_state: Callable[[], dict[int, dict[str, Any]]] = dict
-        self.scatter_state: Callable[[dict[int, dict[str, Any]]], None] = lambda state: None
+        self.gather_state: Callable[[], dict[torch.Tensor, dict[str, Any]]] = dict
+        self.scatter_state: Callable[[dict[torch.Tensor, dict[str, Any]]], None] = lambda state: None
         known = {id(p) for p in parameters}
         if isinstance(spec, torch.optim.Optimizer):
             self.decoupled = _is_decoupled(spec)
@@ -95,8 +95,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and states in torch's format, states as fp32 CPU tensors of the parameters' shapes."""
         packed = super().state_dict()
-        positions = self._positions()
-        packed["state"] = {positions[key]: value for key, value in self.gather_state().items()}
+        positions = {parameter: position for position, parameter in enumerate(self._parameters())}
+        packed["state"] = {positions[parameter]: state for parameter, state in self.gather_state().items()}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,13 +106,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(groups, self.param_groups, strict=True):
             group.update(loaded)
         self.param_groups = groups  # the same objects: schedulers made for a replaced optimizer hold them
-        parameters = {position: key for key, position in self._positions().items()}
+        parameters = self._parameters()
         self.scatter_state({parameters[position]: state for position, state in state_dict["state"].items()})
 
-    def _positions(self) -> dict[int, int]:
-        """Return the position of each parameter (by id) in the groups, as torch numbers them."""
-        flat = [p for group in self.param_groups for p in group["params"]]
-        return {id(p): position for position, p in enumerate(flat)}
+    def _parameters(self) -> list[torch.Tensor]:
+        """Return the parameters of all groups, as torch numbers them."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 def _is_decoupled(spec: torch.optim.Optimizer) -> bool:

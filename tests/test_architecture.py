@@ -28,6 +28,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("access",),
     ("stream",),
     ("hooks", "optimizer", "checkpoint"),
+    ("loading", "tensors"),
     ("engine",),
     ("report", "finetune", "nvme_measure", "nvme_peers", "nvme_bench", "nvme_report", "doctor"),
     ("cli",),

@@ -1,0 +1,257 @@
+"""Sets an engine up: opens the tiers, moves the module's parameters into them, takes over an optimizer; and back again.
+
+Owns what happens once, at the beginning and at the end: memory and initial values for what is on the meta device, each
+unit's way home and out, the states of an optimizer that the user brings. Next: :mod:`offload.engine`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import checkpoint
+from offload.config import AdamW, Config
+from offload.errors import ConfigError, StateError
+from offload.hooks import Hooks
+from offload.manager import Manager
+from offload.optimizer import OffloadOptimizer, StepCounts
+from offload.placement import Plan
+from offload.stats import Counters
+from offload.tiers import Budget, Tier
+from offload.units import UnitTree
+from swap import SwapStore
+
+SWAP_ALIGNMENT = 4096
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """Return the compute device, of None the best there is.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
+    if device.type == "cuda" and ":" not in name:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def free_bytes(paths: tuple[Path, ...]) -> int | None:
+    """Return the free bytes at the NVMe paths together, None without paths; missing ones are the store's to report."""
+    if not paths:
+        return None
+    return sum(shutil.disk_usage(path).free for path in paths if path.exists())
+
+
+def open_tiers(
+    plan: Plan, config: Config, device: torch.device, budgets: dict[Tier, Budget], hooks: Hooks, counters: Counters
+) -> Manager:
+    """Take the memory that the plan wants, on the drive too.
+
+    Raises:
+        ConfigError: the drive wants transfers that are aligned more coarsely than this version can do.
+        swap.SwapError: an NVMe path is missing, not writable, or full.
+    """
+    store = None
+    deadline_s = config.io_deadline_s
+    if plan.arena_bytes[Tier.NVME]:
+        store = SwapStore(config.paths(), plan.arena_bytes[Tier.NVME], deadline_s=deadline_s)
+    try:
+        if store is not None and store.alignment > SWAP_ALIGNMENT:
+            raise ConfigError(
+                f"nvme_path: the file system wants transfers aligned to {store.alignment} bytes, more than the "
+                f"{SWAP_ALIGNMENT} this version can do; use another file system"
+            )
+        return Manager(plan, device, budgets, store, hooks, counters, deadline_s=deadline_s, prefetch=config.prefetch)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+class Loader:
+    """Moves a module's parameters to their homes; can be undone."""
+
+    def __init__(self, module: nn.Module, tree: UnitTree, hooks: Hooks, initialise: Any) -> None:
+        """Prepare.
+
+        Args:
+            module: the model.
+            tree: its units.
+            hooks: what binds its parameters.
+            initialise: callable that gives a module's meta parameters their values; None for the model's own way.
+        """
+        self._module = module
+        self._tree = tree
+        self._hooks = hooks
+        self._initialise = initialise
+        self._loaded: list[int] = []
+
+    def load(self, manager: Manager) -> None:
+        """Move the parameters to their homes unit by unit; each unit's original memory is freed at once.
+
+        Raises:
+            ConfigError: something is on the meta device and gets no values.
+        """
+        meta_buffers = self._materialise_buffers()
+        for unit in self._tree.units:
+            members = self._tree.parameters[unit.index]
+            if any(parameter.is_meta for parameter in members):
+                self._materialise(unit.index)
+            values = {(unit.index, slot): parameter.data for slot, parameter in enumerate(members)}
+            checkpoint.scatter_parameters(manager, values)
+            del values
+            if unit.index not in manager.working:
+                self._hooks.unbind(unit)
+            self._loaded.append(unit.index)
+        for name, buffer in meta_buffers.items():
+            _check_initialised(name, buffer)
+
+    def undo(self, manager: Manager) -> None:
+        """Give the parameters that were moved ordinary memory again."""
+        for index, tensors in restored_parameters(manager, self._tree, self._loaded).items():
+            self._hooks.replace(self._tree.units[index], tensors)
+
+    def _materialise_buffers(self) -> dict[str, torch.Tensor]:
+        """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""
+        made: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for path, module in self._module.named_modules():
+                own = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+                for name, buffer in own.items():
+                    module._buffers[name] = made[f"{path}.{name}" if path else name] = _poisoned(buffer)
+                if own and not any(p is not None for p in module._parameters.values()):
+                    self._initialiser(module, path)(module)
+        return made
+
+    def _materialise(self, index: int) -> None:
+        """Give a unit's meta parameters memory and their initial values."""
+        members = self._tree.parameters[index]
+        owned = {id(parameter) for parameter in members}
+        with torch.no_grad():
+            for parameter in members:
+                if parameter.is_meta:
+                    torch.utils.swap_tensors(parameter, nn.Parameter(_poisoned(parameter), parameter.requires_grad))
+            for module, path in self._tree.module_names.items():
+                if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
+                    self._initialiser(module, path)(module)
+            for slot, parameter in zip(self._tree.units[index].slots, members, strict=True):
+                _check_initialised(slot.name, parameter)
+
+    def _initialiser(self, module: nn.Module, path: str) -> Callable[[nn.Module], object]:
+        own = self._initialise or getattr(self._module, "_init_weights", None)
+        if own is not None:
+            return own  # type: ignore[no-any-return]
+        if hasattr(module, "reset_parameters"):
+            return lambda m: m.reset_parameters()  # type: ignore[operator]
+        raise ConfigError(
+            f"module {path or type(module).__name__}: its parameters or buffers are on the meta device and it has no "
+            "reset_parameters; pass init_weights=callable"
+        )
+
+
+def restored_parameters(manager: Manager, tree: UnitTree, indices: Iterable[int]) -> dict[int, list[torch.Tensor]]:
+    """Return ordinary tensors on the device with the units' parameters."""
+    wanted = {(i, slot) for i in indices for slot in range(len(tree.units[i].slots))}
+    values = checkpoint.gather_parameters(manager, wanted)
+    restored: dict[int, list[torch.Tensor]] = {}
+    for index, slot in sorted(values):
+        restored.setdefault(index, []).append(values[index, slot].to(manager.device))
+    return restored
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of all modules to the device, where compute wants them."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.device != device and not buffer.is_meta:
+                part._buffers[name] = buffer.to(device)
+
+
+def tie_optimizer(
+    offloaded: OffloadOptimizer,
+    given: AdamW | torch.optim.Optimizer | None,
+    manager: Callable[[], Manager],
+    tree: UnitTree,
+    hooks: Hooks,
+    counts: StepCounts,
+) -> None:
+    """Let the optimizer's states be those in the tiers; the states that a torch optimizer brings move there.
+
+    Args:
+        offloaded: the engine's optimizer.
+        given: what the user passed.
+        manager: returns the owner of the shards, or raises where it is not to be used any more.
+        tree: units and parameters of the model.
+        hooks: knows where each parameter is.
+        counts: updates that each parameter has had.
+
+    Raises:
+        ConfigError: a state does not fit its parameter.
+    """
+
+    def scatter(states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        values = {}
+        for parameter, state in states.items():
+            where = hooks.slot_of(parameter)
+            if where is None:
+                raise StateError("optimizer state: belongs to a parameter that is not the model's")
+            values[where] = state
+        checkpoint.scatter_states(manager(), counts, values)
+
+    def replace(states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        everything = dict(states)
+        for index, updates in counts.counts.items():  # what is not in the dict starts anew, as in torch
+            for slot, count in enumerate(updates):
+                parameter = tree.parameters[index][slot]
+                if count and parameter not in states:
+                    zeros = torch.zeros(tree.units[index].slots[slot].shape)
+                    everything[parameter] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
+        scatter(everything)
+
+    def gather() -> dict[torch.Tensor, dict[str, Any]]:
+        states = checkpoint.gather_states(manager(), counts)
+        return {tree.parameters[index][slot]: state for (index, slot), state in states.items()}
+
+    offloaded.gather_state = gather
+    offloaded.scatter_state = replace
+    if isinstance(given, torch.optim.Optimizer) and given.state:
+        scatter({parameter: state for parameter, state in given.state.items() if state})
+        given.state.clear()
+
+
+def _poison(dtype: torch.dtype) -> float | int | None:
+    """Return the value that marks memory nobody has written yet; None where every value is an ordinary one."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return None if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
+
+
+def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return CPU memory for a meta tensor, full of :func:`_poison`."""
+    return torch.full(tensor.shape, _poison(tensor.dtype) or 0, dtype=tensor.dtype)
+
+
+def _check_initialised(name: str, tensor: torch.Tensor) -> None:
+    poison = _poison(tensor.dtype)
+    if poison is None:
+        return
+    if (tensor.isnan() if tensor.is_floating_point() else tensor == poison).any():
+        raise ConfigError(
+            f"{name}: it was on the meta device, and initialising its module left it without values; pass "
+            "init_weights=callable"
+        )

@@ -1,0 +1,169 @@
+"""The module's own tensors by name: its state dict with real content, loading, and parameters gathered for a while.
+
+Owns the hooks that make ``module.state_dict()`` return real tensors and refuse ``module.load_state_dict()``. Where the
+bytes are is :mod:`offload.checkpoint`'s business. Next: :mod:`offload.engine`, which offers all this to users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload import checkpoint
+from offload.checkpoint import Where
+from offload.errors import ConfigError, StateError
+from offload.hooks import Hooks
+from offload.manager import Manager
+from offload.units import UnitTree
+
+
+class ModuleTensors:
+    """Tensors of one engine's module. See the module's text."""
+
+    def __init__(self, module: nn.Module, tree: UnitTree, hooks: Hooks, manager: Callable[[], Manager]) -> None:
+        """Prepare; :meth:`attach` registers the hooks.
+
+        Args:
+            module: the model.
+            tree: its units.
+            hooks: knows where each parameter is.
+            manager: returns the owner of the shards, or raises where it is not to be used any more.
+        """
+        self._module = module
+        self._tree = tree
+        self._hooks = hooks
+        self._manager = manager
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Let ``module.state_dict()`` return real tensors, and refuse ``module.load_state_dict()``."""
+        outermost: list[tuple[nn.Module, str]] = []  # where state_dict() was called
+
+        def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if outermost and not (prefix.startswith(outermost[0][1]) and prefix != outermost[0][1]):
+                outermost.clear()  # an earlier call was broken off by an exception
+            if not outermost:
+                outermost.append((module, prefix))
+
+        def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+            if outermost and outermost[0] == (module, prefix):
+                outermost.clear()
+                self._fill(module, state, prefix)
+
+        for module in self._tree.leases:
+            self._handles.append(module.register_state_dict_pre_hook(begin))
+            self._handles.append(module.register_state_dict_post_hook(fill))
+            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
+
+    def detach(self) -> None:
+        """Remove the hooks. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+        """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
+        manager = self._manager()
+        own = self._by_name()
+        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+        if strict and (missing or unexpected):
+            raise ConfigError(
+                f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
+            )
+        values = {}
+        for name, value in state_dict.items():
+            tensor = own.get(name)
+            if tensor is None:
+                continue
+            where = self._hooks.slot_of(tensor)
+            if where is not None:
+                values[where] = value
+            elif tuple(tensor.shape) != tuple(value.shape):
+                raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
+            else:
+                with torch.no_grad():
+                    tensor.copy_(value)
+        checkpoint.scatter_parameters(manager, values)
+
+    @contextlib.contextmanager
+    def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
+        """Give parameters real data on the device inside the ``with`` block; see ``Engine.gather``."""
+        manager = self._manager()
+        if isinstance(params, nn.Parameter):
+            params = [params]
+        elif isinstance(params, nn.Module):
+            params = list(params.parameters())
+        places = {}
+        for parameter in params:
+            where = self._hooks.slot_of(parameter)
+            if where is None:
+                raise StateError(
+                    f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
+                )
+            places[where] = parameter
+        taken: list[int] = []
+        resets = manager.resets
+        values = {}
+        changed: list[Where] = []
+        try:
+            for index in dict.fromkeys(index for index, _ in places):
+                manager.acquire(index)
+                taken.append(index)
+            versions = {where: parameter._version for where, parameter in places.items()}
+            try:
+                with self._hooks.watch():
+                    yield
+            finally:
+                changed = [where for where, parameter in places.items() if parameter._version != versions[where]]
+                for index in taken:
+                    self._hooks.accept_changes(self._tree.units[index])
+            if modify:
+                values = {where: places[where].detach().clone() for where in changed}
+        finally:
+            if manager.resets == resets:  # else an error in between has returned all leases
+                for index in taken:
+                    manager.release(index)
+            if not values:
+                for index in {index for index, _ in changed}:
+                    manager.discard_working_copy(index)
+        if values:
+            checkpoint.scatter_parameters(manager, values, keep_masters=False)
+        elif changed:
+            index, slot = changed[0]
+            raise StateError(
+                f"gather: parameter {self._tree.units[index].slots[slot].name} was changed in place; pass modify=True "
+                "to keep changes"
+            )
+
+    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Replace the parameters of `module` and of all modules below it."""
+        names = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            where = self._hooks.slot_of(parameter)
+            if where is not None and prefix + name in state:
+                names[prefix + name] = where
+        values = checkpoint.gather_parameters(self._manager(), set(names.values()))
+        for name, where in names.items():
+            state[name] = values[where]
+
+    def _by_name(self) -> dict[str, torch.Tensor]:
+        """Return what a state dict holds, without reading parameters."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path, module in self._module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    tensors[prefix + name] = parameter
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    tensors[prefix + name] = buffer
+        return tensors
+
+
+def _refuse_load(*_: object) -> None:
+    raise StateError("load_state_dict: the module's parameters are offloaded; use engine.load_state_dict(state_dict)")
