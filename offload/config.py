@@ -143,7 +143,7 @@ class Config:
         device: torch device or its name; None takes ``"cuda"`` where there is one, else ``"cpu"``.
         max_memory: budget per tier, keys ``"device"`` (or 0), ``"cpu"``, ``"nvme"`` (or ``"disk"``); bytes as int or
             text, or a percentage of what is free. A missing tier gets what is free less head-room; ``nvme`` needs
-            `nvme_path`.
+            `nvme_path`, unless it is 0.
         nvme_path: directory, or several, for the swap files. None: the NVMe tier is not used.
         dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision.
         offload_param, offload_optimizer: force a home (``"none"`` = device), or let the plan choose (``"auto"``).
@@ -221,7 +221,8 @@ class Config:
         paths = (self.nvme_path,) if isinstance(self.nvme_path, (str, Path)) else self.nvme_path or ()
         if not isinstance(paths, Sequence) or not all(isinstance(path, (str, Path)) for path in paths):
             raise ConfigError(f"nvme_path: expected a directory or several but got {self.nvme_path!r}")
-        self.budgets()
+        if self.budgets().get("nvme") and not paths:
+            raise ConfigError('max_memory["nvme"]: a budget without a drive; name a directory on it with nvme_path')
         self.bytes_of("activation_memory")
         self.bytes_of("unit_bytes")
 

@@ -86,6 +86,14 @@ def test_names_of_the_other_budgets() -> None:
     assert Config().budgets() == {}
 
 
+def test_a_budget_on_nvme_needs_a_path() -> None:
+    for budgets in ({"nvme": "1GiB"}, {"disk": "50%"}, {"cpu": 1, "nvme": 1}):
+        for paths in (None, ()):
+            with pytest.raises(ConfigError, match="nvme_path"):
+                Config(max_memory=budgets, nvme_path=paths)
+    assert Config(max_memory={"nvme": 0}).budgets() == {"nvme": 0}  # none is wanted, none is there
+
+
 @pytest.mark.parametrize(
     ("budgets", "text"),
     [
