@@ -1,8 +1,8 @@
 """What this machine is made of: processor, memory limits, file systems, drives. Read from /proc and /sys.
 
 Owns the reading; a function answers None (or an empty value) where the system does not tell.
-Must not know what the facts are good for: :mod:`offload.doctor` judges them, :mod:`offload.nvme_bench` prints them
-beside its measurements.
+Must not know what the facts are good for: :mod:`offload.tiers` makes budgets of them, :mod:`offload.doctor` judges
+them, :mod:`offload.nvme_bench` prints them beside its measurements.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import platform
 import resource
 import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+_CGROUPS = Path("/sys/fs/cgroup")
 _CGROUP_UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for "no limit"
 _CAP_IPC_LOCK = 14
 
@@ -95,15 +97,37 @@ def locked_memory_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def cgroup_memory_limit(root: Path = Path("/sys/fs/cgroup"), own: str | None = None) -> int | None:
+def cgroup_memory_limit(root: Path = _CGROUPS, own: str | None = None) -> int | None:
     """Return the memory limit of the container or control group, the smallest on the way up; None without one.
 
     Args:
         root: where control groups are mounted.
         own: content of /proc/self/cgroup, for tests.
     """
+    return min((limit for limit, _ in _memory_groups(root, own)), default=None)
+
+
+def cgroup_memory_free(root: Path = _CGROUPS, own: str | None = None) -> int | None:
+    """Return the bytes that the memory limits around this process still allow; None without a limit.
+
+    File cache that has not been used lately counts as free, as it does for the container runtimes: it makes room.
+
+    Args:
+        root: where control groups are mounted.
+        own: content of /proc/self/cgroup, for tests.
+    """
+    free = []
+    for limit, folder in _memory_groups(root, own):
+        used = read_int(folder / "memory.current") or read_int(folder / "memory.usage_in_bytes") or 0
+        stat = dict(line.split() for line in (read_text(folder / "memory.stat") or "").splitlines() if " " in line)
+        cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))  # version 1 has both: with children
+        free.append(max(limit - max(used - cache, 0), 0))
+    return min(free, default=None)
+
+
+def _memory_groups(root: Path, own: str | None) -> Iterator[tuple[int, Path]]:
+    """Yield (limit, folder) of the control groups around this process that limit memory."""
     own = read_text("/proc/self/cgroup") or "" if own is None else own
-    limits = []
     for line in own.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, group = rest.partition(":")
@@ -118,10 +142,9 @@ def cgroup_memory_limit(root: Path = Path("/sys/fs/cgroup"), own: str | None = N
             for level in (folder, *folder.parents):
                 limit = read_int(level / name)
                 if limit is not None and limit < _CGROUP_UNLIMITED:
-                    limits.append(limit)
+                    yield limit, level
                 if level == base:
                     break
-    return min(limits, default=None)
 
 
 def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import torch
 
+from offload import machine
 from offload.config import Share, format_bytes
 from offload.errors import BudgetError
 
@@ -361,11 +362,14 @@ def resolve_budgets(
     """Turn given budgets into bytes per tier.
 
     Args:
-        given: budgets by canonical name; shares are taken of what is free now.
+        given: budgets by canonical name; shares are taken of what is free now, in the container where there is one.
         device: the compute device. On the CPU, device and host budgets are both main memory: a missing one gets half.
         nvme_free_bytes: free bytes at the NVMe paths, None without paths.
     """
     available = psutil.virtual_memory().available
+    container = machine.cgroup_memory_free()
+    if container is not None:
+        available = min(available, container)
     if device.type == "cuda":
         device_free = torch.cuda.mem_get_info(device)[0]
         default = {"device": int(device_free * DEVICE_HEADROOM), "cpu": int(available * HOST_HEADROOM)}

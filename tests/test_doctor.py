@@ -190,6 +190,47 @@ def test_container_limit(tmp_path: Path, own: str, files: dict[str, str], limit:
     assert machine.cgroup_memory_limit(tmp_path, own) == limit
 
 
+@pytest.mark.parametrize(
+    ("own", "files", "free"),
+    [
+        ("0::/a\n", {"a/memory.max": "1000", "a/memory.current": "300"}, 700),
+        (  # file cache that may go does not count: 1000 - (900 - 600)
+            "0::/a\n",
+            {"a/memory.max": "1000", "a/memory.current": "900", "a/memory.stat": "anon 300\ninactive_file 600"},
+            700,
+        ),
+        (  # the tightest group is not the one with the smallest limit: min(500 - 100, 1000 - 950)
+            "0::/a/b\n",
+            {
+                "a/b/memory.max": "500",
+                "a/b/memory.current": "100",
+                "a/memory.max": "1000",
+                "a/memory.current": "950",
+            },
+            50,
+        ),
+        (  # version 1: of the group and those below it
+            "4:memory:/x\n",
+            {
+                "memory/x/memory.limit_in_bytes": "2048",
+                "memory/x/memory.usage_in_bytes": "1024",
+                "memory/x/memory.stat": "inactive_file 1\ntotal_inactive_file 24",
+            },
+            1048,
+        ),
+        ("0::/a\n", {"a/memory.max": "1000", "a/memory.current": "1100"}, 0),
+        ("0::/a\n", {"a/memory.max": "1000"}, 1000),
+        ("0::/a\n", {"a/memory.max": "max", "a/memory.current": "300"}, None),
+        ("", {}, None),
+    ],
+)
+def test_room_in_the_container(tmp_path: Path, own: str, files: dict[str, str], free: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert machine.cgroup_memory_free(tmp_path, own) == free
+
+
 def test_mount_of_takes_the_deepest_and_the_last(tmp_path: Path) -> None:
     block = tmp_path / "block" / "259:1"
     (block / "queue").mkdir(parents=True)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from offload import machine
 from offload.config import Share
 from offload.errors import BudgetError
 from offload.tiers import (
@@ -350,14 +351,16 @@ def test_what_is_larger_than_the_region_never_fits() -> None:
         st.integers(0, 1 << 45) | st.floats(0.01, 1.0).map(Share),
     ),
     nvme_free=st.none() | st.integers(0, 1 << 42),
+    container=st.none() | st.integers(0, 16 << 30),
 )
 def test_budgets_are_what_was_given_and_shares_of_what_is_free(
-    shares: dict[str, int | Share], nvme_free: int | None
+    shares: dict[str, int | Share], nvme_free: int | None, container: int | None
 ) -> None:
-    available = 8 << 30
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": available}))
+        patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 8 << 30}))
+        patch.setattr(machine, "cgroup_memory_free", lambda: container)
         budgets = resolve_budgets(shares, CPU, nvme_free)
+    available = 8 << 30 if container is None else min(8 << 30, container)
     free = {"device": available, "cpu": available, "nvme": nvme_free or 0}
     half = int(available * HOST_HEADROOM / 2)
     default = {"device": half, "cpu": half, "nvme": int((nvme_free or 0) * DEVICE_HEADROOM)}
