@@ -487,6 +487,17 @@ class Engine:
         if not restored:
             self.module.register_forward_pre_hook(_refuse_forward)
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "engine: cannot be copied or pickled; save engine.state_dict() and engine.optimizer.state_dict(), and make "
+            "a new engine of them"
+        )
+
     def __enter__(self) -> Engine:
         """Return the engine; leaving the block closes it."""
         return self

@@ -86,6 +86,17 @@ class Hooks:
         self.final_micro_batch: Callable[[], bool] = lambda: True
         self.check_interrupt: Callable[[], None] = lambda: None
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled, which is to say, that a module is: its hooks hold this object.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError(
+            "model: cannot be copied or pickled while an engine has it, for its parameters are elsewhere; save "
+            "engine.state_dict() or call engine.save_pretrained(directory), or call engine.close() first"
+        )
+
     # --- binding ----------------------------------------------------------------------------------------------------
 
     def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:

@@ -109,6 +109,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         parameters = self._parameters()
         self.scatter_state({parameters[position]: state for position, state in state_dict["state"].items()})
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be copied or pickled: neither parameters nor states are in here.
+
+        Raises:
+            StateError: always.
+        """
+        raise StateError("optimizer: cannot be copied or pickled; save engine.optimizer.state_dict()")
+
     def _parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all groups, as torch numbers them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]

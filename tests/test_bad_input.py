@@ -6,10 +6,13 @@ further call says that it is not, and close() still works.
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
+import io
 import logging
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -521,6 +524,18 @@ def wrapped_twice(engine: Engine) -> None:
         Engine(nn.Sequential(nn.Linear(2, 2), engine.module), AdamW(), **everything_on_device())
 
 
+def copied_or_pickled(engine: Engine) -> None:
+    for module in (engine.module, engine.module.blocks[2]):
+        for copying in (copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            with pytest.raises(offload.StateError, match=r"model: cannot be copied.*engine\.state_dict\(\)"):
+                copying(module)
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(offload.StateError, match="engine: cannot be copied"):
+            copying(engine)
+        with pytest.raises(offload.StateError, match=r"optimizer: cannot be copied.*optimizer\.state_dict"):
+            copying(engine.optimizer)
+
+
 def read_error_in_forward(engine: Engine) -> None:
     store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
     with pytest.raises(SwapError, match=r"EIO") as caught:
@@ -574,6 +589,7 @@ DISTURBANCES = [
     interrupt_in_plain_backward,
     interrupt_in_module_forward,
     wrapped_twice,
+    copied_or_pickled,
     read_error_in_forward,
     read_error_in_backward,
     short_read,
