@@ -61,8 +61,10 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
 
     Raises:
         ConfigError: a shape does not fit.
+        StateError: one is in use. Nothing was written in either case.
     """
     units = _units_of(manager, set(values))
+    manager.refuse_leased(units)
     sources: dict[Where, torch.Tensor] = {}
     for (index, position), value in values.items():
         unit = manager.units[index]

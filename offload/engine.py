@@ -357,6 +357,7 @@ class Engine:
 
         Raises:
             ConfigError: names or shapes do not fit (with `strict`, missing and unexpected names too).
+            StateError: parameters are in use, inside :meth:`gather` or a forward. Nothing was loaded in either case.
         """
         self._tensors.load(state_dict, strict=strict)
 
@@ -371,8 +372,9 @@ class Engine:
 
         Raises:
             BudgetError: they do not fit the device budget at once.
-            StateError: a parameter is not this engine's, or one was changed in place without `modify`; where there is
-                a copy at home, the change is undone then, as it is after an exception inside the block.
+            StateError: a parameter is not this engine's, or is in use already and to be modified, or one was changed
+                in place without `modify`; where there is a copy at home, the change is undone then, as it is after an
+                exception inside the block.
         """
         return self._tensors.gather(params, modify=modify)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -115,6 +116,19 @@ class Manager:
         shard = self._param(index)
         assert shard.readers > 0, shard.describe()
         shard.readers -= 1
+
+    def refuse_leased(self, units: Iterable[Unit]) -> None:
+        """Check that nobody uses the parameters of `units`, which are about to be written.
+
+        Raises:
+            StateError: somebody does; names the unit.
+        """
+        for unit in units:
+            if self._param(unit.index).readers:
+                raise StateError(
+                    f"parameters of {unit.name}: cannot be written while they are in use; leave the engine.gather "
+                    "block, or the forward, first"
+                )
 
     def discard_working_copy(self, index: int) -> None:
         """Drop what was changed in a working copy: the home holds the content."""

@@ -100,14 +100,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` or a ``torch.optim.Adam/AdamW`` returned."""
+        """Load what :meth:`state_dict` or a ``torch.optim.Adam/AdamW`` returned.
+
+        Raises:
+            ConfigError: a state does not fit its parameter.
+            StateError: parameters are in use, inside ``engine.gather`` or a forward. Nothing was loaded in either case.
+        """
         groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        self.param_groups = groups  # the same objects: schedulers made for a replaced optimizer hold them
+        loaded, self.param_groups = self.param_groups, groups  # the same objects: schedulers hold them
         parameters = self._parameters()
         self.scatter_state({parameters[position]: state for position, state in state_dict["state"].items()})
+        for group, values in zip(groups, loaded, strict=True):
+            group.update(values)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled: neither parameters nor states are in here.

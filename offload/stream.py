@@ -66,9 +66,13 @@ def stream(
         writes: roles that `visit` changes as a whole; they are written home.
 
     Raises:
+        StateError: parameters that are to be written are in use; nothing was touched.
         swap.SwapError: an I/O error or a missed deadline. Everything open for writing is then FAILED.
         Exception: what `visit` raised, likewise.
     """
+    units = list(units)
+    if Role.PARAM in writes:
+        manager.refuse_leased(units)
     leases = Leases(manager)
     chunks: list[Chunk] = []
     slots: list[Chunk] = []  # chunks in staging slots, in the order of their reads: the n-th is in slot n modulo slots

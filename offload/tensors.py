@@ -76,6 +76,7 @@ class ModuleTensors:
                 f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
             )
         values = {}
+        buffers = []
         for name, value in state_dict.items():
             tensor = own.get(name)
             if tensor is None:
@@ -86,9 +87,11 @@ class ModuleTensors:
             elif tuple(tensor.shape) != tuple(value.shape):
                 raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
             else:
-                with torch.no_grad():
-                    tensor.copy_(value)
-        checkpoint.scatter_parameters(manager, values)
+                buffers.append((tensor, value))
+        checkpoint.scatter_parameters(manager, values)  # first, for it may refuse
+        with torch.no_grad():
+            for tensor, value in buffers:
+                tensor.copy_(value)
 
     @contextlib.contextmanager
     def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
@@ -106,12 +109,15 @@ class ModuleTensors:
                     f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
                 )
             places[where] = parameter
+        indices = dict.fromkeys(index for index, _ in places)
+        if modify:
+            manager.refuse_leased(self._tree.units[index] for index in indices)
         taken: list[int] = []
         resets = manager.resets
         values = {}
         changed: list[Where] = []
         try:
-            for index in dict.fromkeys(index for index, _ in places):
+            for index in indices:
                 manager.acquire(index)
                 taken.append(index)
             versions = {where: parameter._version for where, parameter in places.items()}

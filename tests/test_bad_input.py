@@ -536,6 +536,29 @@ def copied_or_pickled(engine: Engine) -> None:
             copying(engine.optimizer)
 
 
+def written_while_in_use(engine: Engine) -> None:
+    """Whatever writes parameters inside gather is refused before anything is written."""
+    assert engine.optimizer is not None
+    other = {name: value + 1 for name, value in engine.state_dict().items()}
+    packed = engine.optimizer.state_dict()
+    weight = engine.module.blocks[3].weight
+    in_use = pytest.raises(offload.StateError, match=r"parameters of .*3: cannot be written.*leave the engine\.gather")
+    with engine.gather(weight):
+        before = weight.clone()
+        with in_use:
+            engine.load_state_dict(other)
+        with in_use, engine.gather(engine.module.blocks[3], modify=True):
+            pass
+        if packed["state"]:
+            with in_use:
+                packed["param_groups"][0]["lr"] = 3.0
+                engine.optimizer.load_state_dict(packed)
+        assert torch.equal(weight, before)
+    engine.backward(loss_of(engine, 0))
+    with engine.gather(weight), in_use:
+        engine.step()
+
+
 def read_error_in_forward(engine: Engine) -> None:
     store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
     with pytest.raises(SwapError, match=r"EIO") as caught:
@@ -590,6 +613,7 @@ DISTURBANCES = [
     interrupt_in_module_forward,
     wrapped_twice,
     copied_or_pickled,
+    written_while_in_use,
     read_error_in_forward,
     read_error_in_backward,
     short_read,
