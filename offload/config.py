@@ -147,7 +147,9 @@ class Config:
         nvme_path: directory, or several, for the swap files. None: the NVMe tier is not used.
         dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision.
         offload_param, offload_optimizer: force a home (``"none"`` = device), or let the plan choose (``"auto"``).
-        max_grad_norm: clip the global gradient norm to this value; None does not clip.
+        max_grad_norm: clip the global gradient norm to this value; None does not clip. As with
+            ``clip_grad_norm_(model.parameters())``, parameters that the optimizer leaves out count if they got a
+            gradient (their gradients are dropped at every step, as with ``model.zero_grad()``).
         gradient_accumulation_steps: micro-batches per optimizer step; gradients are averaged over them.
         activation_memory: part of the device budget kept for activations and temporaries; None: half of it, less
             where the parameters need the room.

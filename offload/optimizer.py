@@ -195,7 +195,7 @@ def trainable_units(units: Iterable[Unit]) -> list[Unit]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientNorm:
-    """Global norm of a step's gradients.
+    """Global norm of a step's gradients: of all of the model's, whether the optimizer has the parameter or not.
 
     Attributes:
         squares: sum of squares of the raw gradients (sums over micro-batches, with the loss scale in them).

@@ -283,6 +283,27 @@ def test_clipping_scales_to_the_norm(tmp_path: Path) -> None:
         assert torch.allclose(mine, parameter.grad * (0.25 / (norm + 1e-6)), rtol=1e-6, atol=0)
 
 
+def test_the_norm_is_of_all_parameters_with_a_gradient(tmp_path: Path) -> None:
+    """Also of those that the optimizer leaves out, as in clip_grad_norm_(model.parameters()); frozen ones have none."""
+    plain, model = net(), net()
+    for each in (plain, model):
+        each.blocks[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW(groups(plain)[:1], eps=EPS)
+    given = torch.optim.AdamW(groups(model)[:1], eps=EPS)
+    with Engine(model, given, max_grad_norm=0.25, **tight(model, tmp_path)) as engine:
+        for number in range(3):
+            plain.zero_grad()
+            loss_of(plain, number).backward()
+            every = [p.grad for p in plain.parameters() if p.grad is not None]
+            theirs = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            assert len(theirs) < len(every) < len(list(plain.parameters()))
+            total = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.25)
+            optimizer.step()
+            step(engine, number)
+            assert engine.grad_norm == pytest.approx(float(total), rel=1e-5) and float(total) > 0.25
+        assert_close(engine.state_dict(), plain.state_dict())
+
+
 def test_zero_grad_forgets(engine: Engine) -> None:
     before = engine.state_dict()
     loss_of(engine, 0).backward()
