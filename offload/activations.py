@@ -187,6 +187,10 @@ class Activations:
             self._high_water_bytes = self._meter.high_water_bytes()
             self._peak_bytes, self._trimmed_bytes, self._open = 0, 0, True
 
+    def abandon_pass(self) -> None:
+        """Note that a micro-batch has failed: what it took says nothing of those that will not."""
+        self._open = False
+
     def close_pass(self) -> None:
         """Note that a micro-batch has ended, if nothing is kept of it: adapt the region to what it has needed.
 

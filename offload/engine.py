@@ -191,6 +191,7 @@ class Engine:
                 return output
             except BaseException:
                 self._hooks.unwind()
+                self._activations.abandon_pass()
                 raise
             finally:
                 self._count_compute(begin, stalled)
@@ -232,6 +233,7 @@ class Engine:
             except BaseException:
                 self._hooks.unwind()
                 self._hooks.clear_gradients()
+                self._activations.abandon_pass()
                 manager.reset()
                 self._micro_batch = 0
                 raise

@@ -283,8 +283,10 @@ class Hooks:
         if self._stack and self._stack[-1][0] is module:
             self._leave()
             assert self._activations is not None
-            if output is not None:  # as it is where the forward has failed
+            if output is not None:
                 self._activations.balance()
+            elif not self._stack:  # the forward has failed
+                self._activations.abandon_pass()
 
     def _leave(self) -> None:
         _, units, contexts = self._stack.pop()

@@ -188,6 +188,15 @@ def test_memory_that_stays_is_not_an_activation() -> None:
     assert bench.region.size_bytes == 600 * MIB
 
 
+def test_a_failed_pass_is_forgotten() -> None:
+    bench = Bench()
+    bench.activations.open_pass()
+    bench.meter.spike(5000 * MIB)
+    bench.activations.abandon_pass()
+    bench.run(spike=100 * MIB)
+    assert bench.region.size_bytes == 600 * MIB
+
+
 def test_a_peak_between_passes_is_no_concern() -> None:
     bench = Bench()
     bench.run(spike=100 * MIB)
