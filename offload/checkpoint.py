@@ -192,6 +192,9 @@ def _state_names(unit: Unit) -> tuple[str, ...]:
 def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, Mapping[str, Any]]) -> None:
     """Write optimizer states home; a missing ``master`` keeps the parameter's present one.
 
+    A ``master`` of another dtype than fp32 counts as missing: torch's optimizers cast it to the parameter's, and leave
+    it as it was while the parameter moves on.
+
     Raises:
         ConfigError: a shape does not fit, a moment or ``step`` is missing, or a parameter is frozen; nothing is
             written then.
@@ -205,9 +208,9 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
             raise ConfigError(f"{slot.name}: optimizer state lacks 'step'")
         tensors = {}
         for name in _state_names(manager.units[index]):
+            if name == "master" and (name not in entry or entry[name].dtype != torch.float32):
+                continue
             if name not in entry:
-                if name == "master":
-                    continue
                 raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
             if tuple(entry[name].shape) != slot.shape:
                 raise ConfigError(

@@ -230,7 +230,8 @@ def tie_optimizer(
     offloaded.gather_state = gather
     offloaded.scatter_state = replace
     if isinstance(given, torch.optim.Optimizer) and given.state:
-        scatter({parameter: state for parameter, state in given.state.items() if state})
+        # Not a `master` that an engine's state dict has left there: in torch, the parameter itself is what is updated.
+        scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in given.state.items() if state})
         given.state.clear()
 
 

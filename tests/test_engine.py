@@ -473,6 +473,40 @@ def test_optimizer_state_loads_into_torch_and_back(engine: Engine, tmp_path: Pat
         assert_close(other.state_dict(), plain.state_dict())
 
 
+@pytest.mark.parametrize("way", ["taken over", "loaded"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_master_that_went_through_torch_does_not_come_back(dtype: str, way: str, tmp_path: Path) -> None:
+    """torch's optimizers keep `master`, cast to the parameter's dtype, and leave it behind: the parameters count."""
+    options = {"dtype": dtype, "initial_loss_scale": 8.0}
+    kind = getattr(torch, dtype)
+    with Engine(half_net(), AdamW(lr=1e-2, eps=EPS), **tight(half_net(), tmp_path, **options)) as engine:
+        engine.backward(engine(batch(0).to(kind)).float().pow(2).mean())
+        engine.step()
+        packed, saved = engine.optimizer.state_dict(), engine.state_dict()
+    plain = half_net().to(kind)
+    plain.load_state_dict(saved)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
+    optimizer.load_state_dict(packed)
+    assert optimizer.state[plain.norm.weight]["master"].dtype is kind
+    plain(batch(1).to(kind)).float().pow(2).mean().backward()
+    optimizer.step()
+    plain.zero_grad()
+    wanted = {name: value.clone() for name, value in plain.state_dict().items()}
+    assert any(not torch.equal(wanted[name], saved[name]) for name in wanted)
+    states = optimizer.state_dict()
+    if way == "taken over":
+        engine = Engine(plain, optimizer, **tight(plain, tmp_path, **options))
+    else:
+        engine = Engine(plain, AdamW(lr=1e-2, eps=EPS), **tight(plain, tmp_path, **options))
+        engine.optimizer.load_state_dict(states)
+    with engine:
+        assert_same_tensors(engine.state_dict(), wanted)
+        for position, name in enumerate(wanted):
+            state = engine.optimizer.state_dict()["state"][position]
+            assert state["step"] == 2 and torch.equal(state["master"], wanted[name].float())
+            assert torch.equal(state["exp_avg"], states["state"][position]["exp_avg"].float())
+
+
 # --- reading and writing tensors -------------------------------------------------------------------------------------
 
 
