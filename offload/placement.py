@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from offload.config import format_bytes
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.shard import Role, Unit
 from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
 
@@ -134,9 +134,14 @@ def make_plan(request: Request) -> Plan:
     """Choose homes and sizes.
 
     Raises:
+        ConfigError: optimizer states are to stay on a GPU, which they cannot yet, whatever the budgets.
         BudgetError: the model cannot be trained within the budgets; names the tier, the bytes, and the smallest budget
             that would do with the other budgets as they are (or the smallest combination, where one is not enough).
     """
+    if request.optimizer_tier is Tier.DEVICE and not request.device_is_host and any(u.trainable for u in request.units):
+        raise ConfigError(
+            'offload_optimizer="none": optimizer states cannot stay on a GPU yet; use "auto", "cpu" or "nvme"'
+        )
     try:
         return _plan(request)
     except _TooSmall as short:
@@ -169,10 +174,6 @@ def _plan(request: Request) -> Plan:
         needed = sum(params.values()) if request.param_tier is Tier.DEVICE else largest
         needed += resident if states_stay else 0
         activation = max(min(int(device_budget * ACTIVATION_SHARE), device_budget - needed), 0)
-    if states_stay and not request.device_is_host:
-        raise BudgetError(
-            'device budget: optimizer states cannot stay on a GPU yet; use offload_optimizer="auto", "cpu" or "nvme"'
-        )
     room = device_budget - activation - (resident if states_stay else 0)
     if room < 0:
         what = f'optimizer states (offload_optimizer="none") and {format_bytes(activation)} of activations'

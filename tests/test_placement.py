@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.placement import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,
@@ -222,8 +222,11 @@ def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
     assert all((h.param, h.grad, h.states) == (Tier.DEVICE, Tier.HOST, Tier.HOST) for h in plan.homes)
     # 8 x (2 + 10) MiB and four staging slots of 14 B per element
     assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 14 * plan.chunk_numel
-    with pytest.raises(BudgetError, match="cannot stay on a GPU"):
-        make_plan(Request(BLOCKS, budgets(GIB, GIB), optimizer_tier=Tier.DEVICE, device_is_host=False))
+    for budget in (0, MIB, GIB):  # no budget would do
+        with pytest.raises(ConfigError, match='offload_optimizer="none".*cannot stay on a GPU.*use "auto"'):
+            make_plan(Request(BLOCKS, budgets(budget, budget), optimizer_tier=Tier.DEVICE, device_is_host=False))
+    frozen = [make_unit(0, MIB, trainable=False)]
+    assert make_plan(Request(frozen, budgets(GIB, GIB), optimizer_tier=Tier.DEVICE, device_is_host=False))
 
 
 def test_host_memory_goes_to_gradients_then_parameters_then_states() -> None:
