@@ -7,6 +7,7 @@ home; elsewhere the home is read and overwritten. Knows nothing of the order in 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 
 from offload.copies import chunk_key
 from offload.errors import StateError
@@ -39,7 +40,8 @@ class Leases:
         self._manager = manager
         self._copies = manager.copies
         self._working = manager.working
-        self._opened: list[Shard] = []
+        self._reading: list[Shard] = []
+        self._writing: list[tuple[Shard, State]] = []  # with the state before
 
     def open(self, unit: Unit, *, reads: frozenset[Role], writes: frozenset[Role]) -> Access:
         """Lease the shards of `unit` until :meth:`close` or :meth:`abandon`.
@@ -58,14 +60,14 @@ class Leases:
                 continue
             if role is Role.PARAM:
                 self._copies.forgive(shard)
-            if shard.state is State.FAILED:
-                if role in reads:
-                    raise StateError(
-                        f"{role.value} of {unit.name}: expected content but it was lost by a failed step or transfer; "
-                        "load it again"
-                    )
-                self._copies.change(shard, Event.RESTORE)
+            if shard.state is State.FAILED and role in reads:
+                raise StateError(
+                    f"{role.value} of {unit.name}: expected content but it was lost by a failed step or transfer; "
+                    "load it again"
+                )
             if role is Role.PARAM:
+                if shard.state is State.EMPTY and role in reads:
+                    raise StateError(f"parameters of {unit.name}: expected content but nothing was loaded yet")
                 write_through = self._open_param(shard, role in writes, addresses)
                 continue
             if shard.home_buffer is not None:
@@ -75,7 +77,7 @@ class Leases:
                 if shard.work_buffer is not None:
                     addresses[role] = shard.work_buffer.address
             if role in STATE_ROLES:
-                fresh = shard.state is State.EMPTY
+                fresh = shard.state in (State.EMPTY, State.FAILED)
             if role in writes:
                 self._write(shard, Event.OVERWRITE_HOME)
             elif shard.state is not State.EMPTY:
@@ -86,8 +88,6 @@ class Leases:
         """Lease PARAM; returns the home address to write a changed working copy through to."""
         index, home = shard.unit.index, shard.home_buffer
         host_device = self._manager.device.type == "cpu"
-        if write:
-            self._manager.versions[index] += 1
         if shard.state is State.FETCHING:
             self._working.finish_prefetch(shard)
         if shard.state is State.RESIDENT and not host_device and write:
@@ -109,45 +109,63 @@ class Leases:
             addresses[Role.PARAM] = home.address
         if write:
             self._write(shard, Event.OVERWRITE_HOME)
-        elif shard.state is State.EMPTY:
-            raise StateError(f"parameters of {shard.unit.name}: expected content but nothing was loaded yet")
         else:
             self._read(shard)
         return 0
 
     def _read(self, shard: Shard) -> None:
         shard.readers += 1
-        self._opened.append(shard)
+        self._reading.append(shard)
 
     def _write(self, shard: Shard, event: Event) -> None:
+        before = shard.state
+        if before is State.FAILED:
+            self._copies.change(shard, Event.RESTORE)
         self._copies.change(shard, event)
         shard.writing = True
-        self._opened.append(shard)
+        self._writing.append((shard, before))
 
     def close(self) -> None:
         """Return the leases: what was written is now the shards' content."""
-        for shard in self._opened:
-            if not shard.writing:
-                shard.readers -= 1
+        self._stop_reading()
+        for shard, _ in self._writing:
             shard.writing = False
-            if shard.state is State.DIRTY and shard.role is Role.PARAM:
+            if shard.role is not Role.PARAM:
+                continue
+            self._manager.versions[shard.unit.index] += 1
+            if shard.state is State.DIRTY:
                 self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
-            if shard.role is Role.PARAM and shard.home is Tier.DEVICE and shard.unit.index not in self._working:
+            if shard.home is Tier.DEVICE and shard.unit.index not in self._working:
                 assert shard.home_buffer is not None
                 self._working.bind(shard, shard.home_buffer)
-        self._opened.clear()
+        self._writing.clear()
 
-    def abandon(self) -> None:
-        """Mark everything that was open for writing as lost: an exception came in between."""
-        for shard in self._opened:
-            if not shard.writing:
-                shard.readers -= 1
-                continue
+    def abandon(self, written: Container[int]) -> None:
+        """Return the leases after an exception.
+
+        Args:
+            written: units that may have been written to: what was open for writing of them is lost now. Others are as
+                they were.
+        """
+        self._stop_reading()
+        for shard, before in self._writing:
             shard.writing = False
-            self._copies.change(shard, Event.ABANDON)
-            if shard.role is Role.PARAM and shard.unit.index in self._working:
-                self._working.unbind_lost(shard)
-        self._opened.clear()
+            if shard.unit.index in written or before is State.FAILED:
+                self._copies.change(shard, Event.ABANDON)
+                if shard.role is Role.PARAM:
+                    self._manager.versions[shard.unit.index] += 1
+                    if shard.unit.index in self._working:
+                        self._working.unbind_lost(shard)
+            elif before is State.EMPTY:
+                self._copies.change(shard, Event.DISCARD)
+            elif before is State.RESIDENT:
+                self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
+        self._writing.clear()
+
+    def _stop_reading(self) -> None:
+        for shard in self._reading:
+            shard.readers -= 1
+        self._reading.clear()
 
     # --- chunks that come through staging ---------------------------------------------------------------------------
 

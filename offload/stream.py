@@ -67,13 +67,15 @@ def stream(
 
     Raises:
         StateError: parameters that are to be written are in use; nothing was touched.
-        swap.SwapError: an I/O error or a missed deadline. Everything open for writing is then FAILED.
+        swap.SwapError: an I/O error or a missed deadline. What was to be written of units that `visit` has seen is then
+            FAILED; the others are as they were.
         Exception: what `visit` raised, likewise.
     """
     units = list(units)
     if Role.PARAM in writes:
         manager.refuse_leased(units)
     leases = Leases(manager)
+    written: set[int] = set()
     chunks: list[Chunk] = []
     slots: list[Chunk] = []  # chunks in staging slots, in the order of their reads: the n-th is in slot n modulo slots
     try:
@@ -88,6 +90,7 @@ def stream(
                 _start_reads(manager, leases, chunks[index + _IN_FLIGHT_AHEAD], slots, reads | writes, reads)
             for ticket in chunk.reading:
                 ticket.wait(manager.deadline_s)
+            written.add(chunk.unit.index)
             if chunk.access.fresh_states:
                 _initialise_states(manager, chunk)
             visit(chunk)
@@ -100,7 +103,7 @@ def stream(
             for ticket in (*chunk.reading, *chunk.writing):
                 with contextlib.suppress(Exception):  # the first error is on its way up; buffers must come to rest
                     ticket.wait(manager.deadline_s)
-        leases.abandon()
+        leases.abandon(written)
         raise
     leases.close()
 

@@ -575,6 +575,17 @@ def read_error_in_backward(engine: Engine) -> None:
     store(engine).clear_faults()
 
 
+def read_error_before_a_step_writes(engine: Engine) -> None:
+    """Nothing has been updated yet: the step has not been taken, and can be."""
+    if not engine.stats().step:
+        return  # states that have never been written are not read
+    engine.backward(loss_of(engine, 0))
+    store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
+    with pytest.raises(SwapError, match=r"EIO"):
+        engine.step()
+    store(engine).clear_faults()
+
+
 def short_read(engine: Engine) -> None:
     """A transfer that stops in the middle is continued; nobody notices."""
     store(engine).inject(Fault(nth=2, action=FaultAction.SHORT, short_bytes=4096, target=FaultTarget.READS))
@@ -616,6 +627,7 @@ DISTURBANCES = [
     written_while_in_use,
     read_error_in_forward,
     read_error_in_backward,
+    read_error_before_a_step_writes,
     short_read,
     late_read,
 ]

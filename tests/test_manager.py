@@ -168,10 +168,10 @@ class ManagerMachine(RuleBasedStateMachine):
     ) -> bool:
         """Stream over units, checking what is read and writing a new version; tells whether it went through."""
         version = next(self.versions)
-        visited = 0
+        visits: list[int] = []
 
         def visit(chunk: Chunk) -> None:
-            nonlocal visited
+            visits.append(chunk.unit.index)
             for role in self.roles(chunk.unit):
                 size = self.manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
                 if role in reads:
@@ -180,8 +180,7 @@ class ManagerMachine(RuleBasedStateMachine):
                     poke(chunk.addresses[role], word(chunk.unit.index, role, version) * (size // 2))
             if Role.GRAD in reads and chunk.unit.trainable:
                 self.check_gradient(chunk)
-            visited += 1
-            if stop is not None and visited > stop:
+            if stop is not None and len(visits) > stop:
                 raise Stop
 
         done = False
@@ -200,10 +199,12 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert shard is not None
                 if done:
                     self.content[unit.index, role] = version
-                elif self.manager.copies.is_lost(shard):
+                elif unit.index in visits:
+                    assert self.manager.copies.is_lost(shard)
                     self.content[unit.index, role] = LOST
-                else:  # it may be as it was, where nothing had been written yet
-                    assert not visited
+                else:  # nothing had been written yet: it is as it was
+                    was_lost = self.content[unit.index, role] == LOST
+                    assert self.manager.copies.is_lost(shard) == was_lost
         return done
 
     def check_gradient(self, chunk: Chunk) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -169,6 +168,18 @@ class Stop(Exception):
     pass
 
 
+def check_lost(manager: Manager, units: list[Unit], lost: list[int], version: int = 1) -> None:
+    """The units `lost` are lost in every role, the others have the content of `version`."""
+    manager.check()
+    for unit in units:
+        shards = [s for role in ROLES if (s := manager.shard(unit.index, role)) is not None]
+        assert not any(shard.writing or shard.readers for shard in shards)
+        if unit.index in lost:
+            assert {shard.state for shard in shards} == {State.FAILED}
+        else:
+            check_content(manager, [unit], version)
+
+
 def read_with(manager: Manager, units: list[Unit]) -> None:
     stream(manager, units, lambda chunk: None, reads=ROLES)
 
@@ -181,25 +192,23 @@ def test_an_exception_leaves_nothing_in_flight_and_no_mixture_that_passes_for_co
     total = sum(len(unit.chunks(CHUNK)) for unit in units)
     with managing(units, where) as (manager, store):
         write(manager, units, 1)
-        count = itertools.count()
+        visited: list[int] = []
 
         def visit(chunk: Chunk) -> None:
-            if next(count) == stop % total:
+            visited.append(chunk.unit.index)
+            if len(visited) > stop % total:
                 raise Stop
 
         with pytest.raises(Stop):
             stream(manager, units, visit, reads=ROLES, writes=ROLES)
         assert not store.flying
-        manager.check()
+        check_lost(manager, units, visited)
         for unit in units:
-            for role in ROLES:
-                shard = manager.shard(unit.index, role)
-                if shard is not None:
-                    assert shard.state is State.FAILED and not shard.writing
-            with pytest.raises(StateError, match=unit.name):
-                read_with(manager, [unit])
-            with pytest.raises(StateError, match=unit.name):
-                manager.acquire(unit.index)
+            if unit.index in visited:
+                with pytest.raises(StateError, match=unit.name):
+                    read_with(manager, [unit])
+                with pytest.raises(StateError, match=unit.name):
+                    manager.acquire(unit.index)
         manager.check()
         write(manager, units, 3)  # whole new content repairs it
         check_content(manager, units, 3)
@@ -221,13 +230,43 @@ def test_a_failed_transfer_is_raised_and_leaves_nothing_in_flight(
         start = store._counts[kind]
         injected = SwapError("injected", errno=5)
         store.fail = lambda what, key, count: injected if (what, count) == (kind, start + nth % operations) else None
+        visited: list[int] = []
         with pytest.raises(SwapError) as caught:
-            stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
+            stream(manager, units, lambda chunk: visited.append(chunk.unit.index), reads=ROLES, writes=ROLES)
         assert caught.value is injected
         assert not store.flying
+        store.fail = lambda what, key, count: None
+        check_lost(manager, units, visited)
+
+
+def test_what_was_not_written_is_as_it_was() -> None:
+    """Opening the last unit fails: working copies, content at home and states that never had any stay what they are."""
+    units = [make_unit(index, [CHUNK]) for index in range(4)]
+    where = [Homes(H, H, H), Homes(N, H, N), Homes(D, H, H), Homes(N, H, N)]
+    with managing(units, where, working_bytes=units[0].param_bytes) as (manager, _):
+        write(manager, units[:2], 1)
+        stream(manager, units[2:3], lambda chunk: None, reads=frozenset(), writes=PARAM)  # no states
+        manager.acquire(0)
+        manager.release(0)
+        states = {(shard.unit.index, shard.role): shard.state for shard in manager.copies}
+        assert set(states.values()) == {State.RESIDENT, State.STORED, State.EMPTY}
+        versions = list(manager.versions)
+        with pytest.raises(StateError, match="u3: expected content but nothing was loaded"):
+            stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
         manager.check()
-        states = {s.state for u in units for role in ROLES if (s := manager.shard(u.index, role)) is not None}
-        assert states == {State.FAILED}
+        assert states == {(shard.unit.index, shard.role): shard.state for shard in manager.copies}
+        assert manager.versions == versions  # a graph of before is not stale
+        check_content(manager, units[:2], 1)
+
+
+def test_what_was_lost_and_not_written_is_still_lost() -> None:
+    units = [make_unit(index, [CHUNK]) for index in range(2)]
+    with managing(units, [Homes(N, H, N), Homes(H, H, H)]) as (manager, _):
+        write(manager, units, 1)
+        for lost in ([1], [0, 1]):  # the second time, unit 1 was open to be overwritten
+            with pytest.raises(Stop):
+                stream(manager, [units[i] for i in lost], stop_at_once, reads=frozenset(), writes=ROLES)
+            check_lost(manager, units, lost)
 
 
 def test_a_failed_read_without_writing_loses_nothing() -> None:
