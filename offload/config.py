@@ -145,8 +145,12 @@ class Config:
             text, or a percentage of what is free. A missing tier gets what is free less head-room; ``nvme`` needs
             `nvme_path`, unless it is 0.
         nvme_path: directory, or several, for the swap files. None: the NVMe tier is not used.
-        dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision.
-        offload_param, offload_optimizer: force a home (``"none"`` = device), or let the plan choose (``"auto"``).
+        dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision. Buffers
+            keep their dtype, for running statistics and rotary frequencies lose too much; where a module wants them
+            like its parameters (BatchNorm does), cast them first: ``buffer.data = buffer.data.bfloat16()``.
+        offload_param, offload_optimizer: force a home (``"none"`` = device), or let the plan choose (``"auto"``). What
+            is forced is placed first: states forced to ``"cpu"`` may leave so little of it that gradients and
+            parameters go to the drive, which moves more than ``"auto"``; the plan says how much.
         max_grad_norm: clip the global gradient norm to this value; None does not clip. As with
             ``clip_grad_norm_(model.parameters())``, parameters that the optimizer leaves out count if they got a
             gradient (their gradients are dropped at every step, as with ``model.zero_grad()``).

@@ -835,6 +835,20 @@ def test_dtype_keeps_fp32_masters(dtype: str, tmp_path: Path) -> None:
             assert (close <= 2**-8 * value.abs() + 2**-24).all()
 
 
+@pytest.mark.parametrize("place", [tight, lambda model, path, **more: {**everything_on_device(), **more}])
+def test_dtype_leaves_buffers_alone(place: Any, tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(), **place(model, tmp_path, dtype="bfloat16")) as engine:
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        kinds = {name: buffer.dtype for name, buffer in model.named_buffers()}
+        assert kinds == {
+            "norm.running_mean": torch.float32,
+            "norm.running_var": torch.float32,
+            "norm.num_batches_tracked": torch.int64,
+        }
+        assert engine.state_dict()["norm.running_var"].dtype == torch.float32
+
+
 def test_dtype_float32_of_a_half_model(tmp_path: Path) -> None:
     model = half_net().half()
     truth = {name: p.detach().float() for name, p in model.named_parameters()}

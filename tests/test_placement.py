@@ -258,6 +258,9 @@ def test_what_is_forced_into_host_memory_comes_before_what_has_a_choice() -> Non
     plan = make_plan(request)  # 80 MiB of states leave the 4 MiB pool for gradients that go to NVMe
     assert {h.states for h in plan.homes} == {Tier.HOST}
     assert {h.grad for h in plan.homes} == {h.param for h in plan.homes} == {Tier.NVME}
+    free = make_plan(dataclasses.replace(request, optimizer_tier=None))
+    for link in ("nvme_read", "nvme_write"):  # what was asked for is not what moves least
+        assert plan.step_bytes[link] > free.step_bytes[link]
 
 
 def test_small_units_stay_on_the_device() -> None:
