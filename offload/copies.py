@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from offload.errors import InternalError
@@ -62,7 +63,7 @@ class Copies:
         self._transfers: dict[tuple[int, Role], Transfer] = {}
         self._unread: set[tuple[int, Role]] = set()  # failed by a read: their homes are as they were
         self._strays: list[Stray] = []
-        self._last_stray = 0
+        self._stray_names = itertools.count(-1, -1)
         for unit in plan.request.units:
             for role in (Role.PARAM, Role.GRAD, *STATE_ROLES):
                 size = plan.role_bytes(unit, role)
@@ -132,15 +133,15 @@ class Copies:
 
     def allocate(self, shard: Shard) -> Buffer | None:
         """Return a buffer for the shard's working copy, or None where nothing large enough is free."""
-        self.sweep()
+        self.sweep(shard.role)
         return self.regions[shard.role].allocate(shard.size_bytes, shard.unit.index)
 
-    def sweep(self) -> None:
-        """Free the strays that nothing uses any more."""
-        for stray in [stray for stray in self._strays if not stray.busy()]:
+    def sweep(self, role: Role) -> None:
+        """Free the buffers of strays that nothing uses any more. A role's region belongs to one thread at a time."""
+        region = self.regions[role]
+        for stray in [stray for stray in self._strays if stray.region is region and not stray.busy()]:
             self._strays.remove(stray)
-            if stray.region is not None:
-                stray.region.free(stray.owner)
+            region.free(stray.owner)
 
     def leave(self, shard: Shard, busy: Callable[[], bool] = lambda: False) -> None:
         """Take the working copy off its buffer, which is free as soon as it is not `busy`; a home stays the shard's."""
@@ -150,10 +151,10 @@ class Copies:
             if region is not None:
                 region.free(shard.unit.index)
             return
-        self._last_stray -= 1
+        name = next(self._stray_names)
         if region is not None:
-            region.hand_over(shard.unit.index, self._last_stray)
-        self._strays.append(Stray(self._last_stray, region, busy))
+            region.hand_over(shard.unit.index, name)
+        self._strays.append(Stray(name, region, busy))
 
     def evict(self, shard: Shard) -> None:
         """Drop a working copy that equals its home."""

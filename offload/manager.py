@@ -84,9 +84,8 @@ class Manager:
             self.mover: Mover = CpuMover(counters)
         else:
             half = plan.fetch_staging_bytes // 2
-            largest = max((u.param_bytes for u in self.units if u.trainable), default=1)
             fetch = [host.take(half) for _ in range(2)] if half else []
-            self.mover = CudaMover(counters, device, fetch, largest)
+            self.mover = CudaMover(counters, device, fetch, host.take(plan.grad_staging_bytes), deadline_s)
         self.working = WorkingSet(
             self.units, self.copies, self._arenas[Tier.DEVICE], budgets[Tier.DEVICE], self.mover, binder
         )

@@ -98,6 +98,7 @@ class Plan:
         activation_bytes: room in the device budget for activations and temporaries.
         grad_pool_bytes: region of HOST for gradients on their way to NVMe.
         fetch_staging_bytes: buffers of HOST through which NVMe reaches a GPU.
+        grad_staging_bytes: buffer of HOST through which gradients leave a GPU.
         chunk_numel, staging_slots, staging_numel_bytes: the optimizer's pipeline buffers in HOST.
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
@@ -109,6 +110,7 @@ class Plan:
     activation_bytes: int
     grad_pool_bytes: int
     fetch_staging_bytes: int
+    grad_staging_bytes: int
     chunk_numel: int
     staging_slots: int
     staging_numel_bytes: int
@@ -214,13 +216,15 @@ def _plan(request: Request) -> Plan:
         """Give host memory away in order of worth; raise where NVMe would be needed but is not there."""
         chunk = _chunk(request)
         grad_at, param_at, state_at = dict(grad_home), dict(param_home), dict(state_home)
-        sizes = {"staging": 0, "pool": 0, "fetch": 0, "chunk": chunk, "slot": 0}
+        sizes = {"staging": 0, "pool": 0, "fetch": 0, "down": 0, "chunk": chunk, "slot": 0}
         if nvme_allowed or not request.device_is_host:  # parameters of a GPU pass through staging, too
             sizes["slot"] = _slot_bytes(request)
             sizes["staging"] = STAGING_SLOTS * sizes["slot"] * chunk
             if nvme_allowed and not request.device_is_host:
                 sizes["fetch"] = 2 * max(params.values())
-        left = host_budget - sizes["staging"] - sizes["fetch"]
+            if not request.device_is_host:
+                sizes["down"] = max((params[index] for index in grads), default=0)
+        left = host_budget - sizes["staging"] - sizes["fetch"] - sizes["down"]
         kinds = [
             ("parameters", params, param_at, request.param_tier),
             ("optimizer states", states, state_at, request.optimizer_tier),
@@ -276,7 +280,7 @@ def _plan(request: Request) -> Plan:
     if nvme > request.budgets[Tier.NVME]:
         raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
 
-    host = sizes["staging"] + sizes["pool"] + sizes["fetch"]
+    host = sizes["staging"] + sizes["pool"] + sizes["fetch"] + sizes["down"]
     host += sum(size for i, size in grads.items() if grad_at[i] is Tier.HOST)
     host += sum(size for i, size in params.items() if param_at[i] is Tier.HOST)
     host += sum(size for i, size in states.items() if state_at[i] is Tier.HOST)
@@ -289,6 +293,7 @@ def _plan(request: Request) -> Plan:
         activation_bytes=device_budget - device,
         grad_pool_bytes=sizes["pool"],
         fetch_staging_bytes=sizes["fetch"],
+        grad_staging_bytes=sizes["down"],
         chunk_numel=sizes["chunk"],
         staging_slots=STAGING_SLOTS if sizes["staging"] else 0,
         staging_numel_bytes=sizes["slot"],

@@ -7,6 +7,7 @@ Must not know shards, states or schedules. Next: :mod:`offload.manager` decides 
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import time
 from collections.abc import Callable, Sequence
@@ -172,12 +173,18 @@ class CpuMover:
 class CudaMover:
     """Mover for a CUDA device: one stream per direction, events only.
 
-    NVMe reads pass through two page-locked staging buffers. A buffer is reused only after the event recorded at its
-    release.
+    NVMe reads pass through two page-locked staging buffers, gradients through one. A buffer is reused only after the
+    event recorded at its release. Gradients that wait for their copy take device memory that no plan knows, so they
+    are at most as many bytes as their staging buffer has.
     """
 
     def __init__(
-        self, counters: Counters, device: torch.device, staging: Sequence[Buffer], gradient_staging_bytes: int
+        self,
+        counters: Counters,
+        device: torch.device,
+        staging: Sequence[Buffer],
+        gradient_staging: Buffer,
+        deadline_s: float,
     ) -> None:
         self._counters = counters
         self._device = device
@@ -189,8 +196,11 @@ class CudaMover:
         self._staging_events: list[torch.cuda.Event | None] = [None] * len(staging)
         self._turn = 0
         self._released: dict[int, torch.cuda.Event] = {}
-        self._outstanding: list[Future[None]] = []
-        self._gradient_staging = torch.empty(gradient_staging_bytes, dtype=torch.uint8, pin_memory=True)
+        self._deadline_s = deadline_s
+        self._gradients: collections.deque[tuple[Future[None], int]] = collections.deque()  # on their way, with bytes
+        self._gradient_bytes = 0
+        self._gradient_failure: BaseException | None = None
+        self._gradient_staging = gradient_staging
 
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy from page-locked memory on the upload stream."""
@@ -257,9 +267,10 @@ class CudaMover:
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
 
+        size = tensor.numel() * tensor.element_size()
+
         def run() -> None:
-            size = tensor.numel() * tensor.element_size()
-            host = self._gradient_staging[:size]
+            host = _bytes_at(self._gradient_staging.address, size, torch.device("cpu"))
             begin = time.perf_counter()
             with torch.cuda.stream(self._download):
                 self._download.wait_event(ready)
@@ -268,19 +279,27 @@ class CudaMover:
             self._counters.add("d2h", size_bytes=size, seconds=time.perf_counter() - begin)
             use(host.data_ptr())
 
-        self._outstanding.append(self._reader.submit(run))
+        while self._gradients and self._gradient_bytes + size > self._gradient_staging.size_bytes:
+            self._reap(self._deadline_s)
+        self._gradients.append((self._reader.submit(run), size))
+        self._gradient_bytes += size
 
     def settle(self, timeout_s: float) -> None:
         """Wait for the gradients on their way."""
-        outstanding, self._outstanding = self._outstanding, []
-        failure: BaseException | None = None
-        for future in outstanding:  # all of them: none may add to a gradient that counts as dropped
-            try:
-                FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
-            except (OSError, OffloadError) as error:
-                failure = failure or error
+        while self._gradients:  # all of them: none may add to a gradient that counts as dropped
+            self._reap(timeout_s)
+        failure, self._gradient_failure = self._gradient_failure, None
         if failure is not None:
             raise failure
+
+    def _reap(self, timeout_s: float) -> None:
+        """Wait for the oldest gradient on its way; :meth:`settle` tells of its failure."""
+        future, size = self._gradients.popleft()
+        self._gradient_bytes -= size
+        try:
+            FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
+        except (OSError, OffloadError) as error:
+            self._gradient_failure = self._gradient_failure or error
 
     def close(self) -> None:
         """End the workers."""

@@ -211,7 +211,7 @@ class WorkingSet:
         region, copies = self._elastic, self._copies
         if region is None:
             return 0
-        copies.sweep()
+        copies.sweep(Role.PARAM)
         by_bytes = -(-by_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         streamed = [s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
         smallest = min(_largest(streamed), region.size_bytes)
@@ -224,7 +224,7 @@ class WorkingSet:
                 break
             if shard.state is State.RESIDENT:
                 self.evict(shard)
-        copies.sweep()
+        copies.sweep(Role.PARAM)
         part = region.resize(max(wanted_bytes, region.end_bytes))
         if part.size_bytes:
             self._arena.discard(part)

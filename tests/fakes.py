@@ -72,6 +72,7 @@ def make_plan_with(
         activation_bytes=0,
         grad_pool_bytes=pool_buffers * spilled,
         fetch_staging_bytes=0,
+        grad_staging_bytes=0,
         chunk_numel=chunk_numel,
         staging_slots=STAGING_SLOTS,
         staging_numel_bytes=slot,

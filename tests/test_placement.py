@@ -109,7 +109,8 @@ def check_plan(plan: Plan) -> None:
 
     staging = plan.staging_slots * plan.chunk_numel * plan.staging_numel_bytes
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes
-    assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + plan.fetch_staging_bytes
+    transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
+    assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + transit
     slack = NVME_SLACK_CHUNKS * (plan.chunk_numel * plan.staging_numel_bytes + request.alignment_bytes)
     # every shard is a whole number of pages, so its chunks need no padding of their own
     assert plan.arena_bytes[Tier.NVME] == (at(Tier.NVME) + slack if at(Tier.NVME) else 0)
@@ -138,6 +139,9 @@ def check_plan(plan: Plan) -> None:
     through = [u.param_bytes for u in units if plan.homes[u.index].param is Tier.NVME]
     if not request.device_is_host:
         assert plan.fetch_staging_bytes >= 2 * max(through, default=0)
+        assert plan.grad_staging_bytes >= max((u.param_bytes for u in units if u.trainable), default=0)
+    else:
+        assert plan.fetch_staging_bytes == plan.grad_staging_bytes == 0
     assert str(plan)
 
 
@@ -220,8 +224,8 @@ def test_plenty_of_device_memory_keeps_everything_there() -> None:
 def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
     plan = make_plan(Request(BLOCKS, budgets(GIB, GIB), device_is_host=False))
     assert all((h.param, h.grad, h.states) == (Tier.DEVICE, Tier.HOST, Tier.HOST) for h in plan.homes)
-    # 8 x (2 + 10) MiB and four staging slots of 14 B per element
-    assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 14 * plan.chunk_numel
+    # 8 x (2 + 10) MiB, four staging slots of 14 B per element, and one unit's gradients on their way
+    assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 14 * plan.chunk_numel + 2 * MIB
     for budget in (0, MIB, GIB):  # no budget would do
         with pytest.raises(ConfigError, match='offload_optimizer="none".*cannot stay on a GPU.*use "auto"'):
             make_plan(Request(BLOCKS, budgets(budget, budget), optimizer_tier=Tier.DEVICE, device_is_host=False))
