@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_PIPE = 128 + signal.SIGPIPE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -295,7 +296,23 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 1 after an error, 2 for a wrong call, 130 after Ctrl-C."""
+    """Run the command line.
+
+    Returns:
+        The exit code: 0, 1 after an error, 2 for a wrong call, 130 after Ctrl-C, 141 where nobody reads the output any
+        more (``offload doctor | head -1``).
+    """
+    try:
+        try:
+            return _main(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return EXIT_PIPE
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     if parsed.version:

@@ -10,6 +10,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 import types
@@ -338,6 +339,26 @@ def test_rss_meter_sees_a_peak_that_is_gone() -> None:
 
 
 # --- command line ---
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["--version"], ["--help"]])
+def test_output_that_nobody_reads_ends_it_quietly(words: list[str], unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", *words],
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode == cli.EXIT_PIPE or words == ["--help"]  # argparse itself suppresses errors of its output
+
 
 REQUIRED = ["finetune", "--model", "m", "--text", "t"]
 
