@@ -7,6 +7,7 @@ Profiles (environment variable HYPOTHESIS_PROFILE): `quick` on a developer's mac
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +28,15 @@ settings.register_profile("nightly", max_examples=NIGHTLY_EXAMPLES, print_blob=T
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick")
 settings.load_profile(PROFILE)
+
+
+@pytest.fixture
+def single_torch_thread() -> Iterator[None]:
+    """Compute in one thread; see the harness."""
+    from harness import one_torch_thread
+
+    with one_torch_thread():
+        yield
 
 
 def missing_for_gpu() -> str | None:

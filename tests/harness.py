@@ -15,6 +15,8 @@ import offload
 from offload.units import find_units
 
 UNIT_BYTES = 8 << 10
+WIDTH = 32  # of the tests' own nets
+LINEAR_BYTES = 4608  # one Linear(32, 32) of fp32 is a unit
 ACTIVATION_BYTES = 24 << 20
 PAGE = 4096
 
@@ -78,9 +80,9 @@ def host(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> dict[str, Any]:
     }
 
 
-def nvme(model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES) -> dict[str, Any]:
-    """Options: parameters and states on NVMe, room for three units on the device."""
-    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes)
+def nvme(model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES, units: int = 3, **more: Any) -> dict[str, Any]:
+    """Options: parameters and states on NVMe, room for three units on the device; and `more`."""
+    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes, units=units, dtype=more.get("dtype"))
     return {
         "device": "cpu",
         "max_memory": {"device": device, "cpu": "16MiB", "nvme": "256MiB"},
@@ -89,7 +91,23 @@ def nvme(model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES) -> dict[
         "nvme_path": path,
         "offload_param": "nvme",
         "offload_optimizer": "nvme",
+        **more,
     }
+
+
+def tight(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
+    """Options of :func:`nvme` where every linear layer of the tests' own nets is a unit."""
+    return nvme(model, path, unit_bytes=LINEAR_BYTES, **more)
+
+
+def batch(number: int, *shape: int) -> torch.Tensor:
+    """Return the input of a step; of four rows where no shape is given."""
+    return torch.randn(*(shape or (4, WIDTH)), generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(forward: Callable[[torch.Tensor], torch.Tensor], number: int) -> torch.Tensor:
+    """Return a loss of the output for a batch; not quadratic, so that its gradient is not just the output."""
+    return forward(batch(number)).sub(1).pow(4).mean()
 
 
 def run(

@@ -22,25 +22,26 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ACTIVATION_BYTES, assert_same_tensors, everything_on_device, one_torch_thread, working_bytes
+from harness import (
+    ACTIVATION_BYTES,
+    WIDTH,
+    assert_same_tensors,
+    batch,
+    everything_on_device,
+    loss_of,
+    one_torch_thread,
+    tight,
+)
 from torch import nn
 
 import offload
 from offload import AdamW, Engine, cpu_adam
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError
 
-WIDTH = 32
-UNIT_BYTES = 4608  # one Linear(32, 32) of fp32
 STEPS = 3
 
 # A wait without a deadline is a bug: find it in seconds, not in ten minutes.
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("single_torch_thread")]
 
 
 class Net(nn.Module):
@@ -57,29 +58,6 @@ class Net(nn.Module):
 def net() -> Net:
     torch.manual_seed(0)
     return Net()
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def tight(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
-    """Options: everything on NVMe, three units on the device."""
-    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES)
-    return {
-        "device": "cpu",
-        "max_memory": {"device": device, "cpu": "16MiB", "nvme": "64MiB"},
-        "activation_memory": ACTIVATION_BYTES,
-        "unit_bytes": UNIT_BYTES,
-        "nvme_path": path,
-        "offload_param": "nvme",
-        "offload_optimizer": "nvme",
-        **more,
-    }
-
-
-def loss_of(engine: Engine, number: int) -> torch.Tensor:
-    return engine(batch(number)).sub(1).pow(4).mean()
 
 
 def step(engine: Engine, number: int) -> None:

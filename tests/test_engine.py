@@ -16,13 +16,15 @@ import torch
 import transformers as hf
 from harness import (
     ACTIVATION_BYTES,
+    WIDTH,
     assert_equal,
     assert_same_tensors,
+    batch,
     everything_on_device,
+    loss_of,
     nvme,
-    one_torch_thread,
     run,
-    working_bytes,
+    tight,
 )
 from models import BY_NAME
 from torch import nn
@@ -30,14 +32,7 @@ from torch import nn
 import offload
 from offload import AdamW, Engine
 
-WIDTH = 32
-UNIT_BYTES = 4608  # one Linear(32, 32) of fp32
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
 
 class Net(nn.Module):
@@ -63,29 +58,6 @@ def net(seed: int = 0, **options: Any) -> Net:
 def half_net(seed: int = 0) -> Net:
     """Return a net without running statistics, which stay fp32 whatever the dtype of the parameters."""
     return net(seed, norm=nn.LayerNorm)
-
-
-def batch(number: int) -> torch.Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def tight(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
-    """Options: everything on NVMe, three units on the device."""
-    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES, dtype=more.get("dtype"))
-    return {
-        "device": "cpu",
-        "max_memory": {"device": device, "cpu": "16MiB", "nvme": "64MiB"},
-        "activation_memory": ACTIVATION_BYTES,
-        "unit_bytes": UNIT_BYTES,
-        "nvme_path": path,
-        "offload_param": "nvme",
-        "offload_optimizer": "nvme",
-        **more,
-    }
-
-
-def loss_of(forward: Any, number: int) -> torch.Tensor:
-    return forward(batch(number)).sub(1).pow(4).mean()
 
 
 def step(engine: Engine, number: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import (
-    ACTIVATION_BYTES,
+    WIDTH,
     Forward,
     assert_equal,
+    batch,
     everything_on_device,
-    one_torch_thread,
     run,
-    working_bytes,
+    tight,
 )
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -31,20 +31,11 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 
-WIDTH = 32
-UNIT_BYTES = 4608  # one Linear(32, 32) of fp32 is a unit
 STEPS = 3
 EPS = 1e-3  # large: a gradient that is zero but for rounding (a bias before a norm) must not become a step
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
-
-
-def inputs(number: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*(shape or (4, WIDTH)), generator=torch.Generator().manual_seed(number))
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
 
 def linear() -> nn.Linear:
@@ -69,7 +60,7 @@ class Case:
     """A model, and its scalar loss for micro-batch number n given what calls the model."""
 
     build: Callable[[], nn.Module]
-    loss: Callable[[Forward, int], torch.Tensor] = lambda forward, number: forward(inputs(number)).pow(2).mean()
+    loss: Callable[[Forward, int], torch.Tensor] = lambda forward, number: forward(batch(number)).pow(2).mean()
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -277,7 +268,7 @@ class SharedBlock(nn.Module):
         return x
 
 
-@case(loss=lambda forward, number: forward(inputs(number), use=[1, 3] if number == 1 else [0, 1, 2, 4]).pow(2).mean())
+@case(loss=lambda forward, number: forward(batch(number), use=[1, 3] if number == 1 else [0, 1, 2, 4]).pow(2).mean())
 class SomeWithoutGradient(Stack):
     """Which parameters get a gradient differs by step; block 5 never gets one."""
 
@@ -318,8 +309,8 @@ class Result:
 
 
 class Nested(Stack):
-    def forward(self, batch: dict[str, Any], scale: tuple[Any, ...] = (), *, result: Result | None = None) -> Result:
-        x = batch["x"]["deep"][0] * (scale[0] if scale else 1.0)
+    def forward(self, data: dict[str, Any], scale: tuple[Any, ...] = (), *, result: Result | None = None) -> Result:
+        x = data["x"]["deep"][0] * (scale[0] if scale else 1.0)
         hidden = []
         for block in self.blocks:
             x = torch.tanh(block(x))
@@ -330,7 +321,7 @@ class Nested(Stack):
 
 
 def _nested_loss(forward: Forward, number: int) -> torch.Tensor:
-    first = forward({"x": {"deep": [inputs(number), None]}}, (2.0, "word"))
+    first = forward({"x": {"deep": [batch(number), None]}}, (2.0, "word"))
     second = forward({"x": {"deep": (first.extra["last"][0],)}}, result=first)
     return sum(h.pow(2).mean() for h in second.hidden if h is not None)  # type: ignore[return-value]
 
@@ -351,7 +342,7 @@ def _sequence(module: Callable[[], nn.Module], call: Callable[[nn.Module, torch.
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return call(self.module, self.before(x))
 
-    return Case(Sequence, lambda forward, number: forward(inputs(number, 3, 5, WIDTH)).pow(2).mean())
+    return Case(Sequence, lambda forward, number: forward(batch(number, 3, 5, WIDTH)).pow(2).mean())
 
 
 CASES["LSTM"] = _sequence(lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, bidirectional=True), lambda m, x: m(x)[0])
@@ -425,23 +416,23 @@ CASES["odd shapes and strides"] = Case(NotContiguous)
 
 
 def _penalty(forward: Forward, number: int) -> torch.Tensor:
-    x = inputs(number).requires_grad_()
+    x = batch(number).requires_grad_()
     y = forward(x)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     return y.pow(2).mean() + slope.pow(2).mean()
 
 
 CASES["gradient penalty"] = Case(Stack, _penalty)
-CASES["two forwards, one loss"] = Case(Stack, lambda f, n: (f(inputs(n)) * f(inputs(n + 50))).mean())
+CASES["two forwards, one loss"] = Case(Stack, lambda f, n: (f(batch(n)) * f(batch(n + 50))).mean())
 CASES["forward under no_grad in between"] = Case(
-    Stack, lambda f, n: (lambda y, z: (y - z).pow(2).mean())(f(inputs(n)), torch.no_grad()(f)(inputs(n + 50)))
+    Stack, lambda f, n: (lambda y, z: (y - z).pow(2).mean())(f(batch(n)), torch.no_grad()(f)(batch(n + 50)))
 )
 
 
 def _on_modules(forward: Forward, number: int) -> torch.Tensor:
     """Submodules called directly, not through the outermost one."""
     model = forward.module if isinstance(forward, offload.Engine) else forward
-    return model.blocks[1](model(inputs(number))).pow(2).mean()
+    return model.blocks[1](model(batch(number))).pow(2).mean()
 
 
 CASES["submodule called from outside"] = Case(Stack, _on_modules)
@@ -466,22 +457,6 @@ CASES["user hooks"] = Case(UserHooks)
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
     return CASES[name].build().train()
-
-
-def tight(model: nn.Module, path: Path, units: int = 3) -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "max_memory": {
-            "device": ACTIVATION_BYTES + working_bytes(model, unit_bytes=UNIT_BYTES, units=units),
-            "cpu": "16MiB",
-            "nvme": "64MiB",
-        },
-        "activation_memory": ACTIVATION_BYTES,
-        "unit_bytes": UNIT_BYTES,
-        "nvme_path": path,
-        "offload_param": "nvme",
-        "offload_optimizer": "nvme",
-    }
 
 
 UNITS_AT_ONCE = {"gradient penalty": 6}  # what create_graph keeps outside a forward stays on the device
@@ -510,7 +485,7 @@ def test_module(name: str, tmp_path: Path) -> None:
 
     # With beta1 = 0 exp_avg is the gradient.
     model = build(name)
-    options = tight(model, tmp_path, UNITS_AT_ONCE.get(name, 3))
+    options = tight(model, tmp_path, units=UNITS_AT_ONCE.get(name, 3))
     first = run(model, [0], loss_of=loss_of, optimizer=offload.AdamW(lr=1e-3, betas=(0.0, 0.9)), **options)
     assert torch.equal(first.losses[0], truth[0])
     names = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
@@ -544,8 +519,8 @@ def test_plain_backward_of_a_segment_without_modules_is_noticed(reentrant: bool,
     model = build("it")
     del CASES["it"]
     with offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
-        engine(inputs(0)).pow(2).mean().backward()
+        engine(batch(0)).pow(2).mean().backward()
         with pytest.raises(offload.NonFiniteError, match="gradient of blocks"):
             engine.step()
-        engine.backward(engine(inputs(0)).pow(2).mean())
+        engine.backward(engine(batch(0)).pow(2).mean())
         assert engine.step()

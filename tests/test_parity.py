@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from harness import (
     everything_on_device,
     host,
     nvme,
-    one_torch_thread,
     run,
     working_bytes,
 )
@@ -44,10 +42,7 @@ CHECKPOINTING = [None, False, True]  # none, non-reentrant, reentrant
 MAIN = ["llama", "gpt2", "t5", "bert"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, checkpointing: bool | None = None) -> nn.Module:
