@@ -230,9 +230,9 @@ class Copies:
                 transfer.wait(self._deadline_s)
         self._transfers.clear()
 
-    def has_strays(self) -> bool:
-        """Tell whether something still uses a buffer that its shard has left."""
-        return any(stray.busy() for stray in self._strays)
+    def strays(self) -> list[Callable[[], bool]]:
+        """Return what tells of each buffer that its shard has left whether it is still in use."""
+        return [stray.busy for stray in self._strays if stray.busy()]
 
     def check(self) -> None:
         """Check the invariants of every shard.

@@ -223,11 +223,11 @@ class Manager:
         """Drop everything and return the memory. Idempotent."""
         self.copies.close()
         self.mover.close()
-        borrowed = self.working.close()
+        busy = [*self.working.close(), *self.copies.strays()]
         if self.store is not None:
             self.store.close()
         for arena in self._arenas.values():
-            arena.close(leak=borrowed or self.copies.has_strays())
+            arena.close(busy)
         for tier in Tier:
             held = self.budgets[tier].reservations().get("arena", 0)
             self.budgets[tier].release("arena", held)

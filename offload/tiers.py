@@ -118,6 +118,7 @@ class Arena:
     """
 
     def __init__(self, tier: Tier, size_bytes: int, device: torch.device, *, page_locked: bool = False) -> None:
+        _release_kept()
         self.tier = tier
         self.size_bytes = size_bytes
         self.device = device
@@ -176,18 +177,24 @@ class Arena:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
         self._mapping.madvise(mmap.MADV_DONTNEED, buffer.address - start, buffer.size_bytes)
 
-    def close(self, *, leak: bool = False) -> None:
-        """Return the memory. With `leak`, keep it mapped for tensors of the user that still point into it."""
+    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
+        """Return the memory, but keep it mapped while one of `busy` says that a tensor of the user points into it."""
+        _release_kept()
         if self._registered:
             torch.cuda.cudart().cudaHostUnregister(self.base_address)
             self._registered = False
-        if leak:
-            _leaked.append((self._mapping, self._tensor))
+        if busy:
+            _kept.append((self._mapping, self._tensor, busy))
         self._mapping = None
         self._tensor = None
 
 
-_leaked: list[object] = []
+# Memory of closed arenas that tensors of the user still point into; looked at when arenas are made and closed.
+_kept: list[tuple[mmap.mmap | None, torch.Tensor | None, Sequence[Callable[[], bool]]]] = []
+
+
+def _release_kept() -> None:
+    _kept[:] = [kept for kept in _kept if any(busy() for busy in kept[2])]
 
 
 def storage_at(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:

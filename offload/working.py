@@ -52,7 +52,7 @@ class Binder(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Residency:
-    """A unit's parameters on the device: their storage, and how many references are the binding's own."""
+    """A unit's parameters on the device: their storage, and how many references are its own and the binding's."""
 
     storage: torch.UntypedStorage
     own_references: int
@@ -169,13 +169,10 @@ class WorkingSet:
         for index in self._residency:
             self._refuse_change(self._units[index])
 
-    def close(self) -> bool:
-        """Unbind everything; tells whether somebody still views a unit's bytes."""
-        leak = any(residency.borrowed() for residency in self._residency.values())
-        for index in list(self._residency):
-            self._binder.unbind(self._units[index])
-        self._residency.clear()
-        return leak
+    def close(self) -> list[Callable[[], bool]]:
+        """Unbind everything; returns what tells of each unit that somebody still views whether that is so."""
+        left = [self._unbind(self._copies.of(index, Role.PARAM)) for index in list(self._residency)]
+        return [residency.borrowed for residency in left if residency.borrowed()]
 
     def check(self) -> None:
         """Check that what is bound follows from the states.
@@ -257,7 +254,9 @@ class WorkingSet:
 
     def _unbind(self, shard: Shard) -> Residency:
         self._binder.unbind(shard.unit)
-        return self._residency.pop(shard.unit.index)
+        residency = self._residency.pop(shard.unit.index)
+        residency.own_references = 1  # its own
+        return residency
 
     def _refuse_change(self, unit: Unit) -> None:
         name = self._binder.changed(unit)

@@ -12,7 +12,7 @@ from offload.manager import Manager
 from offload.placement import STAGING_SLOTS, STATE_ROLES, Homes, Plan, Request, role_itemsize
 from offload.shard import Role, Unit, lay_out
 from offload.stats import Counters
-from offload.tiers import Budget, Tier
+from offload.tiers import Budget, Tier, view_at
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
 CPU = torch.device("cpu")
@@ -82,17 +82,19 @@ def make_plan_with(
 
 
 class FakeBinder:
-    """Remembers what is bound; refuses to bind twice."""
+    """Remembers what is bound, with a view per slot as parameters have; refuses to bind twice."""
 
     def __init__(self) -> None:
         self.bound: dict[int, torch.UntypedStorage] = {}
+        self._views: dict[int, list[torch.Tensor]] = {}
 
     def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
         assert unit.index not in self.bound
         self.bound[unit.index] = storage
+        self._views[unit.index] = [view_at(storage, torch.uint8, 0, (1,)) for _ in unit.slots]
 
     def unbind(self, unit: Unit) -> None:
-        del self.bound[unit.index]
+        del self.bound[unit.index], self._views[unit.index]
 
     def changed(self, unit: Unit) -> str | None:
         return None

@@ -161,11 +161,19 @@ def test_storages_view_the_arena_and_count_their_users() -> None:
     arena.close()
 
 
-def test_a_leaked_arena_stays_mapped_for_the_tensors_of_the_user() -> None:
-    arena = Arena(Tier.DEVICE, PAGE, CPU)
-    tensor = torch.empty(0).set_(arena.storage(arena.take(PAGE)), 0, (4,))  # type: ignore[call-overload]
-    arena.close(leak=True)
-    assert tensor.fill_(3.0).tolist() == [3.0] * 4
+def test_a_closed_arena_stays_mapped_as_long_as_tensors_of_the_user_point_into_it() -> None:
+    arena = Arena(Tier.DEVICE, 4 << 20, CPU)
+    storage = arena.storage(arena.take(4 << 20))
+    tensor: torch.Tensor | None = torch.empty(0).set_(storage, 0, (4,))  # type: ignore[call-overload]
+    address = arena.base_address
+    ctypes.memset(address, 0, 4 << 20)
+    before = psutil.Process().memory_info().rss
+    arena.close([lambda: storage_use_count(storage) > 1])
+    Arena(Tier.DEVICE, PAGE, CPU).close()
+    assert tensor is not None and tensor.fill_(3.0).tolist() == [3.0] * 4
+    tensor = None
+    Arena(Tier.DEVICE, PAGE, CPU).close()
+    assert psutil.Process().memory_info().rss <= before - (3 << 20)
 
 
 # --- Region ---------------------------------------------------------------------------------------------------------
