@@ -165,12 +165,17 @@ class Loader:
 
 
 def restored_parameters(manager: Manager, tree: UnitTree, indices: Iterable[int]) -> dict[int, list[torch.Tensor]]:
-    """Return ordinary tensors on the device with the units' parameters."""
-    wanted = {(i, slot) for i in indices for slot in range(len(tree.units[i].slots))}
-    values = checkpoint.gather_parameters(manager, wanted)
+    """Return ordinary tensors on the device with the units' parameters; the manager is only to be closed then.
+
+    States and gradients give way first, then each unit for its own tensors: the peak is what the tiers hold anyway, or
+    the parameters and one unit.
+    """
+    manager.drop_training_state()
     restored: dict[int, list[torch.Tensor]] = {}
-    for index, slot in sorted(values):
-        restored.setdefault(index, []).append(values[index, slot].to(manager.device))
+    for index in indices:
+        values = checkpoint.gather_parameters(manager, {(index, slot) for slot in range(len(tree.units[index].slots))})
+        restored[index] = [values[where].to(manager.device) for where in sorted(values)]
+        manager.drop_parameters(index)
     return restored
 
 

@@ -219,6 +219,28 @@ class Manager:
         self.schedule = self._schedules[True]
         self.schedule.restart()
 
+    def drop_training_state(self) -> None:
+        """Give the memory of gradients and optimizer states back, ahead of :meth:`close`."""
+        host = self._arenas[Tier.HOST]
+        if self.store is not None and host.size_bytes:  # pages that the drive may write to are not given back
+            self.store.unregister_buffer(host.base_address)
+        for shard in self.copies:
+            if shard.role is not Role.PARAM:
+                self._drop(shard)
+
+    def drop_parameters(self, index: int) -> None:
+        """Give the memory of a unit's parameters back, ahead of :meth:`close`; not where somebody views it."""
+        if self.working.borrowed(index):
+            return
+        if index in self.working:
+            self.working.unbind_lost(self._param(index))
+        self._drop(self._param(index))
+
+    def _drop(self, shard: Shard) -> None:
+        self.copies.discard(shard)
+        if shard.home_buffer is not None:
+            self._arenas[shard.home].discard(shard.home_buffer)
+
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
         self.copies.close()

@@ -172,10 +172,10 @@ class Arena:
         return storage_at(buffer.address, buffer.size_bytes, self.device)
 
     def discard(self, buffer: Buffer) -> None:
-        """Give the pages of `buffer` back; they come again, empty, when touched. Not for page-locked memory."""
-        assert self._mapping is not None and not self._registered
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        self._mapping.madvise(mmap.MADV_DONTNEED, buffer.address - start, buffer.size_bytes)
+        """Return the pages of `buffer`, where that is possible; its content is lost, its range stays."""
+        if self._mapping is not None and not self._registered and hasattr(mmap, "MADV_DONTNEED"):
+            start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+            self._mapping.madvise(mmap.MADV_DONTNEED, buffer.address - start, buffer.size_bytes)
 
     def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
         """Return the memory, but keep it mapped while one of `busy` says that a tensor of the user points into it."""

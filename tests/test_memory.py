@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -9,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import offload
 from offload.placement import Request, make_plan
 from offload.shard import Unit, lay_out
 from offload.tiers import Tier
@@ -35,6 +39,41 @@ def check(figures: dict[str, object], tmp_path: Path) -> None:
     assert figures["nvme_write"] > 0 and figures["nvme_read"] > 0
     assert figures["losses"][-1] < figures["losses"][0]  # and it learns
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.json"]  # nothing is left behind
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+@pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
+def test_restoring_takes_no_more_than_training(home: str, tmp_path: Path) -> None:
+    """Homes give way as their parameters come back: no moment has both, whatever the parameters' home."""
+    width, count = 1024, 12
+    unit = 4 * width * width
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    engine = offload.Engine(
+        model,
+        offload.AdamW(),
+        device="cpu",
+        max_memory={"device": "128MiB", "cpu": "256MiB", "nvme": "128MiB"},
+        activation_memory="64MiB",
+        unit_bytes=unit,
+        nvme_path=tmp_path,
+        offload_param=home,
+        offload_optimizer="cpu",
+    )
+    engine.backward(engine(torch.ones(1, width)).mean())
+    engine.step()
+    truth = {name: value.sum().item() for name, value in engine.state_dict().items()}
+    ctypes.CDLL(None).malloc_trim(0)  # what the allocator has kept would be used again
+    before = resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    engine.close(restore=True)
+    extra = resident_bytes("VmHWM") - before
+    assert extra <= unit + (4 << 20), "one unit, and what the allocator keeps"
+    assert resident_bytes("VmRSS") <= before - 2 * count * unit  # gradients and states are gone
+    assert {name: value.sum().item() for name, value in model.state_dict().items()} == truth
 
 
 def test_peak_rss_of_a_small_model_with_spilled_gradients(tmp_path: Path) -> None:
