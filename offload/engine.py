@@ -155,9 +155,11 @@ class Engine:
                 self.optimizer.on_zero_grad = self.zero_grad
                 tie_optimizer(self.optimizer, optimizer, self._require_open, self._tree, self._hooks, self._step_counts)
         except BaseException:
-            loader.undo(manager)
-            manager.close()
             self._manager = None
+            try:
+                loader.undo(manager)
+            finally:
+                manager.close()
             raise
         meter = open_resident_set() if self.device.type == "cpu" else None
         self._activations = Activations(self._budgets[Tier.DEVICE], manager.working, meter)

@@ -36,7 +36,7 @@ from torch import nn
 
 import offload
 from offload import AdamW, Engine, cpu_adam
-from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError
+from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
 STEPS = 3
 
@@ -205,6 +205,40 @@ def test_model_that_cannot_be_trained() -> None:
         Engine(nn.ReLU(), AdamW())
     with pytest.raises(offload.ConfigError, match=r"blocks\.0\.weight.*float64.*dtype"):
         Engine(net().double(), AdamW(), **everything_on_device())
+
+
+@pytest.mark.parametrize("place", [tight, lambda model, path: everything_on_device()], ids=["nvme", "device"])
+def test_what_fails_after_loading_leaves_the_model_as_it_was(place: Callable[..., Any], tmp_path: Path) -> None:
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.blocks[5].bias] = {"step": 1, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    with pytest.raises(offload.ConfigError, match=r"blocks\.5\.bias: expected exp_avg of shape \(32,\)"):
+        Engine(model, optimizer, **place(model, tmp_path))
+    assert_nothing_left(tmp_path)
+    assert_same_tensors(dict(model.state_dict()), before)
+    step_on_plain(model)
+
+
+def test_a_failed_way_back_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive fails while the model is loaded, and again when what was loaded is to come back."""
+
+    class Dying(SwapStore):
+        written = 0
+
+        def put(self, *args: Any) -> Any:
+            self.written += 1
+            if self.written > 3:
+                self.inject(Fault(forever=True))
+            return super().put(*args)
+
+    monkeypatch.setattr(offload.loading, "SwapStore", Dying)
+    model = net()
+    with pytest.raises(SwapError, match="EIO"):
+        Engine(model, AdamW(), **tight(model, tmp_path))
+    assert_nothing_left(tmp_path)
+    with pytest.raises(offload.StateError, match="load the model again"):
+        Engine(model, AdamW(), **tight(model, tmp_path))
 
 
 def test_missing_nvme_path(tmp_path: Path) -> None:
