@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import os
 import random
 import resource
@@ -25,12 +24,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from swap.aio import Aio, IoTicket, Priority, file_facts, preallocate
-from swap.errors import SwapError, SwapFullError
+import swap.files
+from swap.aio import Aio, IoTicket, Priority
+from swap.errors import SwapError
 
 MIB = 1 << 20
 DEADLINE_SECONDS = 600.0  # a slow drive is what the bench is for; only a dead one is an error
-ALIGNMENT_BYTES = 4096
 
 
 class Pattern(Enum):
@@ -138,18 +137,32 @@ class ScratchFile:
     """An open file without a name.
 
     Attributes:
-        fd: opened for reading and writing, with O_DIRECT where `direct`.
-        directory: where its bytes are.
-        direct: the page cache is bypassed.
-        alignment_bytes: of offsets, lengths and addresses.
+        file: how it was opened.
         size_bytes: reserved on the drive.
     """
 
-    fd: int
-    directory: Path
-    direct: bool
-    alignment_bytes: int
+    file: swap.files.SwapFile
     size_bytes: int
+
+    @property
+    def fd(self) -> int:
+        """Its descriptor."""
+        return self.file.fd
+
+    @property
+    def directory(self) -> Path:
+        """Where its bytes are."""
+        return Path(self.file.directory)
+
+    @property
+    def direct(self) -> bool:
+        """The page cache is bypassed."""
+        return self.file.direct
+
+    @property
+    def alignment_bytes(self) -> int:
+        """Of offsets, lengths and addresses."""
+        return self.file.alignment
 
     @property
     def visible_as(self) -> str:
@@ -164,47 +177,15 @@ def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> S
 
     Raises:
         SwapFullError: not enough room.
-        SwapError: the directory is missing or not writable, or it cannot hold files without a name.
+        SwapError: the directory is missing or not writable.
     """
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE
+    file = swap.files.open_unlinked(str(directory), direct=direct)
     try:
-        try:
-            fd = os.open(directory, flags | (os.O_DIRECT if direct else 0), 0o600)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not direct:
-                raise
-            fd, direct = os.open(directory, flags, 0o600), False
-    except OSError as error:
-        remedy = {
-            errno.ENOENT: "create the directory or name another",
-            errno.ENOTDIR: "name a directory, not a file",
-            errno.EOPNOTSUPP: "name a directory on a local file system such as ext4 or xfs",
-        }.get(error.errno or 0, "name a directory that this user can write to")
-        raise SwapError(
-            f"bench path {directory}: expected a directory to create a file in",
-            errno=error.errno,
-            path=str(directory),
-            remedy=remedy,
-        ) from None
-    try:
-        facts = file_facts(fd)
-        code = preallocate(fd, size_bytes)
-        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
-            os.ftruncate(fd, size_bytes)
-        elif code:
-            kind = SwapFullError if code in (errno.ENOSPC, errno.EDQUOT) else SwapError
-            raise kind(
-                f"bench path {directory}: cannot reserve {size_text(size_bytes)}",
-                errno=code,
-                path=str(directory),
-                length_bytes=size_bytes,
-                remedy="free space, name a directory on another drive, or ask for less with --size",
-            )
+        swap.files.reserve(file, size_bytes)
     except BaseException:
-        os.close(fd)
+        os.close(file.fd)
         raise
-    alignment = max(ALIGNMENT_BYTES, facts.memory_alignment, facts.offset_alignment)
-    return ScratchFile(fd, directory, direct and not facts.in_memory, alignment, size_bytes)
+    return ScratchFile(file, size_bytes)
 
 
 class Workspace:
@@ -263,15 +244,7 @@ class Workspace:
         """
         for file in self.files:
             os.ftruncate(file.fd, 0)
-            if code := preallocate(file.fd, file.size_bytes):
-                if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise SwapFullError(
-                        f"bench path {file.directory}: cannot reserve {size_text(file.size_bytes)} again",
-                        errno=code,
-                        path=str(file.directory),
-                        remedy="free space",
-                    )
-                os.ftruncate(file.fd, file.size_bytes)
+            swap.files.reserve(file.file, file.size_bytes)
 
 
 def _fill_with_noise(address: int, length: int) -> None:

@@ -6,10 +6,6 @@ Next: `store` (objects under keys), `aio` (raw reads and writes), `extents` (fre
 
 from swap.aio import (
     Aio,
-    AioStats,
-    Fault,
-    FaultAction,
-    FaultTarget,
     IoTicket,
     Priority,
     Ticket,
@@ -18,7 +14,9 @@ from swap.aio import (
 )
 from swap.errors import SwapDeadlineError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator
-from swap.store import StoreTicket, SwapStats, SwapStore
+from swap.faults import Fault, FaultAction, FaultTarget
+from swap.stats import AioStats, SwapStats
+from swap.store import StoreTicket, SwapStore
 
 __all__ = [
     "Aio",

@@ -26,6 +26,8 @@ from typing import Protocol
 
 from swap import _aio
 from swap.errors import SwapDeadlineError, SwapError, SwapFullError
+from swap.faults import Fault, FaultTarget
+from swap.stats import AioStats
 
 _ENGINE_VARIABLE = "OFFLOAD_AIO_ENGINE"
 _ENGINES = ("io_uring", "threads")
@@ -52,79 +54,6 @@ class Priority(Enum):
 
     NORMAL = "normal"
     URGENT = "urgent"
-
-
-class FaultAction(Enum):
-    """What an injected fault does to the I/O that it hits."""
-
-    FAIL = "fail"
-    SHORT = "short"
-    HANG = "hang"
-    DELAY = "delay"
-
-
-class FaultTarget(Enum):
-    """Which I/Os an injected fault counts and hits."""
-
-    ANY = "any"
-    READS = "reads"
-    WRITES = "writes"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """A fault to inject into an engine, for tests: no root and no broken disk needed.
-
-    An I/O is one request to the device: at most ``block_bytes`` of an operation, and one more for each retry
-    or continuation after a partial transfer.
-
-    Attributes:
-        nth: which matching I/O is hit, counted from 1 since the fault was planned.
-        action: FAIL (result is `errno`), SHORT (at most `short_bytes` are transferred; 0 looks like the end
-            of the file), HANG (never completes) or DELAY (issued `delay_s` later).
-        errno: for FAIL.
-        short_bytes: for SHORT, bytes.
-        delay_s: for DELAY, seconds.
-        target: which I/Os count.
-        forever: hit every matching I/O from the nth on, not only the nth.
-    """
-
-    nth: int = 1
-    action: FaultAction = FaultAction.FAIL
-    errno: int = _errno.EIO
-    short_bytes: int = 0
-    delay_s: float = 0.0
-    target: FaultTarget = FaultTarget.ANY
-    forever: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AioStats:
-    """Counters of one engine since it was opened.
-
-    Attributes:
-        reads: operations that succeeded. Likewise `writes`.
-        read_bytes: bytes of those. Likewise `write_bytes`.
-        read_seconds: time with at least one read in flight. Likewise `write_seconds`.
-        read_errors: operations that failed. Likewise `write_errors`.
-        in_flight: operations submitted and not finished.
-        peak_in_flight: the most there were at a time.
-        short_transfers: partial transfers that were continued.
-        retries: requests repeated after EINTR or EAGAIN.
-    """
-
-    reads: int
-    read_bytes: int
-    read_errors: int
-    read_seconds: float
-    writes: int
-    write_bytes: int
-    write_errors: int
-    write_seconds: float
-    in_flight: int
-    peak_in_flight: int
-    short_transfers: int
-    retries: int
 
 
 class Ticket(Protocol):

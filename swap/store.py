@@ -2,7 +2,7 @@ r"""The swap store: objects of bytes under keys, on disk, written by copy-on-wri
 
 Owns: the swap files, which extents hold which version of which key, and the order in which versions replace
 each other. Must not know: what the bytes mean; tensors, shards, budgets of other tiers.
-Next: `extents` for the free space, `aio` for the transfers.
+Next: `space` for the extents, `files` for how files come into being, `aio` for the transfers.
 
 A put never touches the bytes that are valid now. It writes to a fresh extent; when the write has been reaped
 successfully the key is mapped to the new extent, and the old one becomes free once no read is in flight on
@@ -18,88 +18,30 @@ from __future__ import annotations
 
 import contextlib
 import errno as _errno
-import fcntl
 import logging
 import os
-import secrets
 import threading
 import time
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from swap.aio import Aio, Fault, IoTicket, Priority, file_facts, preallocate
+from swap.aio import Aio, IoTicket, Priority
 from swap.errors import SwapDeadlineError, SwapError, SwapFullError, format_bytes
-from swap.extents import Extent, ExtentAllocator
+from swap.faults import Fault
+from swap.files import capacities_by_free_space, open_unlinked, reserve
+from swap.space import Piece, Space
+from swap.stats import SwapStats
 
 _log = logging.getLogger(__name__)
-
-_LEAST_ALIGNMENT: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class SwapStats:
-    """A snapshot of a store's counters since it was opened.
-
-    Attributes:
-        read_bytes: bytes read successfully. Likewise `written_bytes`.
-        read_seconds: time with at least one read in flight. Likewise `write_seconds`.
-        reads: transfers that succeeded. Likewise `writes`.
-        in_flight: transfers submitted and not finished.
-        used_bytes: bytes in extents: current versions, versions being written, old versions being read.
-        peak_used_bytes: the most `used_bytes` ever was.
-        capacity_bytes: size of all files together.
-        engine: "io_uring" or "threads".
-        fallback_reason: why it is not io_uring, or None.
-        direct: whether the page cache is bypassed (O_DIRECT) on every path.
-        paths: directories that hold the files.
-    """
-
-    read_bytes: int
-    written_bytes: int
-    read_seconds: float
-    write_seconds: float
-    reads: int
-    writes: int
-    in_flight: int
-    used_bytes: int
-    peak_used_bytes: int
-    capacity_bytes: int
-    engine: str
-    fallback_reason: str | None
-    direct: bool
-    paths: tuple[str, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _File:
-    """One unlinked swap file and its free space."""
-
-    fd: int
-    path: str
-    direct: bool
-    alignment: int
-    allocator: ExtentAllocator = field(default_factory=lambda: ExtentAllocator(0))
-
-    def free_share(self) -> float:
-        return self.allocator.free_bytes / max(self.allocator.capacity, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Part of a version: an extent of a file. Nearly always a version is one piece."""
-
-    file: _File
-    extent: Extent
 
 
 @dataclass(slots=True, eq=False)
 class _Version:
     """Bytes of a key as of one put."""
 
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
     length: int
     readers: int = 0
     replaced: bool = False
@@ -212,22 +154,22 @@ class SwapStore:
         self._pending_puts: dict[Hashable, list[StoreTicket]] = {}
         self._in_flight: dict[int, StoreTicket] = {}
         self._unreported: dict[int, StoreTicket] = {}
-        self._peak_used_bytes = 0
         self._closed = False
         self.paths = tuple(str(directory) for directory in directories)
         with contextlib.ExitStack() as undo:
             files = []
             for path in self.paths:
-                files.append(_open_unlinked(path))
+                files.append(open_unlinked(path))
                 undo.callback(os.close, files[-1].fd)
             self.alignment = max(file.alignment for file in files)
             self.capacity_bytes = capacity_bytes // self.alignment * self.alignment
             if self.capacity_bytes <= 0:
                 raise ValueError(f"capacity_bytes: expected at least {self.alignment} bytes but got {capacity_bytes}")
-            for file, share in zip(files, _shares(files, self.capacity_bytes, self.alignment), strict=True):
-                if share:
-                    _reserve(file, share)
-                file.allocator = ExtentAllocator(share, self.alignment)
+            capacities = capacities_by_free_space(files, self.capacity_bytes, self.alignment)
+            for file, capacity in zip(files, capacities, strict=True):
+                if capacity:
+                    reserve(file, capacity)
+            self._space = Space(capacities, self.alignment)
             self._aio = Aio(
                 engine=engine,
                 queue_depth=queue_depth,
@@ -242,7 +184,7 @@ class SwapStore:
         self.fallback_reason = self._aio.fallback_reason
         self.direct = all(file.direct for file in files)
         for file in files:
-            self._aio.register_file(file.fd, file.path)
+            self._aio.register_file(file.fd, file.directory)
         if self.fallback_reason:
             _log.warning("swap: io_uring cannot be used, threads are used instead: %s", self.fallback_reason)
         self._finalizer = weakref.finalize(self, _clean_up, self._aio, [file.fd for file in files], self._pid)
@@ -369,13 +311,13 @@ class SwapStore:
     def used_bytes(self) -> int:
         """Bytes in extents: current versions, versions being written, old versions being read."""
         with self._lock:
-            return sum(file.allocator.used_bytes for file in self._files)
+            return self._space.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that a put could take now."""
         with self._lock:
-            return sum(file.allocator.free_bytes for file in self._files)
+            return self._space.free_bytes
 
     def drain(self, deadline_s: float | None = None) -> None:
         """Wait until nothing is in flight; all successful puts have taken effect then.
@@ -427,7 +369,7 @@ class SwapStore:
                 writes=io.writes,
                 in_flight=io.in_flight,
                 used_bytes=self.used_bytes,
-                peak_used_bytes=self._peak_used_bytes,
+                peak_used_bytes=self._space.peak_used_bytes,
                 capacity_bytes=self.capacity_bytes,
                 engine=self.engine,
                 fallback_reason=self.fallback_reason,
@@ -445,9 +387,9 @@ class SwapStore:
                 f"bytes used, {len(self._in_flight)} tickets not reaped"
             ]
             lines += [
-                f"  {file.path}: {file.allocator.used_bytes} of {file.allocator.capacity} bytes used, "
-                f"longest free range {file.allocator.largest_free}"
-                for file in self._files
+                f"  {path}: {extents.used_bytes} of {extents.capacity} bytes used, "
+                f"longest free range {extents.largest_free}"
+                for path, extents in zip(self.paths, self._space.allocators, strict=True)
             ]
             waiting = [ticket._describe() for ticket in list(self._in_flight.values())[:8]]
             lines += [f"  oldest: {', '.join(waiting)}"] if waiting else []
@@ -522,7 +464,7 @@ class SwapStore:
             if first < last:
                 at = piece.extent.offset + first - start
                 where = address + first - offset
-                ticket._io.append(submit(piece.file.fd, at, where, last - first, priority=priority))
+                ticket._io.append(submit(self._files[piece.file].fd, at, where, last - first, priority=priority))
             start += piece.extent.length
         self._in_flight[id(ticket)] = ticket
 
@@ -530,33 +472,12 @@ class SwapStore:
         with self._lock:
             return next(iter(self._in_flight.values()), None)
 
-    def _allocate(self, need: int) -> tuple[_Piece, ...]:
-        """Take `need` bytes, in one piece where a file has one long enough; () when there is no room. Locked.
-
-        The file with the largest free share goes first, so that files fill in proportion to their size. A
-        store whose free space is scattered answers with several pieces: what fits by the sum of bytes fits.
-        """
-        if self._free_total() < need:
+    def _allocate(self, need: int) -> tuple[Piece, ...]:
+        """Take `need` bytes; () when there is no room even after what is over was reaped. Locked."""
+        if self._space.free_bytes < need:
             for ticket in list(self._in_flight.values()):
                 ticket.done()
-            if self._free_total() < need:
-                return ()
-        by_share = sorted(self._files, key=_File.free_share, reverse=True)
-        pieces: list[_Piece] = []
-        whole = next((file for file in by_share if file.allocator.largest_free >= need), None)
-        if whole is not None:
-            pieces.append(_Piece(whole, whole.allocator.allocate(need)))
-        missing = 0 if whole else need
-        while missing:
-            file = max(by_share, key=lambda f: f.allocator.largest_free)
-            length = min(missing, file.allocator.largest_free)
-            pieces.append(_Piece(file, file.allocator.allocate(length)))
-            missing -= length
-        self._peak_used_bytes = max(self._peak_used_bytes, self.capacity_bytes - self._free_total())
-        return tuple(pieces)
-
-    def _free_total(self) -> int:
-        return sum(file.allocator.free_bytes for file in self._files)
+        return self._space.allocate(need)
 
     def _settle(self, ticket: StoreTicket) -> None:
         """Let a finished transfer take effect, once. All its pieces must be done."""
@@ -601,143 +522,12 @@ class SwapStore:
 
     def _free_if_unused(self, version: _Version) -> None:
         if version.replaced and version.readers == 0:
-            for piece in version.pieces:
-                piece.file.allocator.free(piece.extent)
+            self._space.free(version.pieces)
 
     def _reported(self, ticket: StoreTicket) -> None:
         if ticket._error is not None:
             with self._lock:
                 self._unreported.pop(id(ticket), None)
-
-
-# ---- files ----
-
-
-def _open_unlinked(path: str) -> _File:
-    """Open a file without a name in the directory `path`, with direct I/O where that is possible.
-
-    Raises:
-        SwapError: the directory is missing or not writable.
-    """
-    direct = True
-    try:
-        fd = _open_nameless(path, os.O_DIRECT)
-    except OSError as error:
-        if error.errno != _errno.EINVAL:
-            raise _open_error(path, error) from None
-        direct = False
-        try:
-            fd = _open_nameless(path, 0)
-        except OSError as again:
-            raise _open_error(path, again) from None
-    facts = file_facts(fd)
-    if facts.direct_refused:
-        direct = False
-    if facts.in_memory:
-        direct = False
-        _log.warning("swap path %s: it is a file system in memory; its bytes are host memory, not disk", path)
-    elif not direct:
-        _log.warning("swap path %s: no direct I/O (O_DIRECT) here; the page cache is used, which is slower", path)
-    if not direct:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    alignment = max(_LEAST_ALIGNMENT, facts.memory_alignment, facts.offset_alignment)
-    return _File(fd, path, direct, alignment)
-
-
-def _open_nameless(path: str, extra_flags: int) -> int:
-    flags = os.O_RDWR | os.O_CLOEXEC | extra_flags
-    try:
-        return os.open(path, flags | os.O_TMPFILE, 0o600)
-    except OSError as error:
-        # File systems without O_TMPFILE answer EOPNOTSUPP; kernels without it see a directory (EISDIR).
-        if error.errno not in (_errno.EOPNOTSUPP, _errno.EISDIR):
-            raise
-    name = os.path.join(path, f".swap-{os.getpid()}-{secrets.token_hex(8)}")
-    fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600)
-    os.unlink(name)
-    return fd
-
-
-def _open_error(path: str, error: OSError) -> SwapError:
-    remedies = {
-        _errno.ENOENT: "create the directory or name another",
-        _errno.ENOTDIR: "name a directory, not a file",
-        _errno.EACCES: "make the directory writable for this user or name another",
-        _errno.EPERM: "make the directory writable for this user or name another",
-        _errno.EROFS: "name a directory on a file system that is mounted for writing",
-        _errno.EMFILE: "raise the limit of open files (ulimit -n)",
-        _errno.ENFILE: "raise the system's limit of open files (sysctl fs.file-max)",
-        _errno.ENOSPC: "free space or name another directory",
-    }
-    kind = SwapFullError if error.errno in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
-    return kind(
-        f"swap path {path}: expected a directory to create a file in",
-        errno=error.errno,
-        path=path,
-        remedy=remedies.get(error.errno or 0, "name another directory"),
-    )
-
-
-def _shares(files: Sequence[_File], capacity: int, alignment: int) -> list[int]:
-    """Bytes per file in proportion to free space; paths on one file system share its free space.
-
-    Raises:
-        SwapFullError: together the file systems have less than `capacity` free.
-    """
-    devices = [os.fstat(file.fd).st_dev for file in files]
-    free = []
-    for file, device in zip(files, devices, strict=True):
-        info = os.fstatvfs(file.fd)
-        free.append(info.f_bavail * info.f_frsize // devices.count(device) // alignment * alignment)
-    total = sum(free)
-    if total < capacity:
-        each = ", ".join(f"{file.path} {format_bytes(size)}" for file, size in zip(files, free, strict=True))
-        raise SwapFullError(
-            f"swap files: {format_bytes(capacity)} needed but {format_bytes(total)} free: {each}",
-            errno=_errno.ENOSPC,
-            path=files[0].path,
-            length_bytes=capacity,
-            remedy="free space, add a path on another drive, or ask for less",
-        )
-    shares = [capacity * size // total // alignment * alignment for size in free]
-    rest = capacity - sum(shares)
-    for i in sorted(range(len(files)), key=lambda i: free[i] - shares[i], reverse=True):
-        extra = min(rest, free[i] - shares[i])
-        shares[i] += extra
-        rest -= extra
-    return shares
-
-
-def _reserve(file: _File, length: int) -> None:
-    """Preallocate, so that a full disk is found now and not in the middle of a run.
-
-    Raises:
-        SwapFullError: not enough room.
-        SwapError: any other refusal.
-    """
-    code = preallocate(file.fd, length)
-    if code in (_errno.EOPNOTSUPP, _errno.ENOSYS):
-        _log.warning("swap path %s: space cannot be reserved here; a full disk will be found only later", file.path)
-        os.ftruncate(file.fd, length)
-    elif code in (_errno.ENOSPC, _errno.EDQUOT):
-        info = os.fstatvfs(file.fd)
-        raise SwapFullError(
-            f"swap path {file.path}: {format_bytes(length)} needed but "
-            f"{format_bytes(info.f_bavail * info.f_frsize)} free",
-            errno=code,
-            path=file.path,
-            length_bytes=length,
-            remedy="free space, raise the quota, add a path on another drive, or ask for less",
-        )
-    elif code:
-        raise SwapError(
-            f"swap path {file.path}: cannot reserve {format_bytes(length)}",
-            errno=code,
-            path=file.path,
-            length_bytes=length,
-            remedy="raise the file size limit (ulimit -f)" if code == _errno.EFBIG else "name another path",
-        )
 
 
 # ---- end of a store, a process, a fork ----

@@ -34,7 +34,12 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-SWAP_LAYERS: tuple[tuple[str, ...], ...] = (("errors",), ("extents", "aio"), ("store",))
+SWAP_LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "faults", "stats"),
+    ("extents", "aio"),
+    ("files", "space"),
+    ("store",),
+)
 LAYERS = {"offload": OFFLOAD_LAYERS, "swap": SWAP_LAYERS}
 
 # package or module -> what it may not import, directly and at any depth of the source
@@ -44,7 +49,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.schedule": ("torch",),
 }
 # compiled module -> the files that may import it
-FACES = {"swap._aio": ("swap.aio", "swap.store"), "offload._cpu_adam": ("offload.cpu_adam",)}
+FACES = {"swap._aio": ("swap.aio",), "offload._cpu_adam": ("offload.cpu_adam",)}
 REBINDS_DATA = {"offload.hooks"}
 WRITES_SHARD_STATE = {"offload.copies"}
 USES_EVENTS = {f"offload.{name}" for name in ("copies", "gradients", "access")}  # and so change a state

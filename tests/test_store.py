@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_aio import in_child
 
-import swap.store
+import swap.files
 from swap import (
     Extent,
     Fault,
@@ -36,6 +36,7 @@ from swap import (
     SwapStore,
     engines_available,
 )
+from swap.files import SwapFile, capacities_by_free_space
 
 BLOCK = 4096
 MIB = 1 << 20
@@ -262,9 +263,9 @@ class StoreMachine(RuleBasedStateMachine):
         for version in store._versions.values():
             assert sum(piece.extent.length for piece in version.pieces) == version.length
             for piece in version.pieces:
-                assert (piece.file.fd, piece.extent) not in seen
-                seen.add((piece.file.fd, piece.extent))
-                assert piece.extent in piece.file.allocator.allocated()
+                assert (piece.file, piece.extent) not in seen
+                seen.add((piece.file, piece.extent))
+                assert piece.extent in store._space.allocators[piece.file].allocated()
 
 
 TestStoreMachine = StoreMachine.TestCase
@@ -462,12 +463,12 @@ def test_objects_spread_over_paths(engine: str, tmp_path: Path) -> None:
     for directory in directories:
         directory.mkdir()
     with SwapStore(directories, 41 * BLOCK, engine=engine) as store:
-        shares = [file.allocator.capacity for file in store._files]
+        shares = [extents.capacity for extents in store._space.allocators]
         assert sum(shares) == 41 * BLOCK
         assert abs(shares[0] - shares[1]) <= BLOCK  # one file system: halves
         for key in range(20):
             put(store, key, pattern(BLOCK, key))
-        assert [file.allocator.used_bytes for file in store._files] == [10 * BLOCK, 10 * BLOCK]
+        assert [extents.used_bytes for extents in store._space.allocators] == [10 * BLOCK, 10 * BLOCK]
         assert all(get(store, key) == pattern(BLOCK, key) for key in range(20))
         assert store.stats().paths == tuple(str(directory) for directory in directories)
 
@@ -485,14 +486,14 @@ def test_shares_follow_free_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     space = {1010: Space(300), 1011: Space(100), 1012: Space(100)}
     device = {1010: 1, 1011: 2, 1012: 2}  # two paths on the second device share its 100 blocks
-    monkeypatch.setattr(swap.store.os, "fstatvfs", space.__getitem__)
+    monkeypatch.setattr(swap.files.os, "fstatvfs", space.__getitem__)
     real = os.fstat
-    monkeypatch.setattr(swap.store.os, "fstat", lambda fd: Stat(device[fd]) if fd in device else real(fd))
-    files = [swap.store._File(fd, f"/{fd}", True, BLOCK) for fd in device]
-    assert swap.store._shares(files, 40 * BLOCK, BLOCK) == [30 * BLOCK, 5 * BLOCK, 5 * BLOCK]
-    assert swap.store._shares(files, 400 * BLOCK, BLOCK) == [300 * BLOCK, 50 * BLOCK, 50 * BLOCK]
+    monkeypatch.setattr(swap.files.os, "fstat", lambda fd: Stat(device[fd]) if fd in device else real(fd))
+    files = [SwapFile(fd, f"/{fd}", True, BLOCK) for fd in device]
+    assert capacities_by_free_space(files, 40 * BLOCK, BLOCK) == [30 * BLOCK, 5 * BLOCK, 5 * BLOCK]
+    assert capacities_by_free_space(files, 400 * BLOCK, BLOCK) == [300 * BLOCK, 50 * BLOCK, 50 * BLOCK]
     with pytest.raises(SwapFullError, match=r"needed but .*\(1638400 bytes\) free: /1010 .*, /1011 .*, /1012 "):
-        swap.store._shares(files, 401 * BLOCK, BLOCK)
+        capacities_by_free_space(files, 401 * BLOCK, BLOCK)
 
 
 # ---- creation ----
@@ -526,7 +527,7 @@ def test_refused_preallocation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, kind: type[SwapError], text: str
 ) -> None:
     before = descriptors()
-    monkeypatch.setattr(swap.store, "preallocate", lambda fd, length: code)
+    monkeypatch.setattr(swap.files, "preallocate", lambda fd, length: code)
     with pytest.raises(kind, match=text):
         SwapStore(tmp_path, 65536)
     assert descriptors() == before
@@ -535,7 +536,7 @@ def test_refused_preallocation(
 def test_file_system_without_preallocation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(swap.store, "preallocate", lambda fd, length: errno.EOPNOTSUPP)
+    monkeypatch.setattr(swap.files, "preallocate", lambda fd, length: errno.EOPNOTSUPP)
     with caplog.at_level(logging.WARNING), SwapStore(tmp_path, 65536) as store:
         put(store, "a", pattern(65536))
         assert get(store, "a") == pattern(65536)
@@ -563,7 +564,7 @@ def refuse_open(monkeypatch: pytest.MonkeyPatch, flag: int, code: int) -> None:
             raise OSError(code, os.strerror(code))
         return real(path, flags, *rest)
 
-    monkeypatch.setattr(swap.store.os, "open", refusing)
+    monkeypatch.setattr(swap.files.os, "open", refusing)
 
 
 @pytest.mark.parametrize(
