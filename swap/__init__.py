@@ -15,7 +15,7 @@ from swap.aio import (
 from swap.errors import SwapDeadlineError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator
 from swap.faults import Fault, FaultAction, FaultTarget
-from swap.stats import AioStats, SwapStats
+from swap.stats import AioStats, Latency, SwapStats
 from swap.store import StoreTicket, SwapStore
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "FaultAction",
     "FaultTarget",
     "IoTicket",
+    "Latency",
     "Priority",
     "StoreTicket",
     "SwapDeadlineError",

@@ -13,12 +13,16 @@ class _Counters(TypedDict):
     read_bytes: int
     read_errors: int
     read_seconds: float
+    read_latency: tuple[float, float, float, float]
     writes: int
     write_bytes: int
     write_errors: int
     write_seconds: float
+    write_latency: tuple[float, float, float, float]
     in_flight: int
     peak_in_flight: int
+    queue_depth: int
+    peak_queue_depth: int
     short_transfers: int
     retries: int
 

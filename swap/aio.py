@@ -27,7 +27,7 @@ from typing import Protocol
 from swap import _aio
 from swap.errors import SwapDeadlineError, SwapError, SwapFullError
 from swap.faults import Fault, FaultTarget
-from swap.stats import AioStats
+from swap.stats import AioStats, Latency
 
 _ENGINE_VARIABLE = "OFFLOAD_AIO_ENGINE"
 _ENGINES = ("io_uring", "threads")
@@ -357,12 +357,16 @@ class Aio:
             read_bytes=c["read_bytes"],
             read_errors=c["read_errors"],
             read_seconds=c["read_seconds"],
+            read_latency=Latency(*c["read_latency"]),
             writes=c["writes"],
             write_bytes=c["write_bytes"],
             write_errors=c["write_errors"],
             write_seconds=c["write_seconds"],
+            write_latency=Latency(*c["write_latency"]),
             in_flight=c["in_flight"],
             peak_in_flight=c["peak_in_flight"],
+            queue_depth=c["queue_depth"],
+            peak_queue_depth=c["peak_queue_depth"],
             short_transfers=c["short_transfers"],
             retries=c["retries"],
         )

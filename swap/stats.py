@@ -10,6 +10,24 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Latency:
+    """How long operations took, in seconds, from submission to result; all 0 before the first one succeeded.
+
+    The time includes waiting for a place in the queue, which is what the caller sees. Percentiles come from a histogram
+    of fixed size with four buckets per factor of two: each is the end of its bucket, at most a quarter too high.
+
+    Attributes:
+        p50_s: half of the operations took no longer. Likewise `p95_s` and `p99_s`.
+        max_s: the longest, exactly.
+    """
+
+    p50_s: float = 0.0
+    p95_s: float = 0.0
+    p99_s: float = 0.0
+    max_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class AioStats:
     """Counters of one engine since it was opened.
 
@@ -18,8 +36,11 @@ class AioStats:
         read_bytes: bytes of those. Likewise `write_bytes`.
         read_seconds: time with at least one read in flight. Likewise `write_seconds`.
         read_errors: operations that failed. Likewise `write_errors`.
+        read_latency: of operations that succeeded. Likewise `write_latency`.
         in_flight: operations submitted and not finished.
         peak_in_flight: the most there were at a time.
+        queue_depth: requests that the device holds now; an operation is cut into requests of at most `block_bytes`.
+        peak_queue_depth: the most it held at a time.
         short_transfers: partial transfers that were continued.
         retries: requests repeated after EINTR or EAGAIN.
     """
@@ -28,12 +49,16 @@ class AioStats:
     read_bytes: int
     read_errors: int
     read_seconds: float
+    read_latency: Latency
     writes: int
     write_bytes: int
     write_errors: int
     write_seconds: float
+    write_latency: Latency
     in_flight: int
     peak_in_flight: int
+    queue_depth: int
+    peak_queue_depth: int
     short_transfers: int
     retries: int
 
@@ -46,7 +71,11 @@ class SwapStats:
         read_bytes: bytes read successfully. Likewise `written_bytes`.
         read_seconds: time with at least one read in flight. Likewise `write_seconds`.
         reads: transfers that succeeded. Likewise `writes`.
-        in_flight: transfers submitted and not finished.
+        read_latency: of those. Likewise `write_latency`.
+        in_flight: transfers submitted and not finished; a transfer of several pieces counts once per piece.
+        peak_in_flight: the most there were at a time.
+        queue_depth: requests that the devices hold now.
+        peak_queue_depth: the most they held at a time.
         used_bytes: bytes in extents: current versions, versions being written, old versions being read.
         peak_used_bytes: the most `used_bytes` ever was.
         capacity_bytes: size of all files together.
@@ -62,7 +91,12 @@ class SwapStats:
     write_seconds: float
     reads: int
     writes: int
+    read_latency: Latency
+    write_latency: Latency
     in_flight: int
+    peak_in_flight: int
+    queue_depth: int
+    peak_queue_depth: int
     used_bytes: int
     peak_used_bytes: int
     capacity_bytes: int

@@ -431,6 +431,49 @@ def test_several_threads_share_one_engine(engine: str, fd: int) -> None:
         assert aio.stats().reads == aio.stats().writes == 80
 
 
+def test_latencies_are_of_submission_to_result(engine: str, fd: int) -> None:
+    """Of 20 reads one is held up for 50 ms: rank ceil(0.95 x 20) = 19 is not that one, rank ceil(0.99 x 20) = 20 is."""
+    memory = Memory(BLOCK)
+    os.pwrite(fd, bytes(BLOCK), 0)
+    with Aio(engine=engine, faults=[Fault(nth=7, action=FaultAction.DELAY, delay_s=0.05)]) as aio:
+        for _ in range(20):
+            aio.read(fd, 0, memory.address, BLOCK).wait()
+        stats = aio.stats()
+    latency = stats.read_latency
+    assert 0 < latency.p50_s <= latency.p95_s <= latency.p99_s <= latency.max_s
+    assert latency.p99_s == latency.max_s >= 0.05  # the end of the last bucket is cut at the longest
+    assert (stats.write_latency.p50_s, stats.write_latency.max_s) == (0, 0)
+
+
+def test_failed_operations_have_no_latency(engine: str, fd: int) -> None:
+    memory = Memory(BLOCK)
+    with Aio(engine=engine, faults=[Fault()]) as aio:
+        with pytest.raises(SwapError):
+            aio.write(fd, 0, memory.address, BLOCK).wait()
+        stats = aio.stats()
+    assert (stats.write_errors, stats.write_latency.max_s) == (1, 0)
+
+
+def test_queue_depth_is_what_the_device_holds(engine: str, fd: int) -> None:
+    """Two writes never come back; a read beside them makes three at a time."""
+    memory = Memory(2 * BLOCK)
+    os.pwrite(fd, bytes(BLOCK), 0)
+    faults = [Fault(action=FaultAction.HANG, target=FaultTarget.WRITES, forever=True)]
+    aio = Aio(engine=engine, queue_depth=3, threads=3, block_bytes=BLOCK, faults=faults)
+    for _ in range(2):
+        aio.write(fd, 0, memory.address, BLOCK)
+    for _ in range(10_000):  # until both writes have been given to the device
+        aio.read(fd, 0, memory.address + BLOCK, BLOCK).wait()
+        if aio.stats().queue_depth == 2:
+            break
+    aio.read(fd, 0, memory.address + BLOCK, BLOCK).wait()
+    stats = aio.stats()
+    assert (stats.queue_depth, stats.peak_queue_depth) == (2, 3)
+    assert (stats.in_flight, stats.peak_in_flight) == (2, 3)
+    with pytest.raises(SwapDeadlineError):
+        aio.close(0.05)
+
+
 def test_many_engines_at_once(engine: str, fd: int) -> None:
     engines = [Aio(engine=engine) for _ in range(10)]
     for i, aio in enumerate(engines):

@@ -790,6 +790,11 @@ def test_stats_and_dump(store: SwapStore) -> None:
     assert (stats.writes, stats.written_bytes, stats.reads, stats.read_bytes) == (1, 3 * BLOCK, 1, 2 * BLOCK)
     assert stats.read_seconds > 0
     assert stats.write_seconds > 0
+    assert 0 < stats.read_latency.p50_s <= stats.read_latency.max_s
+    assert 0 < stats.write_latency.p50_s <= stats.write_latency.max_s
+    assert stats.peak_in_flight == 1
+    assert stats.queue_depth == 0
+    assert 1 <= stats.peak_queue_depth <= 3  # a put of three requests
     assert stats.engine == store.engine
     assert (stats.in_flight, stats.used_bytes, stats.peak_used_bytes) == (0, 3 * BLOCK, 3 * BLOCK)
     assert "1 objects" in store.dump()

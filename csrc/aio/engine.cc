@@ -29,10 +29,12 @@ OperationPtr Engine::submit(Kind kind, int fd, std::int64_t offset, char* addres
 void Engine::finish(const OperationPtr& operation) {
     std::lock_guard<std::mutex> guard(mutex_);
     Busy& b = busy(operation->kind);
-    if (--b.in_flight == 0) b.counters.busy_s += monotonic_s() - b.since_s;
+    const double now_s = monotonic_s();
+    if (--b.in_flight == 0) b.counters.busy_s += now_s - b.since_s;
     if (operation->error == 0) {
         ++b.counters.operations;
         b.counters.bytes += operation->length;
+        b.latencies.add(now_s - operation->submitted_s);
     } else {
         ++b.counters.errors;
     }
@@ -70,16 +72,26 @@ void Engine::unregister_buffer(char*) {}
 bool Engine::register_file(int) { return false; }
 void Engine::unregister_file(int) {}
 
+KindCounters Engine::snapshot(const Busy& busy, double now_s) {
+    KindCounters counters = busy.counters;
+    if (busy.in_flight != 0) counters.busy_s += now_s - busy.since_s;
+    counters.p50_s = busy.latencies.quantile_s(0.50);
+    counters.p95_s = busy.latencies.quantile_s(0.95);
+    counters.p99_s = busy.latencies.quantile_s(0.99);
+    counters.max_s = busy.latencies.max_s();
+    return counters;
+}
+
 Counters Engine::counters() const {
     std::lock_guard<std::mutex> guard(mutex_);
     Counters counters;
     const double now_s = monotonic_s();
-    counters.reads = reads_.counters;
-    counters.writes = writes_.counters;
-    if (reads_.in_flight != 0) counters.reads.busy_s += now_s - reads_.since_s;
-    if (writes_.in_flight != 0) counters.writes.busy_s += now_s - writes_.since_s;
+    counters.reads = snapshot(reads_, now_s);
+    counters.writes = snapshot(writes_, now_s);
     counters.in_flight = live_.size();
     counters.peak_in_flight = peak_in_flight_;
+    counters.queue_depth = depth_.now();
+    counters.peak_queue_depth = depth_.peak();
     counters.short_transfers = short_transfers_.load(std::memory_order_relaxed);
     counters.retries = retries_.load(std::memory_order_relaxed);
     return counters;

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "faults.h"
+#include "histogram.h"
 #include "operation.h"
 #include "requests.h"
 
@@ -31,6 +32,10 @@ struct KindCounters {
     std::uint64_t bytes = 0;       // of those
     std::uint64_t errors = 0;      // finished with an error
     double busy_s = 0;             // time with at least one in flight
+    double p50_s = 0;              // of the time from submission to result, of operations without error
+    double p95_s = 0;
+    double p99_s = 0;
+    double max_s = 0;
 };
 
 struct Counters {
@@ -38,6 +43,8 @@ struct Counters {
     KindCounters writes;
     std::uint64_t in_flight = 0;
     std::uint64_t peak_in_flight = 0;
+    std::uint64_t queue_depth = 0;  // requests with the device
+    std::uint64_t peak_queue_depth = 0;
     std::uint64_t short_transfers = 0;
     std::uint64_t retries = 0;
 };
@@ -102,15 +109,18 @@ class Engine {
     void count(const TransferCounters& counters);
 
     const Settings settings_;
+    QueueDepth depth_;  // kept by the engine's RequestQueue
 
   private:
     struct Busy {
         KindCounters counters;
+        LatencyHistogram latencies;
         std::uint64_t in_flight = 0;
         double since_s = 0;
     };
 
     Busy& busy(Kind kind) { return kind == Kind::kRead ? reads_ : writes_; }
+    static KindCounters snapshot(const Busy& busy, double now_s);
 
     mutable std::mutex mutex_;
     std::condition_variable idle_;

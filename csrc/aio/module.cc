@@ -220,11 +220,14 @@ class PyEngine {
             out[py::str(p + "_bytes")] = kind.bytes;
             out[py::str(p + "_errors")] = kind.errors;
             out[py::str(p + "_seconds")] = kind.busy_s;
+            out[py::str(p + "_latency")] = py::make_tuple(kind.p50_s, kind.p95_s, kind.p99_s, kind.max_s);
         };
         add("read", counters.reads);
         add("write", counters.writes);
         out["in_flight"] = counters.in_flight;
         out["peak_in_flight"] = counters.peak_in_flight;
+        out["queue_depth"] = counters.queue_depth;
+        out["peak_queue_depth"] = counters.peak_queue_depth;
         out["short_transfers"] = counters.short_transfers;
         out["retries"] = counters.retries;
         return out;

@@ -98,6 +98,7 @@ bool RequestQueue::pop(Request& request) {
         request.retries = 0;
         if (!operation->urgent) normal_bytes_ += request.length;
         last_kind_ = operation->kind;
+        depth_.add();
         ++operation->requests_in_flight;
         if (++operation->chunks_issued == chunks) leave(*line, operation);
         return true;
@@ -108,6 +109,7 @@ bool RequestQueue::pop(Request& request) {
 void RequestQueue::retire(const Request& request) {
     Operation& operation = *request.operation;
     if (!operation.urgent) normal_bytes_ -= request.issued_bytes;
+    depth_.remove();
     if (--operation.requests_in_flight == 0 && !operation.queued) finish_(request.operation);
 }
 

@@ -4,6 +4,7 @@
 // alike. Must not know: how a request is carried out. Next: engine.h.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -36,6 +37,24 @@ struct TransferCounters {
 /// that the file ends before the range does and are an error (ENODATA).
 Next take_result(Request& request, std::int64_t result, TransferCounters& counters);
 
+/// How many requests the device holds.  One thread at a time writes; any thread may read.
+class QueueDepth {
+  public:
+    void add() {
+        const std::uint64_t now = now_.load(std::memory_order_relaxed) + 1;
+        now_.store(now, std::memory_order_relaxed);
+        if (now > peak_.load(std::memory_order_relaxed)) peak_.store(now, std::memory_order_relaxed);
+    }
+    void remove() { now_.store(now_.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed); }
+
+    std::uint64_t now() const { return now_.load(std::memory_order_relaxed); }
+    std::uint64_t peak() const { return peak_.load(std::memory_order_relaxed); }
+
+  private:
+    std::atomic<std::uint64_t> now_{0};
+    std::atomic<std::uint64_t> peak_{0};
+};
+
 /// The operations that wait for the device, in the order in which their requests go out.
 ///
 /// Urgent before normal; within a priority reads and writes alternate (a mixed pattern is faster than two
@@ -50,8 +69,8 @@ class RequestQueue {
   public:
     using Finish = std::function<void(const OperationPtr&)>;
 
-    RequestQueue(std::size_t block_bytes, Finish finish)
-        : block_bytes_(block_bytes), finish_(std::move(finish)) {}
+    RequestQueue(std::size_t block_bytes, QueueDepth& depth, Finish finish)
+        : block_bytes_(block_bytes), depth_(depth), finish_(std::move(finish)) {}
 
     void push(OperationPtr operation);
 
@@ -85,6 +104,7 @@ class RequestQueue {
     }
 
     const std::size_t block_bytes_;
+    QueueDepth& depth_;
     const Finish finish_;
     Line lines_[2][2];  // [urgent][kind]
     Kind last_kind_ = Kind::kWrite;

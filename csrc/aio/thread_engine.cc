@@ -23,7 +23,8 @@ namespace {
 class ThreadEngine final : public Engine {
   public:
     explicit ThreadEngine(const Settings& settings)
-        : Engine(settings), queue_(settings.block_bytes, [this](const OperationPtr& o) { finish(o); }) {
+        : Engine(settings),
+          queue_(settings.block_bytes, depth_, [this](const OperationPtr& o) { finish(o); }) {
         for (unsigned i = 0; i < settings.threads; ++i) {
             try {
                 workers_.emplace_back([this] { run(); });

@@ -98,7 +98,7 @@ class UringEngine final : public Engine {
     explicit UringEngine(const Settings& settings)
         : Engine(settings),
           wake_(::eventfd(0, EFD_CLOEXEC)),
-          queue_(settings.block_bytes, [this](const OperationPtr& o) { finish(o); }),
+          queue_(settings.block_bytes, depth_, [this](const OperationPtr& o) { finish(o); }),
           slots_(settings.queue_depth) {
         if (wake_.get() < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
         for (unsigned i = settings.queue_depth; i-- > 0;) free_slots_.push_back(i);
