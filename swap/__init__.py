@@ -12,7 +12,7 @@ from swap.aio import (
     engines_available,
     uring_refusal,
 )
-from swap.errors import SwapDeadlineError, SwapError, SwapFullError
+from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator
 from swap.faults import Fault, FaultAction, FaultTarget
 from swap.stats import AioStats, Latency, SwapStats
@@ -30,6 +30,7 @@ __all__ = [
     "Latency",
     "Priority",
     "StoreTicket",
+    "SwapCorruptError",
     "SwapDeadlineError",
     "SwapError",
     "SwapFullError",

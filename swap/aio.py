@@ -25,7 +25,7 @@ from enum import Enum
 from typing import Protocol
 
 from swap import _aio
-from swap.errors import SwapDeadlineError, SwapError, SwapFullError
+from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
 from swap.faults import Fault, FaultTarget
 from swap.stats import AioStats, Latency
 
@@ -183,6 +183,17 @@ class IoTicket:
             return None
         full = code in (_errno.ENOSPC, _errno.EDQUOT)
         at, length = self._operation.error_offset, self._operation.error_length
+        expected, actual = self._operation.error_checksums
+        if code == _errno.EBADMSG and expected != actual:
+            return SwapCorruptError(
+                f"{self._what()}: expected checksum {expected:#010x} at offset {at}, {length} bytes, "
+                f"but got {actual:#010x}",
+                errno=code,
+                path=self._subject,
+                offset_bytes=at,
+                length_bytes=length,
+                remedy="the drive, its cable or something that wrote to the file changed the bytes: use another copy",
+            )
         return (SwapFullError if full else SwapError)(
             f"{self._what()}: failed at offset {at}, {length} bytes",
             errno=code,
@@ -191,6 +202,11 @@ class IoTicket:
             length_bytes=length,
             remedy=_REMEDIES.get(code, "look at the kernel log"),
         )
+
+    @property
+    def checksums(self) -> bytes:
+        """Checksums of a finished write that asked for them: a word of 4 bytes per granule."""
+        return self._operation.checksums
 
     def _what(self) -> str:
         verb = "write" if self._write else "read"
@@ -278,23 +294,50 @@ class Aio:
         _open.add(self)
 
     def read(
-        self, fd: int, offset: int, address: int, length: int, *, priority: Priority = Priority.NORMAL
+        self,
+        fd: int,
+        offset: int,
+        address: int,
+        length: int,
+        *,
+        priority: Priority = Priority.NORMAL,
+        granule_bytes: int = 0,
+        expected: bytes = b"",
     ) -> IoTicket:
         """Start reading `length` bytes at `offset` of a file into memory.
 
         The memory must stay valid and untouched, and the file open, until the ticket is done.
 
+        Args:
+            fd: file.
+            offset: first byte in the file.
+            address: where to.
+            length: bytes.
+            priority: see `Priority`.
+            granule_bytes: compare the CRC-32C of every so many bytes before the ticket is done; 0 for none.
+            expected: the checksums of the range, as `IoTicket.checksums` gave them.
+
         Raises:
             ValueError: impossible numbers.
-            SwapError: the engine is closed or belongs to the parent process.
+            SwapError: the engine is closed or belongs to the parent process, or a thread cannot be started.
         """
-        return self._submit(False, fd, offset, address, length, priority)
+        return self._submit(False, fd, offset, address, length, priority, granule_bytes, expected)
 
     def write(
-        self, fd: int, offset: int, address: int, length: int, *, priority: Priority = Priority.NORMAL
+        self,
+        fd: int,
+        offset: int,
+        address: int,
+        length: int,
+        *,
+        priority: Priority = Priority.NORMAL,
+        granule_bytes: int = 0,
     ) -> IoTicket:
-        """Start writing `length` bytes from memory to `offset` of a file; see `read`."""
-        return self._submit(True, fd, offset, address, length, priority)
+        """Start writing `length` bytes from memory to `offset` of a file; see `read`.
+
+        With `granule_bytes` the finished ticket has the checksums of the bytes, one per granule.
+        """
+        return self._submit(True, fd, offset, address, length, priority, granule_bytes, b"")
 
     def register_file(self, fd: int, name: str | None = None) -> bool:
         """Let the kernel look the file up once (best effort) and name it in errors.
@@ -420,9 +463,20 @@ class Aio:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _submit(self, write: bool, fd: int, offset: int, address: int, length: int, priority: Priority) -> IoTicket:
+    def _submit(
+        self,
+        write: bool,
+        fd: int,
+        offset: int,
+        address: int,
+        length: int,
+        priority: Priority,
+        granule_bytes: int,
+        expected: bytes,
+    ) -> IoTicket:
+        urgent = priority is Priority.URGENT
         with _as_swap_error():
-            operation = self._engine.submit(write, fd, offset, address, length, priority is Priority.URGENT)
+            operation = self._engine.submit(write, fd, offset, address, length, urgent, granule_bytes, expected)
         subject = self._names.get(fd) or f"file descriptor {fd}"
         return IoTicket(self, operation, write=write, subject=subject, offset=offset, length=length)
 

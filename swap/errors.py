@@ -70,6 +70,10 @@ class SwapFullError(SwapError):
     """No room: on the file system (ENOSPC) or in the store's fixed capacity; the text names the bytes."""
 
 
+class SwapCorruptError(SwapError):
+    """The bytes on disk are not those that were written; the text says where and what was expected instead."""
+
+
 def _rebuild(cls: type[SwapError], message: str, values: dict[str, Any]) -> SwapError:
     return cls(message, **values)
 

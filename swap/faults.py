@@ -19,6 +19,7 @@ class FaultAction(Enum):
     SHORT = "short"
     HANG = "hang"
     DELAY = "delay"
+    LIE = "lie"
 
 
 class FaultTarget(Enum):
@@ -39,7 +40,8 @@ class Fault:
     Attributes:
         nth: which matching I/O is hit, counted from 1 since the fault was planned.
         action: FAIL (result is `errno`), SHORT (at most `short_bytes` are transferred; 0 looks like the end
-            of the file), HANG (never completes) or DELAY (issued `delay_s` later).
+            of the file), HANG (never completes), DELAY (issued `delay_s` later) or LIE (succeeds with wrong bytes: the
+            first byte of a read is inverted, a write is not carried out).
         errno: for FAIL.
         short_bytes: for SHORT, bytes.
         delay_s: for DELAY, seconds.

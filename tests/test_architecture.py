@@ -35,7 +35,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 SWAP_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "faults", "stats"),
+    ("errors", "faults", "stats", "checksums"),
     ("extents", "aio"),
     ("files", "space"),
     ("store",),
@@ -49,7 +49,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.schedule": ("torch",),
 }
 # compiled module -> the files that may import it
-FACES = {"swap._aio": ("swap.aio",), "offload._cpu_adam": ("offload.cpu_adam",)}
+FACES = {"swap._aio": ("swap.aio", "swap.checksums"), "offload._cpu_adam": ("offload.cpu_adam",)}
 REBINDS_DATA = {"offload.hooks"}
 WRITES_SHARD_STATE = {"offload.copies"}
 USES_EVENTS = {f"offload.{name}" for name in ("copies", "gradients", "access")}  # and so change a state

@@ -7,8 +7,13 @@
 namespace swap_aio {
 
 OperationPtr Engine::submit(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length,
-                            bool urgent) {
+                            bool urgent, std::unique_ptr<Checksums> checksums) {
     auto operation = std::make_shared<Operation>(kind, fd, offset, address, length, urgent);
+    const bool sum_now = checksums != nullptr && kind == Kind::kWrite;
+    if (checksums != nullptr) {
+        checksum_workers_.start();
+        operation->checksums = std::move(checksums);
+    }
     {
         std::lock_guard<std::mutex> guard(mutex_);
         if (closing_) return nullptr;
@@ -18,6 +23,7 @@ OperationPtr Engine::submit(Kind kind, int fd, std::int64_t offset, char* addres
         Busy& b = busy(kind);
         if (b.in_flight++ == 0) b.since_s = operation->submitted_s;
     }
+    if (sum_now) checksum_workers_.push(operation);
     if (length == 0) {
         finish(operation);
     } else {
@@ -27,6 +33,24 @@ OperationPtr Engine::submit(Kind kind, int fd, std::int64_t offset, char* addres
 }
 
 void Engine::finish(const OperationPtr& operation) {
+    Checksums* const sums = operation->checksums.get();
+    if (sums != nullptr && operation->kind == Kind::kWrite) {
+        if (sums->parts_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    } else if (sums != nullptr && operation->error == 0) {
+        checksum_workers_.push(operation);
+        return;
+    }
+    publish(operation);
+}
+
+void Engine::summed(const OperationPtr& operation) {
+    if (operation->kind == Kind::kWrite &&
+        operation->checksums->parts_left.fetch_sub(1, std::memory_order_acq_rel) != 1)
+        return;
+    publish(operation);
+}
+
+void Engine::publish(const OperationPtr& operation) {
     std::lock_guard<std::mutex> guard(mutex_);
     Busy& b = busy(operation->kind);
     const double now_s = monotonic_s();
@@ -62,6 +86,7 @@ Engine::Closing Engine::close(double timeout_s) {
     if (stop_now) stop();
     // Idle threads end at once; one that still waits for the kernel is given a moment, not for ever.
     const bool ended = join(1.0);
+    if (ended) checksum_workers_.stop();  // nothing can be passed on to them any more
     std::lock_guard<std::mutex> guard(mutex_);
     ended_ = ended_ || ended;
     return {drained_, ended_};

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <string>
 
+#include "checksums.h"
 #include "faults.h"
 #include "histogram.h"
 #include "operation.h"
@@ -51,7 +52,8 @@ struct Counters {
 
 class Engine {
   public:
-    explicit Engine(const Settings& settings) : settings_(settings) {}
+    explicit Engine(const Settings& settings)
+        : settings_(settings), checksum_workers_([this](const OperationPtr& o) { summed(o); }) {}
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
@@ -61,8 +63,11 @@ class Engine {
     virtual const char* name() const = 0;
 
     /// Start one operation.  The memory must stay valid until it is done.  Returns nullptr after close().
+    ///
+    /// With `checksums` a write is done when its bytes are summed as well, and a read fails (EBADMSG) when
+    /// they are not as expected.  Throws std::system_error when no thread can be started for that.
     OperationPtr submit(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length,
-                        bool urgent);
+                        bool urgent, std::unique_ptr<Checksums> checksums = nullptr);
 
     /// Best effort: pin memory or a file once instead of at every request.  False when refused or not
     /// supported.
@@ -103,7 +108,7 @@ class Engine {
     /// Wait for the I/O threads; false when they did not end in time.
     virtual bool join(double timeout_s) = 0;
 
-    /// An operation has its final result: count and publish it.
+    /// The I/O of an operation is over: publish it, or pass it on to be summed.
     void finish(const OperationPtr& operation);
 
     void count(const TransferCounters& counters);
@@ -120,8 +125,13 @@ class Engine {
     };
 
     Busy& busy(Kind kind) { return kind == Kind::kRead ? reads_ : writes_; }
+    void summed(const OperationPtr& operation);
+
+    /// An operation has its final result: count and publish it.
+    void publish(const OperationPtr& operation);
     static KindCounters snapshot(const Busy& busy, double now_s);
 
+    ChecksumWorkers checksum_workers_;
     mutable std::mutex mutex_;
     std::condition_variable idle_;
     std::map<std::uint64_t, OperationPtr> live_;

@@ -21,6 +21,7 @@ enum class FaultAction : std::uint8_t {
     kShort,  // the request is issued; at most short_bytes of its result are reported
     kHang,   // the request is not issued and never completes
     kDelay,  // the request is issued delay_s later
+    kLie,    // the result claims success: the first byte of a read is inverted, a write is not carried out
 };
 
 struct Fault {

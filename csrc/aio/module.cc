@@ -7,11 +7,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 
+#include "crc32c.h"
 #include "engine.h"
 #include "files.h"
 
@@ -70,6 +73,20 @@ class PyOperation {
     std::int64_t error_offset() const { return operation_->done() ? operation_->error_offset : 0; }
     std::size_t error_length() const { return operation_->done() ? operation_->error_length : 0; }
 
+    // (expected, actual) of a read whose bytes were wrong.
+    py::tuple error_checksums() const {
+        const swap_aio::Checksums* sums = operation_->done() ? operation_->checksums.get() : nullptr;
+        return py::make_tuple(sums != nullptr ? sums->expected : 0U, sums != nullptr ? sums->actual : 0U);
+    }
+
+    // Of a finished write, one word of 4 bytes per granule, in the order of bytes of this machine.
+    py::bytes checksums() const {
+        const swap_aio::Checksums* sums = operation_->done() ? operation_->checksums.get() : nullptr;
+        if (sums == nullptr) return py::bytes();
+        return py::bytes(reinterpret_cast<const char*>(sums->values.data()),
+                         sums->values.size() * sizeof(std::uint32_t));
+    }
+
   private:
     OperationPtr operation_;
     pid_t pid_;
@@ -124,7 +141,7 @@ class PyEngine {
     std::string name() const { return engine_->name(); }
 
     PyOperation submit(bool write, int fd, std::int64_t offset, std::uintptr_t address, std::size_t length,
-                       bool urgent) {
+                       bool urgent, std::size_t granule_bytes, const py::bytes& expected) {
         Engine& engine = own();
         if (fd < 0) throw py::value_error("fd: expected a file descriptor but got " + std::to_string(fd));
         if (offset < 0)
@@ -134,12 +151,20 @@ class PyEngine {
         if (length > static_cast<std::size_t>(INT64_MAX - offset) || length > UINTPTR_MAX - address)
             throw py::value_error("length: the range ends beyond the address space: " +
                                   std::to_string(length));
+        auto sums = checksums_of(write, length, granule_bytes, expected);
         OperationPtr operation;
+        int refused = 0;
         {
             py::gil_scoped_release release;
-            operation = engine.submit(write ? Kind::kWrite : Kind::kRead, fd, offset,
-                                      reinterpret_cast<char*>(address), length, urgent);
+            try {
+                operation = engine.submit(write ? Kind::kWrite : Kind::kRead, fd, offset,
+                                          reinterpret_cast<char*>(address), length, urgent, std::move(sums));
+            } catch (const std::system_error& error) {
+                refused = error.code().value();
+            }
         }
+        if (refused != 0)
+            raise_os_error(refused, "asynchronous I/O engine: cannot start a thread for checksums");
         if (operation == nullptr) raise_os_error(EBADF, "asynchronous I/O engine: it is closed");
         return PyOperation(std::move(operation));
     }
@@ -178,8 +203,10 @@ class PyEngine {
             fault.action = FaultAction::kHang;
         else if (action == "delay")
             fault.action = FaultAction::kDelay;
+        else if (action == "lie")
+            fault.action = FaultAction::kLie;
         else
-            throw py::value_error("fault action: expected fail, short, hang or delay but got " + action);
+            throw py::value_error("fault action: expected fail, short, hang, delay or lie but got " + action);
         if (nth < 1) throw py::value_error("fault nth: expected 1 or more but got 0");
         if (fault.action == FaultAction::kFail && errno_value <= 0)
             throw py::value_error("fault errno: expected a positive number but got " +
@@ -240,6 +267,23 @@ class PyEngine {
     }
 
   private:
+    static std::unique_ptr<swap_aio::Checksums> checksums_of(bool write, std::size_t length,
+                                                             std::size_t granule_bytes,
+                                                             const py::bytes& expected) {
+        if (granule_bytes == 0) return nullptr;
+        auto sums = std::make_unique<swap_aio::Checksums>();
+        sums->granule_bytes = granule_bytes;
+        sums->values.resize(length / granule_bytes + (length % granule_bytes != 0));
+        if (!write) {
+            const std::string_view given = expected;
+            if (given.size() != sums->values.size() * sizeof(std::uint32_t))
+                throw py::value_error("checksums: expected " + std::to_string(sums->values.size()) +
+                                      " words of 4 bytes but got " + std::to_string(given.size()) + " bytes");
+            std::memcpy(sums->values.data(), given.data(), given.size());
+        }
+        return sums;
+    }
+
     Engine& own() {
         if (::getpid() != pid_) raise_forked();
         return *engine_;
@@ -266,6 +310,19 @@ int preallocate(int fd, std::int64_t length) {
     return swap_aio::preallocate(fd, length);
 }
 
+std::uint32_t crc32c(std::uintptr_t address, std::size_t length, std::uint32_t crc, bool portable) {
+    if (address == 0 && length != 0) throw py::value_error("crc32c: expected memory but got a null pointer");
+    py::gil_scoped_release release;
+    const void* data = reinterpret_cast<const void*>(address);
+    return portable ? swap_aio::crc32c_portable(data, length, crc) : swap_aio::crc32c(data, length, crc);
+}
+
+std::uint32_t crc32c_bytes(const py::bytes& bytes, std::uint32_t crc) {
+    const std::string_view data = bytes;
+    py::gil_scoped_release release;
+    return swap_aio::crc32c(data.data(), data.size(), crc);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_aio, m) {
@@ -276,6 +333,10 @@ PYBIND11_MODULE(_aio, m) {
     m.attr("BUILT_WITH_IO_URING") = false;
 #endif
     m.def("uring_refusal", &swap_aio::uring_refusal, py::call_guard<py::gil_scoped_release>());
+    m.def("crc32c", &crc32c, py::arg("address"), py::arg("length"), py::arg("crc") = 0,
+          py::arg("portable") = false);
+    m.def("crc32c_bytes", &crc32c_bytes, py::arg("data"), py::arg("crc") = 0);
+    m.def("crc32c_kernel", &swap_aio::crc32c_kernel);
     m.def("file_facts", &file_facts, py::arg("fd"));
     m.def("preallocate", &preallocate, py::arg("fd"), py::arg("length"));
 
@@ -284,14 +345,17 @@ PYBIND11_MODULE(_aio, m) {
         .def("wait", &PyOperation::wait, py::arg("timeout_s"))
         .def_property_readonly("error", &PyOperation::error)
         .def_property_readonly("error_offset", &PyOperation::error_offset)
-        .def_property_readonly("error_length", &PyOperation::error_length);
+        .def_property_readonly("error_length", &PyOperation::error_length)
+        .def_property_readonly("error_checksums", &PyOperation::error_checksums)
+        .def_property_readonly("checksums", &PyOperation::checksums);
 
     py::class_<PyEngine>(m, "Engine")
         .def(py::init<const std::string&, unsigned, std::size_t, unsigned>(), py::arg("name"),
              py::arg("queue_depth"), py::arg("block_bytes"), py::arg("threads"))
         .def_property_readonly("name", &PyEngine::name)
         .def("submit", &PyEngine::submit, py::arg("write"), py::arg("fd"), py::arg("offset"),
-             py::arg("address"), py::arg("length"), py::arg("urgent"))
+             py::arg("address"), py::arg("length"), py::arg("urgent"), py::arg("granule_bytes") = 0,
+             py::arg("expected") = py::bytes())
         .def("register_buffer", &PyEngine::register_buffer, py::arg("address"), py::arg("length"))
         .def("unregister_buffer", &PyEngine::unregister_buffer, py::arg("address"))
         .def("register_file", &PyEngine::register_file, py::arg("fd"))

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace swap_aio {
 
@@ -18,6 +19,15 @@ enum class Kind : std::uint8_t { kRead, kWrite };
 
 /// Seconds of a monotonic clock.
 double monotonic_s();
+
+/// Checksums (CRC-32C) of an operation's bytes, one per granule; the last granule may be shorter.
+struct Checksums {
+    std::size_t granule_bytes = 0;
+    std::vector<std::uint32_t> values;    // of a read what is expected, of a write the result
+    std::uint32_t expected = 0;           // of the first granule that was wrong
+    std::uint32_t actual = 0;             // likewise
+    std::atomic<unsigned> parts_left{2};  // of a write: the I/O and the sum
+};
 
 struct Operation {
     Operation(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length, bool urgent);
@@ -43,6 +53,7 @@ struct Operation {
     const std::size_t length;
     const double submitted_s;
     std::uint64_t id = 0;
+    std::unique_ptr<Checksums> checksums;  // null: none asked for.  Read after done().
 
     // Progress: written by the engine only (its I/O thread, or under its mutex).
     std::size_t chunks_issued = 0;

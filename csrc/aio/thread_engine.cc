@@ -142,6 +142,12 @@ class ThreadEngine final : public Engine {
             case FaultAction::kShort:
                 return std::min<std::int64_t>(system_call(request),
                                               static_cast<std::int64_t>(fault.short_bytes));
+            case FaultAction::kLie: {
+                if (request.operation->kind == Kind::kWrite) return static_cast<std::int64_t>(request.length);
+                const std::int64_t result = system_call(request);
+                if (result > 0) request.address[0] = static_cast<char>(~request.address[0]);
+                return result;
+            }
             case FaultAction::kNone:
                 break;
         }

@@ -173,6 +173,7 @@ class UringEngine final : public Engine {
         Request request;
         SlotState state = SlotState::kFree;
         std::size_t report_at_most = SIZE_MAX;  // injected short transfer
+        bool lie = false;                       // injected wrong byte
         __kernel_timespec delay{};
     };
     struct Buffer {
@@ -318,6 +319,7 @@ class UringEngine final : public Engine {
     void issue(unsigned index) {
         Slot& slot = slots_[index];
         slot.report_at_most = SIZE_MAX;
+        slot.lie = false;
         const Fault fault = faults.judge(slot.request.operation->kind);
         switch (fault.action) {
             case FaultAction::kNone:
@@ -331,6 +333,14 @@ class UringEngine final : public Engine {
                 return;
             case FaultAction::kShort:
                 slot.report_at_most = fault.short_bytes;
+                break;
+            case FaultAction::kLie:
+                if (slot.request.operation->kind == Kind::kWrite) {
+                    slot.state = SlotState::kHeld;
+                    synthetic_.push_back({index, static_cast<std::int64_t>(slot.request.length)});
+                    return;
+                }
+                slot.lie = true;
                 break;
             case FaultAction::kDelay: {
                 slot.delay.tv_sec = static_cast<long long>(fault.delay_s);
@@ -429,6 +439,7 @@ class UringEngine final : public Engine {
 
     void complete(unsigned index, std::int64_t result) {
         Slot& slot = slots_[index];
+        if (slot.lie && result > 0) slot.request.address[0] = static_cast<char>(~slot.request.address[0]);
         TransferCounters counters;
         const Next next = take_result(slot.request, stopped_ && result < 0 ? -ECANCELED : result, counters);
         count(counters);
