@@ -7,6 +7,7 @@ Next: `store` (objects under keys), `aio` (raw reads and writes), `extents` (fre
 from swap.aio import (
     Aio,
     IoTicket,
+    Job,
     Priority,
     Ticket,
     engines_available,
@@ -27,6 +28,7 @@ __all__ = [
     "FaultAction",
     "FaultTarget",
     "IoTicket",
+    "Job",
     "Latency",
     "Priority",
     "StoreTicket",

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import TypedDict
 
 BUILT_WITH_IO_URING: bool
@@ -26,6 +27,9 @@ class _Counters(TypedDict):
     short_transfers: int
     retries: int
 
+# write, fd, offset, address, length, urgent, granule_bytes, expected
+_Job = tuple[bool, int, int, int, int, bool, int, bytes]
+
 def crc32c(address: int, length: int, crc: int = 0, portable: bool = False) -> int: ...
 def crc32c_bytes(data: bytes, crc: int = 0) -> int: ...
 def crc32c_kernel() -> str: ...
@@ -51,17 +55,7 @@ class Engine:
     def __init__(self, name: str, queue_depth: int, block_bytes: int, threads: int) -> None: ...
     @property
     def name(self) -> str: ...
-    def submit(
-        self,
-        write: bool,
-        fd: int,
-        offset: int,
-        address: int,
-        length: int,
-        urgent: bool,
-        granule_bytes: int = 0,
-        expected: bytes = b"",
-    ) -> Operation: ...
+    def submit(self, jobs: Sequence[_Job]) -> list[Operation]: ...
     def register_buffer(self, address: int, length: int) -> bool: ...
     def unregister_buffer(self, address: int) -> None: ...
     def register_file(self, fd: int) -> bool: ...

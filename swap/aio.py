@@ -19,7 +19,7 @@ import errno as _errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -126,20 +126,42 @@ def _uring_refusal() -> str:
     return _aio.uring_refusal()
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One read or write for `Aio.submit`.
+
+    Attributes:
+        write: memory to file, else file to memory.
+        fd: file.
+        offset: first byte in the file.
+        address: memory; it must stay valid and untouched until the ticket is done.
+        length: bytes.
+        priority: see `Priority`.
+        granule_bytes: take (write) or compare (read) the CRC-32C of every so many bytes before the ticket is done;
+            0 for none.
+        expected: of a read with checksums, those of the range, as `IoTicket.checksums` gave them.
+    """
+
+    write: bool
+    fd: int
+    offset: int
+    address: int
+    length: int
+    priority: Priority = Priority.NORMAL
+    granule_bytes: int = 0
+    expected: bytes = b""
+
+
 class IoTicket:
     """Ticket of one read or write of an `Aio`."""
 
-    __slots__ = ("_aio", "_length", "_offset", "_operation", "_subject", "_write")
+    __slots__ = ("_aio", "_job", "_operation", "_subject")
 
-    def __init__(
-        self, aio: Aio, operation: _aio.Operation, *, write: bool, subject: str, offset: int, length: int
-    ) -> None:
+    def __init__(self, aio: Aio, operation: _aio.Operation, job: Job) -> None:
         self._aio = aio
         self._operation = operation
-        self._write = write
-        self._subject = subject
-        self._offset = offset
-        self._length = length
+        self._job = job
+        self._subject = aio.name_of(job.fd)
 
     def done(self) -> bool:
         """See `Ticket.done`."""
@@ -170,8 +192,8 @@ class IoTicket:
             f"{self._what()}: expected a result within {limit_s:g} s but got none",
             errno=_errno.ETIMEDOUT,
             path=self._subject,
-            offset_bytes=self._offset,
-            length_bytes=self._length,
+            offset_bytes=self._job.offset,
+            length_bytes=self._job.length,
             remedy="look at the kernel log for a stuck device, or allow a longer deadline",
             detail=state,
         )
@@ -209,8 +231,8 @@ class IoTicket:
         return self._operation.checksums
 
     def _what(self) -> str:
-        verb = "write" if self._write else "read"
-        return f"{verb} of {self._length} bytes at offset {self._offset} of {self._subject}"
+        verb = "write" if self._job.write else "read"
+        return f"{verb} of {self._job.length} bytes at offset {self._job.offset} of {self._subject}"
 
 
 class Aio:
@@ -294,50 +316,42 @@ class Aio:
         _open.add(self)
 
     def read(
-        self,
-        fd: int,
-        offset: int,
-        address: int,
-        length: int,
-        *,
-        priority: Priority = Priority.NORMAL,
-        granule_bytes: int = 0,
-        expected: bytes = b"",
+        self, fd: int, offset: int, address: int, length: int, *, priority: Priority = Priority.NORMAL
     ) -> IoTicket:
         """Start reading `length` bytes at `offset` of a file into memory.
 
         The memory must stay valid and untouched, and the file open, until the ticket is done.
 
-        Args:
-            fd: file.
-            offset: first byte in the file.
-            address: where to.
-            length: bytes.
-            priority: see `Priority`.
-            granule_bytes: compare the CRC-32C of every so many bytes before the ticket is done; 0 for none.
-            expected: the checksums of the range, as `IoTicket.checksums` gave them.
+        Raises:
+            ValueError: impossible numbers.
+            SwapError: the engine is closed or belongs to the parent process.
+        """
+        return self.submit([Job(False, fd, offset, address, length, priority)])[0]
+
+    def write(
+        self, fd: int, offset: int, address: int, length: int, *, priority: Priority = Priority.NORMAL
+    ) -> IoTicket:
+        """Start writing `length` bytes from memory to `offset` of a file; see `read`."""
+        return self.submit([Job(True, fd, offset, address, length, priority)])[0]
+
+    def submit(self, jobs: Sequence[Job]) -> list[IoTicket]:
+        """Start several reads and writes, all or none; cheaper than one call each.
+
+        Returns:
+            One ticket per job, in the same order.
 
         Raises:
             ValueError: impossible numbers.
-            SwapError: the engine is closed or belongs to the parent process, or a thread cannot be started.
+            SwapError: the engine is closed or belongs to the parent process, or a thread for checksums cannot be
+                started.
         """
-        return self._submit(False, fd, offset, address, length, priority, granule_bytes, expected)
-
-    def write(
-        self,
-        fd: int,
-        offset: int,
-        address: int,
-        length: int,
-        *,
-        priority: Priority = Priority.NORMAL,
-        granule_bytes: int = 0,
-    ) -> IoTicket:
-        """Start writing `length` bytes from memory to `offset` of a file; see `read`.
-
-        With `granule_bytes` the finished ticket has the checksums of the bytes, one per granule.
-        """
-        return self._submit(True, fd, offset, address, length, priority, granule_bytes, b"")
+        rows = [
+            (j.write, j.fd, j.offset, j.address, j.length, j.priority is Priority.URGENT, j.granule_bytes, j.expected)
+            for j in jobs
+        ]
+        with _as_swap_error():
+            operations = self._engine.submit(rows)
+        return [IoTicket(self, operation, job) for operation, job in zip(operations, jobs, strict=True)]
 
     def register_file(self, fd: int, name: str | None = None) -> bool:
         """Let the kernel look the file up once (best effort) and name it in errors.
@@ -348,6 +362,10 @@ class Aio:
             self._names[fd] = name
         with _as_swap_error():
             return self._engine.register_file(fd)
+
+    def name_of(self, fd: int) -> str:
+        """What errors call a file."""
+        return self._names.get(fd) or f"file descriptor {fd}"
 
     def unregister_file(self, fd: int) -> None:
         """Forget a file given to `register_file`."""
@@ -462,23 +480,6 @@ class Aio:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _submit(
-        self,
-        write: bool,
-        fd: int,
-        offset: int,
-        address: int,
-        length: int,
-        priority: Priority,
-        granule_bytes: int,
-        expected: bytes,
-    ) -> IoTicket:
-        urgent = priority is Priority.URGENT
-        with _as_swap_error():
-            operation = self._engine.submit(write, fd, offset, address, length, urgent, granule_bytes, expected)
-        subject = self._names.get(fd) or f"file descriptor {fd}"
-        return IoTicket(self, operation, write=write, subject=subject, offset=offset, length=length)
 
 
 class _as_swap_error(contextlib.AbstractContextManager[None]):

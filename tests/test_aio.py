@@ -22,6 +22,7 @@ from swap import (
     FaultAction,
     FaultTarget,
     IoTicket,
+    Job,
     Priority,
     SwapDeadlineError,
     SwapError,
@@ -403,6 +404,41 @@ def test_reads_and_writes_alternate(engine: str, fd: int) -> None:
     assert [t.done() for t in writes + reads] == [True, True, False, False] * 2
     with pytest.raises(SwapDeadlineError):
         aio.close(0.05)
+
+
+def test_devices_take_turns(engine: str, fd: int) -> None:
+    """One request at a time of 4 writes to a file, then 2 to another device: in turns, so the 5th is the file's 3rd.
+
+    It is held for good; first come, first served would have done all four of the file and none of the device.
+    """
+    memory = Memory(BLOCK)
+    other = os.open("/dev/null", os.O_WRONLY)
+    aio = Aio(engine=engine, queue_depth=1, threads=1, faults=[Fault(nth=5, action=FaultAction.HANG)])
+    jobs = [Job(True, descriptor, 0, memory.address, BLOCK) for descriptor in (fd, fd, fd, fd, other, other)]
+    tickets = aio.submit(jobs)
+    for ticket in tickets[:2] + tickets[4:]:
+        ticket.wait(10)
+    assert [ticket.done() for ticket in tickets[2:4]] == [False, False]
+    with pytest.raises(SwapDeadlineError):
+        aio.close(0.05)
+    os.close(other)
+
+
+def test_batch_is_started_as_a_whole_or_not_at_all(engine: str, fd: int) -> None:
+    memory = Memory(64 * BLOCK)
+    memory.fill(pattern(64 * BLOCK))
+    with Aio(engine=engine, queue_depth=4) as aio:
+        assert aio.submit([]) == []
+        jobs = [Job(True, fd, i * BLOCK, memory.address + i * BLOCK, BLOCK) for i in range(64)]
+        with pytest.raises(ValueError, match="offset"):
+            aio.submit([*jobs, Job(True, fd, -1, memory.address, BLOCK)])
+        assert aio.stats().in_flight == aio.stats().writes == 0
+        for ticket in aio.submit([*jobs, Job(True, fd, 0, 0, 0)]):
+            ticket.wait()
+        assert aio.stats().writes == 65
+    assert os.pread(fd, 64 * BLOCK, 0) == pattern(64 * BLOCK)
+    with pytest.raises(SwapError, match="closed"):
+        aio.submit(jobs)
 
 
 def test_several_threads_share_one_engine(engine: str, fd: int) -> None:

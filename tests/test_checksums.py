@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_aio import engine  # noqa: F401 (fixture)
 
-from swap import Aio, Fault, FaultAction, FaultTarget, SwapCorruptError, SwapError
+from swap import Aio, Fault, FaultAction, FaultTarget, IoTicket, Job, SwapCorruptError, SwapError
 from swap.checksums import crc32c, crc32c_at, crc32c_kernel, parts_of_read, words
 
 BLOCK = 4096
@@ -100,18 +100,26 @@ def fd(tmp_path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
+def write(aio: Aio, fd: int, offset: int, address: int, length: int) -> IoTicket:
+    return aio.submit([Job(True, fd, offset, address, length, granule_bytes=BLOCK)])[0]
+
+
+def read(aio: Aio, fd: int, offset: int, address: int, length: int, expected: bytes) -> IoTicket:
+    return aio.submit([Job(False, fd, offset, address, length, granule_bytes=BLOCK, expected=expected)])[0]
+
+
 @pytest.mark.parametrize("length", [1, 4095, 4096, 3 * 4096 + 13, 100_003])
 def test_write_sums_and_read_compares(engine: str, fd: int, length: int) -> None:  # noqa: F811
     data = pattern(length, 3)
     memory = Memory(length)
     memory.fill(data)
     with Aio(engine=engine, block_bytes=BLOCK * 2) as aio:
-        ticket = aio.write(fd, 7, memory.address, length, granule_bytes=BLOCK)
+        ticket = write(aio, fd, 7, memory.address, length)
         ticket.wait()
         granules = [data[at : at + BLOCK] for at in range(0, length, BLOCK)]
         assert ticket.checksums == b"".join(struct.pack("I", bit_by_bit(granule)) for granule in granules)
         memory.fill(b"")
-        aio.read(fd, 7, memory.address, length, granule_bytes=BLOCK, expected=ticket.checksums).wait()
+        read(aio, fd, 7, memory.address, length, ticket.checksums).wait()
         assert memory[0:length] == data
         stats = aio.stats()
     assert (stats.reads, stats.writes, stats.in_flight) == (1, 1, 0)
@@ -122,15 +130,14 @@ def test_wrong_bytes_are_named(engine: str, fd: int) -> None:  # noqa: F811
     memory.fill(pattern(4 * BLOCK))
     with Aio(engine=engine) as aio:
         aio.register_file(fd, "/some/drive")
-        ticket = aio.write(fd, BLOCK, memory.address, 4 * BLOCK, granule_bytes=BLOCK)
+        ticket = write(aio, fd, BLOCK, memory.address, 4 * BLOCK)
         ticket.wait()
         wrong = bytearray(pattern(4 * BLOCK)[2 * BLOCK : 3 * BLOCK])
         wrong[100] ^= 1
         os.pwrite(fd, wrong, 3 * BLOCK)
         for _ in range(2):
-            read = aio.read(fd, BLOCK, memory.address, 4 * BLOCK, granule_bytes=BLOCK, expected=ticket.checksums)
             with pytest.raises(SwapCorruptError, match="/some/drive: expected checksum") as caught:
-                read.wait()
+                read(aio, fd, BLOCK, memory.address, 4 * BLOCK, ticket.checksums).wait()
         error = caught.value
         assert (error.path, error.offset_bytes, error.length_bytes) == ("/some/drive", 3 * BLOCK, BLOCK)
         assert error.errno == errno.EBADMSG
@@ -147,10 +154,10 @@ def test_lying_device_is_found_out(engine: str, fd: int, target: FaultTarget) ->
     os.pwrite(fd, bytes(3 * BLOCK), 0)
     with Aio(engine=engine, block_bytes=BLOCK, queue_depth=1, threads=1) as aio:
         aio.inject(Fault(nth=2, action=FaultAction.LIE, target=target))
-        ticket = aio.write(fd, 0, memory.address, 3 * BLOCK, granule_bytes=BLOCK)
+        ticket = write(aio, fd, 0, memory.address, 3 * BLOCK)
         ticket.wait()
         with pytest.raises(SwapCorruptError) as caught:
-            aio.read(fd, 0, memory.address, 3 * BLOCK, granule_bytes=BLOCK, expected=ticket.checksums).wait()
+            read(aio, fd, 0, memory.address, 3 * BLOCK, ticket.checksums).wait()
     assert caught.value.offset_bytes == 2 * BLOCK  # chunks go out as 0 2 1
 
 
@@ -158,8 +165,8 @@ def test_failed_transfers_say_why_and_not_that_the_sum_is_wrong(engine: str, fd:
     memory = Memory(BLOCK)
     with Aio(engine=engine, faults=[Fault(), Fault(nth=2, target=FaultTarget.READS)]) as aio:
         for start in (
-            lambda: aio.write(fd, 0, memory.address, BLOCK, granule_bytes=BLOCK),
-            lambda: aio.read(fd, BLOCK, memory.address, BLOCK, granule_bytes=BLOCK, expected=bytes(4)),
+            lambda: write(aio, fd, 0, memory.address, BLOCK),
+            lambda: read(aio, fd, BLOCK, memory.address, BLOCK, bytes(4)),
         ):
             with pytest.raises(SwapError, match="EIO|ENODATA") as caught:
                 start().wait()
@@ -170,14 +177,14 @@ def test_checksums_of_the_wrong_length_are_refused(engine: str, fd: int) -> None
     memory = Memory(BLOCK)
     with Aio(engine=engine) as aio:
         with pytest.raises(ValueError, match="expected 2 words of 4 bytes but got 4 bytes"):
-            aio.read(fd, 0, memory.address, BLOCK, granule_bytes=BLOCK // 2, expected=bytes(4))
+            read(aio, fd, 0, memory.address, 2 * BLOCK, bytes(4))
         assert aio.stats().in_flight == 0
 
 
 def test_close_with_a_stuck_write_that_is_summed(engine: str, fd: int) -> None:  # noqa: F811
     memory = Memory(BLOCK)
     aio = Aio(engine=engine, faults=[Fault(action=FaultAction.HANG)])
-    ticket = aio.write(fd, 0, memory.address, BLOCK, granule_bytes=BLOCK)
+    ticket = write(aio, fd, 0, memory.address, BLOCK)
     with pytest.raises(SwapError):
         aio.close(0.05)
     with pytest.raises(SwapError, match="ECANCELED"):

@@ -1,35 +1,41 @@
 #include "engine.h"
 
+#include <cerrno>
+
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <utility>
 
 namespace swap_aio {
 
-OperationPtr Engine::submit(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length,
-                            bool urgent, std::unique_ptr<Checksums> checksums) {
-    auto operation = std::make_shared<Operation>(kind, fd, offset, address, length, urgent);
-    const bool sum_now = checksums != nullptr && kind == Kind::kWrite;
-    if (checksums != nullptr) {
-        checksum_workers_.start();
-        operation->checksums = std::move(checksums);
-    }
+std::vector<OperationPtr> Engine::submit(std::vector<Job> jobs) {
+    const bool sums =
+        std::any_of(jobs.begin(), jobs.end(), [](const Job& job) { return job.checksums != nullptr; });
+    if (sums) checksum_workers_.start();
+    std::vector<OperationPtr> operations;
+    operations.reserve(jobs.size());
+    for (Job& job : jobs) operations.push_back(std::make_shared<Operation>(std::move(job)));
     {
         std::lock_guard<std::mutex> guard(mutex_);
-        if (closing_) return nullptr;
-        operation->id = next_id_++;
-        live_.emplace(operation->id, operation);
+        if (closing_) return {};
+        for (const OperationPtr& operation : operations) {
+            operation->id = next_id_++;
+            live_.emplace_hint(live_.end(), operation->id, operation);
+            Busy& b = busy(operation->kind);
+            if (b.in_flight++ == 0) b.since_s = operation->submitted_s;
+        }
         if (live_.size() > peak_in_flight_) peak_in_flight_ = live_.size();
-        Busy& b = busy(kind);
-        if (b.in_flight++ == 0) b.since_s = operation->submitted_s;
     }
-    if (sum_now) checksum_workers_.push(operation);
-    if (length == 0) {
-        finish(operation);
-    } else {
-        enqueue(operation);
+    for (const OperationPtr& operation : operations) {
+        if (operation->checksums != nullptr && operation->kind == Kind::kWrite)
+            checksum_workers_.push(operation);
+        if (operation->length == 0) finish(operation);
     }
-    return operation;
+    std::vector<OperationPtr> waiting = operations;
+    std::erase_if(waiting, [](const OperationPtr& operation) { return operation->length == 0; });
+    if (!waiting.empty()) enqueue(waiting);
+    return operations;
 }
 
 void Engine::finish(const OperationPtr& operation) {
@@ -65,6 +71,13 @@ void Engine::publish(const OperationPtr& operation) {
     live_.erase(operation->id);
     operation->publish();
     if (live_.empty()) idle_.notify_all();
+}
+
+void Engine::cancel(const std::vector<OperationPtr>& operations) {
+    for (const OperationPtr& operation : operations) {
+        operation->fail(ECANCELED, operation->offset, operation->length);
+        finish(operation);
+    }
 }
 
 void Engine::count(const TransferCounters& counters) {

@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "checksums.h"
 #include "faults.h"
@@ -62,12 +63,12 @@ class Engine {
 
     virtual const char* name() const = 0;
 
-    /// Start one operation.  The memory must stay valid until it is done.  Returns nullptr after close().
+    /// Start operations, all or none; the I/O threads are woken once.  The memory must stay valid until they
+    /// are done.  Returns an empty vector after close().
     ///
     /// With `checksums` a write is done when its bytes are summed as well, and a read fails (EBADMSG) when
     /// they are not as expected.  Throws std::system_error when no thread can be started for that.
-    OperationPtr submit(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length,
-                        bool urgent, std::unique_ptr<Checksums> checksums = nullptr);
+    std::vector<OperationPtr> submit(std::vector<Job> jobs);
 
     /// Best effort: pin memory or a file once instead of at every request.  False when refused or not
     /// supported.
@@ -100,7 +101,7 @@ class Engine {
     FaultInjector faults;
 
   protected:
-    virtual void enqueue(OperationPtr operation) = 0;
+    virtual void enqueue(const std::vector<OperationPtr>& operations) = 0;
 
     /// Tell the I/O threads to cancel what they can and to end; at most once.
     virtual void stop() = 0;
@@ -110,6 +111,9 @@ class Engine {
 
     /// The I/O of an operation is over: publish it, or pass it on to be summed.
     void finish(const OperationPtr& operation);
+
+    /// Operations that came too late: end them with ECANCELED.
+    void cancel(const std::vector<OperationPtr>& operations);
 
     void count(const TransferCounters& counters);
 

@@ -13,6 +13,8 @@
 #include <string>
 #include <string_view>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "crc32c.h"
 #include "engine.h"
@@ -26,6 +28,7 @@ using swap_aio::Counters;
 using swap_aio::Engine;
 using swap_aio::Fault;
 using swap_aio::FaultAction;
+using swap_aio::Job;
 using swap_aio::Kind;
 using swap_aio::OperationPtr;
 using swap_aio::Settings;
@@ -140,33 +143,29 @@ class PyEngine {
 
     std::string name() const { return engine_->name(); }
 
-    PyOperation submit(bool write, int fd, std::int64_t offset, std::uintptr_t address, std::size_t length,
-                       bool urgent, std::size_t granule_bytes, const py::bytes& expected) {
+    // jobs: a sequence of (write, fd, offset, address, length, urgent, granule_bytes, expected).
+    py::list submit(const py::sequence& jobs) {
         Engine& engine = own();
-        if (fd < 0) throw py::value_error("fd: expected a file descriptor but got " + std::to_string(fd));
-        if (offset < 0)
-            throw py::value_error("offset: expected 0 or more bytes but got " + std::to_string(offset));
-        if (address == 0 && length != 0)
-            throw py::value_error("address: expected memory but got a null pointer");
-        if (length > static_cast<std::size_t>(INT64_MAX - offset) || length > UINTPTR_MAX - address)
-            throw py::value_error("length: the range ends beyond the address space: " +
-                                  std::to_string(length));
-        auto sums = checksums_of(write, length, granule_bytes, expected);
-        OperationPtr operation;
+        std::vector<Job> wanted;
+        wanted.reserve(jobs.size());
+        for (const py::handle item : jobs) wanted.push_back(job_of(py::cast<py::tuple>(item)));
+        const std::size_t count = wanted.size();
+        std::vector<OperationPtr> operations;
         int refused = 0;
         {
             py::gil_scoped_release release;
             try {
-                operation = engine.submit(write ? Kind::kWrite : Kind::kRead, fd, offset,
-                                          reinterpret_cast<char*>(address), length, urgent, std::move(sums));
+                operations = engine.submit(std::move(wanted));
             } catch (const std::system_error& error) {
                 refused = error.code().value();
             }
         }
         if (refused != 0)
             raise_os_error(refused, "asynchronous I/O engine: cannot start a thread for checksums");
-        if (operation == nullptr) raise_os_error(EBADF, "asynchronous I/O engine: it is closed");
-        return PyOperation(std::move(operation));
+        if (operations.size() != count) raise_os_error(EBADF, "asynchronous I/O engine: it is closed");
+        py::list out(count);
+        for (std::size_t i = 0; i < count; ++i) out[i] = PyOperation(std::move(operations[i]));
+        return out;
     }
 
     bool register_buffer(std::uintptr_t address, std::size_t length) {
@@ -267,21 +266,40 @@ class PyEngine {
     }
 
   private:
-    static std::unique_ptr<swap_aio::Checksums> checksums_of(bool write, std::size_t length,
-                                                             std::size_t granule_bytes,
-                                                             const py::bytes& expected) {
-        if (granule_bytes == 0) return nullptr;
+    static Job job_of(const py::tuple& item) {
+        if (item.size() != 8) throw py::value_error("job: expected 8 values");
+        Job job;
+        job.kind = item[0].cast<bool>() ? Kind::kWrite : Kind::kRead;
+        job.fd = item[1].cast<int>();
+        job.offset = item[2].cast<std::int64_t>();
+        const auto address = item[3].cast<std::uintptr_t>();
+        job.length = item[4].cast<std::size_t>();
+        job.urgent = item[5].cast<bool>();
+        if (job.fd < 0)
+            throw py::value_error("fd: expected a file descriptor but got " + std::to_string(job.fd));
+        if (job.offset < 0)
+            throw py::value_error("offset: expected 0 or more bytes but got " + std::to_string(job.offset));
+        if (address == 0 && job.length != 0)
+            throw py::value_error("address: expected memory but got a null pointer");
+        if (job.length > static_cast<std::size_t>(INT64_MAX - job.offset) ||
+            job.length > UINTPTR_MAX - address)
+            throw py::value_error("length: the range ends beyond the address space: " +
+                                  std::to_string(job.length));
+        job.address = reinterpret_cast<char*>(address);
+        const auto granule_bytes = item[6].cast<std::size_t>();
+        if (granule_bytes == 0) return job;
         auto sums = std::make_unique<swap_aio::Checksums>();
         sums->granule_bytes = granule_bytes;
-        sums->values.resize(length / granule_bytes + (length % granule_bytes != 0));
-        if (!write) {
-            const std::string_view given = expected;
+        sums->values.resize(job.length / granule_bytes + (job.length % granule_bytes != 0));
+        if (job.kind == Kind::kRead) {
+            const std::string given = item[7].cast<py::bytes>();
             if (given.size() != sums->values.size() * sizeof(std::uint32_t))
                 throw py::value_error("checksums: expected " + std::to_string(sums->values.size()) +
                                       " words of 4 bytes but got " + std::to_string(given.size()) + " bytes");
             std::memcpy(sums->values.data(), given.data(), given.size());
         }
-        return sums;
+        job.checksums = std::move(sums);
+        return job;
     }
 
     Engine& own() {
@@ -353,9 +371,7 @@ PYBIND11_MODULE(_aio, m) {
         .def(py::init<const std::string&, unsigned, std::size_t, unsigned>(), py::arg("name"),
              py::arg("queue_depth"), py::arg("block_bytes"), py::arg("threads"))
         .def_property_readonly("name", &PyEngine::name)
-        .def("submit", &PyEngine::submit, py::arg("write"), py::arg("fd"), py::arg("offset"),
-             py::arg("address"), py::arg("length"), py::arg("urgent"), py::arg("granule_bytes") = 0,
-             py::arg("expected") = py::bytes())
+        .def("submit", &PyEngine::submit, py::arg("jobs"))
         .def("register_buffer", &PyEngine::register_buffer, py::arg("address"), py::arg("length"))
         .def("unregister_buffer", &PyEngine::unregister_buffer, py::arg("address"))
         .def("register_file", &PyEngine::register_file, py::arg("fd"))

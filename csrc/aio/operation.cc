@@ -1,6 +1,7 @@
 #include "operation.h"
 
 #include <linux/futex.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -8,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <climits>
+#include <utility>
 
 namespace swap_aio {
 
@@ -15,15 +17,26 @@ double monotonic_s() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Operation::Operation(Kind kind_, int fd_, std::int64_t offset_, char* address_, std::size_t length_,
-                     bool urgent_)
-    : kind(kind_),
-      urgent(urgent_),
-      fd(fd_),
-      offset(offset_),
-      address(address_),
-      length(length_),
-      submitted_s(monotonic_s()) {}
+namespace {
+
+// 0 for a descriptor that is not open: the transfer will say so.
+std::uint64_t device_of(int fd) {
+    struct stat facts{};
+    return ::fstat(fd, &facts) == 0 ? facts.st_dev : 0;
+}
+
+}  // namespace
+
+Operation::Operation(Job job)
+    : kind(job.kind),
+      urgent(job.urgent),
+      fd(job.fd),
+      offset(job.offset),
+      address(job.address),
+      length(job.length),
+      device(device_of(job.fd)),
+      submitted_s(monotonic_s()),
+      checksums(std::move(job.checksums)) {}
 
 bool Operation::wait(double timeout_s) const {
     const double deadline_s = monotonic_s() + timeout_s;

@@ -29,8 +29,19 @@ struct Checksums {
     std::atomic<unsigned> parts_left{2};  // of a write: the I/O and the sum
 };
 
+/// What a caller asks for.
+struct Job {
+    Kind kind = Kind::kRead;
+    int fd = -1;
+    std::int64_t offset = 0;
+    char* address = nullptr;
+    std::size_t length = 0;
+    bool urgent = false;
+    std::unique_ptr<Checksums> checksums;  // null: none
+};
+
 struct Operation {
-    Operation(Kind kind, int fd, std::int64_t offset, char* address, std::size_t length, bool urgent);
+    explicit Operation(Job job);
 
     /// True once the result below is final.
     bool done() const { return state_.load(std::memory_order_acquire) != 0; }
@@ -51,9 +62,10 @@ struct Operation {
     const std::int64_t offset;
     char* const address;
     const std::size_t length;
+    const std::uint64_t device;  // of the file, as stat() names it
     const double submitted_s;
+    const std::unique_ptr<Checksums> checksums;  // null: none asked for.  Read after done().
     std::uint64_t id = 0;
-    std::unique_ptr<Checksums> checksums;  // null: none asked for.  Read after done().
 
     // Progress: written by the engine only (its I/O thread, or under its mutex).
     std::size_t chunks_issued = 0;

@@ -46,20 +46,46 @@ Next take_result(Request& request, std::int64_t result, TransferCounters& counte
     return Next::kReissue;
 }
 
-void RequestQueue::push(OperationPtr operation) {
-    operation->queued = true;
-    if (operation->urgent) courtesy_until_s_ = monotonic_s() + kCourtesyS;
-    Line& line = lines_[operation->urgent ? 1 : 0][static_cast<int>(operation->kind)];
-    line.push_back(std::move(operation));
+bool RequestQueue::Lane::idle() const {
+    return in_flight == 0 && lines[0][0].empty() && lines[0][1].empty() && lines[1][0].empty() &&
+           lines[1][1].empty();
 }
 
-RequestQueue::Line* RequestQueue::next_line() {
+RequestQueue::Lane& RequestQueue::lane_of(std::uint64_t device) {
+    for (Lane& lane : lanes_)
+        if (lane.device == device) return lane;
+    if (lanes_.size() >= kIdleLanes) std::erase_if(lanes_, [](const Lane& lane) { return lane.idle(); });
+    lanes_.emplace_back().device = device;
+    return lanes_.back();
+}
+
+void RequestQueue::push(OperationPtr operation) {
+    operation->queued = true;
+    Lane& lane = lane_of(operation->device);
+    if (operation->urgent) lane.courtesy_until_s = monotonic_s() + kCourtesyS;
+    lane.lines[operation->urgent ? 1 : 0][static_cast<int>(operation->kind)].push_back(std::move(operation));
+}
+
+// Where the next request comes from; with `all`, what is held back is not passed over.
+RequestQueue::Place RequestQueue::next_place(bool all) {
     const int other = last_kind_ == Kind::kRead ? 1 : 0;
     for (int urgent = 1; urgent >= 0; --urgent) {
-        if (!lines_[urgent][other].empty()) return &lines_[urgent][other];
-        if (!lines_[urgent][1 - other].empty()) return &lines_[urgent][1 - other];
+        for (const int kind : {other, 1 - other}) {
+            Lane* best = nullptr;
+            for (Lane& lane : lanes_) {
+                if (lane.lines[urgent][kind].empty()) continue;
+                if (urgent == 0 && !all && hold_back(lane)) {
+                    held_back_ = true;
+                    continue;
+                }
+                if (best == nullptr || lane.in_flight < best->in_flight ||
+                    (lane.in_flight == best->in_flight && lane.turn < best->turn))
+                    best = &lane;
+            }
+            if (best != nullptr) return {best, &best->lines[urgent][kind]};
+        }
     }
-    return nullptr;
+    return {};
 }
 
 void RequestQueue::leave(Line& line, const OperationPtr& operation) {
@@ -67,26 +93,23 @@ void RequestQueue::leave(Line& line, const OperationPtr& operation) {
     line.pop_front();
 }
 
-bool RequestQueue::hold_back(const Operation& operation) {
-    if (operation.urgent || courtesy_until_s_ == 0 || normal_bytes_ < kCourtesyBlocks * block_bytes_)
-        return false;
-    if (monotonic_s() < courtesy_until_s_) return true;
-    courtesy_until_s_ = 0;
+bool RequestQueue::hold_back(Lane& lane) const {
+    if (lane.courtesy_until_s == 0 || lane.normal_bytes < kCourtesyBlocks * block_bytes_) return false;
+    if (monotonic_s() < lane.courtesy_until_s) return true;
+    lane.courtesy_until_s = 0;
     return false;
 }
 
 bool RequestQueue::pop(Request& request) {
     held_back_ = false;
-    while (Line* line = next_line()) {
+    for (;;) {
+        const auto [lane, line] = next_place(false);
+        if (lane == nullptr) return false;
         const OperationPtr operation = line->front();
         if (operation->error != 0) {  // a request of it failed: do not issue the rest
             leave(*line, operation);
             if (operation->requests_in_flight == 0) finish_(operation);
             continue;
-        }
-        if (hold_back(*operation)) {
-            held_back_ = true;
-            return false;
         }
         const std::size_t chunks = chunks_of(*operation);
         const std::size_t start = chunk_at(operation->chunks_issued, chunks) * block_bytes_;
@@ -96,25 +119,30 @@ bool RequestQueue::pop(Request& request) {
         request.length = std::min(block_bytes_, operation->length - start);
         request.issued_bytes = request.length;
         request.retries = 0;
-        if (!operation->urgent) normal_bytes_ += request.length;
+        if (!operation->urgent) lane->normal_bytes += request.length;
+        ++lane->in_flight;
+        lane->turn = ++turns_;
         last_kind_ = operation->kind;
         depth_.add();
         ++operation->requests_in_flight;
         if (++operation->chunks_issued == chunks) leave(*line, operation);
         return true;
     }
-    return false;
 }
 
 void RequestQueue::retire(const Request& request) {
     Operation& operation = *request.operation;
-    if (!operation.urgent) normal_bytes_ -= request.issued_bytes;
+    Lane& lane = lane_of(operation.device);  // it is there: it was not idle
+    --lane.in_flight;
+    if (!operation.urgent) lane.normal_bytes -= request.issued_bytes;
     depth_.remove();
     if (--operation.requests_in_flight == 0 && !operation.queued) finish_(request.operation);
 }
 
 void RequestQueue::cancel(int errno_value) {
-    while (Line* line = next_line()) {
+    for (;;) {
+        const auto [lane, line] = next_place(true);
+        if (lane == nullptr) return;
         const OperationPtr operation = line->front();
         operation->fail(errno_value, operation->offset, operation->length);
         leave(*line, operation);
@@ -123,9 +151,10 @@ void RequestQueue::cancel(int errno_value) {
 }
 
 bool RequestQueue::empty() const {
-    for (const auto& priority : lines_)
-        for (const auto& line : priority)
-            if (!line.empty()) return false;
+    for (const Lane& lane : lanes_)
+        for (const auto& priority : lane.lines)
+            for (const auto& line : priority)
+                if (!line.empty()) return false;
     return true;
 }
 

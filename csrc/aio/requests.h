@@ -58,12 +58,13 @@ class QueueDepth {
 /// The operations that wait for the device, in the order in which their requests go out.
 ///
 /// Urgent before normal; within a priority reads and writes alternate (a mixed pattern is faster than two
-/// bursts), and within a kind first come, first served.  The requests of one operation go out even chunks
-/// first, odd chunks after: neighbours that the block layer would merge cost bandwidth.
+/// bursts); within a kind the device that holds the fewest requests comes first, so that a slow drive does
+/// not take all the places; and for one device first come, first served.  The requests of one operation go
+/// out even chunks first, odd chunks after: neighbours that the block layer would merge cost bandwidth.
 ///
 /// A device serves what it holds in its own order, so an urgent request that meets a full queue waits for all
-/// of it.  While urgent operations keep coming (and for a moment after), pop() therefore leaves only a few
-/// blocks of normal requests with the device; without urgent ones the queue is as deep as the caller makes
+/// of it.  While urgent operations keep coming to a device (and for a moment after), pop() therefore leaves
+/// only a few blocks of normal requests with it; without urgent ones the queue is as deep as the caller makes
 /// it. Not thread-safe: the caller serialises.
 class RequestQueue {
   public:
@@ -95,9 +96,28 @@ class RequestQueue {
     using Line = std::deque<OperationPtr>;
 
     static constexpr std::size_t kCourtesyBlocks = 3;  // of normal requests with the device meanwhile
+    static constexpr std::size_t kIdleLanes = 16;      // kept although nothing waits in them
 
-    Line* next_line();
-    bool hold_back(const Operation& operation);
+    /// What waits for one device.
+    struct Lane {
+        std::uint64_t device = 0;
+        Line lines[2][2];              // [urgent][kind]
+        unsigned in_flight = 0;        // requests that were popped and not retired
+        std::size_t normal_bytes = 0;  // of normal ones among those
+        double courtesy_until_s = 0;   // 0: no urgent operation came lately
+        std::uint64_t turn = 0;        // when its last request was popped
+
+        bool idle() const;
+    };
+
+    struct Place {
+        Lane* lane = nullptr;
+        Line* line = nullptr;
+    };
+
+    Lane& lane_of(std::uint64_t device);
+    Place next_place(bool all);
+    bool hold_back(Lane& lane) const;
     void leave(Line& line, const OperationPtr& operation);
     std::size_t chunks_of(const Operation& operation) const {
         return (operation.length + block_bytes_ - 1) / block_bytes_;
@@ -106,10 +126,9 @@ class RequestQueue {
     const std::size_t block_bytes_;
     QueueDepth& depth_;
     const Finish finish_;
-    Line lines_[2][2];  // [urgent][kind]
+    std::deque<Lane> lanes_;
     Kind last_kind_ = Kind::kWrite;
-    std::size_t normal_bytes_ = 0;  // of normal requests that were popped and not retired
-    double courtesy_until_s_ = 0;   // 0: no urgent operation came lately
+    std::uint64_t turns_ = 0;
     bool held_back_ = false;
 };
 

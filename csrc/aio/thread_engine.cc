@@ -43,18 +43,17 @@ class ThreadEngine final : public Engine {
     void abandon_in_child() override {}
 
   protected:
-    void enqueue(OperationPtr operation) override {
-        const bool one = operation->length <= settings_.block_bytes;
+    void enqueue(const std::vector<OperationPtr>& operations) override {
+        const bool one = operations.size() == 1 && operations.front()->length <= settings_.block_bytes;
+        bool stopped;
         {
             std::lock_guard<std::mutex> guard(mutex_);
-            if (stop_) {
-                operation->fail(ECANCELED, operation->offset, operation->length);
-            } else {
-                queue_.push(std::move(operation));
-            }
+            stopped = stop_;
+            if (!stopped)
+                for (const OperationPtr& operation : operations) queue_.push(operation);
         }
-        if (operation != nullptr) {
-            finish(operation);
+        if (stopped) {
+            cancel(operations);
         } else if (one) {
             wake_.notify_one();
         } else {

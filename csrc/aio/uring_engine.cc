@@ -135,18 +135,17 @@ class UringEngine final : public Engine {
     }
 
   protected:
-    void enqueue(OperationPtr operation) override {
+    void enqueue(const std::vector<OperationPtr>& operations) override {
         {
             std::lock_guard<std::mutex> guard(mutex_);
             if (!stop_) {
                 const bool first = inbox_.empty() && commands_.empty();
-                inbox_.push_back(std::move(operation));
+                inbox_.insert(inbox_.end(), operations.begin(), operations.end());
                 if (first) wake();
                 return;
             }
         }
-        operation->fail(ECANCELED, operation->offset, operation->length);
-        finish(operation);
+        cancel(operations);
     }
 
     void stop() override {
