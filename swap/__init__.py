@@ -16,8 +16,10 @@ from swap.aio import (
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
 from swap.extents import Extent, ExtentAllocator
 from swap.faults import Fault, FaultAction, FaultTarget
+from swap.snapshot import Snapshot
 from swap.stats import AioStats, Latency, SwapStats
-from swap.store import StoreTicket, SwapStore
+from swap.store import Mode, SwapStore
+from swap.transfers import StoreTicket
 
 __all__ = [
     "Aio",
@@ -30,7 +32,9 @@ __all__ = [
     "IoTicket",
     "Job",
     "Latency",
+    "Mode",
     "Priority",
+    "Snapshot",
     "StoreTicket",
     "SwapCorruptError",
     "SwapDeadlineError",

@@ -7,6 +7,7 @@ Next: `space` divides files into extents; `store` owns both. The NVMe bench open
 
 from __future__ import annotations
 
+import contextlib
 import errno as _errno
 import fcntl
 import logging
@@ -53,6 +54,34 @@ def open_unlinked(directory: str, *, direct: bool = True) -> SwapFile:
         SwapError: the directory is missing or not writable, or no descriptor is left.
     """
     return _open(directory, lambda flags: _open_nameless(directory, flags), direct)
+
+
+def create_scratch(directories: Sequence[str], capacity_bytes: int) -> tuple[list[SwapFile], list[int]]:
+    """Create one file without a name per directory and preallocate `capacity_bytes` over all of them.
+
+    Returns:
+        The files, which the caller closes, and their sizes in bytes.
+
+    Raises:
+        SwapFullError: the file systems have not enough room; the text names needed and free bytes per path.
+        SwapError: a directory is missing or not writable.
+        ValueError: a capacity below the alignment.
+    """
+    with contextlib.ExitStack() as undo:
+        files = []
+        for directory in directories:
+            files.append(open_unlinked(directory))
+            undo.callback(os.close, files[-1].fd)
+        alignment = max(file.alignment for file in files)
+        capacity = capacity_bytes // alignment * alignment
+        if capacity <= 0:
+            raise ValueError(f"capacity_bytes: expected at least {alignment} bytes but got {capacity_bytes}")
+        sizes = capacities_by_free_space(files, capacity, alignment)
+        for file, size in zip(files, sizes, strict=True):
+            if size:
+                reserve(file, size)
+        undo.pop_all()
+    return files, sizes
 
 
 def reserve(file: SwapFile, length_bytes: int) -> None:

@@ -1,17 +1,18 @@
 r"""The swap store: objects of bytes under keys, on disk, written by copy-on-write.
 
-Owns: the swap files, which extents hold which version of which key, and the order in which versions replace
-each other. Must not know: what the bytes mean; tensors, shards, budgets of other tiers.
-Next: `space` for the extents, `files` for how files come into being, `aio` for the transfers.
+Owns: when a version takes effect: the order of puts of one key, commit, abort, snapshots; the life of the files.
+Must not know: what the bytes mean; tensors, shards, budgets of other tiers.
+Next: `mapping` for versions and who holds them, `space` for the extents, `transfers` for what is in flight, `files` for
+how files come into being. docs/swap.md tells the whole story.
 
 A put never touches the bytes that are valid now. It writes to a fresh extent; when the write has been reaped
-successfully the key is mapped to the new extent, and the old one becomes free once no read is in flight on
-it:
+successfully the key is mapped to the new extent, and the old one becomes free once nothing needs it any more:
 
-    put(k) --> fresh extent --write--> reaped well:  mapping[k] = fresh, old extent freed
+    put(k) --> fresh extent --write--> reaped well:  mapping[k] = fresh, old extent released
                                    \-> failed:       fresh extent freed, mapping[k] as before
 
-The files have no name from the moment they exist, so nothing is left behind however the process ends.
+With `Mode.EXPLICIT` there are two mappings. Puts and deletes change the working one; `commit` makes it the committed
+one, `abort` goes back to that, and `snapshot` keeps it readable whatever happens afterwards.
 """
 
 from __future__ import annotations
@@ -23,78 +24,38 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
+from types import TracebackType
 
-from swap.aio import Aio, IoTicket, Priority
-from swap.errors import SwapDeadlineError, SwapError, SwapFullError, format_bytes
+from swap.aio import Aio, Priority
+from swap.checksums import GRANULE_BYTES
+from swap.errors import SwapError, SwapFullError, format_bytes
 from swap.faults import Fault
-from swap.files import capacities_by_free_space, open_unlinked, reserve
+from swap.files import create_scratch
+from swap.lifetime import Holdings
+from swap.mapping import Version, VersionMap
+from swap.puts import Put, PutOrder
+from swap.snapshot import Snapshot
 from swap.space import Piece, Space
 from swap.stats import SwapStats
+from swap.transfers import StoreTicket, Transfers
+
+__all__ = ["Mode", "StoreTicket", "SwapStore"]
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Version:
-    """Bytes of a key as of one put."""
+class Mode(Enum):
+    """What a store promises about puts.
 
-    pieces: tuple[Piece, ...]
-    length: int
-    readers: int = 0
-    replaced: bool = False
+    SCRATCH: a put takes effect by itself when it has been reaped; nothing survives the process.
+    EXPLICIT: puts and deletes take effect together at `commit`, or not at all; nothing survives the process.
+    """
 
-
-class StoreTicket:
-    """Ticket of one put or get. Reaping it (`wait`, or `done` answering True) lets a put take effect."""
-
-    __slots__ = ("_error", "_io", "_key", "_put", "_settled", "_store", "_superseded", "_version")
-
-    def __init__(self, store: SwapStore, key: Hashable, version: _Version, *, put: bool) -> None:
-        self._store = store
-        self._key = key
-        self._version = version
-        self._put = put
-        self._io: list[IoTicket] = []
-        self._settled = False
-        self._superseded = False  # a later put of the key took effect first, or the key was deleted
-        self._error: SwapError | None = None
-
-    def done(self) -> bool:
-        """Tell whether the transfer is over, well or badly. A put that went well has taken effect then."""
-        if not self._settled and all(io.done() for io in self._io):
-            self._store._settle(self)
-        return self._settled
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the transfer is over.
-
-        Args:
-            timeout_s: seconds to wait at most; None uses the deadline of the store.
-
-        Raises:
-            SwapDeadlineError: not over in time; it stays in flight, its memory must not be reused, and it may
-                be waited for again.
-            SwapFullError: the file system is full although the file was preallocated.
-            SwapError: the transfer failed. A failed put leaves the version before it in place.
-        """
-        limit_s = self._store.deadline_s if timeout_s is None else timeout_s
-        self._wait_settled(time.monotonic() + limit_s, limit_s)
-        self._store._reported(self)
-        if self._error is not None:
-            raise self._error
-
-    def _wait_settled(self, end: float, limit_s: float) -> None:
-        """Wait until `end` (of the monotonic clock), after `limit_s` seconds in the message."""
-        for io in self._io:
-            if not io.wait_done(end - time.monotonic()):
-                raise io.deadline_error(limit_s, self._store.dump())
-        self._store._settle(self)
-
-    def _describe(self) -> str:
-        return f"{'put' if self._put else 'get'} {self._key!r}"
+    SCRATCH = "scratch"
+    EXPLICIT = "explicit"
 
 
 class SwapStore:
@@ -107,10 +68,12 @@ class SwapStore:
     Attributes:
         alignment: bytes, a multiple of 4096.
         capacity_bytes: size of all files together.
+        checksums: whether every read is compared with the checksums of what was written.
         direct: whether the page cache is bypassed on every path.
         engine: "io_uring" or "threads".
         fallback_reason: why it is not io_uring, or None.
         deadline_s: limit in seconds of waits that give none.
+        mode: what puts promise.
         paths: directories that hold the files.
     """
 
@@ -119,6 +82,8 @@ class SwapStore:
         paths: Sequence[str | Path] | str | Path,
         capacity_bytes: int,
         *,
+        mode: Mode = Mode.SCRATCH,
+        checksums: bool | None = None,
         engine: str = "auto",
         deadline_s: float = 60.0,
         faults: Iterable[Fault] | None = None,
@@ -131,6 +96,9 @@ class SwapStore:
         Args:
             paths: existing directories; the capacity is spread over them in proportion to their free space.
             capacity_bytes: size of all files together, rounded down to the alignment.
+            mode: what puts promise.
+            checksums: compare every read with the checksums of what was written; None leaves it to the mode, which
+                is no for SCRATCH and EXPLICIT.
             engine: "auto", "io_uring" or "threads"; see `swap.aio.Aio`.
             deadline_s: limit in seconds of waits that give none.
             faults: faults to inject, for tests.
@@ -148,28 +116,22 @@ class SwapStore:
         if not directories:
             raise ValueError("paths: expected at least one directory but got none")
         self.deadline_s = deadline_s
+        self.mode = mode
+        self.checksums = bool(checksums)
+        self.paths = tuple(str(directory) for directory in directories)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._versions: dict[Hashable, _Version] = {}
-        self._pending_puts: dict[Hashable, list[StoreTicket]] = {}
-        self._in_flight: dict[int, StoreTicket] = {}
-        self._unreported: dict[int, StoreTicket] = {}
+        self._commit_lock = threading.Lock()
+        self._puts = PutOrder(keep_failures=mode is not Mode.SCRATCH)
+        self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
         self._closed = False
-        self.paths = tuple(str(directory) for directory in directories)
         with contextlib.ExitStack() as undo:
-            files = []
-            for path in self.paths:
-                files.append(open_unlinked(path))
-                undo.callback(os.close, files[-1].fd)
+            files, capacities = create_scratch(self.paths, capacity_bytes)
+            for file in files:
+                undo.callback(os.close, file.fd)
             self.alignment = max(file.alignment for file in files)
-            self.capacity_bytes = capacity_bytes // self.alignment * self.alignment
-            if self.capacity_bytes <= 0:
-                raise ValueError(f"capacity_bytes: expected at least {self.alignment} bytes but got {capacity_bytes}")
-            capacities = capacities_by_free_space(files, self.capacity_bytes, self.alignment)
-            for file, capacity in zip(files, capacities, strict=True):
-                if capacity:
-                    reserve(file, capacity)
-            self._space = Space(capacities, self.alignment)
+            self.capacity_bytes = sum(capacities)
+            self._space = space = Space(capacities, self.alignment)
             self._aio = Aio(
                 engine=engine,
                 queue_depth=queue_depth,
@@ -179,7 +141,17 @@ class SwapStore:
                 faults=faults or (),
             )
             undo.pop_all()
-        self._files = files
+        self._files = tuple(files)
+        self._map = VersionMap(lambda version: space.free(version.pieces), explicit_commit=mode is not Mode.SCRATCH)
+        self._transfers = Transfers(
+            self._aio,
+            self._files,
+            self._lock,
+            alignment=self.alignment,
+            granule_bytes=max(GRANULE_BYTES, self.alignment) if self.checksums else 0,
+            deadline_s=deadline_s,
+            dump=_weakly(self.dump),
+        )
         self.engine = self._aio.engine
         self.fallback_reason = self._aio.fallback_reason
         self.direct = all(file.direct for file in files)
@@ -187,8 +159,7 @@ class SwapStore:
             self._aio.register_file(file.fd, file.directory)
         if self.fallback_reason:
             _log.warning("swap: io_uring cannot be used, threads are used instead: %s", self.fallback_reason)
-        self._finalizer = weakref.finalize(self, _clean_up, self._aio, [file.fd for file in files], self._pid)
-        _open.add(self)
+        self._holdings = Holdings(self, self._aio, [file.fd for file in files])
 
     # ---- objects ----
 
@@ -214,16 +185,9 @@ class SwapStore:
             with self._lock:
                 self._check_usable()
                 if pieces := self._allocate(need):
-                    ticket = StoreTicket(self, key, _Version(pieces, need), put=True)
-                    try:
-                        self._start(ticket, address, 0, need, Priority.NORMAL)
-                    except BaseException:
-                        self._replace(ticket._version)
-                        raise
-                    self._pending_puts.setdefault(key, []).append(ticket)
-                    return ticket
-                blocking = self._oldest_in_flight()
-            if blocking is None:
+                    return self._start_put(key, Version(pieces, need), address)
+                blocking = self._transfers.in_flight()
+            if not blocking:
                 raise SwapFullError(
                     f"swap store: put {key!r} needs {format_bytes(need)} but "
                     f"{format_bytes(self.free_bytes)} of {format_bytes(self.capacity_bytes)} are free",
@@ -231,7 +195,7 @@ class SwapStore:
                     remedy="give the store more capacity or delete objects; "
                     "a put needs room beside the version that it replaces",
                 )
-            blocking._wait_settled(end, self.deadline_s)
+            blocking[0].wait_settled(end, self.deadline_s)
 
     def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
         """Start reading the current version of `key`, or `length` bytes of it from `offset`.
@@ -248,40 +212,22 @@ class SwapStore:
             ValueError: not aligned, or the range is not inside the object.
             SwapError: the store is closed or belongs to the parent process.
         """
-        self._check_usable()
-        self._check_address(address)
-        need = self._round_up(length)
         with self._lock:
-            version = self._version(key)
-            if length <= 0 or offset < 0 or offset % self.alignment or offset + need > version.length:
-                raise ValueError(
-                    f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
-                    f"{self.alignment}, but got offset {offset}, length {length}"
-                )
-            ticket = StoreTicket(self, key, version, put=False)
-            version.readers += 1
-            try:
-                self._start(ticket, address, offset, need, Priority.URGENT if urgent else Priority.NORMAL)
-            except BaseException:
-                version.readers -= 1
-                raise
-        return ticket
+            return self._read(key, self._version(key), address, length, offset=offset, urgent=urgent)
 
     def delete(self, key: Hashable) -> None:
         """Forget `key`; puts of it that are in flight will have no effect. Reads in flight still succeed.
 
         Raises:
-            KeyError: the key has no version and no put in flight.
+            KeyError: the key has no version, no put in flight and no failed put to undo.
         """
         self._check_usable()
         with self._lock:
-            pending = self._pending_puts.pop(key, [])
-            if key not in self._versions and not pending:
+            if key not in self._map.working and key not in self._puts and key not in self._puts.failed:
                 raise KeyError(f"{key!r}: no such object in the swap store")
-            for ticket in pending:
-                ticket._superseded = True
-            if version := self._versions.pop(key, None):
-                self._replace(version)
+            self._puts.forget(key)
+            if key in self._map.working:
+                self._map.remove(key)
 
     def length_of(self, key: Hashable) -> int:
         """Length in bytes of the current version, rounded up to the alignment.
@@ -294,22 +240,78 @@ class SwapStore:
 
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
-            return key in self._versions
+            return key in self._map.working
 
     def __len__(self) -> int:
         with self._lock:
-            return len(self._versions)
+            return len(self._map.working)
 
     def keys(self) -> list[Hashable]:
         """Keys that have a version, as of now."""
         with self._lock:
-            return list(self._versions)
+            return list(self._map.working)
+
+    # ---- several objects at once ----
+
+    def commit(self, deadline_s: float | None = None) -> None:
+        """Make everything that was put and deleted since the last commit take effect as one.
+
+        Waits for the puts in flight. Until this returns, `abort` leads back to the commit before.
+
+        Args:
+            deadline_s: seconds to wait for puts in flight at most; None uses the deadline of the store.
+
+        Raises:
+            SwapDeadlineError: puts did not finish in time; nothing is committed.
+            SwapError: a put since the last commit failed and its key was neither put again nor deleted; nothing is
+                committed, and `abort` or another put of that key is the way on.
+            ValueError: the mode has no commits.
+        """
+        self._check_explicit("commit")
+        with self._commit_lock:
+            self._transfers.drain(self.deadline_s if deadline_s is None else deadline_s)
+            with self._lock:
+                self._check_failed_puts()
+                changes = self._map.begin_commit()
+                self._map.end_commit(changes, success=True)
+
+    def abort(self) -> None:
+        """Undo everything that was put and deleted since the last commit, puts in flight included.
+
+        Does not wait: memory of puts in flight stays in use until their tickets are done.
+
+        Raises:
+            SwapError: the store is closed or belongs to the parent process.
+            ValueError: the mode has no commits.
+        """
+        self._check_explicit("abort")
+        with self._commit_lock, self._lock:
+            self._puts.forget_all()
+            self._map.abort()
+
+    def snapshot(self) -> Snapshot:
+        """Keep the committed mapping readable until the snapshot is released; in SCRATCH mode the current one.
+
+        Its extents stay in use meanwhile. Costs time in proportion to the number of keys, but moves no bytes.
+
+        Raises:
+            SwapError: the store is closed or belongs to the parent process.
+        """
+        self._check_usable()
+        with self._lock:
+            return Snapshot(self._map.snapshot(), self._read, self._release)
+
+    @property
+    def uncommitted(self) -> bool:
+        """Something was put (and reaped) or deleted since the last commit."""
+        with self._lock:
+            return self._map.changed
 
     # ---- the whole store ----
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in extents: current versions, versions being written, old versions being read."""
+        """Bytes in extents: current and committed versions, those being written, and old ones still read or held."""
         with self._lock:
             return self._space.used_bytes
 
@@ -327,16 +329,7 @@ class SwapStore:
             SwapError: the first failure that nobody has waited for.
         """
         self._check_usable()
-        limit_s = self.deadline_s if deadline_s is None else deadline_s
-        end = time.monotonic() + limit_s
-        while ticket := self._oldest_in_flight():
-            ticket._wait_settled(end, limit_s)
-        with self._lock:
-            failed = list(self._unreported.values())
-            self._unreported.clear()
-        for ticket in failed:
-            if ticket._error is not None:
-                raise ticket._error
+        self._transfers.drain(self.deadline_s if deadline_s is None else deadline_s)
 
     def register_buffer(self, address: int, length: int) -> bool:
         """Pin a memory range once for all transfers (best effort); see `swap.aio.Aio.register_buffer`."""
@@ -387,17 +380,18 @@ class SwapStore:
         if self._pid != os.getpid():
             return "swap store of the parent process"
         with self._lock:
+            waiting = self._transfers.in_flight()
             lines = [
-                f"swap store: {len(self._versions)} objects, {self.used_bytes} of {self.capacity_bytes} "
-                f"bytes used, {len(self._in_flight)} tickets not reaped"
+                f"swap store: {len(self._map.working)} objects, {self.used_bytes} of {self.capacity_bytes} "
+                f"bytes used, {len(waiting)} tickets not reaped"
             ]
             lines += [
                 f"  {path}: {extents.used_bytes} of {extents.capacity} bytes used, "
                 f"longest free range {extents.largest_free}"
                 for path, extents in zip(self.paths, self._space.allocators, strict=True)
             ]
-            waiting = [ticket._describe() for ticket in list(self._in_flight.values())[:8]]
-            lines += [f"  oldest: {', '.join(waiting)}"] if waiting else []
+            oldest = ", ".join(ticket.what for ticket in waiting[:8])
+            lines += [f"  oldest: {oldest}"] if oldest else []
             lines.append(self._aio.dump())
         return "\n".join(lines)
 
@@ -419,18 +413,18 @@ class SwapStore:
             return
         with self._lock:
             self._closed = True
-            _open.discard(self)
         try:
             self._aio.close(self.deadline_s)
         finally:
-            for ticket in list(self._in_flight.values()):
-                ticket.done()
-            self._finalizer()
+            self._transfers.settle_finished()
+            self._holdings.give_back()
 
     def __enter__(self) -> SwapStore:
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # ---- inside ----
@@ -452,113 +446,92 @@ class SwapStore:
     def _round_up(self, length: int) -> int:
         return -(-length // self.alignment) * self.alignment
 
-    def _version(self, key: Hashable) -> _Version:
-        version = self._versions.get(key)
+    def _version(self, key: Hashable) -> Version:
+        version = self._map.working.get(key)
         if version is None:
-            why = "its first put has not been reaped" if key in self._pending_puts else "no such object"
+            why = "its first put has not been reaped" if key in self._puts else "no such object"
             raise KeyError(f"{key!r}: {why} in the swap store")
         return version
 
-    def _start(self, ticket: StoreTicket, address: int, offset: int, length: int, priority: Priority) -> None:
-        """Submit the part [offset, offset + length) of the ticket's version, piece by piece. Locked."""
-        start = 0
-        submit = self._aio.write if ticket._put else self._aio.read
-        for piece in ticket._version.pieces:
-            first = max(offset, start)
-            last = min(offset + length, start + piece.extent.length)
-            if first < last:
-                at = piece.extent.offset + first - start
-                where = address + first - offset
-                ticket._io.append(submit(self._files[piece.file].fd, at, where, last - first, priority=priority))
-            start += piece.extent.length
-        self._in_flight[id(ticket)] = ticket
+    def _check_explicit(self, what: str) -> None:
+        self._check_usable()
+        if self.mode is Mode.SCRATCH:
+            raise ValueError(
+                f"{what}: expected a store with explicit commits but its mode is {self.mode.name}, where every put "
+                "takes effect by itself; open it with mode=Mode.EXPLICIT"
+            )
 
-    def _oldest_in_flight(self) -> StoreTicket | None:
-        with self._lock:
-            return next(iter(self._in_flight.values()), None)
+    def _check_failed_puts(self) -> None:
+        for key, error in self._puts.failed.items():
+            raise SwapError(
+                f"commit: expected every put since the last one to succeed but put {key!r} failed",
+                errno=error.errno,
+                path=error.path,
+                offset_bytes=error.offset_bytes,
+                length_bytes=error.length_bytes,
+                remedy="put or delete it again, or abort",
+                detail=str(error),
+            )
 
     def _allocate(self, need: int) -> tuple[Piece, ...]:
         """Take `need` bytes; () when there is no room even after what is over was reaped. Locked."""
         if self._space.free_bytes < need:
-            for ticket in list(self._in_flight.values()):
-                ticket.done()
+            self._transfers.settle_finished()
         return self._space.allocate(need)
 
-    def _settle(self, ticket: StoreTicket) -> None:
-        """Let a finished transfer take effect, once. All its pieces must be done."""
+    def _start_put(self, key: Hashable, version: Version, address: int) -> StoreTicket:
+        """Start writing a version; it is this key's unless something else happens. Locked."""
+        self._map.hold(version)
+        try:
+            ticket = self._transfers.write(version, address, f"put {key!r}", self._put_ended)
+        except BaseException:
+            self._map.release(version)
+            raise
+        self._started[id(ticket)] = self._puts.started(key)
+        return ticket
+
+    def _put_ended(self, ticket: StoreTicket) -> None:
+        """Let a put take effect unless it failed or came too late. Locked."""
+        put = self._started.pop(id(ticket))
+        if self._puts.ended(put, ticket.error):
+            self._map.put(put.key, ticket.version)
+        self._map.release(ticket.version)
+
+    def _read(
+        self, key: Hashable, version: Version, address: int, length: int, *, offset: int, urgent: bool
+    ) -> StoreTicket:
+        self._check_usable()
+        self._check_address(address)
+        need = self._round_up(length)
+        if length <= 0 or offset < 0 or offset % self.alignment or offset + need > version.length:
+            raise ValueError(
+                f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
+                f"{self.alignment}, but got offset {offset}, length {length}"
+            )
+        priority = Priority.URGENT if urgent else Priority.NORMAL
         with self._lock:
-            if ticket._settled:
-                return
-            ticket._settled = True
-            self._in_flight.pop(id(ticket), None)
-            ticket._error = next((error for io in ticket._io if (error := io.error())), None)
-            if ticket._error is not None:
-                self._unreported[id(ticket)] = ticket
-            if ticket._put:
-                self._settle_put(ticket)
-            else:
-                ticket._version.readers -= 1
-                self._free_if_unused(ticket._version)
+            self._map.hold(version)
+            try:
+                return self._transfers.read(version, address, offset, need, priority, f"get {key!r}", self._get_ended)
+            except BaseException:
+                self._map.release(version)
+                raise
 
-    def _settle_put(self, ticket: StoreTicket) -> None:
-        key = ticket._key
-        pending = self._pending_puts.get(key, [])
-        if ticket in pending:
-            at = pending.index(ticket)
-            if ticket._error is None:  # what was started before must not overwrite it later
-                for earlier in pending[:at]:
-                    earlier._superseded = True
-                del pending[: at + 1]
-            else:
-                del pending[at]
-            if not pending:
-                del self._pending_puts[key]
-        if ticket._error is not None or ticket._superseded:
-            self._replace(ticket._version)
-            return
-        old = self._versions.get(key)
-        self._versions[key] = ticket._version
-        if old is not None:
-            self._replace(old)
+    def _get_ended(self, ticket: StoreTicket) -> None:
+        self._map.release(ticket.version)
 
-    def _replace(self, version: _Version) -> None:
-        version.replaced = True
-        self._free_if_unused(version)
-
-    def _free_if_unused(self, version: _Version) -> None:
-        if version.replaced and version.readers == 0:
-            self._space.free(version.pieces)
-
-    def _reported(self, ticket: StoreTicket) -> None:
-        if ticket._error is not None:
-            with self._lock:
-                self._unreported.pop(id(ticket), None)
+    def _release(self, versions: Mapping[Hashable, Version]) -> None:
+        with self._lock:
+            for version in versions.values():
+                self._map.release(version)
 
 
-# ---- end of a store, a process, a fork ----
+def _weakly(dump: Callable[[], str]) -> Callable[[], str]:
+    """Refer to a method without keeping its object alive."""
+    method = weakref.WeakMethod(dump)
 
-_open: weakref.WeakSet[SwapStore] = weakref.WeakSet()
+    def call() -> str:
+        bound = method()
+        return "swap store that is gone" if bound is None else bound()
 
-
-def _clean_up(aio: Aio, fds: Sequence[int], pid: int) -> None:
-    """Stop the engine and close the files; runs once, at close, when a store is dropped, or at exit."""
-    if os.getpid() != pid:
-        return
-    try:
-        aio.close(min(aio.deadline_s, 5.0))
-    except SwapDeadlineError:
-        _log.warning("swap: transfers were still in flight when the store went away")
-    if aio.ended:  # otherwise a worker might use a number that names another file by then
-        for fd in fds:
-            os.close(fd)
-
-
-def _abandon_in_child() -> None:
-    """A forked child must not keep the space of unlinked files alive."""
-    for store in list(_open):
-        for file in store._files:
-            with contextlib.suppress(OSError):
-                os.close(file.fd)
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)
+    return call

@@ -37,7 +37,10 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
 SWAP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "faults", "stats", "checksums"),
     ("extents", "aio"),
-    ("files", "space"),
+    ("files", "space", "puts", "lifetime"),
+    ("mapping",),
+    ("transfers",),
+    ("snapshot",),
     ("store",),
 )
 LAYERS = {"offload": OFFLOAD_LAYERS, "swap": SWAP_LAYERS}

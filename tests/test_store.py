@@ -260,7 +260,7 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.store
         assert store.used_bytes + store.free_bytes == store.capacity_bytes
         seen: set[tuple[int, Extent]] = set()
-        for version in store._versions.values():
+        for version in store._map.working.values():
             assert sum(piece.extent.length for piece in version.pieces) == version.length
             for piece in version.pieces:
                 assert (piece.file, piece.extent) not in seen

@@ -1,0 +1,64 @@
+"""The end of a store: closed, dropped, left to the interpreter's exit, or inherited by a forked child.
+
+Owns: when the engine stops and the descriptors are closed, exactly once and only in the process that opened them.
+Must not know: what the descriptors are for.
+Next: `store` makes one `Holdings` per store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+
+from swap.aio import Aio
+from swap.errors import SwapDeadlineError
+
+_log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """An engine and the descriptors that it works on."""
+
+    def __init__(self, owner: object, aio: Aio, fds: Sequence[int]) -> None:
+        """Take over `aio` and `fds`; they are given back when `owner` goes away, at the latest."""
+        self._fds = tuple(fds)
+        self._finalizer = weakref.finalize(owner, _give_back, aio, self._fds, os.getpid())
+        _held.add(self)
+
+    def give_back(self) -> None:
+        """Stop the engine and close the descriptors. Idempotent."""
+        _held.discard(self)
+        self._finalizer()
+
+    def close_inherited(self) -> None:
+        """Close the descriptors in a forked child: it must keep neither the space of unlinked files nor a lock."""
+        for fd in self._fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _give_back(aio: Aio, fds: Sequence[int], pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    try:
+        aio.close(min(aio.deadline_s, 5.0))
+    except SwapDeadlineError:
+        _log.warning("swap: transfers were still in flight when the store went away")
+    if aio.ended:  # otherwise a worker might use a number that names another file by then
+        for fd in fds:
+            os.close(fd)
+
+
+_held: weakref.WeakSet[Holdings] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for holdings in list(_held):
+        holdings.close_inherited()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

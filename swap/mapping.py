@@ -1,0 +1,151 @@
+"""Which version of which key is current, which is committed, and which versions somebody still needs.
+
+Owns: the working mapping that puts change and gets see, the committed mapping behind it, and the count of holders of
+every version. Must not know: files, transfers, manifests.
+Next: `store` decides when a put takes effect and when a commit does.
+
+                 put, delete                    commit
+    new version ------------> working mapping ----------> committed mapping
+                                     ^                        |        |
+                                     +-------- abort ---------+        +--> snapshots
+
+A version is freed when nothing holds it any more: neither mapping, no snapshot, no transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+from swap.space import Piece
+
+
+@dataclass(slots=True, eq=False)
+class Version:
+    """Bytes of a key as of one put.
+
+    Attributes:
+        pieces: where they are, in order.
+        length: bytes, a multiple of the alignment.
+        checksums: per piece a word per granule; () when the store keeps none, or before the put is over.
+        holders: mappings, snapshots and transfers that need it.
+    """
+
+    pieces: tuple[Piece, ...]
+    length: int
+    checksums: tuple[bytes, ...] = ()
+    holders: int = 0
+
+
+Changes = dict[Hashable, Version | None]
+"""Keys with their new version; None for a key that was deleted."""
+
+
+class VersionMap:
+    """The mappings of one store. Not thread-safe: the store's lock is held around every call."""
+
+    def __init__(self, free: Callable[[Version], None], *, explicit_commit: bool) -> None:
+        """Start empty.
+
+        Args:
+            free: called when a version has no holder left.
+            explicit_commit: keep the committed mapping apart; without it every change is committed at once.
+        """
+        self._free = free
+        self._working: dict[Hashable, Version] = {}
+        self._committed: dict[Hashable, Version] | None = {} if explicit_commit else None
+        self._changed: set[Hashable] = set()
+
+    @property
+    def working(self) -> Mapping[Hashable, Version]:
+        """What gets see."""
+        return self._working
+
+    @property
+    def committed(self) -> Mapping[Hashable, Version]:
+        """What the last commit left; the working mapping where every change is committed at once."""
+        return self._working if self._committed is None else self._committed
+
+    @property
+    def changed(self) -> bool:
+        """Something was put or deleted since the last commit."""
+        return bool(self._changed)
+
+    def hold(self, version: Version) -> None:
+        """Keep a version until `release`."""
+        version.holders += 1
+
+    def release(self, version: Version) -> None:
+        """Undo one `hold`; the last one frees the version."""
+        assert version.holders > 0, "a version was released more often than held"
+        version.holders -= 1
+        if version.holders == 0:
+            self._free(version)
+
+    def put(self, key: Hashable, version: Version) -> None:
+        """Map `key` to a version."""
+        self.hold(version)
+        old = self._working.get(key)
+        self._working[key] = version
+        self._note_change(key, old)
+
+    def remove(self, key: Hashable) -> None:
+        """Forget `key`, which is mapped."""
+        self._note_change(key, self._working.pop(key))
+
+    def restore(self, versions: Mapping[Hashable, Version]) -> None:
+        """Start with these committed versions instead of empty."""
+        assert self._committed is not None and not self._committed and not self._working
+        for key, version in versions.items():
+            version.holders += 2
+            self._working[key] = self._committed[key] = version
+
+    def begin_commit(self) -> Changes:
+        """Take the changes since the last commit; `end_commit` must follow."""
+        changes: Changes = {key: self._working.get(key) for key in self._changed}
+        self._changed = set()
+        for version in changes.values():
+            if version is not None:
+                self.hold(version)
+        return changes
+
+    def end_commit(self, changes: Changes, *, success: bool) -> None:
+        """Let the changes take effect in the committed mapping, or put them back among what is not committed."""
+        assert self._committed is not None
+        if not success:
+            self._changed |= changes.keys()
+        for key, version in changes.items():
+            if not success:
+                stale = version
+            elif version is None:
+                stale = self._committed.pop(key, None)
+            else:
+                stale = self._committed.get(key)
+                self._committed[key] = version  # the hold of begin_commit goes over to the mapping
+            if stale is not None:
+                self.release(stale)
+
+    def abort(self) -> None:
+        """Make the working mapping the committed one again."""
+        assert self._committed is not None
+        for key in self._changed:
+            old = self._working.pop(key, None)
+            if (version := self._committed.get(key)) is not None:
+                self.hold(version)
+                self._working[key] = version
+            if old is not None:
+                self.release(old)
+        self._changed = set()
+
+    def snapshot(self) -> dict[Hashable, Version]:
+        """The committed mapping as of now; every version in it is held and must be released."""
+        versions = dict(self.committed)
+        for version in versions.values():
+            self.hold(version)
+        return versions
+
+    def _note_change(self, key: Hashable, old: Version | None) -> None:
+        if self._committed is not None:
+            self._changed.add(key)
+        if old is not None:
+            self.release(old)
