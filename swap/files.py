@@ -56,8 +56,15 @@ def open_unlinked(directory: str, *, direct: bool = True) -> SwapFile:
     return _open(directory, lambda flags: _open_nameless(directory, flags), direct)
 
 
-def create_scratch(directories: Sequence[str], capacity_bytes: int) -> tuple[list[SwapFile], list[int]]:
+def create_scratch(
+    directories: Sequence[str], capacity_bytes: int, weights: Sequence[float] | None = None
+) -> tuple[list[SwapFile], list[int]]:
     """Create one file without a name per directory and preallocate `capacity_bytes` over all of them.
+
+    Args:
+        directories: existing ones.
+        capacity_bytes: of all files together, rounded down to the alignment.
+        weights: sizes in proportion to these; None for the free space.
 
     Returns:
         The files, which the caller closes, and their sizes in bytes.
@@ -76,7 +83,7 @@ def create_scratch(directories: Sequence[str], capacity_bytes: int) -> tuple[lis
         capacity = capacity_bytes // alignment * alignment
         if capacity <= 0:
             raise ValueError(f"capacity_bytes: expected at least {alignment} bytes but got {capacity_bytes}")
-        sizes = capacities_by_free_space(files, capacity, alignment)
+        sizes = divide_capacity(files, capacity, alignment, weights)
         for file, size in zip(files, sizes, strict=True):
             if size:
                 reserve(file, size)
@@ -122,8 +129,12 @@ def free_bytes_of(file: SwapFile) -> int:
     return info.f_bavail * info.f_frsize
 
 
-def capacities_by_free_space(files: Sequence[SwapFile], capacity: int, alignment: int) -> list[int]:
-    """Divide `capacity` bytes over files in proportion to free space; paths on one file system share its free space.
+def divide_capacity(
+    files: Sequence[SwapFile], capacity: int, alignment: int, weights: Sequence[float] | None = None
+) -> list[int]:
+    """Divide `capacity` bytes over files in proportion to weights or else to free space, as far as there is room.
+
+    Paths on one file system share its free space.
 
     Raises:
         SwapFullError: together the file systems have less than `capacity` free.
@@ -143,7 +154,11 @@ def capacities_by_free_space(files: Sequence[SwapFile], capacity: int, alignment
             length_bytes=capacity,
             remedy="free space, add a path on another drive, or ask for less",
         )
-    shares = [capacity * size // total // alignment * alignment for size in free]
+    if weights is None:
+        wanted = [capacity * size // total for size in free]
+    else:
+        wanted = [int(capacity * (weight / sum(weights))) for weight in weights]
+    shares = [min(size, want // alignment * alignment) for size, want in zip(free, wanted, strict=True)]
     rest = capacity - sum(shares)
     for i in sorted(range(len(files)), key=lambda i: free[i] - shares[i], reverse=True):
         extra = min(rest, free[i] - shares[i])

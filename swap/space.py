@@ -1,14 +1,15 @@
 """The space of a store: which ranges of its files hold which version, and which are free.
 
-Owns: one extent allocator per file and the choice of the file.
+Owns: one extent allocator per file, and how an object is spread over files.
 Must not know: what the bytes mean, files as the operating system sees them, I/O.
 Next: `extents` within one file; `store` asks here where a new version goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from swap.extents import Extent, ExtentAllocator
 
@@ -21,8 +22,16 @@ class Piece:
     extent: Extent
 
 
+STRIPE_BYTES: Final = 1 << 20
+"""Least part of an object on one of several files: below that a second device costs more than it gives."""
+
+
 class Space:
     """Extents over several files. Not thread-safe.
+
+    Objects of at least two stripes lie on all files at once, in proportion to the weights, so that one transfer keeps
+    every device busy. A smaller object lies on the file that is farthest behind its share of the used bytes. What does
+    not fit where it should go goes where there is room.
 
     Attributes:
         allocators: one per file, in the order of the paths.
@@ -30,11 +39,20 @@ class Space:
         peak_used_bytes: the most that was ever allocated.
     """
 
-    def __init__(self, capacities: Sequence[int], alignment: int) -> None:
-        """Manage files of `capacities` bytes, multiples of `alignment`, all of them free."""
+    def __init__(self, capacities: Sequence[int], alignment: int, weights: Sequence[float] | None = None) -> None:
+        """Manage files of `capacities` bytes, multiples of `alignment`, all of them free.
+
+        Args:
+            capacities: one per file.
+            alignment: of extents, bytes.
+            weights: share of every file, usually its device's bandwidth; None for equal ones.
+        """
         self.allocators = tuple(ExtentAllocator(capacity, alignment) for capacity in capacities)
         self.capacity_bytes = sum(capacities)
         self.peak_used_bytes = 0
+        self._alignment = alignment
+        given = [1.0] * len(capacities) if weights is None else list(weights)
+        self._shares = [weight / sum(given) for weight in given]
 
     @property
     def free_bytes(self) -> int:
@@ -49,23 +67,12 @@ class Space:
     def allocate(self, need: int) -> tuple[Piece, ...]:
         """Take `need` bytes, a multiple of the alignment; () when there is no room.
 
-        The file with the largest free share goes first, so that files fill in proportion to their size; one piece
-        is taken where a file has one that is long enough. A space whose free ranges are scattered answers with
-        several pieces: what fits by the sum of bytes fits.
+        A file gives one piece where it has a free range that is long enough, else several: what fits by the sum of
+        bytes fits.
         """
         if self.free_bytes < need:
             return ()
-        by_share = sorted(range(len(self.allocators)), key=self._free_share, reverse=True)
-        pieces: list[Piece] = []
-        whole = next((file for file in by_share if self.allocators[file].largest_free >= need), None)
-        if whole is not None:
-            pieces.append(Piece(whole, self.allocators[whole].allocate(need)))
-        missing = 0 if whole is not None else need
-        while missing:
-            file = max(by_share, key=lambda f: self.allocators[f].largest_free)
-            length = min(missing, self.allocators[file].largest_free)
-            pieces.append(Piece(file, self.allocators[file].allocate(length)))
-            missing -= length
+        pieces = [piece for file, length in enumerate(self._divide(need)) for piece in self._take(file, length)]
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return tuple(pieces)
 
@@ -78,6 +85,35 @@ class Space:
         for piece in pieces:
             self.allocators[piece.file].free(piece.extent)
 
-    def _free_share(self, file: int) -> float:
+    def _divide(self, need: int) -> list[int]:
+        """Bytes of an object per file."""
+        files = range(len(self.allocators))
+        free = [allocator.free_bytes for allocator in self.allocators]
+        if len(free) == 1:
+            return [need]
+        lengths = [0] * len(free)
+        if need >= 2 * STRIPE_BYTES:
+            for file in files:
+                length = int(need * self._shares[file]) // self._alignment * self._alignment
+                lengths[file] = min(length, free[file]) if length >= STRIPE_BYTES else 0
+        total = self.used_bytes + need
+        missing = need - sum(lengths)
+
+        def preference(file: int) -> tuple[bool, bool, float]:
+            # A small object is one piece if that is possible at all; the rest of a large one joins another part.
+            fits = self.allocators[file].largest_free - lengths[file] >= missing
+            behind = total * self._shares[file] - self.allocators[file].used_bytes - lengths[file]
+            return fits, lengths[file] > 0, behind
+
+        for file in sorted(files, key=preference, reverse=True):
+            extra = min(missing, free[file] - lengths[file])
+            lengths[file] += extra
+            missing -= extra
+        return lengths
+
+    def _take(self, file: int, length: int) -> Iterator[Piece]:
         allocator = self.allocators[file]
-        return allocator.free_bytes / max(allocator.capacity, 1)
+        while length:
+            part = min(length, allocator.largest_free)
+            yield Piece(file, allocator.allocate(part))
+            length -= part

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno as _errno
 import logging
+import math
 import os
 import threading
 import time
@@ -83,6 +84,7 @@ class SwapStore:
         capacity_bytes: int,
         *,
         mode: Mode = Mode.SCRATCH,
+        weights: Sequence[float] | None = None,
         checksums: bool | None = None,
         engine: str = "auto",
         deadline_s: float = 60.0,
@@ -94,9 +96,11 @@ class SwapStore:
         """Create and preallocate the swap files.
 
         Args:
-            paths: existing directories; the capacity is spread over them in proportion to their free space.
+            paths: existing directories. Large objects lie on all of them at once.
             capacity_bytes: size of all files together, rounded down to the alignment.
             mode: what puts promise.
+            weights: share of every path in files and objects, usually its measured bandwidth. None spreads objects
+                equally, and the capacity in proportion to free space.
             checksums: compare every read with the checksums of what was written; None leaves it to the mode, which
                 is no for SCRATCH and EXPLICIT.
             engine: "auto", "io_uring" or "threads"; see `swap.aio.Aio`.
@@ -110,11 +114,13 @@ class SwapStore:
             SwapFullError: the file systems have not enough room; the text names needed and free bytes per
             path.
             SwapError: a directory is missing or not writable, or the engine asked for does not work here.
-            ValueError: no path, or a capacity below the alignment.
+            ValueError: no path, a capacity below the alignment, or weights that are not one positive number per path.
         """
         directories = [paths] if isinstance(paths, (str, Path)) else list(paths)
         if not directories:
             raise ValueError("paths: expected at least one directory but got none")
+        if weights is not None:
+            _check_weights(weights, len(directories))
         self.deadline_s = deadline_s
         self.mode = mode
         self.checksums = bool(checksums)
@@ -126,12 +132,12 @@ class SwapStore:
         self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
         self._closed = False
         with contextlib.ExitStack() as undo:
-            files, capacities = create_scratch(self.paths, capacity_bytes)
+            files, capacities = create_scratch(self.paths, capacity_bytes, weights)
             for file in files:
                 undo.callback(os.close, file.fd)
             self.alignment = max(file.alignment for file in files)
             self.capacity_bytes = sum(capacities)
-            self._space = space = Space(capacities, self.alignment)
+            self._space = space = Space(capacities, self.alignment, weights)
             self._aio = Aio(
                 engine=engine,
                 queue_depth=queue_depth,
@@ -524,6 +530,11 @@ class SwapStore:
         with self._lock:
             for version in versions.values():
                 self._map.release(version)
+
+
+def _check_weights(weights: Sequence[float], paths: int) -> None:
+    if len(weights) != paths or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ValueError(f"weights: expected {paths} positive numbers, one per path, but got {list(weights)}")
 
 
 def _weakly(dump: Callable[[], str]) -> Callable[[], str]:

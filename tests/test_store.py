@@ -36,7 +36,7 @@ from swap import (
     SwapStore,
     engines_available,
 )
-from swap.files import SwapFile, capacities_by_free_space
+from swap.files import SwapFile, divide_capacity
 
 BLOCK = 4096
 MIB = 1 << 20
@@ -490,10 +490,13 @@ def test_shares_follow_free_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     real = os.fstat
     monkeypatch.setattr(swap.files.os, "fstat", lambda fd: Stat(device[fd]) if fd in device else real(fd))
     files = [SwapFile(fd, f"/{fd}", True, BLOCK) for fd in device]
-    assert capacities_by_free_space(files, 40 * BLOCK, BLOCK) == [30 * BLOCK, 5 * BLOCK, 5 * BLOCK]
-    assert capacities_by_free_space(files, 400 * BLOCK, BLOCK) == [300 * BLOCK, 50 * BLOCK, 50 * BLOCK]
+    assert divide_capacity(files, 40 * BLOCK, BLOCK) == [30 * BLOCK, 5 * BLOCK, 5 * BLOCK]
+    assert divide_capacity(files, 400 * BLOCK, BLOCK) == [300 * BLOCK, 50 * BLOCK, 50 * BLOCK]
+    # By weights 2 : 1 : 1; then the second device is full and the first takes the rest.
+    assert divide_capacity(files, 40 * BLOCK, BLOCK, [2, 1, 1]) == [20 * BLOCK, 10 * BLOCK, 10 * BLOCK]
+    assert divide_capacity(files, 300 * BLOCK, BLOCK, [2, 1, 1]) == [200 * BLOCK, 50 * BLOCK, 50 * BLOCK]
     with pytest.raises(SwapFullError, match=r"needed but .*\(1638400 bytes\) free: /1010 .*, /1011 .*, /1012 "):
-        capacities_by_free_space(files, 401 * BLOCK, BLOCK)
+        divide_capacity(files, 401 * BLOCK, BLOCK)
 
 
 # ---- creation ----
