@@ -13,7 +13,7 @@ from swap.aio import (
     engines_available,
     uring_refusal,
 )
-from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
+from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError, SwapLockedError
 from swap.extents import Extent, ExtentAllocator
 from swap.faults import Fault, FaultAction, FaultTarget
 from swap.snapshot import Snapshot
@@ -40,6 +40,7 @@ __all__ = [
     "SwapDeadlineError",
     "SwapError",
     "SwapFullError",
+    "SwapLockedError",
     "SwapStats",
     "SwapStore",
     "Ticket",

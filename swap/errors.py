@@ -74,6 +74,10 @@ class SwapCorruptError(SwapError):
     """The bytes on disk are not those that were written; the text says where and what was expected instead."""
 
 
+class SwapLockedError(SwapError):
+    """Another process, or another store of this one, uses the run directory; the text says who."""
+
+
 def _rebuild(cls: type[SwapError], message: str, values: dict[str, Any]) -> SwapError:
     return cls(message, **values)
 

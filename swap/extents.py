@@ -9,6 +9,7 @@ Next: `store` keeps one allocator per file.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from swap.errors import SwapFullError, format_bytes
@@ -109,6 +110,33 @@ class ExtentAllocator:
         self._allocated[offset] = need
         self._free_bytes -= need
         return Extent(offset, need)
+
+    def occupy(self, extents: Iterable[Extent]) -> None:
+        """Take exactly these extents; everything must be free now.
+
+        Raises:
+            ValueError: one is misaligned, empty, outside the space, or overlaps another; nothing is taken.
+        """
+        assert not self._allocated, "occupy: something is allocated already"
+        taken = sorted(extents)
+        at = 0
+        for extent in taken:
+            aligned = extent.offset % self.alignment == 0 and extent.length % self.alignment == 0
+            if not aligned or extent.length <= 0 or extent.offset < at or extent.end > self._capacity:
+                raise ValueError(f"occupy: {extent} is misaligned, outside {self._capacity} bytes, or overlaps another")
+            at = extent.end
+        self._lengths.clear()
+        self._offsets.clear()
+        self._by_length.clear()
+        self._allocated = {extent.offset: extent.length for extent in taken}
+        self._free_bytes = self._capacity - sum(self._allocated.values())
+        at = 0
+        for extent in [*taken, Extent(self._capacity, 0)]:
+            if at < extent.offset:
+                self._lengths[at] = extent.offset - at
+            at = extent.end
+        self._offsets = sorted(self._lengths)
+        self._by_length = sorted((length, offset) for offset, length in self._lengths.items())
 
     def free(self, extent: Extent) -> None:
         """Give an extent back.

@@ -56,6 +56,16 @@ def open_unlinked(directory: str, *, direct: bool = True) -> SwapFile:
     return _open(directory, lambda flags: _open_nameless(directory, flags), direct)
 
 
+def open_named(path: str, directory: str) -> SwapFile:
+    """Open the file at `path` in `directory`, or create an empty one, with direct I/O where that is possible.
+
+    Raises:
+        SwapFullError: no room for even an empty file.
+        SwapError: the directory is missing, or it or the file is not writable.
+    """
+    return _open(directory, lambda flags: os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600), True)
+
+
 def create_scratch(
     directories: Sequence[str], capacity_bytes: int, weights: Sequence[float] | None = None
 ) -> tuple[list[SwapFile], list[int]]:

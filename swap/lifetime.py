@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swap.aio import Aio
 from swap.errors import SwapDeadlineError
@@ -22,10 +22,17 @@ _log = logging.getLogger(__name__)
 class Holdings:
     """An engine and the descriptors that it works on."""
 
-    def __init__(self, owner: object, aio: Aio, fds: Sequence[int]) -> None:
-        """Take over `aio` and `fds`; they are given back when `owner` goes away, at the latest."""
+    def __init__(self, owner: object, aio: Aio, fds: Sequence[int], close: Callable[[], None] | None = None) -> None:
+        """Take over `aio` and `fds`; they are given back when `owner` goes away, at the latest.
+
+        Args:
+            owner: whose going away ends it.
+            aio: works on the descriptors; stopped first.
+            fds: descriptors, closed in this order.
+            close: called when the engine has stopped, before the descriptors are closed.
+        """
         self._fds = tuple(fds)
-        self._finalizer = weakref.finalize(owner, _give_back, aio, self._fds, os.getpid())
+        self._finalizer = weakref.finalize(owner, _give_back, aio, self._fds, close, os.getpid())
         _held.add(self)
 
     def give_back(self) -> None:
@@ -40,14 +47,16 @@ class Holdings:
                 os.close(fd)
 
 
-def _give_back(aio: Aio, fds: Sequence[int], pid: int) -> None:
+def _give_back(aio: Aio, fds: Sequence[int], close: Callable[[], None] | None, pid: int) -> None:
     if os.getpid() != pid:
         return
     try:
         aio.close(min(aio.deadline_s, 5.0))
     except SwapDeadlineError:
         _log.warning("swap: transfers were still in flight when the store went away")
-    if aio.ended:  # otherwise a worker might use a number that names another file by then
+    if aio.ended:  # otherwise a worker might use a number that names another file by then, or write after the lock
+        if close is not None:
+            close()
         for fd in fds:
             os.close(fd)
 

@@ -100,6 +100,16 @@ class VersionMap:
             version.holders += 2
             self._working[key] = self._committed[key] = version
 
+    def after(self, changes: Changes) -> dict[Hashable, Version]:
+        """What the committed mapping will be when `changes` have taken effect."""
+        mapping = dict(self.committed)
+        for key, version in changes.items():
+            if version is None:
+                mapping.pop(key, None)
+            else:
+                mapping[key] = version
+        return mapping
+
     def begin_commit(self) -> Changes:
         """Take the changes since the last commit; `end_commit` must follow."""
         changes: Changes = {key: self._working.get(key) for key in self._changed}

@@ -69,6 +69,10 @@ class PutOrder:
             del self._pending[put.key]
         return error is None
 
+    def fail(self, key: Hashable, error: SwapError) -> None:
+        """The bytes of a put that took effect turned out not to be safe."""
+        self._failed[key] = error
+
     def forget(self, key: Hashable) -> None:
         """No put of `key` that is in flight takes effect, and a failed one is of no interest."""
         for put in self._pending.pop(key, []):

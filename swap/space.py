@@ -7,7 +7,7 @@ Next: `extents` within one file; `store` asks here where a new version goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,6 +75,21 @@ class Space:
         pieces = [piece for file, length in enumerate(self._divide(need)) for piece in self._take(file, length)]
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return tuple(pieces)
+
+    def occupy(self, pieces: Iterable[Piece]) -> None:
+        """Take exactly these pieces; everything must be free now.
+
+        Raises:
+            ValueError: one is in no file, misaligned, outside its file, or overlaps another.
+        """
+        extents: list[list[Extent]] = [[] for _ in self.allocators]
+        for piece in pieces:
+            if not 0 <= piece.file < len(extents):
+                raise ValueError(f"occupy: {piece} is in none of {len(extents)} files")
+            extents[piece.file].append(piece.extent)
+        for allocator, taken in zip(self.allocators, extents, strict=True):
+            allocator.occupy(taken)
+        self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
 
     def free(self, pieces: Sequence[Piece]) -> None:
         """Give pieces back.

@@ -1,9 +1,9 @@
 r"""The swap store: objects of bytes under keys, on disk, written by copy-on-write.
 
-Owns: when a version takes effect: the order of puts of one key, commit, abort, snapshots; the life of the files.
+Owns: what puts, gets and deletes do to the mapping; the parts of a store and its life from opening to closing.
 Must not know: what the bytes mean; tensors, shards, budgets of other tiers.
-Next: `mapping` for versions and who holds them, `space` for the extents, `transfers` for what is in flight, `files` for
-how files come into being. docs/swap.md tells the whole story.
+Next: `mapping` for versions and who holds them, `space` for the extents, `transfers` for what is in flight, `commits`
+and `run_directory` for what survives, `files` for how files come into being. docs/swap.md tells the whole story.
 
 A put never touches the bytes that are valid now. It writes to a fresh extent; when the write has been reaped
 successfully the key is mapped to the new extent, and the old one becomes free once nothing needs it any more:
@@ -12,7 +12,8 @@ successfully the key is mapped to the new extent, and the old one becomes free o
                                    \-> failed:       fresh extent freed, mapping[k] as before
 
 With `Mode.EXPLICIT` there are two mappings. Puts and deletes change the working one; `commit` makes it the committed
-one, `abort` goes back to that, and `snapshot` keeps it readable whatever happens afterwards.
+one, `abort` goes back to that, and `snapshot` keeps it readable whatever happens afterwards. With `Mode.DURABLE` the
+committed mapping is also on the drive, in files that have names.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from types import TracebackType
 
 from swap.aio import Aio, Priority
 from swap.checksums import GRANULE_BYTES
+from swap.commits import Commits
+from swap.disk import Disk
 from swap.errors import SwapError, SwapFullError, format_bytes
 from swap.faults import Fault
 from swap.files import create_scratch
 from swap.lifetime import Holdings
 from swap.mapping import Version, VersionMap
 from swap.puts import Put, PutOrder
+from swap.records import encode_key
+from swap.run_directory import RunDirectory, open_run
 from swap.snapshot import Snapshot
 from swap.space import Piece, Space
 from swap.stats import SwapStats
@@ -53,10 +58,13 @@ class Mode(Enum):
 
     SCRATCH: a put takes effect by itself when it has been reaped; nothing survives the process.
     EXPLICIT: puts and deletes take effect together at `commit`, or not at all; nothing survives the process.
+    DURABLE: as EXPLICIT, and what was committed is there when the paths are opened again, whatever ended the process.
+        Keys are made of str, int, bool, None, bytes and tuples of these.
     """
 
     SCRATCH = "scratch"
     EXPLICIT = "explicit"
+    DURABLE = "durable"
 
 
 class SwapStore:
@@ -89,23 +97,26 @@ class SwapStore:
         engine: str = "auto",
         deadline_s: float = 60.0,
         faults: Iterable[Fault] | None = None,
+        disk: Disk | None = None,
         queue_depth: int = 32,
         block_bytes: int = 1 << 20,
         threads: int = 4,
     ) -> None:
-        """Create and preallocate the swap files.
+        """Create and preallocate the swap files, or open those of a durable store that exists.
 
         Args:
-            paths: existing directories. Large objects lie on all of them at once.
-            capacity_bytes: size of all files together, rounded down to the alignment.
+            paths: existing directories. Large objects lie on all of them at once. A durable store has them for itself
+                and wants them in the same order every time.
+            capacity_bytes: size of all files together, rounded down to the alignment. A durable store that has less
+                grows, one that has more is refused.
             mode: what puts promise.
             weights: share of every path in files and objects, usually its measured bandwidth. None spreads objects
                 equally, and the capacity in proportion to free space.
-            checksums: compare every read with the checksums of what was written; None leaves it to the mode, which
-                is no for SCRATCH and EXPLICIT.
+            checksums: compare every read with the checksums of what was written; None means for DURABLE only.
             engine: "auto", "io_uring" or "threads"; see `swap.aio.Aio`.
             deadline_s: limit in seconds of waits that give none.
             faults: faults to inject, for tests.
+            disk: how manifests are written and flushed, for tests.
             queue_depth: requests given to the kernel at a time (io_uring).
             block_bytes: largest request; longer transfers are cut. A multiple of 4096.
             threads: workers of the thread engine.
@@ -113,7 +124,10 @@ class SwapStore:
         Raises:
             SwapFullError: the file systems have not enough room; the text names needed and free bytes per
             path.
-            SwapError: a directory is missing or not writable, or the engine asked for does not work here.
+            SwapLockedError: another store uses the run directory.
+            SwapCorruptError: files of the durable store are damaged, cut off, missing or foreign.
+            SwapError: a directory is missing or not writable, the engine asked for does not work here, or the durable
+                store is of another version or larger than allowed.
             ValueError: no path, a capacity below the alignment, or weights that are not one positive number per path.
         """
         directories = [paths] if isinstance(paths, (str, Path)) else list(paths)
@@ -123,21 +137,29 @@ class SwapStore:
             _check_weights(weights, len(directories))
         self.deadline_s = deadline_s
         self.mode = mode
-        self.checksums = bool(checksums)
+        self.checksums = mode is Mode.DURABLE if checksums is None else checksums
         self.paths = tuple(str(directory) for directory in directories)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._commit_lock = threading.Lock()
         self._puts = PutOrder(keep_failures=mode is not Mode.SCRATCH)
         self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
         self._closed = False
+        disk = disk or Disk()
+        run: RunDirectory | None = None
         with contextlib.ExitStack() as undo:
-            files, capacities = create_scratch(self.paths, capacity_bytes, weights)
+            if mode is Mode.DURABLE:
+                run = open_run(self.paths, capacity_bytes, weights, disk)
+                undo.callback(run.close)
+                files, sizes = run.files, run.sizes
+            else:
+                files, sizes = create_scratch(self.paths, capacity_bytes, weights)
             for file in files:
                 undo.callback(os.close, file.fd)
             self.alignment = max(file.alignment for file in files)
-            self.capacity_bytes = sum(capacities)
-            self._space = space = Space(capacities, self.alignment, weights)
+            self.capacity_bytes = sum(sizes)
+            self._space = space = Space(sizes, self.alignment, weights)
+            if run is not None:
+                run.occupy(space)
             self._aio = Aio(
                 engine=engine,
                 queue_depth=queue_depth,
@@ -158,6 +180,21 @@ class SwapStore:
             deadline_s=deadline_s,
             dump=_weakly(self.dump),
         )
+        self._commits = Commits(
+            self._map,
+            self._puts,
+            self._transfers,
+            self._lock,
+            files=self._files,
+            manifest=run.manifest if run else None,
+            disk=disk,
+        )
+        fds = [file.fd for file in files]
+        if run is not None:
+            self._map.restore(run.versions)
+            self._holdings = Holdings(self, self._aio, [*fds, *run.locks], run.manifest.close)
+        else:
+            self._holdings = Holdings(self, self._aio, fds)
         self.engine = self._aio.engine
         self.fallback_reason = self._aio.fallback_reason
         self.direct = all(file.direct for file in files)
@@ -165,7 +202,6 @@ class SwapStore:
             self._aio.register_file(file.fd, file.directory)
         if self.fallback_reason:
             _log.warning("swap: io_uring cannot be used, threads are used instead: %s", self.fallback_reason)
-        self._holdings = Holdings(self, self._aio, [file.fd for file in files])
 
     # ---- objects ----
 
@@ -177,12 +213,15 @@ class SwapStore:
 
         Raises:
             ValueError: address not aligned, or length not positive.
+            TypeError: a durable store cannot write such a key down.
             SwapFullError: no room even when nothing is in flight any more.
             SwapDeadlineError: no room because transfers in flight do not finish.
             SwapError: the store is closed or belongs to the parent process.
         """
         self._check_usable()
         self._check_address(address)
+        if self.mode is Mode.DURABLE:
+            encode_key(key)
         if length <= 0:
             raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
         need = self._round_up(length)
@@ -262,24 +301,21 @@ class SwapStore:
     def commit(self, deadline_s: float | None = None) -> None:
         """Make everything that was put and deleted since the last commit take effect as one.
 
-        Waits for the puts in flight. Until this returns, `abort` leads back to the commit before.
+        Waits for the puts in flight. A durable store then flushes their data, and after that appends to the manifest
+        and flushes it: a crash at any moment leaves this commit or the one before, whole.
 
         Args:
             deadline_s: seconds to wait for puts in flight at most; None uses the deadline of the store.
 
         Raises:
             SwapDeadlineError: puts did not finish in time; nothing is committed.
-            SwapError: a put since the last commit failed and its key was neither put again nor deleted; nothing is
-                committed, and `abort` or another put of that key is the way on.
+            SwapFullError: no room for the manifest; nothing is committed.
+            SwapError: a put since the last commit failed and its key was neither put again nor deleted, or something
+                could not be flushed; nothing is committed. Repeat what the text asks for and commit again, or `abort`.
             ValueError: the mode has no commits.
         """
         self._check_explicit("commit")
-        with self._commit_lock:
-            self._transfers.drain(self.deadline_s if deadline_s is None else deadline_s)
-            with self._lock:
-                self._check_failed_puts()
-                changes = self._map.begin_commit()
-                self._map.end_commit(changes, success=True)
+        self._commits.commit(self.deadline_s if deadline_s is None else deadline_s)
 
     def abort(self) -> None:
         """Undo everything that was put and deleted since the last commit, puts in flight included.
@@ -287,13 +323,12 @@ class SwapStore:
         Does not wait: memory of puts in flight stays in use until their tickets are done.
 
         Raises:
-            SwapError: the store is closed or belongs to the parent process.
+            SwapError: the store is closed or belongs to the parent process; or a failed commit may be on the drive and
+                cannot be undone there, then nothing has changed.
             ValueError: the mode has no commits.
         """
         self._check_explicit("abort")
-        with self._commit_lock, self._lock:
-            self._puts.forget_all()
-            self._map.abort()
+        self._commits.abort()
 
     def snapshot(self) -> Snapshot:
         """Keep the committed mapping readable until the snapshot is released; in SCRATCH mode the current one.
@@ -465,18 +500,6 @@ class SwapStore:
             raise ValueError(
                 f"{what}: expected a store with explicit commits but its mode is {self.mode.name}, where every put "
                 "takes effect by itself; open it with mode=Mode.EXPLICIT"
-            )
-
-    def _check_failed_puts(self) -> None:
-        for key, error in self._puts.failed.items():
-            raise SwapError(
-                f"commit: expected every put since the last one to succeed but put {key!r} failed",
-                errno=error.errno,
-                path=error.path,
-                offset_bytes=error.offset_bytes,
-                length_bytes=error.length_bytes,
-                remedy="put or delete it again, or abort",
-                detail=str(error),
             )
 
     def _allocate(self, need: int) -> tuple[Piece, ...]:

@@ -35,12 +35,12 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 SWAP_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "faults", "stats", "checksums"),
-    ("extents", "aio"),
+    ("errors", "faults", "stats", "checksums", "disk"),
+    ("extents", "aio", "records"),
     ("files", "space", "puts", "lifetime"),
     ("mapping",),
-    ("transfers",),
-    ("snapshot",),
+    ("transfers", "manifest"),
+    ("snapshot", "commits", "run_directory"),
     ("store",),
 )
 LAYERS = {"offload": OFFLOAD_LAYERS, "swap": SWAP_LAYERS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -121,3 +122,30 @@ def test_foreign_extent_is_refused() -> None:
 def test_impossible_growth_is_refused(extra: int) -> None:
     with pytest.raises(ValueError, match="grow"):
         ExtentAllocator(8192, 4096).grow(extra)
+
+
+@given(taken=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)), max_size=8), capacity=st.integers(0, 40))
+def test_occupying_is_allocating_exactly_there(taken: list[tuple[int, int]], capacity: int) -> None:
+    """Units owned by the extents, counted one by one, tell whether they are disjoint and inside."""
+    extents = [Extent(first * 4, length * 4) for first, length in taken]
+    units = [unit for first, length in taken for unit in range(first, first + length)]
+    allocator = ExtentAllocator(capacity * 4, 4)
+    if len(set(units)) < len(units) or any(unit >= capacity for unit in units):
+        with pytest.raises(ValueError, match="occupy"):
+            allocator.occupy(extents)
+        assert allocator.free_bytes == capacity * 4
+        return
+    allocator.occupy(extents)
+    assert allocator.allocated() == sorted(extents)
+    assert allocator.used_bytes == len(units) * 4
+    free = {unit for extent in allocator.free_ranges() for unit in range(extent.offset // 4, extent.end // 4)}
+    assert free == set(range(capacity)) - set(units)
+    for extent in extents:
+        allocator.free(extent)
+    assert allocator.free_ranges() == ([Extent(0, capacity * 4)] if capacity else [])
+
+
+@pytest.mark.parametrize("extent", [Extent(1, 4), Extent(4, 3), Extent(4, 0), Extent(-4, 4)])
+def test_occupying_what_cannot_be_is_refused(extent: Extent) -> None:
+    with pytest.raises(ValueError, match="occupy"):
+        ExtentAllocator(16, 4).occupy([extent])

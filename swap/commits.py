@@ -1,0 +1,126 @@
+"""Commit and abort: when changes of the mapping become the committed state, in memory and on the drives.
+
+Owns: the order of draining, flushing data, writing the manifest and flipping the mapping, and what a failure of each
+leaves behind. Must not know: how a manifest is written, where a put goes.
+Next: `mapping` for the two mappings, `manifest` for the file; docs/swap.md has the procedure as a drawing.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import threading
+from collections.abc import Sequence
+
+from swap.disk import Disk
+from swap.errors import SwapError, SwapFullError
+from swap.files import SwapFile
+from swap.manifest import Manifest
+from swap.mapping import Changes, Version, VersionMap
+from swap.puts import PutOrder
+from swap.transfers import Transfers
+
+
+class Commits:
+    """Commits of one store, one at a time. `lock` is the store's and guards the mapping and the order of puts."""
+
+    def __init__(
+        self,
+        mapping: VersionMap,
+        puts: PutOrder,
+        transfers: Transfers,
+        lock: threading.RLock,
+        *,
+        files: Sequence[SwapFile],
+        manifest: Manifest | None,
+        disk: Disk,
+    ) -> None:
+        """Commit changes of `mapping`; to `manifest`, too, if there is one."""
+        self._map = mapping
+        self._puts = puts
+        self._transfers = transfers
+        self._lock = lock
+        self._files = files
+        self._manifest = manifest
+        self._disk = disk
+        self._one_at_a_time = threading.Lock()
+        self._doubtful: list[Version] = []  # in a manifest that may or may not be the one on the drive
+
+    def commit(self, limit_s: float) -> None:
+        """See `SwapStore.commit`."""
+        with self._one_at_a_time:
+            self._transfers.drain(limit_s)
+            with self._lock:
+                self._check_failed_puts()
+                changes = self._map.begin_commit()
+            try:
+                self._make_durable(changes)
+            except BaseException:
+                with self._lock:
+                    if self._manifest is not None and self._manifest.doubtful:
+                        self._keep(changes)
+                    self._map.end_commit(changes, success=False)
+                raise
+            with self._lock:
+                self._map.end_commit(changes, success=True)
+                self._let_go()
+
+    def abort(self) -> None:
+        """See `SwapStore.abort`."""
+        with self._one_at_a_time:
+            if self._manifest is not None and self._manifest.doubtful:
+                # The drive may hold the commit that failed. Before its extents are used again it must be undone there.
+                self._manifest.rewrite(self._map.committed)
+            with self._lock:
+                self._puts.forget_all()
+                self._map.abort()
+                self._let_go()
+
+    def _make_durable(self, changes: Changes) -> None:
+        manifest = self._manifest
+        if manifest is None or not (changes or manifest.doubtful):
+            return
+        written = [version for version in changes.values() if version is not None]
+        for file in sorted({piece.file for version in written for piece in version.pieces}):
+            try:
+                self._disk.sync(self._files[file].fd)
+            except OSError as error:
+                raise self._flush_failed(changes, self._files[file].directory, error) from None
+        manifest.commit(changes, lambda: self._map.after(changes))
+
+    def _flush_failed(self, changes: Changes, directory: str, error: OSError) -> SwapError:
+        """What was written since the last flush may be lost, and a second flush would not say so: put it again."""
+        kind = SwapFullError if error.errno in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
+        failure = kind(
+            f"swap path {directory}: cannot flush the data of a commit",
+            errno=error.errno,
+            path=directory,
+            remedy="look at the kernel log; then put the objects again, or abort",
+        )
+        with self._lock:
+            for key, version in changes.items():
+                if version is not None:
+                    self._puts.fail(key, failure)
+        return failure
+
+    def _check_failed_puts(self) -> None:
+        for key, error in self._puts.failed.items():
+            raise SwapError(
+                f"commit: expected every put since the last one to succeed but put {key!r} failed",
+                errno=error.errno,
+                path=error.path,
+                offset_bytes=error.offset_bytes,
+                length_bytes=error.length_bytes,
+                remedy="put or delete it again, or abort",
+                detail=str(error),
+            )
+
+    def _keep(self, changes: Changes) -> None:
+        for version in changes.values():
+            if version is not None:
+                self._map.hold(version)
+                self._doubtful.append(version)
+
+    def _let_go(self) -> None:
+        versions, self._doubtful = self._doubtful, []
+        for version in versions:
+            self._map.release(version)

@@ -1,0 +1,358 @@
+"""A run directory: what a durable store leaves on the drives, and how it is found again.
+
+Owns: the lock, the names and first blocks of the data files, the procedure of creating and of opening a run.
+Must not know: transfers, the order of puts.
+Next: `manifest` for the mapping itself, `store` for when it is committed.
+
+    DIRECTORY/swap.lock      who uses the directory; locked with flock as long as its process lives
+    DIRECTORY/swap.data      the extents; its first block says which run and which path it belongs to
+    DIRECTORY/swap.manifest  the mapping; in the first directory only
+
+A run is created in this order: data files of full size, the manifest, the first blocks of the data files. What a crash
+leaves in between is told from a foreign file and from a lost manifest: a first block that was never written is zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno as _errno
+import fcntl
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from swap.checksums import GRANULE_BYTES
+from swap.disk import Disk
+from swap.errors import SwapCorruptError, SwapError, SwapLockedError, format_bytes
+from swap.extents import Extent
+from swap.files import SwapFile, divide_capacity, open_error, open_named, reserve
+from swap.manifest import Manifest, RunFacts, with_sizes
+from swap.mapping import Version
+from swap.records import decode_record, encode_record
+from swap.space import Piece, Space
+
+_log = logging.getLogger(__name__)
+
+LOCK_NAME: Final = "swap.lock"
+DATA_NAME: Final = "swap.data"
+MANIFEST_NAME: Final = "swap.manifest"
+_FORMAT: Final = "offload-swap-data"
+_LOCK_TEXT_BYTES: Final = 256
+
+
+@dataclass(slots=True)
+class RunDirectory:
+    """An open run.
+
+    Attributes:
+        files: data files, in the order of the paths.
+        sizes: of the data files, bytes.
+        alignment: of offsets, lengths and addresses, bytes.
+        manifest: the mapping on the drive.
+        versions: the mapping as of the last commit.
+        locks: descriptors that hold the locks.
+    """
+
+    files: list[SwapFile]
+    sizes: list[int]
+    alignment: int
+    manifest: Manifest
+    versions: dict[Hashable, Version]
+    locks: list[int]
+
+    def occupy(self, space: Space) -> None:
+        """Take the first blocks and all committed extents.
+
+        Raises:
+            SwapCorruptError: extents of the manifest overlap, or lie outside their file.
+        """
+        pieces = [Piece(index, Extent(0, self.alignment)) for index in range(len(self.files))]
+        for version in self.versions.values():
+            pieces += version.pieces
+        try:
+            space.occupy(pieces)
+        except ValueError as error:
+            raise SwapCorruptError(
+                f"{self.manifest.path}: expected disjoint extents inside the data files but got {error}",
+                path=self.manifest.path,
+                remedy="restore the run directory from a copy, or name an empty one",
+            ) from None
+
+    def close(self) -> None:
+        """Close the manifest, then give the locks back; the data files are closed by whoever uses them."""
+        self.manifest.close()
+        for fd in self.locks:
+            os.close(fd)
+
+
+def open_run(
+    directories: Sequence[str], capacity_bytes: int, weights: Sequence[float] | None, disk: Disk
+) -> RunDirectory:
+    """Open the run in `directories`, or create one where they are empty.
+
+    Args:
+        directories: existing ones, in the same order every time.
+        capacity_bytes: size of all data files together. More than they have makes them longer.
+        weights: sizes in proportion to these; None for the free space.
+        disk: the operating system.
+
+    Raises:
+        SwapLockedError: somebody uses a directory.
+        SwapCorruptError: a file is damaged, cut off, missing, or not one of this run.
+        SwapFullError: not enough room.
+        SwapError: a directory is missing or not writable, or the run is larger than `capacity_bytes`.
+        ValueError: a directory is given twice, or a capacity below two blocks per path.
+    """
+    if len({os.path.realpath(directory) for directory in directories}) < len(directories):
+        raise ValueError(f"paths: expected different directories but got {list(directories)}")
+    with contextlib.ExitStack() as undo:
+        locks = []
+        for directory in directories:
+            locks.append(_lock(directory))
+            undo.callback(os.close, locks[-1])
+        path = os.path.join(directories[0], MANIFEST_NAME)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path + ".new")
+        try:
+            manifest, versions = Manifest.load(path, disk)
+        except FileNotFoundError:
+            run = _create(directories, capacity_bytes, weights, disk, locks, undo)
+        else:
+            undo.callback(manifest.close)
+            run = _reopen(directories, capacity_bytes, weights, disk, locks, undo, manifest, versions)
+        undo.pop_all()
+    return run
+
+
+# ---- lock ----
+
+
+def _lock(directory: str) -> int:
+    """Lock a directory for this process; returns the descriptor that holds the lock until it is closed."""
+    path = os.path.join(directory, LOCK_NAME)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise open_error(directory, error) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        text = f"process {os.getpid()} on {socket.gethostname()} since {started}"
+        os.pwrite(fd, text.encode()[: _LOCK_TEXT_BYTES - 1].ljust(_LOCK_TEXT_BYTES, b" "), 0)
+    except OSError as error:
+        holder = os.pread(fd, _LOCK_TEXT_BYTES, 0).decode(errors="replace").strip()
+        os.close(fd)
+        if error.errno not in (_errno.EWOULDBLOCK, _errno.EACCES):
+            raise open_error(directory, error) from None
+        raise SwapLockedError(
+            f"run directory {directory}: expected to be its only user but got {holder or 'another one'}",
+            errno=error.errno,
+            path=directory,
+            remedy="close that store, wait for that process to end, or name another directory",
+        ) from None
+    return fd
+
+
+# ---- a new run ----
+
+
+def _create(
+    directories: Sequence[str],
+    capacity_bytes: int,
+    weights: Sequence[float] | None,
+    disk: Disk,
+    locks: list[int],
+    undo: contextlib.ExitStack,
+) -> RunDirectory:
+    for directory in directories:
+        _check_no_run(directory)
+    files = _open_files(directories, undo)
+    alignment = max(file.alignment for file in files)
+    capacity = capacity_bytes // alignment * alignment
+    if capacity < 2 * alignment * len(files):
+        raise ValueError(
+            f"capacity_bytes: expected at least {2 * alignment * len(files)} bytes, two blocks per path, "
+            f"but got {capacity_bytes}"
+        )
+    sizes = divide_capacity(files, capacity, alignment, weights)
+    if min(sizes) < 2 * alignment:
+        raise ValueError(
+            f"weights: expected a share of at least {2 * alignment} bytes per path but got {min(sizes)} of {capacity}"
+        )
+    facts = RunFacts(secrets.token_hex(8), max(GRANULE_BYTES, alignment), tuple(sizes))
+    manifest = Manifest(os.path.join(directories[0], MANIFEST_NAME), facts, disk)
+    try:
+        for file, size in zip(files, sizes, strict=True):
+            os.ftruncate(file.fd, 0)  # the rest of a creation that a crash ended may be longer
+            reserve(file, size)
+            disk.sync(file.fd)
+            disk.sync_directory(file.directory)
+        manifest.rewrite({})
+        undo.callback(manifest.close)
+        for index in range(len(files)):
+            _write_header(directories, index, facts, disk)
+    except OSError as error:
+        raise error if isinstance(error, SwapError) else open_error(directories[0], error) from None
+    return RunDirectory(files, sizes, alignment, manifest, {}, locks)
+
+
+def _check_no_run(directory: str) -> None:
+    """Refuse a data file that is not the rest of a creation that a crash ended."""
+    path = os.path.join(directory, DATA_NAME)
+    try:
+        block = _read_header(path)
+    except FileNotFoundError:
+        return
+    if not block.strip(b"\0"):
+        return
+    ours = decode_record(block, 0)
+    if ours is not None and ours[0].get("format") == _FORMAT:
+        raise SwapCorruptError(
+            f"{path}: expected the manifest of run {ours[0].get('run')} in {MANIFEST_NAME} of the first path "
+            "but there is none",
+            path=path,
+            remedy="name the paths of the run in their order, restore the manifest, or remove the data file",
+        )
+    raise _foreign(path)
+
+
+# ---- a run that exists ----
+
+
+def _reopen(
+    directories: Sequence[str],
+    capacity_bytes: int,
+    weights: Sequence[float] | None,
+    disk: Disk,
+    locks: list[int],
+    undo: contextlib.ExitStack,
+    manifest: Manifest,
+    versions: dict[Hashable, Version],
+) -> RunDirectory:
+    facts = manifest.facts
+    if len(facts.sizes) != len(directories):
+        raise SwapError(
+            f"run directory {directories[0]}: expected {len(facts.sizes)} paths but got {len(directories)}",
+            path=directories[0],
+            remedy="name the paths that the run was created with, in their order",
+        )
+    if capacity_bytes < sum(facts.sizes):
+        raise SwapError(
+            f"run directory {directories[0]}: expected a capacity of at least {format_bytes(sum(facts.sizes))}, which "
+            f"the run has, but got {format_bytes(capacity_bytes)}",
+            path=directories[0],
+            length_bytes=sum(facts.sizes),
+            remedy="allow that much, or name an empty directory",
+        )
+    for index in range(len(directories)):
+        _check_header(directories, index, facts, disk, new=not versions)
+    files = _open_files(directories, undo)
+    alignment = max(file.alignment for file in files)
+    for file, size in zip(files, facts.sizes, strict=True):
+        have = os.fstat(file.fd).st_size
+        if have < size:
+            path = os.path.join(file.directory, DATA_NAME)
+            raise SwapCorruptError(
+                f"{path}: expected {size} bytes but got {have}: it was cut off",
+                path=path,
+                offset_bytes=have,
+                length_bytes=size - have,
+                remedy="restore the run directory from a copy, or name an empty one",
+            )
+        # A killed process may have left direct writes with the drive, aimed at extents that are free now. Reserving
+        # waits for them (ext4, xfs and btrfs let no allocation overtake direct I/O), so that they cannot hit new data.
+        reserve(file, size)
+    sizes = list(facts.sizes)
+    extra = (capacity_bytes - sum(sizes)) // alignment * alignment
+    if extra:
+        more = divide_capacity(files, extra, alignment, weights)
+        sizes = [size + grow for size, grow in zip(sizes, more, strict=True)]
+        for file, size in zip(files, sizes, strict=True):
+            reserve(file, size)
+            disk.sync(file.fd)
+        manifest.rewrite(versions, with_sizes(facts, sizes))
+        _log.info("run directory %s: grown by %d bytes to %d", directories[0], extra, sum(sizes))
+    return RunDirectory(files, sizes, alignment, manifest, versions, locks)
+
+
+def _check_header(directories: Sequence[str], index: int, facts: RunFacts, disk: Disk, *, new: bool) -> None:
+    """Check that a data file is the one that the manifest means."""
+    path = os.path.join(directories[index], DATA_NAME)
+    try:
+        block = _read_header(path)
+    except FileNotFoundError:
+        raise SwapCorruptError(
+            f"{path}: expected the data file of path {index} of run {facts.run} but there is none",
+            path=path,
+            remedy="name the paths of the run in their order, or restore the file",
+        ) from None
+    if new and _header(facts, index).startswith(block.rstrip(b"\0")):  # a crash came before all of it was written
+        _write_header(directories, index, facts, disk)
+        return
+    found = decode_record(block, 0)
+    if found is None or found[0].get("format") != _FORMAT:
+        raise _foreign(path)
+    run, place = found[0].get("run"), found[0].get("index")
+    if (run, place) != (facts.run, index):
+        raise SwapCorruptError(
+            f"{path}: expected the data file of path {index} of run {facts.run} but got path {place} of run {run}",
+            path=path,
+            remedy="name the paths of the run in their order, and do not mix files of several runs",
+        )
+
+
+# ---- both ----
+
+
+def _open_files(directories: Sequence[str], undo: contextlib.ExitStack) -> list[SwapFile]:
+    files = []
+    for directory in directories:
+        files.append(open_named(os.path.join(directory, DATA_NAME), directory))
+        undo.callback(os.close, files[-1].fd)
+    return files
+
+
+def _read_header(path: str) -> bytes:
+    """Return the first block.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SwapError: it cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise open_error(os.path.dirname(path), error) from None
+    try:
+        return os.pread(fd, 4096, 0)
+    finally:
+        os.close(fd)
+
+
+def _header(facts: RunFacts, index: int) -> bytes:
+    return encode_record({"format": _FORMAT, "version": 1, "run": facts.run, "index": index})
+
+
+def _write_header(directories: Sequence[str], index: int, facts: RunFacts, disk: Disk) -> None:
+    """Write the first block, which direct transfers never touch, through the page cache."""
+    fd = os.open(os.path.join(directories[index], DATA_NAME), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        disk.write(fd, _header(facts, index), 0)
+        disk.sync(fd)
+    finally:
+        os.close(fd)
+
+
+def _foreign(path: str) -> SwapCorruptError:
+    return SwapCorruptError(
+        f"{path}: expected a data file of a swap store but its first block says something else",
+        path=path,
+        remedy="name another directory, or remove the file",
+    )
