@@ -13,12 +13,13 @@ from swap.aio import (
     engines_available,
     uring_refusal,
 )
+from swap.backing import Mode
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError, SwapLockedError
 from swap.extents import Extent, ExtentAllocator
 from swap.faults import Fault, FaultAction, FaultTarget
 from swap.snapshot import Snapshot
 from swap.stats import AioStats, Latency, SwapStats
-from swap.store import Mode, SwapStore
+from swap.store import SwapStore
 from swap.transfers import StoreTicket
 
 __all__ = [

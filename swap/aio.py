@@ -3,7 +3,8 @@
 Owns: the choice of the engine (io_uring, or threads where io_uring is missing or forbidden), argument checks,
 error texts, deadlines, behaviour after a fork and at exit.
 Must not know: extents, keys, which bytes matter; it moves what it is told to move.
-Next: `store` builds the swap store on one `Aio`; csrc/aio/engine.h is the other side.
+Next: `operations` for jobs and tickets; `store` builds the swap store on one `Aio`; csrc/aio/engine.h is the other
+side.
 
 Example:
     >>> aio = Aio()
@@ -21,57 +22,28 @@ import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Protocol
 
 from swap import _aio
-from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
+from swap.errors import SwapDeadlineError, SwapError
 from swap.faults import Fault, FaultTarget
+from swap.operations import IoTicket, Job, Priority, Ticket
 from swap.stats import AioStats, Latency
+
+__all__ = [
+    "Aio",
+    "FileFacts",
+    "IoTicket",
+    "Job",
+    "Priority",
+    "Ticket",
+    "engines_available",
+    "file_facts",
+    "preallocate",
+    "uring_refusal",
+]
 
 _ENGINE_VARIABLE = "OFFLOAD_AIO_ENGINE"
 _ENGINES = ("io_uring", "threads")
-
-_REMEDIES = {
-    _errno.EIO: "the device failed: look at the kernel log and replace or avoid the drive",
-    _errno.EINVAL: "direct I/O needs address, offset and length to be multiples of the file's alignment",
-    _errno.EFAULT: "the address range is not (or no longer) mapped memory",
-    _errno.EBADF: "the file is closed or was opened for another direction",
-    _errno.ENODATA: "the file ends before the range does: it was truncated or never that long",
-    _errno.ENOSPC: "free space on the file system or use another path",
-    _errno.EDQUOT: "raise the quota or use another path",
-    _errno.EROFS: "the file system became read-only: look at the kernel log",
-    _errno.ECANCELED: "the engine was closed before the operation finished",
-}
-
-
-class Priority(Enum):
-    """Order in which waiting operations go to the device: every urgent one before any normal one.
-
-    While urgent operations keep coming, the device is also given fewer normal requests at a time, so that an urgent
-    one does not wait behind a full queue. Use it for what computation waits for, not for everything.
-    """
-
-    NORMAL = "normal"
-    URGENT = "urgent"
-
-
-class Ticket(Protocol):
-    """One asynchronous operation."""
-
-    def done(self) -> bool:
-        """Tell whether the operation is over, well or badly. Neither blocks nor raises."""
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the operation is over.
-
-        Args:
-            timeout_s: seconds to wait at most; None uses the deadline of the engine or store.
-
-        Raises:
-            SwapDeadlineError: not over in time; the operation stays in flight and may be waited for again.
-            SwapError: the operation failed. Every wait on this ticket raises it.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,115 +96,6 @@ def uring_refusal() -> str | None:
 
 def _uring_refusal() -> str:
     return _aio.uring_refusal()
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One read or write for `Aio.submit`.
-
-    Attributes:
-        write: memory to file, else file to memory.
-        fd: file.
-        offset: first byte in the file.
-        address: memory; it must stay valid and untouched until the ticket is done.
-        length: bytes.
-        priority: see `Priority`.
-        granule_bytes: take (write) or compare (read) the CRC-32C of every so many bytes before the ticket is done;
-            0 for none.
-        expected: of a read with checksums, those of the range, as `IoTicket.checksums` gave them.
-    """
-
-    write: bool
-    fd: int
-    offset: int
-    address: int
-    length: int
-    priority: Priority = Priority.NORMAL
-    granule_bytes: int = 0
-    expected: bytes = b""
-
-
-class IoTicket:
-    """Ticket of one read or write of an `Aio`."""
-
-    __slots__ = ("_aio", "_job", "_operation", "_subject")
-
-    def __init__(self, aio: Aio, operation: _aio.Operation, job: Job) -> None:
-        self._aio = aio
-        self._operation = operation
-        self._job = job
-        self._subject = aio.name_of(job.fd)
-
-    def done(self) -> bool:
-        """See `Ticket.done`."""
-        return self._operation.done()
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """See `Ticket.wait`."""
-        limit_s = self._aio.deadline_s if timeout_s is None else timeout_s
-        if not self.wait_done(limit_s):
-            raise self.deadline_error(limit_s, self._aio.dump())
-        if error := self.error():
-            raise error
-
-    def wait_done(self, timeout_s: float) -> bool:
-        """Block until the operation is over or `timeout_s` passed; tell whether it is over, not how it went.
-
-        Raises:
-            SwapError: the operation belongs to the parent process.
-        """
-        try:
-            return self._operation.wait(max(timeout_s, 0.0))
-        except OSError as error:
-            raise SwapError(str(error.strerror), errno=error.errno) from None
-
-    def deadline_error(self, limit_s: float, state: str) -> SwapDeadlineError:
-        """The error of a wait that gave up after `limit_s` seconds, with a state dump in its text."""
-        return SwapDeadlineError(
-            f"{self._what()}: expected a result within {limit_s:g} s but got none",
-            errno=_errno.ETIMEDOUT,
-            path=self._subject,
-            offset_bytes=self._job.offset,
-            length_bytes=self._job.length,
-            remedy="look at the kernel log for a stuck device, or allow a longer deadline",
-            detail=state,
-        )
-
-    def error(self) -> SwapError | None:
-        """The error of a finished operation; None while it is in flight or when it succeeded."""
-        code = self._operation.error
-        if code == 0:
-            return None
-        full = code in (_errno.ENOSPC, _errno.EDQUOT)
-        at, length = self._operation.error_offset, self._operation.error_length
-        expected, actual = self._operation.error_checksums
-        if code == _errno.EBADMSG and expected != actual:
-            return SwapCorruptError(
-                f"{self._what()}: expected checksum {expected:#010x} at offset {at}, {length} bytes, "
-                f"but got {actual:#010x}",
-                errno=code,
-                path=self._subject,
-                offset_bytes=at,
-                length_bytes=length,
-                remedy="the drive, its cable or something that wrote to the file changed the bytes: use another copy",
-            )
-        return (SwapFullError if full else SwapError)(
-            f"{self._what()}: failed at offset {at}, {length} bytes",
-            errno=code,
-            path=self._subject,
-            offset_bytes=at,
-            length_bytes=length,
-            remedy=_REMEDIES.get(code, "look at the kernel log"),
-        )
-
-    @property
-    def checksums(self) -> bytes:
-        """Checksums of a finished write that asked for them: a word of 4 bytes per granule."""
-        return self._operation.checksums
-
-    def _what(self) -> str:
-        verb = "write" if self._job.write else "read"
-        return f"{verb} of {self._job.length} bytes at offset {self._job.offset} of {self._subject}"
 
 
 class Aio:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import errno as _errno
 import threading
-from collections.abc import Sequence
 
-from swap.disk import Disk
+from swap.backing import Backing
 from swap.errors import SwapError, SwapFullError
-from swap.files import SwapFile
-from swap.manifest import Manifest
 from swap.mapping import Changes, Version, VersionMap
 from swap.puts import PutOrder
 from swap.transfers import Transfers
@@ -29,19 +26,16 @@ class Commits:
         puts: PutOrder,
         transfers: Transfers,
         lock: threading.RLock,
-        *,
-        files: Sequence[SwapFile],
-        manifest: Manifest | None,
-        disk: Disk,
+        backing: Backing,
     ) -> None:
-        """Commit changes of `mapping`; to `manifest`, too, if there is one."""
+        """Commit changes of `mapping`, in the manifest of `backing`, too, if there is one."""
         self._map = mapping
         self._puts = puts
         self._transfers = transfers
         self._lock = lock
-        self._files = files
-        self._manifest = manifest
-        self._disk = disk
+        self._files = backing.files
+        self._manifest = backing.run.manifest if backing.run else None
+        self._disk = backing.disk
         self._one_at_a_time = threading.Lock()
         self._doubtful: list[Version] = []  # in a manifest that may or may not be the one on the drive
 

@@ -1,22 +1,61 @@
-"""The end of a store: closed, dropped, left to the interpreter's exit, or inherited by a forked child.
+"""The life of a store: open, closed, dropped, left to the interpreter's exit, or inherited by a forked child.
 
-Owns: when the engine stops and the descriptors are closed, exactly once and only in the process that opened them.
-Must not know: what the descriptors are for.
-Next: `store` makes one `Holdings` per store.
+Owns: whether it may be used; when the engine stops and the descriptors are closed, exactly once and only in the process
+that opened them. Must not know: what the descriptors are for.
+Next: `store` has one `Gate` and one `Holdings`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno as _errno
 import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
 
 from swap.aio import Aio
-from swap.errors import SwapDeadlineError
+from swap.errors import SwapDeadlineError, SwapError
 
 _log = logging.getLogger(__name__)
+
+
+class Gate:
+    """Whether something may be used: it is open, and this is the process that opened it.
+
+    Attributes:
+        closed: `close` was called.
+    """
+
+    def __init__(self, subject: str) -> None:
+        """Open the gate for this process; `subject` names what is behind it."""
+        self.closed = False
+        self._subject = subject
+        self._pid = os.getpid()
+
+    @property
+    def inherited(self) -> bool:
+        """This is a child of the process that opened it."""
+        return self._pid != os.getpid()
+
+    def close(self) -> None:
+        """Let nobody through any more."""
+        self.closed = True
+
+    def check(self) -> None:
+        """Return only if it may be used.
+
+        Raises:
+            SwapError: it is closed, or belongs to the parent process.
+        """
+        if self.inherited:
+            raise SwapError(
+                f"{self._subject}: it belongs to the parent process",
+                errno=_errno.ECHILD,
+                remedy="open one after fork()",
+            )
+        if self.closed:
+            raise SwapError(f"{self._subject}: it is closed", errno=_errno.EBADF, remedy="open a new one")
 
 
 class Holdings:
@@ -59,6 +98,17 @@ def _give_back(aio: Aio, fds: Sequence[int], close: Callable[[], None] | None, p
             close()
         for fd in fds:
             os.close(fd)
+
+
+def weakly(method: Callable[[], str]) -> Callable[[], str]:
+    """Refer to a method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> str:
+        bound = reference()
+        return "an object that is gone" if bound is None else bound()
+
+    return call
 
 
 _held: weakref.WeakSet[Holdings] = weakref.WeakSet()

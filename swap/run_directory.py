@@ -65,35 +65,11 @@ class RunDirectory:
     versions: dict[Hashable, Version]
     locks: list[int]
 
-    def occupy(self, space: Space) -> None:
-        """Take the first blocks and all committed extents.
-
-        Raises:
-            SwapCorruptError: extents of the manifest overlap, or lie outside their file.
-        """
-        pieces = [Piece(index, Extent(0, self.alignment)) for index in range(len(self.files))]
-        for version in self.versions.values():
-            pieces += version.pieces
-        try:
-            space.occupy(pieces)
-        except ValueError as error:
-            raise SwapCorruptError(
-                f"{self.manifest.path}: expected disjoint extents inside the data files but got {error}",
-                path=self.manifest.path,
-                remedy="restore the run directory from a copy, or name an empty one",
-            ) from None
-
-    def close(self) -> None:
-        """Close the manifest, then give the locks back; the data files are closed by whoever uses them."""
-        self.manifest.close()
-        for fd in self.locks:
-            os.close(fd)
-
 
 def open_run(
     directories: Sequence[str], capacity_bytes: int, weights: Sequence[float] | None, disk: Disk
-) -> RunDirectory:
-    """Open the run in `directories`, or create one where they are empty.
+) -> tuple[RunDirectory, Space]:
+    """Open the run in `directories`, or create one where they are empty; and say what is free in it.
 
     Args:
         directories: existing ones, in the same order every time.
@@ -125,8 +101,10 @@ def open_run(
         else:
             undo.callback(manifest.close)
             run = _reopen(directories, capacity_bytes, weights, disk, locks, undo, manifest, versions)
+        space = Space(run.sizes, run.alignment, weights)
+        _occupy(space, run)
         undo.pop_all()
-    return run
+    return run, space
 
 
 # ---- lock ----
@@ -307,6 +285,21 @@ def _check_header(directories: Sequence[str], index: int, facts: RunFacts, disk:
 
 
 # ---- both ----
+
+
+def _occupy(space: Space, run: RunDirectory) -> None:
+    """Take the first blocks and all committed extents."""
+    pieces = [Piece(index, Extent(0, run.alignment)) for index in range(len(run.files))]
+    for version in run.versions.values():
+        pieces += version.pieces
+    try:
+        space.occupy(pieces)
+    except ValueError as error:
+        raise SwapCorruptError(
+            f"{run.manifest.path}: expected disjoint extents inside the data files but got {error}",
+            path=run.manifest.path,
+            remedy="restore the run directory from a copy, or name an empty one",
+        ) from None
 
 
 def _open_files(directories: Sequence[str], undo: contextlib.ExitStack) -> list[SwapFile]:

@@ -7,6 +7,7 @@ Next: `extents` within one file; `store` asks here where a new version goes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,6 +25,16 @@ class Piece:
 
 STRIPE_BYTES: Final = 1 << 20
 """Least part of an object on one of several files: below that a second device costs more than it gives."""
+
+
+def check_weights(weights: Sequence[float], paths: int) -> None:
+    """Refuse weights that are not one positive number per path.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if len(weights) != paths or not all(math.isfinite(weight) and weight > 0 for weight in weights):
+        raise ValueError(f"weights: expected {paths} positive numbers, one per path, but got {list(weights)}")
 
 
 class Space:

@@ -1,9 +1,9 @@
 r"""The swap store: objects of bytes under keys, on disk, written by copy-on-write.
 
-Owns: what puts, gets and deletes do to the mapping; the parts of a store and its life from opening to closing.
+Owns: what a user of the store sees, the parts it is made of, and its life from opening to closing.
 Must not know: what the bytes mean; tensors, shards, budgets of other tiers.
-Next: `mapping` for versions and who holds them, `space` for the extents, `transfers` for what is in flight, `commits`
-and `run_directory` for what survives, `files` for how files come into being. docs/swap.md tells the whole story.
+Next: `objects` for puts and gets, `commits` for what takes effect when, `backing` for the files, `transfers` for what
+is in flight. docs/swap.md tells the whole story.
 
 A put never touches the bytes that are valid now. It writes to a fresh extent; when the write has been reaped
 successfully the key is mapped to the new extent, and the old one becomes free once nothing needs it any more:
@@ -18,53 +18,31 @@ committed mapping is also on the drive, in files that have names.
 
 from __future__ import annotations
 
-import contextlib
-import errno as _errno
 import logging
-import math
-import os
 import threading
-import time
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from swap.aio import Aio, Priority
+from swap.aio import Aio
+from swap.backing import Mode, open_backing
 from swap.checksums import GRANULE_BYTES
 from swap.commits import Commits
 from swap.disk import Disk
-from swap.errors import SwapError, SwapFullError, format_bytes
 from swap.faults import Fault
-from swap.files import create_scratch
-from swap.lifetime import Holdings
-from swap.mapping import Version, VersionMap
-from swap.puts import Put, PutOrder
+from swap.lifetime import Gate, Holdings, weakly
+from swap.mapping import VersionMap
+from swap.objects import Objects
+from swap.puts import PutOrder
 from swap.records import encode_key
-from swap.run_directory import RunDirectory, open_run
 from swap.snapshot import Snapshot
-from swap.space import Piece, Space
+from swap.space import check_weights
 from swap.stats import SwapStats
 from swap.transfers import StoreTicket, Transfers
 
-__all__ = ["Mode", "StoreTicket", "SwapStore"]
+__all__ = ["StoreTicket", "SwapStore"]
 
 _log = logging.getLogger(__name__)
-
-
-class Mode(Enum):
-    """What a store promises about puts.
-
-    SCRATCH: a put takes effect by itself when it has been reaped; nothing survives the process.
-    EXPLICIT: puts and deletes take effect together at `commit`, or not at all; nothing survives the process.
-    DURABLE: as EXPLICIT, and what was committed is there when the paths are opened again, whatever ended the process.
-        Keys are made of str, int, bool, None, bytes and tuples of these.
-    """
-
-    SCRATCH = "scratch"
-    EXPLICIT = "explicit"
-    DURABLE = "durable"
 
 
 class SwapStore:
@@ -134,32 +112,18 @@ class SwapStore:
         if not directories:
             raise ValueError("paths: expected at least one directory but got none")
         if weights is not None:
-            _check_weights(weights, len(directories))
+            check_weights(weights, len(directories))
         self.deadline_s = deadline_s
         self.mode = mode
         self.checksums = mode is Mode.DURABLE if checksums is None else checksums
         self.paths = tuple(str(directory) for directory in directories)
-        self._pid = os.getpid()
+        self._gate = Gate("swap store")
         self._lock = threading.RLock()
-        self._puts = PutOrder(keep_failures=mode is not Mode.SCRATCH)
-        self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
-        self._closed = False
-        disk = disk or Disk()
-        run: RunDirectory | None = None
-        with contextlib.ExitStack() as undo:
-            if mode is Mode.DURABLE:
-                run = open_run(self.paths, capacity_bytes, weights, disk)
-                undo.callback(run.close)
-                files, sizes = run.files, run.sizes
-            else:
-                files, sizes = create_scratch(self.paths, capacity_bytes, weights)
-            for file in files:
-                undo.callback(os.close, file.fd)
-            self.alignment = max(file.alignment for file in files)
-            self.capacity_bytes = sum(sizes)
-            self._space = space = Space(sizes, self.alignment, weights)
-            if run is not None:
-                run.occupy(space)
+        self._backing = backing = open_backing(self.paths, capacity_bytes, mode, weights, disk or Disk())
+        self._space = space = backing.space
+        self.alignment = backing.alignment
+        self.capacity_bytes = space.capacity_bytes
+        try:
             self._aio = Aio(
                 engine=engine,
                 queue_depth=queue_depth,
@@ -168,37 +132,32 @@ class SwapStore:
                 deadline_s=deadline_s,
                 faults=faults or (),
             )
-            undo.pop_all()
-        self._files = tuple(files)
-        self._map = VersionMap(lambda version: space.free(version.pieces), explicit_commit=mode is not Mode.SCRATCH)
+        except BaseException:
+            backing.close()
+            raise
+        self._holdings = Holdings(self, self._aio, backing.descriptors, backing.close_manifest)
+        explicit = mode is not Mode.SCRATCH
+        self._map = VersionMap(lambda version: space.free(version.pieces), explicit_commit=explicit)
+        if backing.run is not None:
+            self._map.restore(backing.run.versions)
+        puts = PutOrder(keep_failures=explicit)
         self._transfers = Transfers(
             self._aio,
-            self._files,
+            backing.files,
             self._lock,
             alignment=self.alignment,
             granule_bytes=max(GRANULE_BYTES, self.alignment) if self.checksums else 0,
             deadline_s=deadline_s,
-            dump=_weakly(self.dump),
+            dump=weakly(self.dump),
         )
-        self._commits = Commits(
-            self._map,
-            self._puts,
-            self._transfers,
-            self._lock,
-            files=self._files,
-            manifest=run.manifest if run else None,
-            disk=disk,
+        self._objects = Objects(
+            space, self._map, puts, self._transfers, self._lock, self._gate, alignment=self.alignment
         )
-        fds = [file.fd for file in files]
-        if run is not None:
-            self._map.restore(run.versions)
-            self._holdings = Holdings(self, self._aio, [*fds, *run.locks], run.manifest.close)
-        else:
-            self._holdings = Holdings(self, self._aio, fds)
+        self._commits = Commits(self._map, puts, self._transfers, self._lock, backing)
         self.engine = self._aio.engine
         self.fallback_reason = self._aio.fallback_reason
-        self.direct = all(file.direct for file in files)
-        for file in files:
+        self.direct = all(file.direct for file in backing.files)
+        for file in backing.files:
             self._aio.register_file(file.fd, file.directory)
         if self.fallback_reason:
             _log.warning("swap: io_uring cannot be used, threads are used instead: %s", self.fallback_reason)
@@ -218,29 +177,9 @@ class SwapStore:
             SwapDeadlineError: no room because transfers in flight do not finish.
             SwapError: the store is closed or belongs to the parent process.
         """
-        self._check_usable()
-        self._check_address(address)
         if self.mode is Mode.DURABLE:
             encode_key(key)
-        if length <= 0:
-            raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
-        need = self._round_up(length)
-        end = time.monotonic() + self.deadline_s
-        while True:
-            with self._lock:
-                self._check_usable()
-                if pieces := self._allocate(need):
-                    return self._start_put(key, Version(pieces, need), address)
-                blocking = self._transfers.in_flight()
-            if not blocking:
-                raise SwapFullError(
-                    f"swap store: put {key!r} needs {format_bytes(need)} but "
-                    f"{format_bytes(self.free_bytes)} of {format_bytes(self.capacity_bytes)} are free",
-                    length_bytes=need,
-                    remedy="give the store more capacity or delete objects; "
-                    "a put needs room beside the version that it replaces",
-                )
-            blocking[0].wait_settled(end, self.deadline_s)
+        return self._objects.put(key, address, length)
 
     def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
         """Start reading the current version of `key`, or `length` bytes of it from `offset`.
@@ -257,8 +196,7 @@ class SwapStore:
             ValueError: not aligned, or the range is not inside the object.
             SwapError: the store is closed or belongs to the parent process.
         """
-        with self._lock:
-            return self._read(key, self._version(key), address, length, offset=offset, urgent=urgent)
+        return self._objects.get(key, address, length, offset=offset, urgent=urgent)
 
     def delete(self, key: Hashable) -> None:
         """Forget `key`; puts of it that are in flight will have no effect. Reads in flight still succeed.
@@ -266,13 +204,7 @@ class SwapStore:
         Raises:
             KeyError: the key has no version, no put in flight and no failed put to undo.
         """
-        self._check_usable()
-        with self._lock:
-            if key not in self._map.working and key not in self._puts and key not in self._puts.failed:
-                raise KeyError(f"{key!r}: no such object in the swap store")
-            self._puts.forget(key)
-            if key in self._map.working:
-                self._map.remove(key)
+        self._objects.delete(key)
 
     def length_of(self, key: Hashable) -> int:
         """Length in bytes of the current version, rounded up to the alignment.
@@ -281,7 +213,7 @@ class SwapStore:
             KeyError: the key has no version.
         """
         with self._lock:
-            return self._version(key).length
+            return self._objects.version(key).length
 
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
@@ -338,9 +270,7 @@ class SwapStore:
         Raises:
             SwapError: the store is closed or belongs to the parent process.
         """
-        self._check_usable()
-        with self._lock:
-            return Snapshot(self._map.snapshot(), self._read, self._release)
+        return self._objects.snapshot()
 
     @property
     def uncommitted(self) -> bool:
@@ -369,17 +299,17 @@ class SwapStore:
             SwapDeadlineError: transfers did not finish in time.
             SwapError: the first failure that nobody has waited for.
         """
-        self._check_usable()
+        self._gate.check()
         self._transfers.drain(self.deadline_s if deadline_s is None else deadline_s)
 
     def register_buffer(self, address: int, length: int) -> bool:
         """Pin a memory range once for all transfers (best effort); see `swap.aio.Aio.register_buffer`."""
-        self._check_usable()
+        self._gate.check()
         return self._aio.register_buffer(address, length)
 
     def unregister_buffer(self, address: int) -> None:
         """Forget a range given to `register_buffer`, before the memory is unmapped."""
-        self._check_usable()
+        self._gate.check()
         self._aio.unregister_buffer(address)
 
     def inject(self, fault: Fault) -> None:
@@ -418,7 +348,7 @@ class SwapStore:
 
     def dump(self) -> str:
         """State of the store and its engine, for error messages."""
-        if self._pid != os.getpid():
+        if self._gate.inherited:
             return "swap store of the parent process"
         with self._lock:
             waiting = self._transfers.in_flight()
@@ -439,7 +369,7 @@ class SwapStore:
     @property
     def closed(self) -> bool:
         """True after `close`."""
-        return self._closed
+        return self._gate.closed
 
     def close(self) -> None:
         """Wait for the transfers in flight, stop the engine, drop the files.
@@ -450,10 +380,10 @@ class SwapStore:
             SwapDeadlineError: transfers did not finish in time (the store is closed nevertheless); if the
                 text says that the kernel still holds them, their memory must not be reused.
         """
-        if self._pid != os.getpid() or self._closed:
+        if self._gate.inherited or self._gate.closed:
             return
         with self._lock:
-            self._closed = True
+            self._gate.close()
         try:
             self._aio.close(self.deadline_s)
         finally:
@@ -468,104 +398,10 @@ class SwapStore:
     ) -> None:
         self.close()
 
-    # ---- inside ----
-
-    def _check_usable(self) -> None:
-        if self._pid != os.getpid():
-            raise SwapError(
-                "swap store: it belongs to the parent process",
-                errno=_errno.ECHILD,
-                remedy="open one after fork()",
-            )
-        if self._closed:
-            raise SwapError("swap store: it is closed", errno=_errno.EBADF, remedy="open a new one")
-
-    def _check_address(self, address: int) -> None:
-        if address <= 0 or address % self.alignment:
-            raise ValueError(f"address: expected a multiple of {self.alignment} but got {address:#x}")
-
-    def _round_up(self, length: int) -> int:
-        return -(-length // self.alignment) * self.alignment
-
-    def _version(self, key: Hashable) -> Version:
-        version = self._map.working.get(key)
-        if version is None:
-            why = "its first put has not been reaped" if key in self._puts else "no such object"
-            raise KeyError(f"{key!r}: {why} in the swap store")
-        return version
-
     def _check_explicit(self, what: str) -> None:
-        self._check_usable()
+        self._gate.check()
         if self.mode is Mode.SCRATCH:
             raise ValueError(
                 f"{what}: expected a store with explicit commits but its mode is {self.mode.name}, where every put "
                 "takes effect by itself; open it with mode=Mode.EXPLICIT"
             )
-
-    def _allocate(self, need: int) -> tuple[Piece, ...]:
-        """Take `need` bytes; () when there is no room even after what is over was reaped. Locked."""
-        if self._space.free_bytes < need:
-            self._transfers.settle_finished()
-        return self._space.allocate(need)
-
-    def _start_put(self, key: Hashable, version: Version, address: int) -> StoreTicket:
-        """Start writing a version; it is this key's unless something else happens. Locked."""
-        self._map.hold(version)
-        try:
-            ticket = self._transfers.write(version, address, f"put {key!r}", self._put_ended)
-        except BaseException:
-            self._map.release(version)
-            raise
-        self._started[id(ticket)] = self._puts.started(key)
-        return ticket
-
-    def _put_ended(self, ticket: StoreTicket) -> None:
-        """Let a put take effect unless it failed or came too late. Locked."""
-        put = self._started.pop(id(ticket))
-        if self._puts.ended(put, ticket.error):
-            self._map.put(put.key, ticket.version)
-        self._map.release(ticket.version)
-
-    def _read(
-        self, key: Hashable, version: Version, address: int, length: int, *, offset: int, urgent: bool
-    ) -> StoreTicket:
-        self._check_usable()
-        self._check_address(address)
-        need = self._round_up(length)
-        if length <= 0 or offset < 0 or offset % self.alignment or offset + need > version.length:
-            raise ValueError(
-                f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
-                f"{self.alignment}, but got offset {offset}, length {length}"
-            )
-        priority = Priority.URGENT if urgent else Priority.NORMAL
-        with self._lock:
-            self._map.hold(version)
-            try:
-                return self._transfers.read(version, address, offset, need, priority, f"get {key!r}", self._get_ended)
-            except BaseException:
-                self._map.release(version)
-                raise
-
-    def _get_ended(self, ticket: StoreTicket) -> None:
-        self._map.release(ticket.version)
-
-    def _release(self, versions: Mapping[Hashable, Version]) -> None:
-        with self._lock:
-            for version in versions.values():
-                self._map.release(version)
-
-
-def _check_weights(weights: Sequence[float], paths: int) -> None:
-    if len(weights) != paths or not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        raise ValueError(f"weights: expected {paths} positive numbers, one per path, but got {list(weights)}")
-
-
-def _weakly(dump: Callable[[], str]) -> Callable[[], str]:
-    """Refer to a method without keeping its object alive."""
-    method = weakref.WeakMethod(dump)
-
-    def call() -> str:
-        bound = method()
-        return "swap store that is gone" if bound is None else bound()
-
-    return call

@@ -36,11 +36,14 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
 )
 SWAP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "faults", "stats", "checksums", "disk"),
-    ("extents", "aio", "records"),
+    ("extents", "operations", "records"),
+    ("aio",),
     ("files", "space", "puts", "lifetime"),
     ("mapping",),
     ("transfers", "manifest"),
-    ("snapshot", "commits", "run_directory"),
+    ("snapshot", "run_directory"),
+    ("backing", "objects"),
+    ("commits",),
     ("store",),
 )
 LAYERS = {"offload": OFFLOAD_LAYERS, "swap": SWAP_LAYERS}
@@ -52,7 +55,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.schedule": ("torch",),
 }
 # compiled module -> the files that may import it
-FACES = {"swap._aio": ("swap.aio", "swap.checksums"), "offload._cpu_adam": ("offload.cpu_adam",)}
+FACES = {"swap._aio": ("swap.aio", "swap.operations", "swap.checksums"), "offload._cpu_adam": ("offload.cpu_adam",)}
 REBINDS_DATA = {"offload.hooks"}
 WRITES_SHARD_STATE = {"offload.copies"}
 USES_EVENTS = {f"offload.{name}" for name in ("copies", "gradients", "access")}  # and so change a state

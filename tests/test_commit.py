@@ -276,7 +276,7 @@ def damage(store: SwapStore, key: object, at: int) -> None:
         if start <= at < start + piece.extent.length:
             block = Memory(BLOCK)
             where = piece.extent.offset + (at - start) // BLOCK * BLOCK
-            fd = store._files[piece.file].fd
+            fd = store._backing.files[piece.file].fd
             os.preadv(fd, [block.map], where)
             block[at % BLOCK : at % BLOCK + 1] = bytes([block[at % BLOCK : at % BLOCK + 1][0] ^ 0xFF])
             os.pwritev(fd, [block.map], where)

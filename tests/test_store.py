@@ -665,7 +665,7 @@ def test_bad_arguments_are_refused_and_change_nothing(store: SwapStore) -> None:
 
 def test_truncated_file_is_an_error_where_the_data_is_needed(store: SwapStore) -> None:
     put(store, "a", pattern(4 * BLOCK))
-    os.ftruncate(store._files[0].fd, BLOCK)
+    os.ftruncate(store._backing.files[0].fd, BLOCK)
     memory = Memory(4 * BLOCK)
     ticket = store.get("a", memory.address, 4 * BLOCK)
     with pytest.raises(SwapError, match="ENODATA.*truncated") as caught:
@@ -736,7 +736,7 @@ def test_dropped_store_gives_everything_back(engine: str, tmp_path: Path) -> Non
 
 def test_forked_child_gets_a_clear_error_and_keeps_no_space(store: SwapStore) -> None:
     put(store, "a", pattern(BLOCK))
-    fd = store._files[0].fd
+    fd = store._backing.files[0].fd
     memory = Memory(BLOCK)
 
     def child() -> None:

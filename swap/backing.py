@@ -1,0 +1,79 @@
+"""What a store stands on: its files, the space in them, and what is committed there already.
+
+Owns: the choice between scratch files and a run directory.
+Must not know: transfers, keys.
+Next: `files` for scratch files, `run_directory` for durable ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from swap.disk import Disk
+from swap.files import SwapFile, create_scratch
+from swap.run_directory import RunDirectory, open_run
+from swap.space import Space
+
+
+class Mode(Enum):
+    """What a store promises about puts.
+
+    SCRATCH: a put takes effect by itself when it has been reaped; nothing survives the process.
+    EXPLICIT: puts and deletes take effect together at `commit`, or not at all; nothing survives the process.
+    DURABLE: as EXPLICIT, and what was committed is there when the paths are opened again, whatever ended the process.
+        Keys are made of str, int, bool, None, bytes and tuples of these.
+    """
+
+    SCRATCH = "scratch"
+    EXPLICIT = "explicit"
+    DURABLE = "durable"
+
+
+@dataclass(frozen=True, slots=True)
+class Backing:
+    """Open files and the space in them.
+
+    Attributes:
+        files: one per path, in their order.
+        space: what is free in them.
+        alignment: of offsets, lengths and addresses, bytes.
+        run: what a durable store found or made; None for the others.
+        disk: how manifests are written.
+    """
+
+    files: tuple[SwapFile, ...]
+    space: Space
+    alignment: int
+    run: RunDirectory | None
+    disk: Disk
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors in the order in which they are to be closed; the locks come last."""
+        return [file.fd for file in self.files] + (self.run.locks if self.run else [])
+
+    def close_manifest(self) -> None:
+        """Close the manifest if there is one. Idempotent."""
+        if self.run is not None:
+            self.run.manifest.close()
+
+    def close(self) -> None:
+        """Close everything; for a store that could not be opened after all."""
+        self.close_manifest()
+        for fd in self.descriptors:
+            os.close(fd)
+
+
+def open_backing(
+    paths: Sequence[str], capacity_bytes: int, mode: Mode, weights: Sequence[float] | None, disk: Disk
+) -> Backing:
+    """Create the files of a store, or open those of a durable one that exists; see `SwapStore`."""
+    if mode is Mode.DURABLE:
+        run, space = open_run(paths, capacity_bytes, weights, disk)
+        return Backing(tuple(run.files), space, run.alignment, run, disk)
+    files, sizes = create_scratch(paths, capacity_bytes, weights)
+    alignment = max(file.alignment for file in files)
+    return Backing(tuple(files), Space(sizes, alignment, weights), alignment, None, disk)

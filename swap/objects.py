@@ -1,0 +1,164 @@
+"""Objects of a store: what puts, gets and deletes do to the mapping and to the extents.
+
+Owns: the way of a put from a fresh extent to the mapping, room for it, ranges of gets.
+Must not know: files, engines, commits.
+Next: `puts` for the order of puts, `mapping` for versions, `transfers` for the bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable, Mapping
+
+from swap.aio import Priority
+from swap.errors import SwapFullError, format_bytes
+from swap.lifetime import Gate
+from swap.mapping import Version, VersionMap
+from swap.puts import Put, PutOrder
+from swap.snapshot import Snapshot
+from swap.space import Piece, Space
+from swap.transfers import StoreTicket, Transfers
+
+
+class Objects:
+    """Objects under keys. `lock` is the store's and guards the mapping, the space and the order of puts."""
+
+    def __init__(
+        self,
+        space: Space,
+        mapping: VersionMap,
+        puts: PutOrder,
+        transfers: Transfers,
+        lock: threading.RLock,
+        gate: Gate,
+        *,
+        alignment: int,
+    ) -> None:
+        """Put and get in `mapping`."""
+        self._space = space
+        self._map = mapping
+        self._puts = puts
+        self._transfers = transfers
+        self._lock = lock
+        self._gate = gate
+        self._alignment = alignment
+        self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
+
+    def put(self, key: Hashable, address: int, length: int) -> StoreTicket:
+        """See `SwapStore.put`."""
+        self._gate.check()
+        self._check_address(address)
+        if length <= 0:
+            raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
+        need = self._round_up(length)
+        limit_s = self._transfers.deadline_s
+        end = time.monotonic() + limit_s
+        while True:
+            with self._lock:
+                self._gate.check()
+                if pieces := self._allocate(need):
+                    return self._start_put(key, Version(pieces, need), address)
+                blocking = self._transfers.in_flight()
+            if not blocking:
+                raise SwapFullError(
+                    f"swap store: put {key!r} needs {format_bytes(need)} but "
+                    f"{format_bytes(self._space.free_bytes)} of {format_bytes(self._space.capacity_bytes)} are free",
+                    length_bytes=need,
+                    remedy="give the store more capacity or delete objects; "
+                    "a put needs room beside the version that it replaces",
+                )
+            blocking[0].wait_settled(end, limit_s)
+
+    def get(self, key: Hashable, address: int, length: int, *, offset: int, urgent: bool) -> StoreTicket:
+        """See `SwapStore.get`."""
+        self._gate.check()
+        with self._lock:
+            return self._read(key, self.version(key), address, length, offset=offset, urgent=urgent)
+
+    def delete(self, key: Hashable) -> None:
+        """See `SwapStore.delete`."""
+        self._gate.check()
+        with self._lock:
+            if key not in self._map.working and key not in self._puts and key not in self._puts.failed:
+                raise KeyError(f"{key!r}: no such object in the swap store")
+            self._puts.forget(key)
+            if key in self._map.working:
+                self._map.remove(key)
+
+    def snapshot(self) -> Snapshot:
+        """See `SwapStore.snapshot`."""
+        self._gate.check()
+        with self._lock:
+            return Snapshot(self._map.snapshot(), self._read, self._release)
+
+    def version(self, key: Hashable) -> Version:
+        """The current version of `key`. Locked.
+
+        Raises:
+            KeyError: there is none.
+        """
+        version = self._map.working.get(key)
+        if version is None:
+            why = "its first put has not been reaped" if key in self._puts else "no such object"
+            raise KeyError(f"{key!r}: {why} in the swap store")
+        return version
+
+    def _check_address(self, address: int) -> None:
+        if address <= 0 or address % self._alignment:
+            raise ValueError(f"address: expected a multiple of {self._alignment} but got {address:#x}")
+
+    def _round_up(self, length: int) -> int:
+        return -(-length // self._alignment) * self._alignment
+
+    def _allocate(self, need: int) -> tuple[Piece, ...]:
+        """Take `need` bytes; () when there is no room even after what is over was reaped. Locked."""
+        if self._space.free_bytes < need:
+            self._transfers.settle_finished()
+        return self._space.allocate(need)
+
+    def _start_put(self, key: Hashable, version: Version, address: int) -> StoreTicket:
+        """Start writing a version; it is this key's unless something else happens. Locked."""
+        self._map.hold(version)
+        try:
+            ticket = self._transfers.write(version, address, f"put {key!r}", self._put_ended)
+        except BaseException:
+            self._map.release(version)
+            raise
+        self._started[id(ticket)] = self._puts.started(key)
+        return ticket
+
+    def _put_ended(self, ticket: StoreTicket) -> None:
+        """Let a put take effect unless it failed or came too late. Locked."""
+        put = self._started.pop(id(ticket))
+        if self._puts.ended(put, ticket.error):
+            self._map.put(put.key, ticket.version)
+        self._map.release(ticket.version)
+
+    def _read(
+        self, key: Hashable, version: Version, address: int, length: int, *, offset: int, urgent: bool
+    ) -> StoreTicket:
+        self._gate.check()
+        self._check_address(address)
+        need = self._round_up(length)
+        if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
+            raise ValueError(
+                f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
+                f"{self._alignment}, but got offset {offset}, length {length}"
+            )
+        priority = Priority.URGENT if urgent else Priority.NORMAL
+        with self._lock:
+            self._map.hold(version)
+            try:
+                return self._transfers.read(version, address, offset, need, priority, f"get {key!r}", self._get_ended)
+            except BaseException:
+                self._map.release(version)
+                raise
+
+    def _get_ended(self, ticket: StoreTicket) -> None:
+        self._map.release(ticket.version)
+
+    def _release(self, versions: Mapping[Hashable, Version]) -> None:
+        with self._lock:
+            for version in versions.values():
+                self._map.release(version)
