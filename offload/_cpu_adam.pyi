@@ -1,23 +1,25 @@
-def adam_step(
+from collections.abc import Sequence
+
+def adam(
     *,
+    state_kind: int,
+    mode: int,
     numel: int,
     grad: int,
     grad_dtype: int,
+    pending: int,
     param: int,
     master: int,
     master_kind: int,
     exp_avg: int,
     exp_avg_sq: int,
+    units: int,
     emit: int,
-    decoupled: bool,
-    one_minus_beta1: float,
-    one_minus_beta2: float,
-    eps: float,
-    neg_step: float,
-    inv_sqrt_bc2: float,
-    decay: float,
-    weight_decay: float,
-    grad_scale: float,
+    constants: Sequence[float],
+    pending_constants: Sequence[float],
+    seed: int,
+    step: int,
+    offset: int,
 ) -> None: ...
 def sum_of_squares(address: int, dtype: int, numel: int) -> tuple[float, int]: ...
 def take_gradient(

@@ -11,102 +11,193 @@ the same range).
 
 Floating point:
 
-* Subnormal float32 values count as zero in ``adam_step`` and ``sum_of_squares`` and are kept everywhere
+* Subnormal float32 values count as zero in the optimizer steps and ``sum_of_squares`` and are kept everywhere
   else, whatever ``torch.set_flush_denormal`` says.
 * A NaN result is the positive quiet NaN (0x7fc00000, 0x7fc0, 0x7e00). NaN stays NaN and infinity stays
   infinity, in the 16-bit parameter too; a finite value of at least ``2**127 * (2 - 2**-8)`` becomes
   infinite in bfloat16 (the split master still holds it), one of at least 65520 in float16.
 * Parameters are rounded to bfloat16 half up in magnitude (the rounding that splits a master), to float16
-  half to even; sums in ``accumulate_same`` are rounded half to even.
+  half to even; sums in ``accumulate_same`` are rounded half to even. Optimizer states of fewer than 32 bits are
+  rounded stochastically, with random bits that depend on the seed, the step and the element's global index only.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from enum import Enum
 
 from offload import _cpu_adam
+from offload.kernels_hyper import AdamHyper
+from offload.kernels_ranges import STATE_BLOCK, Dtype, MasterKind, Range, StateKind, check, checked_numel
 
 __all__ = [
+    "STATE_BLOCK",
     "AdamHyper",
     "Dtype",
     "MasterKind",
+    "StateKind",
+    "StepArrays",
     "accumulate",
     "accumulate_same",
     "adam_step",
     "available_isas",
     "convert",
+    "emit",
     "force_isa",
     "isa",
     "join_master",
     "num_threads",
     "set_num_threads",
     "split_master",
+    "step",
     "sum_of_squares",
+    "take_gradient",
 ]
 
 
-class Dtype(Enum):
-    """Element type of a range; the value is the kernels' code."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return 4 if self is Dtype.FLOAT32 else 2
-
-
-class MasterKind(Enum):
-    """Where the float32 master weight lives."""
-
-    FLOAT32 = "float32"  # one float32 array; a 16-bit parameter may be emitted beside it
-    SPLIT = "split"  # bfloat16 parameter (upper half, rounded half up) + int16 remainder: exact in 4 B/param
-
-
-@dataclass(frozen=True, slots=True)
-class AdamHyper:
-    """Hyper-parameters of one Adam step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """The ranges that one optimizer step works on: addresses of `numel` elements each.
 
     Attributes:
-        lr: Learning rate, at least 0.
-        beta1: Decay of ``exp_avg``, in [0, 1).
-        beta2: Decay of ``exp_avg_sq``, in [0, 1).
-        eps: Added to the root of the corrected second moment, at least 0.
-        weight_decay: At least 0.
-        step: 1 for the first step; the bias corrections' exponent.
-        decoupled: True for AdamW, False for Adam with an L2 term in the gradient.
-        grad_scale: Factor on the gradient before anything else: clipping, loss scale and accumulation in one.
-
-    Raises:
-        ValueError: A value is outside its range.
+        numel: Elements in every range.
+        grad: (numel,) ``grad_dtype``; only read.
+        grad_dtype: Any ``Dtype``.
+        master: (numel,) float32, or int16 remainder for ``MasterKind.SPLIT``.
+        master_kind: Where the master weight lives.
+        param: (numel,) bfloat16, the split master's upper half; for ``MasterKind.SPLIT``, else 0.
+        states: (numel,) ``state_kind`` each; as many as the optimizer has, in its order.
+        state_kind: How the states are stored.
+        units: (ceil(numel / 128), 2) uint8, the blocks' exponents; for ``StateKind.INT8``, else 0. All zeros, with
+            states of all zeros, are the states before the first step.
+        emit: (numel,) ``emit_dtype``, written with the new parameter; 0 for none. :func:`step` emits beside
+            ``MasterKind.FLOAT32`` only, in 16 bits.
+        emit_dtype: The dtype of ``emit``.
+        seed: Of the random numbers that round states of fewer than 32 bits.
+        offset: Global index of the first element, the same for the same element in every step, different for every
+            element: random numbers depend on it. For ``StateKind.INT8`` a multiple of 128; blocks begin there, and a
+            range that ends inside a block ends the block (nothing of it may be in another range).
     """
 
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    step: int = 1
-    decoupled: bool = True
-    grad_scale: float = 1.0
+    numel: int
+    grad: int
+    grad_dtype: Dtype
+    master: int
+    master_kind: MasterKind
+    states: tuple[int, ...]
+    param: int = 0
+    state_kind: StateKind = StateKind.FLOAT32
+    units: int = 0
+    emit: int = 0
+    emit_dtype: Dtype | None = None
+    seed: int = 0
+    offset: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not (value >= 0.0 and math.isfinite(value)):
-                raise ValueError(f"{name}: expected a finite number of at least 0 but got {value}; correct the option")
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(f"{name}: expected a number in [0, 1) but got {value}; correct betas")
-        if self.step < 1:
-            raise ValueError(f"step: expected 1 or more but got {self.step}; count the first step as 1")
-        if not math.isfinite(self.grad_scale):
-            raise ValueError(f"grad_scale: expected a finite number but got {self.grad_scale}; skip the step")
+
+def step(arrays: StepArrays, hyper: AdamHyper) -> None:
+    """Update master weights and states in place, in one pass over memory.
+
+    Constants are computed in float64 and rounded once; elements in float32 with fma. The formulas are those of the
+    hyper-parameters' classes.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    if arrays.master_kind is MasterKind.SPLIT and (arrays.emit or arrays.emit_dtype is not None):
+        raise ValueError("emit: expected none with a split master, whose upper half is the parameter; pass 0 and None")
+    if arrays.emit_dtype is Dtype.FLOAT32:
+        raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
+    if bool(arrays.emit) != (arrays.emit_dtype is not None) and arrays.numel:
+        raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
+    _run(arrays, hyper, 0, None, _STEP)
+
+
+def emit(arrays: StepArrays, hyper: AdamHyper, *, pending: int = 0, pending_hyper: AdamHyper | None = None) -> None:
+    """Write the parameter that a step with ``arrays.grad`` would leave, without changing master and states.
+
+    With a pending gradient, first do the :func:`step` with it, in the same pass. So ``emit`` with pending gradients,
+    step after step, and a last ``step``, leave the same bits as plain steps, and every emitted parameter is that of
+    the plain steps: an update can be used before the factor on its gradient (clipping) is final, which is that of the
+    next call. With the factor wrong, emit again without a pending gradient. The split master's upper half stays the
+    committed parameter; the emitted one is beside it.
+
+    Args:
+        arrays: As for :func:`step`, but ``emit`` and ``emit_dtype`` are needed: BFLOAT16 with a split master, any
+            with a float32 one.
+        hyper: Of the step to show.
+        pending: Address, (numel,) ``arrays.grad_dtype``; only read.
+        pending_hyper: Of the step to do first.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    if arrays.emit_dtype is None or (
+        arrays.master_kind is MasterKind.SPLIT and arrays.emit_dtype is not Dtype.BFLOAT16
+    ):
+        raise ValueError(
+            f"emit_dtype: expected {'BFLOAT16' if arrays.master_kind is MasterKind.SPLIT else 'a dtype'} but got "
+            f"{arrays.emit_dtype}; pass the parameter's"
+        )
+    if bool(pending) != (pending_hyper is not None) and arrays.numel:
+        raise ValueError("pending: expected an address and pending_hyper but got only one; pass both or neither")
+    _run(arrays, hyper, pending, pending_hyper, _EMIT if pending_hyper is None else _COMMIT_AND_EMIT)
+
+
+def _run(arrays: StepArrays, hyper: AdamHyper, pending: int, pending_hyper: AdamHyper | None, mode: int) -> None:
+    count = checked_numel(arrays.numel)
+    split, kind = arrays.master_kind is MasterKind.SPLIT, arrays.state_kind
+    if not split and arrays.param:
+        raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
+    if len(arrays.states) != len(hyper.STATES):
+        raise ValueError(
+            f"states: expected {len(hyper.STATES)} of {type(hyper).__name__} but got {len(arrays.states)}; "
+            f"pass {', '.join(hyper.STATES) or 'none'}"
+        )
+    blocks = kind is StateKind.INT8
+    if blocks and arrays.offset % STATE_BLOCK:
+        raise ValueError(
+            f"offset: expected a multiple of {STATE_BLOCK} but got {arrays.offset}; start the range at a block"
+        )
+    if bool(arrays.units) != blocks and count:
+        raise ValueError(f"units: expected an address for INT8 states alone but got {arrays.units:#x} for {kind.name}")
+    if count == 0:
+        return
+    ranges = [
+        Range("grad", arrays.grad, count, arrays.grad_dtype.itemsize),
+        Range("master", arrays.master, count, 2 if split else 4),
+    ]
+    ranges += [
+        Range(name, address, count, kind.itemsize) for name, address in zip(hyper.STATES, arrays.states, strict=True)
+    ]
+    if split:
+        ranges.append(Range("param", arrays.param, count, 2))
+    if blocks:
+        ranges.append(Range("units", arrays.units, kind.units_bytes(count), 1))
+    if arrays.emit_dtype is not None:
+        ranges.append(Range("emit", arrays.emit, count, arrays.emit_dtype.itemsize))
+    if pending_hyper is not None:
+        ranges.append(Range("pending", pending, count, arrays.grad_dtype.itemsize))
+    check(*ranges)
+    written = pending_hyper or hyper
+    _cpu_adam.adam(
+        state_kind=kind.code,
+        mode=mode,
+        numel=count,
+        grad=arrays.grad,
+        grad_dtype=arrays.grad_dtype.value,
+        pending=pending,
+        param=arrays.param,
+        master=arrays.master,
+        master_kind=_SPLIT if split else _FLOAT32_MASTERS[arrays.emit_dtype],
+        exp_avg=arrays.states[0],
+        exp_avg_sq=arrays.states[1],
+        units=arrays.units,
+        emit=arrays.emit,
+        constants=hyper.constants(),
+        pending_constants=written.constants(),
+        seed=arrays.seed,
+        step=written.step,
+        offset=arrays.offset,
+    )
 
 
 def adam_step(
@@ -123,77 +214,23 @@ def adam_step(
     emit_dtype: Dtype | None = None,
     hyper: AdamHyper,
 ) -> None:
-    """Update master weights and moments in place, in one pass over memory.
-
-    Constants are computed in float64 and rounded once; elements in float32 with fma::
-
-        g = grad * grad_scale (+ weight_decay * p for L2)
-        m += (1 - beta1) * (g - m)
-        v += (1 - beta2) * (g * g - v)
-        p = p * (1 - lr * weight_decay) - lr / bc1 * (m / (sqrt(v) / sqrt(bc2) + eps)), bc = 1 - beta**step
-
-    Args:
-        numel: Elements in every range.
-        grad: Address, (numel,) ``grad_dtype``; only read.
-        grad_dtype: Any ``Dtype``.
-        param: Address, (numel,) bfloat16, updated in place; for ``MasterKind.SPLIT``, else 0.
-        master: Address, (numel,) float32, or int16 remainder for ``MasterKind.SPLIT``; updated in place.
-        master_kind: Where the master weight lives.
-        exp_avg: Address, (numel,) float32, updated in place.
-        exp_avg_sq: Address, (numel,) float32, updated in place.
-        emit: Address, (numel,) ``emit_dtype``, written with the new parameter; 0 for none.
-            ``MasterKind.FLOAT32`` only.
-        emit_dtype: BFLOAT16 or FLOAT16, with ``emit``.
-        hyper: The step's hyper-parameters.
+    """Do one Adam step with float32 states: :func:`step` with its arrays one by one.
 
     Raises:
         ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
     """
-    count = _numel(numel)
-    split = master_kind is MasterKind.SPLIT
-    if split and (emit or emit_dtype is not None):
-        raise ValueError("emit: expected none with a split master, whose upper half is the parameter; pass 0 and None")
-    if not split and param:
-        raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
-    if bool(emit) != (emit_dtype is not None) and count:
-        raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
-    if emit_dtype is Dtype.FLOAT32:
-        raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
-    if count == 0:
-        return
-    ranges = [
-        _range("grad", grad, count, grad_dtype.itemsize),
-        _range("master", master, count, 2 if split else 4),
-        _range("exp_avg", exp_avg, count, 4),
-        _range("exp_avg_sq", exp_avg_sq, count, 4),
-    ]
-    if split:
-        ranges.append(_range("param", param, count, 2))
-    if emit_dtype is not None:
-        ranges.append(_range("emit", emit, count, 2))
-    _check_disjoint(ranges)
-    bias1 = 1.0 - hyper.beta1**hyper.step
-    bias2 = 1.0 - hyper.beta2**hyper.step
-    _cpu_adam.adam_step(
-        numel=count,
+    arrays = StepArrays(
+        numel=numel,
         grad=grad,
-        grad_dtype=grad_dtype.value,
+        grad_dtype=grad_dtype,
         param=param,
         master=master,
-        master_kind=_MASTER_CODES[None if split else emit_dtype, split],
-        exp_avg=exp_avg,
-        exp_avg_sq=exp_avg_sq,
+        master_kind=master_kind,
+        states=(exp_avg, exp_avg_sq),
         emit=emit,
-        decoupled=hyper.decoupled,
-        one_minus_beta1=1.0 - hyper.beta1,
-        one_minus_beta2=1.0 - hyper.beta2,
-        eps=hyper.eps,
-        neg_step=-hyper.lr / bias1,
-        inv_sqrt_bc2=1.0 / math.sqrt(bias2),
-        decay=1.0 - hyper.lr * hyper.weight_decay,
-        weight_decay=hyper.weight_decay,
-        grad_scale=hyper.grad_scale,
+        emit_dtype=emit_dtype,
     )
+    step(arrays, hyper)
 
 
 def sum_of_squares(address: int, dtype: Dtype, numel: int) -> tuple[float, int]:
@@ -214,10 +251,10 @@ def sum_of_squares(address: int, dtype: Dtype, numel: int) -> tuple[float, int]:
     Raises:
         ValueError: The range is missing or misaligned.
     """
-    count = _numel(numel)
+    count = checked_numel(numel)
     if count == 0:
         return 0.0, 0
-    _range("address", address, count, dtype.itemsize)
+    check(Range("address", address, count, dtype.itemsize))
     return _cpu_adam.sum_of_squares(address, dtype.value, count)
 
 
@@ -243,10 +280,10 @@ def take_gradient(
     Raises:
         ValueError: A range is missing, misaligned or overlaps the other, or the dtypes do not add up.
     """
-    count = _numel(numel)
+    count = checked_numel(numel)
     if count == 0:
         return 0.0, 0
-    _check_disjoint([_range("src", src, count, src_dtype.itemsize), _range("dst", dst, count, dst_dtype.itemsize)])
+    check(Range("src", src, count, src_dtype.itemsize), Range("dst", dst, count, dst_dtype.itemsize))
     return _cpu_adam.take_gradient(src, src_dtype.value, dst, dst_dtype.value, count, add, measure)
 
 
@@ -262,9 +299,9 @@ def accumulate(acc_fp32: int, grad: int, grad_dtype: Dtype, numel: int) -> None:
     Raises:
         ValueError: A range is missing, misaligned or overlaps the other.
     """
-    count = _numel(numel)
+    count = checked_numel(numel)
     if count:
-        _check_disjoint([_range("acc_fp32", acc_fp32, count, 4), _range("grad", grad, count, grad_dtype.itemsize)])
+        check(Range("acc_fp32", acc_fp32, count, 4), Range("grad", grad, count, grad_dtype.itemsize))
         _cpu_adam.accumulate(acc_fp32, grad, grad_dtype.value, count)
 
 
@@ -280,9 +317,9 @@ def accumulate_same(acc: int, grad: int, dtype: Dtype, numel: int) -> None:
     Raises:
         ValueError: A range is missing, misaligned or overlaps the other.
     """
-    count = _numel(numel)
+    count = checked_numel(numel)
     if count:
-        _check_disjoint([_range("acc", acc, count, dtype.itemsize), _range("grad", grad, count, dtype.itemsize)])
+        check(Range("acc", acc, count, dtype.itemsize), Range("grad", grad, count, dtype.itemsize))
         _cpu_adam.accumulate_same(acc, grad, dtype.value, count)
 
 
@@ -301,14 +338,12 @@ def split_master(src_fp32: int, param_bf16: int, remainder: int, numel: int) -> 
     Raises:
         ValueError: A range is missing, misaligned or overlaps another.
     """
-    count = _numel(numel)
+    count = checked_numel(numel)
     if count:
-        _check_disjoint(
-            [
-                _range("src_fp32", src_fp32, count, 4),
-                _range("param_bf16", param_bf16, count, 2),
-                _range("remainder", remainder, count, 2),
-            ]
+        check(
+            Range("src_fp32", src_fp32, count, 4),
+            Range("param_bf16", param_bf16, count, 2),
+            Range("remainder", remainder, count, 2),
         )
         _cpu_adam.split_master(src_fp32, param_bf16, remainder, count)
 
@@ -328,14 +363,12 @@ def join_master(param_bf16: int, remainder: int, dst_fp32: int, numel: int) -> N
     Raises:
         ValueError: A range is missing, misaligned or overlaps another.
     """
-    count = _numel(numel)
+    count = checked_numel(numel)
     if count:
-        _check_disjoint(
-            [
-                _range("param_bf16", param_bf16, count, 2),
-                _range("remainder", remainder, count, 2),
-                _range("dst_fp32", dst_fp32, count, 4),
-            ]
+        check(
+            Range("param_bf16", param_bf16, count, 2),
+            Range("remainder", remainder, count, 2),
+            Range("dst_fp32", dst_fp32, count, 4),
         )
         _cpu_adam.join_master(param_bf16, remainder, dst_fp32, count)
 
@@ -355,9 +388,9 @@ def convert(src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) 
     Raises:
         ValueError: A range is missing, misaligned or overlaps the other.
     """
-    count = _numel(numel)
+    count = checked_numel(numel)
     if count:
-        _check_disjoint([_range("src", src, count, src_dtype.itemsize), _range("dst", dst, count, dst_dtype.itemsize)])
+        check(Range("src", src, count, src_dtype.itemsize), Range("dst", dst, count, dst_dtype.itemsize))
         _cpu_adam.convert(src, src_dtype.value, dst, dst_dtype.value, count)
 
 
@@ -407,39 +440,7 @@ def force_isa(name: str | None) -> None:
     _cpu_adam.force_isa(name or "")
 
 
-_MASTER_CODES: dict[tuple[Dtype | None, bool], int] = {
-    (None, True): 0,
-    (None, False): 1,
-    (Dtype.BFLOAT16, False): 2,
-    (Dtype.FLOAT16, False): 3,
-}  # (emit dtype, split) -> Master in csrc/cpu_adam/kernels.h
-
-_Range = tuple[str, int, int]  # name, first address, address after the last byte
-
-
-def _numel(numel: int) -> int:
-    if numel < 0:
-        raise ValueError(f"numel: expected 0 or more but got {numel}; pass the number of elements")
-    return numel
-
-
-def _range(name: str, address: int, numel: int, itemsize: int) -> _Range:
-    if address <= 0:
-        raise ValueError(
-            f"{name}: expected the address of {numel} elements but got {address}; pass data_ptr() or the like"
-        )
-    if address % itemsize:
-        raise ValueError(
-            f"{name}: expected an address that is a multiple of {itemsize} B but got {address:#x}; "
-            "start the range at an element"
-        )
-    return name, address, address + numel * itemsize
-
-
-def _check_disjoint(ranges: list[_Range]) -> None:
-    ordered = sorted(ranges, key=lambda item: item[1])
-    for (name_a, _, end), (name_b, begin, _) in zip(ordered, ordered[1:], strict=False):
-        if begin < end:
-            raise ValueError(
-                f"{name_b}: expected a range of its own but it overlaps {name_a} by {end - begin} B; use another buffer"
-            )
+# Codes of csrc/cpu_adam/kernels.h.
+_STEP, _EMIT, _COMMIT_AND_EMIT = range(3)
+_SPLIT = 0
+_FLOAT32_MASTERS: dict[Dtype | None, int] = {None: 1, Dtype.FLOAT32: 1, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 3}

@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom to the top. A module may import lower layers, and its own layer without a cycle.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "config", "stats", "interrupt", "cpu_adam", "machine", "resident"),
+    ("errors", "config", "stats", "interrupt", "kernels_hyper", "kernels_ranges", "machine", "resident"),
+    ("cpu_adam",),
     ("tiers",),
     ("shard", "transfer", "activations"),
     ("placement", "schedule", "units"),

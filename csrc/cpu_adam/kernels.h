@@ -29,26 +29,46 @@ inline constexpr std::size_t kChunk = 64 * 1024;
 inline constexpr std::size_t kSumBlock = 4096;
 inline constexpr std::size_t kSumLanes = 32;
 
-// One optimizer step over flat arrays. Constants are rounded once from double.
-//   g  = grad * grad_scale                      (decoupled == false: g += weight_decay * p)
-//   m += one_minus_beta1 * (g - m)
-//   v += one_minus_beta2 * (g * g - v)
-//   p  = p * decay + neg_step * (m / (sqrt(v) * inv_sqrt_bc2 + eps))
-struct AdamArgs {
-    const void* grad;      // (numel,) grad dtype
-    std::uint16_t* param;  // (numel,) bfloat16 bits, kSplit only
-    void* master;          // (numel,) float32, or int16 for kSplit
-    float* exp_avg;        // (numel,) float32
-    float* exp_avg_sq;     // (numel,) float32
-    std::uint16_t* emit;   // (numel,) bfloat16 or float16 bits, kEmit* only
-    float one_minus_beta1;
-    float one_minus_beta2;
-    float eps;
-    float neg_step;
-    float inv_sqrt_bc2;
-    float decay;         // decoupled only
-    float weight_decay;  // not decoupled only
-    float grad_scale;
+// How optimizer states are stored. kInt8: one byte each, in blocks of kStateBlock elements with one
+// BlockUnits (see states.h for the formats).
+enum class StateKind : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+inline constexpr int kStateKinds = 3;
+inline constexpr std::size_t kStateBlock = 128;
+struct BlockUnits {
+    std::uint8_t first;
+    std::uint8_t second;
+};
+
+// What a step writes.
+enum class Mode : int {
+    kStep = 0,           // master and states, and the 16-bit parameter for kEmit*
+    kEmit = 1,           // the parameter alone, as a step would leave it; master and states are only read
+    kCommitAndEmit = 2,  // a step with the pending gradient, then kEmit with the current one
+};
+inline constexpr int kModes = 3;
+
+inline constexpr int kStates = 2;
+inline constexpr int kConstants = 8;
+
+// One optimizer step over flat arrays. The constants are the rule's, rounded once from double:
+//   kAdam: grad_scale, l2, decay, one_minus_beta1, one_minus_beta2, eps, neg_step, inv_sqrt_bc2
+//     g  = grad * grad_scale                      (l2 != 0: g += l2 * p)
+//     m += one_minus_beta1 * (g - m)
+//     v += one_minus_beta2 * (g * g - v)
+//     p  = p * decay + neg_step * (m / (sqrt(v) * inv_sqrt_bc2 + eps))
+struct StepArgs {
+    const void* grad;       // (numel,) grad dtype
+    const void* pending;    // (numel,) grad dtype, kCommitAndEmit only
+    std::uint16_t* param;   // (numel,) bfloat16 bits, kSplit only
+    void* master;           // (numel,) float32, or int16 for kSplit
+    void* states[kStates];  // (numel,) float32, bfloat16 bits or uint8
+    BlockUnits* units;      // (ceil(numel / kStateBlock),) kInt8 only; element 0 starts a block
+    void* emit;  // (numel,) bfloat16 or float16 bits, or float32: kEmit and kCommitAndEmit with kFloat32
+    std::uint64_t seed;    // of the random numbers, not kFloat32
+    std::uint64_t step;    // number of the step whose states are written, for the random numbers
+    std::uint64_t offset;  // global index of element 0, for the random numbers
+    float constants[kConstants];
+    float pending_constants[kConstants];  // kCommitAndEmit only
 };
 
 struct SquareSum {
@@ -56,7 +76,7 @@ struct SquareSum {
     std::int64_t non_finite;  // elements that are infinite or NaN
 };
 
-using AdamKernel = void (*)(const AdamArgs& args, std::size_t begin, std::size_t end);
+using StepKernel = void (*)(const StepArgs& args, std::size_t begin, std::size_t end);
 using SumKernel = SquareSum (*)(const void* x, std::size_t begin, std::size_t end);
 // src is read, dst is written or updated, at the same element indices.
 using UnaryKernel = void (*)(const void* src, void* dst, std::size_t begin, std::size_t end);
@@ -68,7 +88,8 @@ using StreamKernel = void (*)(float* a, float* b, float* c, float* d, float fact
                               std::size_t end);
 
 struct Kernels {
-    AdamKernel adam[2][kDtypes][kMasters];  // [decoupled][gradient dtype][master]
+    // For kInt8 begin is a multiple of kStateBlock, and a range that ends inside a block ends the block.
+    StepKernel adam[kStateKinds][kModes][kDtypes][kMasters];
     SumKernel sum_of_squares[kDtypes];      // begin is a multiple of kSumBlock
     UnaryKernel accumulate[kDtypes];        // float32 dst += src
     UnaryKernel accumulate_same[kDtypes];   // dst = round_to_nearest_even(dst + src)

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -51,28 +52,33 @@ void for_chunks(std::size_t numel, Subnormals subnormals, Body&& body) {
     parallel_for((numel + kChunk - 1) / kChunk, chunk);
 }
 
-void adam_step(std::size_t numel, Address grad, int grad_dtype, Address param, Address master,
-               int master_kind, Address exp_avg, Address exp_avg_sq, Address emit, bool decoupled,
-               double one_minus_beta1, double one_minus_beta2, double eps, double neg_step,
-               double inv_sqrt_bc2, double decay, double weight_decay, double grad_scale) {
-    const AdamKernel kernel = active_path().kernels->adam[decoupled ? 1 : 0][checked(
-        grad_dtype, kDtypes, "grad_dtype")][checked(master_kind, kMasters, "master_kind")];
-    AdamArgs args;
+using Constants = std::array<double, kConstants>;
+
+void adam(int state_kind, int mode, std::size_t numel, Address grad, int grad_dtype, Address pending,
+          Address param, Address master, int master_kind, Address exp_avg, Address exp_avg_sq, Address units,
+          Address emit, const Constants& constants, const Constants& pending_constants, std::uint64_t seed,
+          std::uint64_t step, std::uint64_t offset) {
+    const StepKernel kernel =
+        active_path().kernels->adam[checked(state_kind, kStateKinds, "state_kind")]
+                                   [checked(mode, kModes, "mode")][checked(grad_dtype, kDtypes, "grad_dtype")]
+                                   [checked(master_kind, kMasters, "master_kind")];
+    StepArgs args;
     args.grad = at<const void>(grad);
+    args.pending = at<const void>(pending);
     args.param = at<std::uint16_t>(param);
     args.master = at<void>(master);
-    args.exp_avg = at<float>(exp_avg);
-    args.exp_avg_sq = at<float>(exp_avg_sq);
-    args.emit = at<std::uint16_t>(emit);
+    args.states[0] = at<void>(exp_avg);
+    args.states[1] = at<void>(exp_avg_sq);
+    args.units = at<BlockUnits>(units);
+    args.emit = at<void>(emit);
+    args.seed = seed;
+    args.step = step;
+    args.offset = offset;
     const FloatEnv env(Subnormals::kKeep);  // the rounding of the constants is the environment's too
-    args.one_minus_beta1 = static_cast<float>(one_minus_beta1);
-    args.one_minus_beta2 = static_cast<float>(one_minus_beta2);
-    args.eps = static_cast<float>(eps);
-    args.neg_step = static_cast<float>(neg_step);
-    args.inv_sqrt_bc2 = static_cast<float>(inv_sqrt_bc2);
-    args.decay = static_cast<float>(decay);
-    args.weight_decay = static_cast<float>(weight_decay);
-    args.grad_scale = static_cast<float>(grad_scale);
+    for (int k = 0; k < kConstants; ++k) {
+        args.constants[k] = static_cast<float>(constants[k]);
+        args.pending_constants[k] = static_cast<float>(pending_constants[k]);
+    }
     for_chunks(numel, Subnormals::kFlush,
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
@@ -230,11 +236,11 @@ PYBIND11_MODULE(_cpu_adam, m) {
     using namespace offload::cpu_adam;
     using Release = py::call_guard<py::gil_scoped_release>;
     m.doc() = "CPU optimizer kernels on raw addresses; use offload.cpu_adam, which checks its arguments.";
-    m.def("adam_step", &adam_step, py::kw_only(), py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"),
-          py::arg("param"), py::arg("master"), py::arg("master_kind"), py::arg("exp_avg"),
-          py::arg("exp_avg_sq"), py::arg("emit"), py::arg("decoupled"), py::arg("one_minus_beta1"),
-          py::arg("one_minus_beta2"), py::arg("eps"), py::arg("neg_step"), py::arg("inv_sqrt_bc2"),
-          py::arg("decay"), py::arg("weight_decay"), py::arg("grad_scale"), Release());
+    m.def("adam", &adam, py::kw_only(), py::arg("state_kind"), py::arg("mode"), py::arg("numel"),
+          py::arg("grad"), py::arg("grad_dtype"), py::arg("pending"), py::arg("param"), py::arg("master"),
+          py::arg("master_kind"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("units"),
+          py::arg("emit"), py::arg("constants"), py::arg("pending_constants"), py::arg("seed"),
+          py::arg("step"), py::arg("offset"), Release());
     m.def("sum_of_squares", &sum_of_squares, py::arg("address"), py::arg("dtype"), py::arg("numel"),
           Release());
     m.def("take_gradient", &take_gradient, py::arg("src"), py::arg("src_dtype"), py::arg("dst"),

@@ -25,10 +25,31 @@ struct Vec {
         _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(x));
     }
 
+    static U load_u8(const std::uint8_t* p) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_u8(std::uint8_t* p, U x) {  // low 8 bits of each
+        const __m128i words = narrow(_mm256_and_si256(x, _mm256_set1_epi32(0xff)));
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+    }
+
+    static U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
     static U bits(F x) { return _mm256_castps_si256(x); }
     static F real(U x) { return _mm256_castsi256_ps(x); }
     static U add(U a, U b) { return _mm256_add_epi32(a, b); }
+    static U sub(U a, U b) { return _mm256_sub_epi32(a, b); }
+    static U mul(U a, U b) { return _mm256_mullo_epi32(a, b); }
+    static U max(U a, U b) { return _mm256_max_epi32(a, b); }  // as signed numbers, like min and largest
+    static U min(U a, U b) { return _mm256_min_epi32(a, b); }
+    static std::uint32_t largest(U a) {
+        __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+        x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1));
+        return static_cast<std::uint32_t>(_mm_cvtsi128_si32(x));
+    }
     static U band(U a, U b) { return _mm256_and_si256(a, b); }
+    static U bor(U a, U b) { return _mm256_or_si256(a, b); }
+    static U bxor(U a, U b) { return _mm256_xor_si256(a, b); }
     template <int N>
     static U shl(U a) {
         return _mm256_slli_epi32(a, N);
@@ -47,6 +68,11 @@ struct Vec {
     static F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
     static F canonical_nan(F x) {
         return _mm256_blendv_ps(x, real(setu(0x7fc00000u)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    }
+
+    static F sign(F x) {  // -1, 0 or 1; a NaN stays one
+        const F one = real(bor(band(bits(x), setu(0x80000000u)), setu(0x3f800000u)));
+        return _mm256_blendv_ps(x, one, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
     }
 
     static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load_half(p)); }

@@ -22,10 +22,25 @@ struct Vec {
         _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x));
     }
 
+    static U load_u8(const std::uint8_t* p) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static void store_u8(std::uint8_t* p, U x) {  // low 8 bits of each
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+    }
+
+    static U iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
     static U bits(F x) { return _mm512_castps_si512(x); }
     static F real(U x) { return _mm512_castsi512_ps(x); }
     static U add(U a, U b) { return _mm512_add_epi32(a, b); }
+    static U sub(U a, U b) { return _mm512_sub_epi32(a, b); }
+    static U mul(U a, U b) { return _mm512_mullo_epi32(a, b); }
+    static U max(U a, U b) { return _mm512_max_epi32(a, b); }  // as signed numbers, like min and largest
+    static U min(U a, U b) { return _mm512_min_epi32(a, b); }
+    static std::uint32_t largest(U a) { return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(a)); }
     static U band(U a, U b) { return _mm512_and_si512(a, b); }
+    static U bor(U a, U b) { return _mm512_or_si512(a, b); }
+    static U bxor(U a, U b) { return _mm512_xor_si512(a, b); }
     template <int N>
     static U shl(U a) {
         return _mm512_slli_epi32(a, N);
@@ -44,6 +59,11 @@ struct Vec {
     static F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
     static F canonical_nan(F x) {
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), real(setu(0x7fc00000u)));
+    }
+
+    static F sign(F x) {  // -1, 0 or 1; a NaN stays one
+        const F one = real(bor(band(bits(x), setu(0x80000000u)), setu(0x3f800000u)));
+        return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ), one);
     }
 
     static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }

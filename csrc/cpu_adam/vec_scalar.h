@@ -18,10 +18,22 @@ struct Vec {
     static void store_u16(std::uint16_t* p, U x) { *p = static_cast<std::uint16_t>(x); }
     static void stream_u16(std::uint16_t* p, U x) { store_u16(p, x); }
 
+    static U load_u8(const std::uint8_t* p) { return *p; }
+    static void store_u8(std::uint8_t* p, U x) { *p = static_cast<std::uint8_t>(x); }
+
+    static U iota() { return 0; }
     static U bits(F x) { return __builtin_bit_cast(std::uint32_t, x); }
     static F real(U x) { return __builtin_bit_cast(float, x); }
     static U add(U a, U b) { return a + b; }
+    static U sub(U a, U b) { return a - b; }
+    static U mul(U a, U b) { return a * b; }
+    // As signed numbers, like min and largest.
+    static U max(U a, U b) { return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b) ? a : b; }
+    static U min(U a, U b) { return static_cast<std::int32_t>(a) < static_cast<std::int32_t>(b) ? a : b; }
+    static std::uint32_t largest(U a) { return a; }
     static U band(U a, U b) { return a & b; }
+    static U bor(U a, U b) { return a | b; }
+    static U bxor(U a, U b) { return a ^ b; }
     template <int N>
     static U shl(U a) {
         return a << N;
@@ -39,6 +51,9 @@ struct Vec {
     static F fma(F a, F b, F c) { return std::fma(a, b, c); }
     static F fms(F a, F b, F c) { return std::fma(a, b, -c); }
     static F canonical_nan(F x) { return x != x ? real(0x7fc00000u) : x; }
+    static F sign(F x) {  // -1, 0 or 1; a NaN stays one
+        return x < 0.0f || x > 0.0f ? std::copysign(1.0f, x) : x;
+    }
 
     static F load_f16(const std::uint16_t* p) {
         const std::uint32_t sign = (*p & 0x8000u) << 16;

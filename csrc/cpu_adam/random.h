@@ -1,0 +1,33 @@
+// Random bits for stochastic rounding, a pure function of (seed, step, global element index): they depend on
+// neither threads nor division into ranges nor instruction set. Included after groups.h.
+//
+// Every block of kBlock elements has a key of 64 bits; an element's bits are its place in the block, mixed
+// twice with half of the key by a multiplicative hash whose every output bit depends on every input bit.
+// Source: C. Wellons, "Prospecting for hash functions" (the multipliers and shifts); Steele, Lea, Flood,
+// "Fast splittable pseudorandom number generators", OOPSLA 2014 (the key).
+
+inline std::uint64_t mix64(std::uint64_t x) {
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+struct Random {
+    static constexpr std::uint64_t kBlock = std::uint64_t{1} << 16;
+    Vec::U low, high;
+
+    Random(std::uint64_t seed, std::uint64_t step, std::uint64_t block) {
+        const std::uint64_t key = mix64(mix64(mix64(seed) ^ step) ^ block);
+        low = Vec::setu(static_cast<std::uint32_t>(key));
+        high = Vec::setu(static_cast<std::uint32_t>(key >> 32));
+    }
+    // 32 bits for each of Vec::kWidth elements, the first of which is number `place` of the block.
+    Vec::U bits(std::uint64_t place) const {
+        Vec::U x = Vec::add(Vec::setu(static_cast<std::uint32_t>(place)), Vec::iota());
+        x = Vec::mul(Vec::bxor(x, low), Vec::setu(0x7feb352du));
+        x = Vec::bxor(x, Vec::shr<15>(x));
+        x = Vec::mul(Vec::bxor(x, high), Vec::setu(0x846ca68bu));
+        return Vec::bxor(x, Vec::shr<16>(x));
+    }
+};

@@ -1,0 +1,224 @@
+// The optimizer step, once for all rules, state formats, gradient types and master weights. Included after
+// rules.h and states.h.
+
+template <Master M>
+constexpr bool kSplits = M == Master::kSplit;
+template <Master M>
+using MasterStorage = std::conditional_t<kSplits<M>, std::int16_t, float>;
+// The format in which a mode other than kStep writes the parameter.
+template <Master M>
+constexpr Dtype kEmitDtype = M == Master::kFloat32       ? Dtype::kFloat32
+                             : M == Master::kEmitFloat16 ? Dtype::kFloat16
+                                                         : Dtype::kBfloat16;
+// Whether a mode writes a parameter beside the master.
+template <Master M, Mode kMode>
+constexpr bool kEmits = kMode != Mode::kStep || M == Master::kEmitBfloat16 || M == Master::kEmitFloat16;
+
+// What one pass over a group does with its results.
+enum class Write { kStates, kEmission, kBoth };
+
+template <Master M>
+inline Vec::F load_master(const std::uint16_t* param, const MasterStorage<M>* master) {
+    if constexpr (kSplits<M>) {
+        return load_split(param, master);
+    } else {
+        return Vec::load(master);
+    }
+}
+
+template <Write W, Master M>
+inline void store_master(std::uint16_t* param, MasterStorage<M>* master, Storage<kEmitDtype<M>>* emit,
+                         Vec::F p) {
+    p = Vec::canonical_nan(p);
+    if constexpr (W == Write::kEmission) {
+        store_as<kEmitDtype<M>, Rounding::kHalfUp, true>(emit, p);
+    } else if constexpr (kSplits<M>) {
+        store_split(param, master, p);
+    } else {
+        Vec::store(master, p);
+        if constexpr (W == Write::kBoth) {
+            store_as<kEmitDtype<M>, Rounding::kHalfUp, true>(emit, p);
+        }
+    }
+}
+
+// Formats without blocks: states go from memory to memory through registers.
+template <typename Rule, typename States, Dtype G, Master M>
+struct Elementwise {
+    static constexpr std::size_t kSize = kGroup;
+    using State = typename States::Storage;
+    static constexpr int kStates = Rule::kStates;
+
+    template <Write W>
+    static void run(const Rule& rule, const Random& random, std::uint64_t place,
+                    const Storage<G>* __restrict grad, std::uint16_t* __restrict param,
+                    MasterStorage<M>* __restrict master, State* __restrict first, State* __restrict second,
+                    BlockUnits*, Storage<kEmitDtype<M>>* __restrict emit) {
+        for (std::size_t k = 0; k < kSize; k += Vec::kWidth) {
+            const Vec::F p = load_master<M>(param + k, master + k);
+            const Vec::F g = rule.gradient(load_as<G>(grad + k), p);
+            Vec::F s[kStates == 0 ? 1 : kStates];
+            if constexpr (kStates > 0) {
+                s[0] = States::load(first + k);
+            }
+            if constexpr (kStates > 1) {
+                s[1] = States::load(second + k);
+            }
+            const Vec::F updated = rule.update(p, g, s);
+            if constexpr (W != Write::kEmission && kStates > 0) {
+                Vec::U bits{};
+                if constexpr (States::kKind != StateKind::kFloat32) {
+                    bits = random.bits(place + k);
+                }
+                States::template store<0>(first + k, Vec::canonical_nan(s[0]), bits);
+                if constexpr (kStates > 1) {
+                    States::template store<1>(second + k, Vec::canonical_nan(s[1]), bits);
+                }
+            }
+            store_master<W, M>(param + k, master + k, emit + k, updated);
+        }
+    }
+};
+
+// 8 bits in blocks: the new states wait in the first-level cache until the block's largest ones are known.
+template <typename Rule, Dtype G, Master M>
+struct Blockwise {
+    static constexpr std::size_t kSize = kStateBlock;
+    static_assert(Rule::kStates == 2);
+
+    template <Write W>
+    static void run(const Rule& rule, const Random& random, std::uint64_t place,
+                    const Storage<G>* __restrict grad, std::uint16_t* __restrict param,
+                    MasterStorage<M>* __restrict master, std::uint8_t* __restrict first,
+                    std::uint8_t* __restrict second, BlockUnits* __restrict units,
+                    Storage<kEmitDtype<M>>* __restrict emit) {
+        alignas(64) float m[kSize], v[kSize];
+        Vec::U largest_m = Vec::setu(0), largest_v = Vec::setu(0);
+        {
+            const Int8States::First from_m(units->first);
+            const Int8States::Second from_v(units->second);
+            for (std::size_t k = 0; k < kSize; k += Vec::kWidth) {
+                const Vec::F p = load_master<M>(param + k, master + k);
+                const Vec::F g = rule.gradient(load_as<G>(grad + k), p);
+                Vec::F s[2] = {from_m.load(first + k), from_v.load(second + k)};
+                const Vec::F updated = rule.update(p, g, s);
+                store_master<W, M>(param + k, master + k, emit + k, updated);
+                if constexpr (W != Write::kEmission) {
+                    s[0] = Vec::canonical_nan(s[0]);
+                    s[1] = Vec::canonical_nan(s[1]);
+                    largest_m = Vec::max(largest_m, Vec::band(Vec::bits(s[0]), Vec::setu(0x7fffffffu)));
+                    largest_v = Vec::max(largest_v, Vec::bits(s[1]));
+                    Vec::store(m + k, s[0]);
+                    Vec::store(v + k, s[1]);
+                }
+            }
+        }
+        if constexpr (W != Write::kEmission) {
+            units->first = Int8States::First::unit_for(Vec::largest(largest_m));
+            units->second = Int8States::Second::unit_for(Vec::largest(largest_v));
+            Int8States::store(random, place, m, v, first, second, *units);
+        }
+    }
+};
+
+template <typename Rule, typename States, Dtype G, Master M>
+using Pass = std::conditional_t<States::kKind == StateKind::kInt8, Blockwise<Rule, G, M>,
+                                Elementwise<Rule, States, G, M>>;
+
+// Emission in 16 bits goes past the caches, in whole aligned lines: the elements before the first such line,
+// or in a block format the whole block, take a detour.
+template <typename T>
+std::size_t elements_to_line(const T* p) {
+    return (64 - reinterpret_cast<std::uintptr_t>(p) % 64) % 64 / sizeof(T);
+}
+
+template <typename Rule, typename States, Mode kMode, Dtype G, Master M>
+void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
+    using P = Pass<Rule, States, G, M>;
+    using State = typename States::Storage;
+    using Emission = Storage<kEmitDtype<M>>;
+    constexpr bool kBlocks = States::kKind == StateKind::kInt8;
+    constexpr bool kEmission = kEmits<M, kMode>;
+    constexpr bool kStreams = kEmission && sizeof(Emission) == 2;
+    constexpr Access kAccess = kMode == Mode::kEmit ? Access::kRead : Access::kUpdate;
+    constexpr Write kWrite = kMode != Mode::kStep ? Write::kEmission
+                             : kEmission          ? Write::kBoth
+                                                  : Write::kStates;
+
+    const Rule rule(args.constants);
+    const Rule pending_rule(args.pending_constants);
+
+    std::conditional_t<kSplits<M>, Array<std::uint16_t, kAccess>, Absent<std::uint16_t>> param;
+    std::conditional_t<(Rule::kStates > 0), Array<State, kAccess>, Absent<State>> first;
+    std::conditional_t<(Rule::kStates > 1), Array<State, kAccess>, Absent<State>> second;
+    std::conditional_t<kBlocks, Array<BlockUnits, kAccess, kStateBlock>, Absent<BlockUnits>> units;
+    std::conditional_t<kEmission, Output<Emission>, Absent<Emission>> emit;
+    std::conditional_t<kMode == Mode::kCommitAndEmit, Input<Storage<G>>, Absent<const Storage<G>>> pending;
+    const Input<Storage<G>> grad{static_cast<const Storage<G>*>(args.grad)};
+    const Array<MasterStorage<M>, kAccess> master{static_cast<MasterStorage<M>*>(args.master)};
+    if constexpr (kSplits<M>) {
+        param.base = args.param;
+    }
+    if constexpr (Rule::kStates > 0) {
+        first.base = static_cast<State*>(args.states[0]);
+    }
+    if constexpr (Rule::kStates > 1) {
+        second.base = static_cast<State*>(args.states[1]);
+    }
+    if constexpr (kBlocks) {
+        units.base = args.units;
+    }
+    if constexpr (kEmission) {
+        emit.base = static_cast<Emission*>(args.emit);
+    }
+    if constexpr (kMode == Mode::kCommitAndEmit) {
+        pending.base = static_cast<const Storage<G>*>(args.pending);
+    }
+
+    // Elements of one block of random numbers.
+    const auto segment = [&](std::size_t from, std::size_t to) {
+        const std::uint64_t index = args.offset + from;
+        const Random random(args.seed, args.step, index / Random::kBlock);
+        const std::uint64_t before = index % Random::kBlock - from;  // place of element 0, modulo 2^64
+        const auto group = [&](std::size_t i, const Storage<G>* g, const Storage<G>* g_pending,
+                               std::uint16_t* h, MasterStorage<M>* w, State* s0, State* s1, BlockUnits* u,
+                               Emission* out) {
+            if constexpr (kMode == Mode::kCommitAndEmit) {
+                P::template run<Write::kStates>(pending_rule, random, before + i, g_pending, h, w, s0, s1, u,
+                                                nullptr);
+            }
+            if constexpr (kBlocks && kStreams) {
+                if (elements_to_line(out) != 0) {
+                    alignas(64) Emission aligned[P::kSize];
+                    P::template run<kWrite>(rule, random, before + i, g, h, w, s0, s1, u, aligned);
+                    __builtin_memcpy(out, aligned, sizeof(aligned));
+                    return;
+                }
+            }
+            P::template run<kWrite>(rule, random, before + i, g, h, w, s0, s1, u, out);
+        };
+        if constexpr (!kBlocks && kStreams) {
+            const std::size_t head = elements_to_line(emit.at(from));
+            if (head != 0) {
+                const std::size_t n = head < to - from ? head : to - from;
+                for_partial<P::kSize>(from, n, group, grad, pending, param, master, first, second, units,
+                                      emit);
+                from += n;
+            }
+        }
+        for_groups<P::kSize>(from, to, group, grad, pending, param, master, first, second, units, emit);
+    };
+    if constexpr (States::kKind == StateKind::kFloat32 || Rule::kStates == 0) {
+        segment(begin, end);
+    } else {
+        while (begin != end) {
+            const std::size_t rest = Random::kBlock - (args.offset + begin) % Random::kBlock;
+            const std::size_t stop = end - begin < rest ? end : begin + rest;
+            segment(begin, stop);
+            begin = stop;
+        }
+    }
+    if constexpr (kStreams) {
+        Vec::fence();
+    }
+}
