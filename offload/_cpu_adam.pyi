@@ -21,6 +21,20 @@ def adam(
     step: int,
     offset: int,
 ) -> None: ...
+def recode_states(
+    *,
+    save: bool,
+    state_kind: int,
+    numel: int,
+    exp_avg_fp32: int,
+    exp_avg_sq_fp32: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    units: int,
+    seed: int,
+    step: int,
+    offset: int,
+) -> None: ...
 def sum_of_squares(address: int, dtype: int, numel: int) -> tuple[float, int]: ...
 def take_gradient(
     src: int, src_dtype: int, dst: int, dst_dtype: int, numel: int, add: bool, measure: bool

@@ -23,11 +23,10 @@ Floating point:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from offload import _cpu_adam
 from offload.kernels_hyper import AdamHyper
 from offload.kernels_ranges import STATE_BLOCK, Dtype, MasterKind, Range, StateKind, check, checked_numel
+from offload.kernels_step import StepArrays, adam_step, emit, load_states, save_states, step
 
 __all__ = [
     "STATE_BLOCK",
@@ -45,192 +44,15 @@ __all__ = [
     "force_isa",
     "isa",
     "join_master",
+    "load_states",
     "num_threads",
+    "save_states",
     "set_num_threads",
     "split_master",
     "step",
     "sum_of_squares",
     "take_gradient",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepArrays:
-    """The ranges that one optimizer step works on: addresses of `numel` elements each.
-
-    Attributes:
-        numel: Elements in every range.
-        grad: (numel,) ``grad_dtype``; only read.
-        grad_dtype: Any ``Dtype``.
-        master: (numel,) float32, or int16 remainder for ``MasterKind.SPLIT``.
-        master_kind: Where the master weight lives.
-        param: (numel,) bfloat16, the split master's upper half; for ``MasterKind.SPLIT``, else 0.
-        states: (numel,) ``state_kind`` each; as many as the optimizer has, in its order.
-        state_kind: How the states are stored.
-        units: (ceil(numel / 128), 2) uint8, the blocks' exponents; for ``StateKind.INT8``, else 0. All zeros, with
-            states of all zeros, are the states before the first step.
-        emit: (numel,) ``emit_dtype``, written with the new parameter; 0 for none. :func:`step` emits beside
-            ``MasterKind.FLOAT32`` only, in 16 bits.
-        emit_dtype: The dtype of ``emit``.
-        seed: Of the random numbers that round states of fewer than 32 bits.
-        offset: Global index of the first element, the same for the same element in every step, different for every
-            element: random numbers depend on it. For ``StateKind.INT8`` a multiple of 128; blocks begin there, and a
-            range that ends inside a block ends the block (nothing of it may be in another range).
-    """
-
-    numel: int
-    grad: int
-    grad_dtype: Dtype
-    master: int
-    master_kind: MasterKind
-    states: tuple[int, ...]
-    param: int = 0
-    state_kind: StateKind = StateKind.FLOAT32
-    units: int = 0
-    emit: int = 0
-    emit_dtype: Dtype | None = None
-    seed: int = 0
-    offset: int = 0
-
-
-def step(arrays: StepArrays, hyper: AdamHyper) -> None:
-    """Update master weights and states in place, in one pass over memory.
-
-    Constants are computed in float64 and rounded once; elements in float32 with fma. The formulas are those of the
-    hyper-parameters' classes.
-
-    Raises:
-        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
-    """
-    if arrays.master_kind is MasterKind.SPLIT and (arrays.emit or arrays.emit_dtype is not None):
-        raise ValueError("emit: expected none with a split master, whose upper half is the parameter; pass 0 and None")
-    if arrays.emit_dtype is Dtype.FLOAT32:
-        raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
-    if bool(arrays.emit) != (arrays.emit_dtype is not None) and arrays.numel:
-        raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
-    _run(arrays, hyper, 0, None, _STEP)
-
-
-def emit(arrays: StepArrays, hyper: AdamHyper, *, pending: int = 0, pending_hyper: AdamHyper | None = None) -> None:
-    """Write the parameter that a step with ``arrays.grad`` would leave, without changing master and states.
-
-    With a pending gradient, first do the :func:`step` with it, in the same pass. So ``emit`` with pending gradients,
-    step after step, and a last ``step``, leave the same bits as plain steps, and every emitted parameter is that of
-    the plain steps: an update can be used before the factor on its gradient (clipping) is final, which is that of the
-    next call. With the factor wrong, emit again without a pending gradient. The split master's upper half stays the
-    committed parameter; the emitted one is beside it.
-
-    Args:
-        arrays: As for :func:`step`, but ``emit`` and ``emit_dtype`` are needed: BFLOAT16 with a split master, any
-            with a float32 one.
-        hyper: Of the step to show.
-        pending: Address, (numel,) ``arrays.grad_dtype``; only read.
-        pending_hyper: Of the step to do first.
-
-    Raises:
-        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
-    """
-    if arrays.emit_dtype is None or (
-        arrays.master_kind is MasterKind.SPLIT and arrays.emit_dtype is not Dtype.BFLOAT16
-    ):
-        raise ValueError(
-            f"emit_dtype: expected {'BFLOAT16' if arrays.master_kind is MasterKind.SPLIT else 'a dtype'} but got "
-            f"{arrays.emit_dtype}; pass the parameter's"
-        )
-    if bool(pending) != (pending_hyper is not None) and arrays.numel:
-        raise ValueError("pending: expected an address and pending_hyper but got only one; pass both or neither")
-    _run(arrays, hyper, pending, pending_hyper, _EMIT if pending_hyper is None else _COMMIT_AND_EMIT)
-
-
-def _run(arrays: StepArrays, hyper: AdamHyper, pending: int, pending_hyper: AdamHyper | None, mode: int) -> None:
-    count = checked_numel(arrays.numel)
-    split, kind = arrays.master_kind is MasterKind.SPLIT, arrays.state_kind
-    if not split and arrays.param:
-        raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
-    if len(arrays.states) != len(hyper.STATES):
-        raise ValueError(
-            f"states: expected {len(hyper.STATES)} of {type(hyper).__name__} but got {len(arrays.states)}; "
-            f"pass {', '.join(hyper.STATES) or 'none'}"
-        )
-    blocks = kind is StateKind.INT8
-    if blocks and arrays.offset % STATE_BLOCK:
-        raise ValueError(
-            f"offset: expected a multiple of {STATE_BLOCK} but got {arrays.offset}; start the range at a block"
-        )
-    if bool(arrays.units) != blocks and count:
-        raise ValueError(f"units: expected an address for INT8 states alone but got {arrays.units:#x} for {kind.name}")
-    if count == 0:
-        return
-    ranges = [
-        Range("grad", arrays.grad, count, arrays.grad_dtype.itemsize),
-        Range("master", arrays.master, count, 2 if split else 4),
-    ]
-    ranges += [
-        Range(name, address, count, kind.itemsize) for name, address in zip(hyper.STATES, arrays.states, strict=True)
-    ]
-    if split:
-        ranges.append(Range("param", arrays.param, count, 2))
-    if blocks:
-        ranges.append(Range("units", arrays.units, kind.units_bytes(count), 1))
-    if arrays.emit_dtype is not None:
-        ranges.append(Range("emit", arrays.emit, count, arrays.emit_dtype.itemsize))
-    if pending_hyper is not None:
-        ranges.append(Range("pending", pending, count, arrays.grad_dtype.itemsize))
-    check(*ranges)
-    written = pending_hyper or hyper
-    _cpu_adam.adam(
-        state_kind=kind.code,
-        mode=mode,
-        numel=count,
-        grad=arrays.grad,
-        grad_dtype=arrays.grad_dtype.value,
-        pending=pending,
-        param=arrays.param,
-        master=arrays.master,
-        master_kind=_SPLIT if split else _FLOAT32_MASTERS[arrays.emit_dtype],
-        exp_avg=arrays.states[0],
-        exp_avg_sq=arrays.states[1],
-        units=arrays.units,
-        emit=arrays.emit,
-        constants=hyper.constants(),
-        pending_constants=written.constants(),
-        seed=arrays.seed,
-        step=written.step,
-        offset=arrays.offset,
-    )
-
-
-def adam_step(
-    *,
-    numel: int,
-    grad: int,
-    grad_dtype: Dtype,
-    param: int = 0,
-    master: int,
-    master_kind: MasterKind,
-    exp_avg: int,
-    exp_avg_sq: int,
-    emit: int = 0,
-    emit_dtype: Dtype | None = None,
-    hyper: AdamHyper,
-) -> None:
-    """Do one Adam step with float32 states: :func:`step` with its arrays one by one.
-
-    Raises:
-        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
-    """
-    arrays = StepArrays(
-        numel=numel,
-        grad=grad,
-        grad_dtype=grad_dtype,
-        param=param,
-        master=master,
-        master_kind=master_kind,
-        states=(exp_avg, exp_avg_sq),
-        emit=emit,
-        emit_dtype=emit_dtype,
-    )
-    step(arrays, hyper)
 
 
 def sum_of_squares(address: int, dtype: Dtype, numel: int) -> tuple[float, int]:
@@ -438,9 +260,3 @@ def force_isa(name: str | None) -> None:
         ValueError: This machine does not support the path.
     """
     _cpu_adam.force_isa(name or "")
-
-
-# Codes of csrc/cpu_adam/kernels.h.
-_STEP, _EMIT, _COMMIT_AND_EMIT = range(3)
-_SPLIT = 0
-_FLOAT32_MASTERS: dict[Dtype | None, int] = {None: 1, Dtype.FLOAT32: 1, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 3}

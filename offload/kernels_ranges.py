@@ -112,3 +112,26 @@ def check(*ranges: Range) -> None:
                 f"{b.name}: expected a range of its own but it overlaps {a.name} by {a.end - b.address} B; "
                 "use another buffer"
             )
+
+
+def state_ranges(
+    kind: StateKind, names: tuple[str, ...], addresses: tuple[int, ...], units: int, offset: int, numel: int
+) -> list[Range]:
+    """Return the ranges of an optimizer's states and their units.
+
+    Raises:
+        ValueError: There are too many or too few, or the range does not start at a block.
+    """
+    if len(addresses) != len(names):
+        raise ValueError(
+            f"states: expected {len(names)} addresses but got {len(addresses)}; pass {', '.join(names) or 'none'}"
+        )
+    blocks = kind is StateKind.INT8
+    if blocks and offset % STATE_BLOCK:
+        raise ValueError(f"offset: expected a multiple of {STATE_BLOCK} but got {offset}; start the range at a block")
+    if not 0 <= offset < 1 << 64:
+        raise ValueError(f"offset: expected 0 to 2**64 - 1 but got {offset}; pass the first element's global index")
+    if units and not blocks:
+        raise ValueError(f"units: expected 0 for {kind.name} states but got {units:#x}; only INT8 states have units")
+    ranges = [Range(name, address, numel, kind.itemsize) for name, address in zip(names, addresses, strict=True)]
+    return [*ranges, Range("units", units, kind.units_bytes(numel), 1)] if blocks else ranges

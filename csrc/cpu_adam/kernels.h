@@ -71,12 +71,23 @@ struct StepArgs {
     float pending_constants[kConstants];  // kCommitAndEmit only
 };
 
+// Two optimizer states and what they are in float32.
+struct StateArgs {
+    float* values[kStates];  // (numel,) float32
+    void* states[kStates];   // as in StepArgs, like the rest
+    BlockUnits* units;
+    std::uint64_t seed;
+    std::uint64_t step;
+    std::uint64_t offset;
+};
+
 struct SquareSum {
     double sum;
     std::int64_t non_finite;  // elements that are infinite or NaN
 };
 
 using StepKernel = void (*)(const StepArgs& args, std::size_t begin, std::size_t end);
+using StateKernel = void (*)(const StateArgs& args, std::size_t begin, std::size_t end);
 using SumKernel = SquareSum (*)(const void* x, std::size_t begin, std::size_t end);
 // src is read, dst is written or updated, at the same element indices.
 using UnaryKernel = void (*)(const void* src, void* dst, std::size_t begin, std::size_t end);
@@ -90,6 +101,8 @@ using StreamKernel = void (*)(float* a, float* b, float* c, float* d, float fact
 struct Kernels {
     // For kInt8 begin is a multiple of kStateBlock, and a range that ends inside a block ends the block.
     StepKernel adam[kStateKinds][kModes][kDtypes][kMasters];
+    StateKernel save_states[kStateKinds];   // float32 to states; ranges as for adam
+    StateKernel load_states[kStateKinds];   // states to float32
     SumKernel sum_of_squares[kDtypes];      // begin is a multiple of kSumBlock
     UnaryKernel accumulate[kDtypes];        // float32 dst += src
     UnaryKernel accumulate_same[kDtypes];   // dst = round_to_nearest_even(dst + src)

@@ -15,6 +15,7 @@
 #include "steps.h"
 // and beside the step
 #include "elementwise.h"
+#include "recode.h"
 #include "reduce.h"
 
 template <typename States, Mode kMode, Dtype G>
@@ -32,6 +33,12 @@ constexpr void fill_modes(Kernels& k) {
     fill_adam<States, Mode::kStep, G>(modes[static_cast<int>(Mode::kStep)][g]);
     fill_adam<States, Mode::kEmit, G>(modes[static_cast<int>(Mode::kEmit)][g]);
     fill_adam<States, Mode::kCommitAndEmit, G>(modes[static_cast<int>(Mode::kCommitAndEmit)][g]);
+}
+
+template <typename States>
+constexpr void fill_states(Kernels& k) {
+    k.save_states[static_cast<int>(States::kKind)] = save_states_range<States>;
+    k.load_states[static_cast<int>(States::kKind)] = load_states_range<States>;
 }
 
 template <Dtype G>
@@ -53,6 +60,9 @@ constexpr Kernels make_kernels() {
     fill_dtype<Dtype::kFloat32>(k);
     fill_dtype<Dtype::kBfloat16>(k);
     fill_dtype<Dtype::kFloat16>(k);
+    fill_states<Float32States>(k);
+    fill_states<Bfloat16States>(k);
+    fill_states<Int8States>(k);
     k.split = split_range;
     k.join = join_range;
     k.stream = stream_range;

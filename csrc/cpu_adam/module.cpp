@@ -83,6 +83,23 @@ void adam(int state_kind, int mode, std::size_t numel, Address grad, int grad_dt
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
 
+// With `save` float32 values to states, else states to float32 values.
+void recode_states(bool save, int state_kind, std::size_t numel, Address exp_avg_fp32,
+                   Address exp_avg_sq_fp32, Address exp_avg, Address exp_avg_sq, Address units,
+                   std::uint64_t seed, std::uint64_t step, std::uint64_t offset) {
+    const int kind = checked(state_kind, kStateKinds, "state_kind");
+    const Kernels& kernels = *active_path().kernels;
+    const StateKernel kernel = save ? kernels.save_states[kind] : kernels.load_states[kind];
+    const StateArgs args{{at<float>(exp_avg_fp32), at<float>(exp_avg_sq_fp32)},
+                         {at<void>(exp_avg), at<void>(exp_avg_sq)},
+                         at<BlockUnits>(units),
+                         seed,
+                         step,
+                         offset};
+    for_chunks(numel, Subnormals::kFlush,
+               [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
+}
+
 // Adds up what `sum_chunk(begin, end)` returns for every chunk of [0, numel), in rising order.
 template <class SumChunk>
 std::tuple<double, std::int64_t> sum_chunks(std::size_t numel, SumChunk sum_chunk) {
@@ -241,6 +258,10 @@ PYBIND11_MODULE(_cpu_adam, m) {
           py::arg("master_kind"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("units"),
           py::arg("emit"), py::arg("constants"), py::arg("pending_constants"), py::arg("seed"),
           py::arg("step"), py::arg("offset"), Release());
+    m.def("recode_states", &recode_states, py::kw_only(), py::arg("save"), py::arg("state_kind"),
+          py::arg("numel"), py::arg("exp_avg_fp32"), py::arg("exp_avg_sq_fp32"), py::arg("exp_avg"),
+          py::arg("exp_avg_sq"), py::arg("units"), py::arg("seed"), py::arg("step"), py::arg("offset"),
+          Release());
     m.def("sum_of_squares", &sum_of_squares, py::arg("address"), py::arg("dtype"), py::arg("numel"),
           Release());
     m.def("take_gradient", &take_gradient, py::arg("src"), py::arg("src_dtype"), py::arg("dst"),

@@ -31,3 +31,18 @@ struct Random {
         return Vec::bxor(x, Vec::shr<16>(x));
     }
 };
+
+// segment(from, to, random, first_place) for every block of random numbers that [begin, end) touches;
+// first_place + i is element i's place in the block. The range's element 0 has the global index `offset`.
+template <typename Segment>
+inline void for_segments(std::uint64_t seed, std::uint64_t step, std::uint64_t offset, std::size_t begin,
+                         std::size_t end, const Segment& segment) {
+    while (begin != end) {
+        const std::uint64_t index = offset + begin;
+        const std::uint64_t place = index % Random::kBlock;
+        const std::uint64_t rest = Random::kBlock - place;
+        const std::size_t stop = end - begin < rest ? end : begin + static_cast<std::size_t>(rest);
+        segment(begin, stop, Random(seed, step, index / Random::kBlock), place - begin);
+        begin = stop;
+    }
+}

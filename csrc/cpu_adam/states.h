@@ -50,15 +50,26 @@ struct Minifloat {
     static constexpr std::uint32_t kSpan =
         (1u << kExponentBits) - 2;  // exponents above the smallest normal number's
     static constexpr std::uint8_t kNotFinite = 255;
+    static constexpr std::uint8_t kLowest =
+        4;  // an eighth of the smallest normal number is one of float32, too
+    static constexpr std::uint32_t kNan = 0x7fc00000u;
     static_assert((kSigned ? 1 : 0) + kExponentBits + kMantissaBits == 8);
 
     Vec::U normal, below;  // bits of the smallest normal number, and those less 2^23
     Vec::F smallest;
 
-    explicit Minifloat(std::uint8_t unit)
-        : normal(Vec::setu(unit == kNotFinite ? 0u : std::uint32_t{unit} << 23)),
-          below(Vec::setu(unit == kNotFinite ? 0x7fc00000u : (unit - 1u) << 23)),
-          smallest(Vec::real(Vec::setu(unit == kNotFinite ? 0x7fc00000u : std::uint32_t{unit} << 23))) {}
+    explicit Minifloat(std::uint8_t unit) {
+        if (unit == kNotFinite) {
+            normal = Vec::setu(0);
+            below = Vec::setu(kNan);
+            smallest = Vec::real(below);
+        } else {  // memory of zeros means zeros
+            const std::uint32_t bits = std::uint32_t{unit < kLowest ? kLowest : unit} << 23;
+            normal = Vec::setu(bits);
+            below = Vec::setu(bits - (1u << 23));
+            smallest = Vec::real(normal);
+        }
+    }
 
     // The unit for a block whose largest magnitude has these bits: the exponent of its smallest normal
     // number. What is above 1.875 of a power of two belongs to the next one. Quarters of the smallest one are
@@ -67,11 +78,11 @@ struct Minifloat {
         if (largest >= 0x7f800000u) {
             return kNotFinite;
         }
-        constexpr std::uint32_t kLow = 4, kHigh = 254 - kSpan;
+        constexpr std::uint32_t kHighest = 254 - kSpan;
         const std::uint32_t exponent = (largest + ((1u << kDropped) - 1)) >> 23;
-        return static_cast<std::uint8_t>(exponent < kLow + kSpan    ? kLow
-                                         : exponent > kHigh + kSpan ? kHigh
-                                                                    : exponent - kSpan);
+        return static_cast<std::uint8_t>(exponent < kLowest + kSpan    ? kLowest
+                                         : exponent > kHighest + kSpan ? kHighest
+                                                                       : exponent - kSpan);
     }
 
     Vec::F load(const std::uint8_t* p) const {

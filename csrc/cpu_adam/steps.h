@@ -175,27 +175,23 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
         pending.base = static_cast<const Storage<G>*>(args.pending);
     }
 
-    // Elements of one block of random numbers.
-    const auto segment = [&](std::size_t from, std::size_t to) {
-        const std::uint64_t index = args.offset + from;
-        const Random random(args.seed, args.step, index / Random::kBlock);
-        const std::uint64_t before = index % Random::kBlock - from;  // place of element 0, modulo 2^64
+    const auto segment = [&](std::size_t from, std::size_t to, const Random& random, std::uint64_t place) {
         const auto group = [&](std::size_t i, const Storage<G>* g, const Storage<G>* g_pending,
                                std::uint16_t* h, MasterStorage<M>* w, State* s0, State* s1, BlockUnits* u,
                                Emission* out) {
             if constexpr (kMode == Mode::kCommitAndEmit) {
-                P::template run<Write::kStates>(pending_rule, random, before + i, g_pending, h, w, s0, s1, u,
+                P::template run<Write::kStates>(pending_rule, random, place + i, g_pending, h, w, s0, s1, u,
                                                 nullptr);
             }
             if constexpr (kBlocks && kStreams) {
                 if (elements_to_line(out) != 0) {
                     alignas(64) Emission aligned[P::kSize];
-                    P::template run<kWrite>(rule, random, before + i, g, h, w, s0, s1, u, aligned);
+                    P::template run<kWrite>(rule, random, place + i, g, h, w, s0, s1, u, aligned);
                     __builtin_memcpy(out, aligned, sizeof(aligned));
                     return;
                 }
             }
-            P::template run<kWrite>(rule, random, before + i, g, h, w, s0, s1, u, out);
+            P::template run<kWrite>(rule, random, place + i, g, h, w, s0, s1, u, out);
         };
         if constexpr (!kBlocks && kStreams) {
             const std::size_t head = elements_to_line(emit.at(from));
@@ -209,14 +205,9 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
         for_groups<P::kSize>(from, to, group, grad, pending, param, master, first, second, units, emit);
     };
     if constexpr (States::kKind == StateKind::kFloat32 || Rule::kStates == 0) {
-        segment(begin, end);
+        segment(begin, end, Random(0, 0, 0), 0);
     } else {
-        while (begin != end) {
-            const std::size_t rest = Random::kBlock - (args.offset + begin) % Random::kBlock;
-            const std::size_t stop = end - begin < rest ? end : begin + rest;
-            segment(begin, stop);
-            begin = stop;
-        }
+        for_segments(args.seed, args.step, args.offset, begin, end, segment);
     }
     if constexpr (kStreams) {
         Vec::fence();

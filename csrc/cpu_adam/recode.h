@@ -1,0 +1,78 @@
+// Optimizer states from and to float32, for checkpoints. Included after states.h.
+
+template <typename States>
+void save_states_range(const StateArgs& args, std::size_t begin, std::size_t end) {
+    using T = typename States::Storage;
+    const Input<float> m{args.values[0]}, v{args.values[1]};
+    const Output<T> first{static_cast<T*>(args.states[0])}, second{static_cast<T*>(args.states[1])};
+    for_segments(
+        args.seed, args.step, args.offset, begin, end,
+        [&](std::size_t from, std::size_t to, const Random& random, std::uint64_t place) {
+            if constexpr (States::kKind == StateKind::kInt8) {
+                for_groups<kStateBlock>(
+                    from, to,
+                    [&](std::size_t i, const float* __restrict x, const float* __restrict y, T* __restrict a,
+                        T* __restrict b, BlockUnits* __restrict units) {
+                        Vec::U largest_x = Vec::setu(0), largest_y = Vec::setu(0);
+                        alignas(64) float canonical[2][kStateBlock];
+                        for (std::size_t k = 0; k < kStateBlock; k += Vec::kWidth) {
+                            const Vec::F s = Vec::canonical_nan(Vec::load(x + k));
+                            const Vec::F t = Vec::canonical_nan(Vec::load(y + k));
+                            largest_x = Vec::max(largest_x, Vec::band(Vec::bits(s), Vec::setu(0x7fffffffu)));
+                            largest_y = Vec::max(largest_y, Vec::bits(t));
+                            Vec::store(canonical[0] + k, s);
+                            Vec::store(canonical[1] + k, t);
+                        }
+                        units->first = States::First::unit_for(Vec::largest(largest_x));
+                        units->second = States::Second::unit_for(Vec::largest(largest_y));
+                        States::store(random, place + i, canonical[0], canonical[1], a, b, *units);
+                    },
+                    m, v, first, second, Array<BlockUnits, Access::kWrite, kStateBlock>{args.units});
+            } else {
+                for_groups<kGroup>(
+                    from, to,
+                    [&](std::size_t i, const float* __restrict x, const float* __restrict y, T* __restrict a,
+                        T* __restrict b) {
+                        for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
+                            const Vec::U bits = random.bits(place + i + k);
+                            States::template store<0>(a + k, Vec::canonical_nan(Vec::load(x + k)), bits);
+                            States::template store<1>(b + k, Vec::canonical_nan(Vec::load(y + k)), bits);
+                        }
+                    },
+                    m, v, first, second);
+            }
+        });
+}
+
+template <typename States>
+void load_states_range(const StateArgs& args, std::size_t begin, std::size_t end) {
+    using T = typename States::Storage;
+    const Output<float> m{args.values[0]}, v{args.values[1]};
+    const Input<T> first{static_cast<const T*>(args.states[0])},
+        second{static_cast<const T*>(args.states[1])};
+    if constexpr (States::kKind == StateKind::kInt8) {
+        for_groups<kStateBlock>(
+            begin, end,
+            [](std::size_t, const T* __restrict a, const T* __restrict b, const BlockUnits* __restrict units,
+               float* __restrict x, float* __restrict y) {
+                const Int8States::First from_m(units->first);
+                const Int8States::Second from_v(units->second);
+                for (std::size_t k = 0; k < kStateBlock; k += Vec::kWidth) {
+                    Vec::store(x + k, Vec::canonical_nan(from_m.load(a + k)));
+                    Vec::store(y + k, Vec::canonical_nan(from_v.load(b + k)));
+                }
+            },
+            first, second, Array<const BlockUnits, Access::kRead, kStateBlock>{args.units}, m, v);
+    } else {
+        for_groups<kGroup>(
+            begin, end,
+            [](std::size_t, const T* __restrict a, const T* __restrict b, float* __restrict x,
+               float* __restrict y) {
+                for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
+                    Vec::store(x + k, Vec::canonical_nan(States::load(a + k)));
+                    Vec::store(y + k, Vec::canonical_nan(States::load(b + k)));
+                }
+            },
+            first, second, m, v);
+    }
+}

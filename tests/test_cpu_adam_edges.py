@@ -1,0 +1,251 @@
+"""Kernels of csrc/cpu_adam at the edges of the number formats: every class of number, sums, subnormals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from kernel_arrays import (
+    HYPER,
+    ISAS,
+    STORAGE,
+    TORCH,
+    Shard,
+    Variant,
+    address,
+    any_bits,
+    automatic,
+    bf16_half_up,
+    widen,
+)
+
+from offload import _cpu_adam, cpu_adam
+from offload.cpu_adam import AdamHyper, Dtype, MasterKind
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    with automatic():
+        yield
+
+
+# ---- numbers at the edges ----------------------------------------------------------------------------------
+
+INTERESTING = (0x00000000, 0x00800000, 0x3F800000, 0x7F7F8000, 0x7F800000, 0x80000000, 0xFF7FFFFF, 0xFFFFFFFF)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_split_master_is_recovered_around_every_edge(isa: str) -> None:
+    cpu_adam.force_isa(isa)
+    window = 1 << 18
+    for centre in INTERESTING:
+        first = max(centre - window, 0)
+        assert _cpu_adam.count_split_failures(first, min(centre + window, 1 << 32)) == 0, hex(centre)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ISAS)
+def test_split_master_is_recovered_for_all_patterns(isa: str) -> None:
+    cpu_adam.force_isa(isa)
+    assert _cpu_adam.count_split_failures(0, 1 << 32) == 0
+
+
+def test_split_maps_numbers_as_documented() -> None:
+    cases = {  # float32 bits: (parameter, remainder), from (param << 16) + remainder == bits
+        0x00000000: (0x0000, 0),
+        0x80000000: (0x8000, 0),
+        0x3F808000: (0x3F81, -0x8000),  # a tie goes up in magnitude
+        0x3F807FFF: (0x3F80, 0x7FFF),
+        0xBF808000: (0xBF81, -0x8000),
+        0x7F800000: (0x7F80, 0),  # infinity
+        0xFF800000: (0xFF80, 0),
+        0x7F7FFFFF: (0x7F80, -1),  # the largest finite number: the parameter is infinite, the master is not
+        0x7F800001: (0x7FC0, 0),  # any NaN
+        0xFFFFFFFF: (0x7FC0, 0),
+        0x00000001: (0x0000, 1),  # subnormal
+    }
+    source = np.array(list(cases), np.uint32)
+    param, remainder, back = (np.empty(len(cases), t) for t in (np.uint16, np.int16, np.uint32))
+    cpu_adam.split_master(address(source), address(param), address(remainder), len(cases))
+    assert list(zip(param.tolist(), remainder.tolist(), strict=True)) == list(cases.values())
+    cpu_adam.join_master(address(param), address(remainder), address(back), len(cases))
+    np.testing.assert_array_equal(back, np.where((source & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC00000), source))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_conversions_of_every_16_bit_number(isa: str) -> None:
+    cpu_adam.force_isa(isa)
+    every = np.arange(1 << 16, dtype=np.uint16)
+    for dtype in (Dtype.BFLOAT16, Dtype.FLOAT16):
+        wide, back = np.empty(1 << 16, np.uint32), np.empty(1 << 16, np.uint16)
+        cpu_adam.convert(address(every), dtype, address(wide), Dtype.FLOAT32, 1 << 16)
+        nan = np.isnan(widen(every, dtype))
+        np.testing.assert_array_equal(wide[~nan], widen(every, dtype).view(np.uint32)[~nan])
+        assert (wide[nan] == 0x7FC00000).all()
+        cpu_adam.convert(address(wide), Dtype.FLOAT32, address(back), dtype, 1 << 16)
+        np.testing.assert_array_equal(back[~nan], every[~nan])
+        assert (back[nan] == (0x7FC0 if dtype is Dtype.BFLOAT16 else 0x7E00)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_narrowing_conversions(isa: str) -> None:
+    cpu_adam.force_isa(isa)
+    rng = np.random.default_rng(8)
+    bits = any_bits(rng, Dtype.FLOAT32, 300_000)
+    # around every float16 number and every tie between two of them
+    near = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32).astype(np.int64)
+    ties = (near[:, None] + np.array([-1, 0, 1, 0xFFF, 0x1000, 0x1001])).ravel() & 0xFFFFFFFF
+    small = rng.uniform(-(2.0**-13), 2.0**-13, 100_000).astype(np.float32).view(np.uint32)
+    bits = np.concatenate([bits, ties.astype(np.uint32), small])
+    got = np.empty(len(bits), np.uint16)
+    nan = np.isnan(bits.view(np.float32))
+    cpu_adam.convert(address(bits), Dtype.FLOAT32, address(got), Dtype.FLOAT16, len(bits))
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = bits.view(np.float32).astype(np.float16).view(np.uint16)
+    np.testing.assert_array_equal(got[~nan], want[~nan])
+    assert (got[nan] == 0x7E00).all()
+    cpu_adam.convert(address(bits), Dtype.FLOAT32, address(got), Dtype.BFLOAT16, len(bits))
+    np.testing.assert_array_equal(got, bf16_half_up(bits))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", Dtype)
+def test_accumulation_is_that_of_torch(isa: str, dtype: Dtype) -> None:
+    cpu_adam.force_isa(isa)
+    rng = np.random.default_rng(9)
+    numel = 200_003
+    storage = torch.int32 if dtype is Dtype.FLOAT32 else torch.int16
+
+    def tensor(d: Dtype) -> torch.Tensor:
+        bits = any_bits(rng, d, numel)
+        return torch.from_numpy(bits.view(np.int32 if d is Dtype.FLOAT32 else np.int16)).view(TORCH[d])
+
+    acc32, acc, grad = tensor(Dtype.FLOAT32), tensor(dtype), tensor(dtype)
+    want32, want = acc32 + grad.float(), acc + grad
+    cpu_adam.accumulate(address(acc32), address(grad), dtype, numel)
+    cpu_adam.accumulate_same(address(acc), address(grad), dtype, numel)
+    assert torch.equal(torch.isnan(acc32), torch.isnan(want32))
+    assert torch.equal(torch.isnan(acc), torch.isnan(want))
+    number32, number = ~torch.isnan(want32), ~torch.isnan(want)
+    assert torch.equal(acc32.view(torch.int32)[number32], want32.view(torch.int32)[number32])
+    assert torch.equal(acc.view(storage)[number], want.view(storage)[number])
+
+
+def summed_in_order(values: npt.NDArray[np.float64]) -> float:
+    """Reference of the order: 32 lanes in blocks of 4096, blocks in chunks of 65536, chunks in order."""
+    total = 0.0
+    for chunk in range(0, len(values), 65536):
+        of_chunk = 0.0
+        for begin in range(chunk, min(chunk + 65536, len(values)), 4096):
+            block = values[begin : begin + 4096]
+            lanes = np.zeros(32)
+            for row in np.pad(block, (0, -len(block) % 32)).reshape(-1, 32):
+                lanes += row * row
+            while len(lanes) > 1:
+                lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+            of_chunk += float(lanes[0])
+        total += of_chunk
+    return total
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", Dtype)
+def test_sum_of_squares_has_the_documented_order(isa: str, dtype: Dtype) -> None:
+    cpu_adam.force_isa(isa)
+    rng = np.random.default_rng(10)
+    for numel in (0, 1, 31, 64, 4095, 4097, 65536 + 4096 + 17):
+        values = torch.from_numpy(rng.standard_normal(numel)).to(TORCH[dtype])
+        got = cpu_adam.sum_of_squares(address(values) if numel else 0, dtype, numel)
+        assert got == (summed_in_order(values.double().numpy()), 0)
+
+
+def test_sum_of_squares_neither_overflows_nor_vanishes() -> None:
+    big = np.full(10_000, 3e38, np.float32)
+    assert cpu_adam.sum_of_squares(address(big), Dtype.FLOAT32, 10_000) == pytest.approx(
+        (1e4 * float(big[0]) ** 2, 0), rel=1e-12
+    )
+    small = np.full(10_000, 1e-30, np.float32)
+    total, _ = cpu_adam.sum_of_squares(address(small), Dtype.FLOAT32, 10_000)
+    assert total == pytest.approx(1e4 * float(small[0]) ** 2, rel=1e-12)
+
+
+def test_sum_of_squares_beyond_one_batch_of_chunks() -> None:
+    numel = 1024 * 65536 + 65536 + 5  # one batch, one chunk, a rest; zero pages cost no memory
+    values = np.zeros(numel, np.uint16)
+    ones = [0, 65535, 65536, 1024 * 65536 - 1, 1024 * 65536, numel - 6, numel - 1]
+    values[ones] = 0x3C00
+    values[numel - 3] = 0x7C00
+    assert cpu_adam.sum_of_squares(address(values), Dtype.FLOAT16, numel) == (math.inf, 1)
+    values[numel - 3] = 0
+    assert cpu_adam.sum_of_squares(address(values), Dtype.FLOAT16, numel) == (float(len(ones)), 0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", Dtype)
+def test_non_finite_elements_are_counted(isa: str, dtype: Dtype) -> None:
+    cpu_adam.force_isa(isa)
+    infinity = {Dtype.FLOAT32: 0x7F800000, Dtype.BFLOAT16: 0x7F80, Dtype.FLOAT16: 0x7C00}[dtype]
+    for numel in (1, 17, 5000, 70_001):
+        values = np.zeros(numel, STORAGE[dtype])
+        at = sorted({0, numel // 2, numel - 1})
+        for k, index in enumerate(at):
+            values[index] = infinity + k  # infinity, then NaNs
+        total, count = cpu_adam.sum_of_squares(address(values), dtype, numel)
+        assert count == len(at)
+        assert math.isinf(total) if len(at) == 1 else math.isnan(total)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_and_infinity_reach_the_parameter(isa: str) -> None:
+    cpu_adam.force_isa(isa)
+    for kind, emit in (
+        (MasterKind.SPLIT, None),
+        (MasterKind.FLOAT32, Dtype.BFLOAT16),
+        (MasterKind.FLOAT32, Dtype.FLOAT16),
+    ):
+        shard = Shard.random(Variant(Dtype.FLOAT32, kind, emit), 100, 11, classes=False)
+        shard.grad.view(np.float32)[[3, 99]] = [
+            np.nan,
+            np.inf,
+        ]  # infinite gradient: m and sqrt(v) infinite, p NaN
+        shard.step(HYPER)
+        param = widen(shard.param, emit or Dtype.BFLOAT16)
+        assert np.flatnonzero(np.isnan(param)).tolist() == [3, 99]
+        assert np.flatnonzero(np.isnan(shard.weights())).tolist() == [3, 99]
+        assert np.isinf(shard.exp_avg.view(np.float32)[99])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_subnormals_are_flushed_in_the_step_only(isa: str) -> None:
+    cpu_adam.force_isa(isa)
+    cpu_adam.set_num_threads(2)
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 200_000, 12, classes=False)
+    shard.grad[:] = 0
+    shard.exp_avg[:] = 5  # subnormal
+    shard.exp_avg_sq[:] = 0x00800000  # 2**-126; times 0.95 it is subnormal
+    before = shard.master.copy()
+    shard.step(AdamHyper(1.0, 0.9, 0.95))
+    assert not shard.exp_avg.any()
+    assert not shard.exp_avg_sq.any()
+    np.testing.assert_array_equal(shard.master, before)
+    tiny = np.array([1e-40], np.float32)
+    assert (tiny * np.float32(1.0))[0] != 0, "the caller's floating-point environment was changed"
+
+
+def test_accumulation_keeps_subnormals_whatever_the_caller_set() -> None:
+    acc = np.full(100, 3, np.uint32)
+    grad = np.full(100, 4, np.uint32)
+    supported = torch.set_flush_denormal(True)
+    try:
+        cpu_adam.accumulate(address(acc), address(grad), Dtype.FLOAT32, 100)
+    finally:
+        torch.set_flush_denormal(False)
+    assert (acc == 7).all(), f"set_flush_denormal supported: {supported}"
