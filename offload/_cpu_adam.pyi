@@ -1,7 +1,8 @@
 from collections.abc import Sequence
 
-def adam(
+def step(
     *,
+    rule: int,
     state_kind: int,
     mode: int,
     numel: int,
@@ -11,15 +12,41 @@ def adam(
     param: int,
     master: int,
     master_kind: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    state0: int,
+    state1: int,
     units: int,
     emit: int,
     constants: Sequence[float],
     pending_constants: Sequence[float],
     seed: int,
-    step: int,
+    number: int,
     offset: int,
+) -> None: ...
+def lamb_moments(
+    *,
+    numel: int,
+    grad: int,
+    grad_dtype: int,
+    param: int,
+    master: int,
+    master_kind: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    constants: Sequence[float],
+    param_squares: float,
+    direction_squares: float,
+) -> tuple[float, float]: ...
+def lamb_apply(
+    *,
+    numel: int,
+    param: int,
+    master: int,
+    master_kind: int,
+    exp_avg: int,
+    exp_avg_sq: int,
+    emit: int,
+    constants: Sequence[float],
+    neg_step: float,
 ) -> None: ...
 def recode_states(
     *,

@@ -24,15 +24,21 @@ Floating point:
 from __future__ import annotations
 
 from offload import _cpu_adam
-from offload.kernels_hyper import AdamHyper
+from offload.kernels_hyper import AdagradHyper, AdamHyper, Hyper, LambHyper, LionHyper, MomentumHyper, SgdHyper
 from offload.kernels_ranges import STATE_BLOCK, Dtype, MasterKind, Range, StateKind, check, checked_numel
-from offload.kernels_step import StepArrays, adam_step, emit, load_states, save_states, step
+from offload.kernels_step import StepArrays, adam_step, emit, lamb_apply, lamb_moments, load_states, save_states, step
 
 __all__ = [
     "STATE_BLOCK",
+    "AdagradHyper",
     "AdamHyper",
     "Dtype",
+    "Hyper",
+    "LambHyper",
+    "LionHyper",
     "MasterKind",
+    "MomentumHyper",
+    "SgdHyper",
     "StateKind",
     "StepArrays",
     "accumulate",
@@ -44,6 +50,8 @@ __all__ = [
     "force_isa",
     "isa",
     "join_master",
+    "lamb_apply",
+    "lamb_moments",
     "load_states",
     "num_threads",
     "save_states",

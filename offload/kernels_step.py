@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload import _cpu_adam
-from offload.kernels_hyper import AdamHyper
+from offload.kernels_hyper import AdamHyper, Hyper, LambHyper
 from offload.kernels_ranges import Dtype, MasterKind, Range, StateKind, check, checked_numel, state_ranges
 
 
@@ -52,7 +52,7 @@ class StepArrays:
     offset: int = 0
 
 
-def step(arrays: StepArrays, hyper: AdamHyper) -> None:
+def step(arrays: StepArrays, hyper: Hyper) -> None:
     """Update master weights and states in place, in one pass over memory.
 
     Constants are computed in float64 and rounded once; elements in float32 with fma. The formulas are those of the
@@ -61,12 +61,7 @@ def step(arrays: StepArrays, hyper: AdamHyper) -> None:
     Raises:
         ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
     """
-    if arrays.master_kind is MasterKind.SPLIT and (arrays.emit or arrays.emit_dtype is not None):
-        raise ValueError("emit: expected none with a split master, whose upper half is the parameter; pass 0 and None")
-    if arrays.emit_dtype is Dtype.FLOAT32:
-        raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
-    if bool(arrays.emit) != (arrays.emit_dtype is not None) and arrays.numel:
-        raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
+    _check_emission(arrays)
     _run(arrays, hyper, 0, None, _STEP)
 
 
@@ -102,46 +97,140 @@ def emit(arrays: StepArrays, hyper: AdamHyper, *, pending: int = 0, pending_hype
     _run(arrays, hyper, pending, pending_hyper, _EMIT if pending_hyper is None else _COMMIT_AND_EMIT)
 
 
-def _run(arrays: StepArrays, hyper: AdamHyper, pending: int, pending_hyper: AdamHyper | None, mode: int) -> None:
-    count = checked_numel(arrays.numel)
-    split, kind = arrays.master_kind is MasterKind.SPLIT, arrays.state_kind
-    if not split and arrays.param:
-        raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
-    ranges = state_ranges(kind, hyper.STATES, arrays.states, arrays.units, arrays.offset, count)
-    if count == 0:
+def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | None, mode: int) -> None:
+    kind = arrays.state_kind
+    if kind is not StateKind.FLOAT32 and hyper.RULE != AdamHyper.RULE:
+        raise ValueError(
+            f"state_kind: expected FLOAT32 for {type(hyper).__name__} but got {kind.name}; only Adam's are compressed"
+        )
+    extra = () if pending_hyper is None else (Range("pending", pending, arrays.numel, arrays.grad_dtype.itemsize),)
+    if not _checked_count(arrays, hyper.STATES, *extra):
         return
-    ranges += [
-        Range("grad", arrays.grad, count, arrays.grad_dtype.itemsize),
-        Range("master", arrays.master, count, 2 if split else 4),
-    ]
-    if split:
-        ranges.append(Range("param", arrays.param, count, 2))
-    if arrays.emit_dtype is not None:
-        ranges.append(Range("emit", arrays.emit, count, arrays.emit_dtype.itemsize))
-    if pending_hyper is not None:
-        ranges.append(Range("pending", pending, count, arrays.grad_dtype.itemsize))
-    check(*ranges)
     written = pending_hyper or hyper
-    _cpu_adam.adam(
+    first, second = (*arrays.states, 0, 0)[:2]
+    _cpu_adam.step(
+        rule=hyper.RULE,
         state_kind=kind.code,
         mode=mode,
-        numel=count,
+        numel=arrays.numel,
         grad=arrays.grad,
         grad_dtype=arrays.grad_dtype.value,
         pending=pending,
         param=arrays.param,
         master=arrays.master,
-        master_kind=_SPLIT if split else _FLOAT32_MASTERS[arrays.emit_dtype],
-        exp_avg=arrays.states[0],
-        exp_avg_sq=arrays.states[1],
+        master_kind=_master_code(arrays),
+        state0=first,
+        state1=second,
         units=arrays.units,
         emit=arrays.emit,
         constants=hyper.constants(),
         pending_constants=written.constants(),
         seed=arrays.seed,
-        step=written.step,
+        number=written.step,
         offset=arrays.offset,
     )
+
+
+def _check_emission(arrays: StepArrays) -> None:
+    if arrays.master_kind is MasterKind.SPLIT and (arrays.emit or arrays.emit_dtype is not None):
+        raise ValueError("emit: expected none with a split master, whose upper half is the parameter; pass 0 and None")
+    if arrays.emit_dtype is Dtype.FLOAT32:
+        raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
+    if bool(arrays.emit) != (arrays.emit_dtype is not None) and arrays.numel:
+        raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
+
+
+def _checked_count(arrays: StepArrays, states: tuple[str, ...], *more: Range) -> int:
+    """Return the number of elements; where there are some, refuse ranges that do not fit."""
+    count = checked_numel(arrays.numel)
+    split = arrays.master_kind is MasterKind.SPLIT
+    if not split and arrays.param:
+        raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
+    ranges = state_ranges(arrays.state_kind, states, arrays.states, arrays.units, arrays.offset, count)
+    if count:
+        ranges += [
+            Range("grad", arrays.grad, count, arrays.grad_dtype.itemsize),
+            Range("master", arrays.master, count, 2 if split else 4),
+        ]
+        if split:
+            ranges.append(Range("param", arrays.param, count, 2))
+        if arrays.emit_dtype is not None:
+            ranges.append(Range("emit", arrays.emit, count, arrays.emit_dtype.itemsize))
+        check(*ranges, *more)
+    return count
+
+
+def _master_code(arrays: StepArrays) -> int:
+    return _SPLIT if arrays.master_kind is MasterKind.SPLIT else _FLOAT32_MASTERS[arrays.emit_dtype]
+
+
+def lamb_moments(
+    arrays: StepArrays, hyper: LambHyper, *, before: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
+    """Do the first pass of LAMB over a parameter: update the moments, measure parameter and direction.
+
+    A parameter may be divided into ranges that begin at multiples of 65536 of its elements; the sums of one range are
+    `before` of the next, and have the same bits as in one call.
+
+    Args:
+        arrays: As for :func:`step`, with float32 states.
+        hyper: The step's hyper-parameters.
+        before: What the call for the range before returned.
+
+    Returns: The sums of squares of the parameter and of the direction, for :meth:`LambHyper.step_size`.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    if not _checked_lamb(arrays):
+        return before
+    return _cpu_adam.lamb_moments(
+        numel=arrays.numel,
+        grad=arrays.grad,
+        grad_dtype=arrays.grad_dtype.value,
+        param=arrays.param,
+        master=arrays.master,
+        master_kind=_master_code(arrays),
+        exp_avg=arrays.states[0],
+        exp_avg_sq=arrays.states[1],
+        constants=hyper.constants(),
+        param_squares=before[0],
+        direction_squares=before[1],
+    )
+
+
+def lamb_apply(arrays: StepArrays, hyper: LambHyper, step_size: float) -> None:
+    """Do the second pass of LAMB: ``p -= step_size * direction``, once the whole parameter is measured.
+
+    Args:
+        arrays: As for :func:`lamb_moments`; the gradient is not read.
+        hyper: The step's hyper-parameters.
+        step_size: :meth:`LambHyper.step_size` of the whole parameter's sums.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    if _checked_lamb(arrays):
+        _cpu_adam.lamb_apply(
+            numel=arrays.numel,
+            param=arrays.param,
+            master=arrays.master,
+            master_kind=_master_code(arrays),
+            exp_avg=arrays.states[0],
+            exp_avg_sq=arrays.states[1],
+            emit=arrays.emit,
+            constants=hyper.constants(),
+            neg_step=-step_size,
+        )
+
+
+def _checked_lamb(arrays: StepArrays) -> int:
+    _check_emission(arrays)
+    if arrays.state_kind is not StateKind.FLOAT32:
+        raise ValueError(
+            f"state_kind: expected FLOAT32 for LambHyper but got {arrays.state_kind.name}; only Adam's are compressed"
+        )
+    return _checked_count(arrays, LambHyper.STATES)
 
 
 def adam_step(

@@ -56,6 +56,25 @@ inline constexpr int kConstants = 8;
 //     m += one_minus_beta1 * (g - m)
 //     v += one_minus_beta2 * (g * g - v)
 //     p  = p * decay + neg_step * (m / (sqrt(v) * inv_sqrt_bc2 + eps))
+//   kSgd: grad_scale, l2, neg_lr
+//     p += neg_lr * g
+//   kMomentum: grad_scale, l2, neg_lr, keep, take, nesterov
+//     b  = keep * b + take * g
+//     p += neg_lr * (nesterov != 0 ? nesterov * b + g : b)
+//   kLion: grad_scale, l2, decay, neg_lr, one_minus_beta1, one_minus_beta2
+//     p  = p * decay + neg_lr * sign(m + one_minus_beta1 * (g - m))
+//     m += one_minus_beta2 * (g - m)
+//   kAdagrad: grad_scale, l2, neg_lr, eps
+//     s += g * g
+//     p += neg_lr * (g / (sqrt(s) + eps))
+//   LAMB: grad_scale, l2, decay, one_minus_beta1, one_minus_beta2, eps, inv_bc1, inv_sqrt_bc2
+//     m, v as for kAdam
+//     u  = m * inv_bc1 / (sqrt(v) * inv_sqrt_bc2 + eps) + decay * p
+//     p += neg_step * u, with neg_step in pending_constants[0]
+// where g is that of kAdam.
+enum class Rule : int { kAdam = 0, kSgd = 1, kMomentum = 2, kLion = 3, kAdagrad = 4 };
+inline constexpr int kRules = 5;
+
 struct StepArgs {
     const void* grad;       // (numel,) grad dtype
     const void* pending;    // (numel,) grad dtype, kCommitAndEmit only
@@ -81,12 +100,18 @@ struct StateArgs {
     std::uint64_t offset;
 };
 
+struct LambSums {
+    double param;
+    double direction;
+};
+
 struct SquareSum {
     double sum;
     std::int64_t non_finite;  // elements that are infinite or NaN
 };
 
 using StepKernel = void (*)(const StepArgs& args, std::size_t begin, std::size_t end);
+using LambKernel = LambSums (*)(const StepArgs& args, std::size_t begin, std::size_t end);
 using StateKernel = void (*)(const StateArgs& args, std::size_t begin, std::size_t end);
 using SumKernel = SquareSum (*)(const void* x, std::size_t begin, std::size_t end);
 // src is read, dst is written or updated, at the same element indices.
@@ -101,6 +126,9 @@ using StreamKernel = void (*)(float* a, float* b, float* c, float* d, float fact
 struct Kernels {
     // For kInt8 begin is a multiple of kStateBlock, and a range that ends inside a block ends the block.
     StepKernel adam[kStateKinds][kModes][kDtypes][kMasters];
+    StepKernel other[kRules][kDtypes][kMasters];  // rules but kAdam: float32 states, kStep
+    LambKernel lamb_moments[kDtypes][kMasters];   // begin is a multiple of kSumBlock
+    StepKernel lamb_apply[kMasters];
     StateKernel save_states[kStateKinds];   // float32 to states; ranges as for adam
     StateKernel load_states[kStateKinds];   // states to float32
     SumKernel sum_of_squares[kDtypes];      // begin is a multiple of kSumBlock

@@ -17,22 +17,38 @@
 #include "elementwise.h"
 #include "recode.h"
 #include "reduce.h"
+// last
+#include "lamb.h"
 
-template <typename States, Mode kMode, Dtype G>
-constexpr void fill_adam(StepKernel (&row)[kMasters]) {
-    row[static_cast<int>(Master::kSplit)] = step_range<Adam, States, kMode, G, Master::kSplit>;
-    row[static_cast<int>(Master::kFloat32)] = step_range<Adam, States, kMode, G, Master::kFloat32>;
-    row[static_cast<int>(Master::kEmitBfloat16)] = step_range<Adam, States, kMode, G, Master::kEmitBfloat16>;
-    row[static_cast<int>(Master::kEmitFloat16)] = step_range<Adam, States, kMode, G, Master::kEmitFloat16>;
+template <typename Rule, typename States, Mode kMode, Dtype G>
+constexpr void fill_step(StepKernel (&row)[kMasters]) {
+    row[static_cast<int>(Master::kSplit)] = step_range<Rule, States, kMode, G, Master::kSplit>;
+    row[static_cast<int>(Master::kFloat32)] = step_range<Rule, States, kMode, G, Master::kFloat32>;
+    row[static_cast<int>(Master::kEmitBfloat16)] = step_range<Rule, States, kMode, G, Master::kEmitBfloat16>;
+    row[static_cast<int>(Master::kEmitFloat16)] = step_range<Rule, States, kMode, G, Master::kEmitFloat16>;
 }
 
 template <typename States, Dtype G>
 constexpr void fill_modes(Kernels& k) {
     constexpr int g = static_cast<int>(G);
     auto& modes = k.adam[static_cast<int>(States::kKind)];
-    fill_adam<States, Mode::kStep, G>(modes[static_cast<int>(Mode::kStep)][g]);
-    fill_adam<States, Mode::kEmit, G>(modes[static_cast<int>(Mode::kEmit)][g]);
-    fill_adam<States, Mode::kCommitAndEmit, G>(modes[static_cast<int>(Mode::kCommitAndEmit)][g]);
+    fill_step<Adam, States, Mode::kStep, G>(modes[static_cast<int>(Mode::kStep)][g]);
+    fill_step<Adam, States, Mode::kEmit, G>(modes[static_cast<int>(Mode::kEmit)][g]);
+    fill_step<Adam, States, Mode::kCommitAndEmit, G>(modes[static_cast<int>(Mode::kCommitAndEmit)][g]);
+}
+
+template <Dtype G>
+constexpr void fill_other(Kernels& k) {
+    constexpr int g = static_cast<int>(G);
+    fill_step<Sgd, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kSgd)][g]);
+    fill_step<Momentum, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kMomentum)][g]);
+    fill_step<Lion, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kLion)][g]);
+    fill_step<Adagrad, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kAdagrad)][g]);
+    k.lamb_moments[g][static_cast<int>(Master::kSplit)] = lamb_moments_range<G, Master::kSplit>;
+    constexpr Master kFull[] = {Master::kFloat32, Master::kEmitBfloat16, Master::kEmitFloat16};
+    for (const Master m : kFull) {
+        k.lamb_moments[g][static_cast<int>(m)] = lamb_moments_range<G, Master::kFloat32>;
+    }
 }
 
 template <typename States>
@@ -47,6 +63,7 @@ constexpr void fill_dtype(Kernels& k) {
     fill_modes<Float32States, G>(k);
     fill_modes<Bfloat16States, G>(k);
     fill_modes<Int8States, G>(k);
+    fill_other<G>(k);
     k.sum_of_squares[g] = sum_range<G>;
     k.accumulate[g] = accumulate_range<G, Dtype::kFloat32>;
     k.accumulate_same[g] = accumulate_range<G, G>;
@@ -60,6 +77,10 @@ constexpr Kernels make_kernels() {
     fill_dtype<Dtype::kFloat32>(k);
     fill_dtype<Dtype::kBfloat16>(k);
     fill_dtype<Dtype::kFloat16>(k);
+    k.lamb_apply[static_cast<int>(Master::kSplit)] = lamb_apply_range<Master::kSplit>;
+    k.lamb_apply[static_cast<int>(Master::kFloat32)] = lamb_apply_range<Master::kFloat32>;
+    k.lamb_apply[static_cast<int>(Master::kEmitBfloat16)] = lamb_apply_range<Master::kEmitBfloat16>;
+    k.lamb_apply[static_cast<int>(Master::kEmitFloat16)] = lamb_apply_range<Master::kEmitFloat16>;
     fill_states<Float32States>(k);
     fill_states<Bfloat16States>(k);
     fill_states<Int8States>(k);

@@ -54,31 +54,47 @@ void for_chunks(std::size_t numel, Subnormals subnormals, Body&& body) {
 
 using Constants = std::array<double, kConstants>;
 
-void adam(int state_kind, int mode, std::size_t numel, Address grad, int grad_dtype, Address pending,
-          Address param, Address master, int master_kind, Address exp_avg, Address exp_avg_sq, Address units,
-          Address emit, const Constants& constants, const Constants& pending_constants, std::uint64_t seed,
-          std::uint64_t step, std::uint64_t offset) {
-    const StepKernel kernel =
-        active_path().kernels->adam[checked(state_kind, kStateKinds, "state_kind")]
-                                   [checked(mode, kModes, "mode")][checked(grad_dtype, kDtypes, "grad_dtype")]
-                                   [checked(master_kind, kMasters, "master_kind")];
-    StepArgs args;
+void set_constants(float (&to)[kConstants], const Constants& from) {
+    const FloatEnv env(Subnormals::kKeep);  // the rounding of the constants is the environment's too
+    for (int k = 0; k < kConstants; ++k) {
+        to[k] = static_cast<float>(from[k]);
+    }
+}
+
+StepKernel step_kernel(int rule, int state_kind, int mode, int grad_dtype, int master_kind) {
+    const Kernels& kernels = *active_path().kernels;
+    const int r = checked(rule, kRules, "rule");
+    const int s = checked(state_kind, kStateKinds, "state_kind");
+    const int m = checked(mode, kModes, "mode");
+    const int g = checked(grad_dtype, kDtypes, "grad_dtype");
+    const int w = checked(master_kind, kMasters, "master_kind");
+    if (r == static_cast<int>(Rule::kAdam)) {
+        return kernels.adam[s][m][g][w];
+    }
+    checked(state_kind, 1, "state_kind of a rule other than Adam");
+    checked(mode, 1, "mode of a rule other than Adam");
+    return kernels.other[r][g][w];
+}
+
+void step(int rule, int state_kind, int mode, std::size_t numel, Address grad, int grad_dtype,
+          Address pending, Address param, Address master, int master_kind, Address state0, Address state1,
+          Address units, Address emit, const Constants& constants, const Constants& pending_constants,
+          std::uint64_t seed, std::uint64_t number, std::uint64_t offset) {
+    const StepKernel kernel = step_kernel(rule, state_kind, mode, grad_dtype, master_kind);
+    StepArgs args{};
     args.grad = at<const void>(grad);
     args.pending = at<const void>(pending);
     args.param = at<std::uint16_t>(param);
     args.master = at<void>(master);
-    args.states[0] = at<void>(exp_avg);
-    args.states[1] = at<void>(exp_avg_sq);
+    args.states[0] = at<void>(state0);
+    args.states[1] = at<void>(state1);
     args.units = at<BlockUnits>(units);
     args.emit = at<void>(emit);
     args.seed = seed;
-    args.step = step;
+    args.step = number;
     args.offset = offset;
-    const FloatEnv env(Subnormals::kKeep);  // the rounding of the constants is the environment's too
-    for (int k = 0; k < kConstants; ++k) {
-        args.constants[k] = static_cast<float>(constants[k]);
-        args.pending_constants[k] = static_cast<float>(pending_constants[k]);
-    }
+    set_constants(args.constants, constants);
+    set_constants(args.pending_constants, pending_constants);
     for_chunks(numel, Subnormals::kFlush,
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
@@ -100,27 +116,73 @@ void recode_states(bool save, int state_kind, std::size_t numel, Address exp_avg
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
 
-// Adds up what `sum_chunk(begin, end)` returns for every chunk of [0, numel), in rising order.
-template <class SumChunk>
-std::tuple<double, std::int64_t> sum_chunks(std::size_t numel, SumChunk sum_chunk) {
+// total = merge(total, sum_chunk(begin, end)) for every chunk of [0, numel), in rising order.
+template <typename Sum, typename SumChunk, typename Merge>
+Sum reduce_chunks(std::size_t numel, Sum total, SumChunk sum_chunk, Merge merge) {
     // A fixed number of chunks at a time, so that nothing is allocated.
     constexpr std::size_t kChunks = 1024;
-    SquareSum chunks[kChunks];
-    SquareSum total{0.0, 0};
+    Sum chunks[kChunks];
     for (std::size_t base = 0; base < numel; base += kChunks * kChunk) {
         const std::size_t length = std::min(numel - base, kChunks * kChunk);
         for_chunks(length, Subnormals::kKeep, [&](std::size_t begin, std::size_t end) {
             chunks[begin / kChunk] = sum_chunk(base + begin, base + end);
         });
         for (std::size_t i = 0; i * kChunk < length; ++i) {
-            total.sum += chunks[i].sum;
-            total.non_finite += chunks[i].non_finite;
+            total = merge(total, chunks[i]);
         }
     }
-    if (total.sum != total.sum) {
-        total.sum = std::numeric_limits<double>::quiet_NaN();
-    }
-    return {total.sum, total.non_finite};
+    return total;
+}
+
+double canonical(double sum) { return sum != sum ? std::numeric_limits<double>::quiet_NaN() : sum; }
+
+template <typename SumChunk>
+std::tuple<double, std::int64_t> sum_chunks(std::size_t numel, SumChunk sum_chunk) {
+    const SquareSum total = reduce_chunks(numel, SquareSum{0.0, 0}, sum_chunk, [](SquareSum a, SquareSum b) {
+        return SquareSum{a.sum + b.sum, a.non_finite + b.non_finite};
+    });
+    return {canonical(total.sum), total.non_finite};
+}
+
+// The first pass of LAMB; `param_squares` and `direction_squares` are the sums of what comes before in the
+// parameter.
+std::tuple<double, double> lamb_moments(std::size_t numel, Address grad, int grad_dtype, Address param,
+                                        Address master, int master_kind, Address exp_avg, Address exp_avg_sq,
+                                        const Constants& constants, double param_squares,
+                                        double direction_squares) {
+    const LambKernel kernel = active_path().kernels->lamb_moments[checked(
+        grad_dtype, kDtypes, "grad_dtype")][checked(master_kind, kMasters, "master_kind")];
+    StepArgs args{};
+    args.grad = at<const void>(grad);
+    args.param = at<std::uint16_t>(param);
+    args.master = at<void>(master);
+    args.states[0] = at<void>(exp_avg);
+    args.states[1] = at<void>(exp_avg_sq);
+    set_constants(args.constants, constants);
+    const LambSums total = reduce_chunks(
+        numel, LambSums{param_squares, direction_squares},
+        [&](std::size_t begin, std::size_t end) {
+            const FloatEnv env(Subnormals::kFlush);
+            return kernel(args, begin, end);
+        },
+        [](LambSums a, LambSums b) { return LambSums{a.param + b.param, a.direction + b.direction}; });
+    return {canonical(total.param), canonical(total.direction)};
+}
+
+void lamb_apply(std::size_t numel, Address param, Address master, int master_kind, Address exp_avg,
+                Address exp_avg_sq, Address emit, const Constants& constants, double neg_step) {
+    const StepKernel kernel =
+        active_path().kernels->lamb_apply[checked(master_kind, kMasters, "master_kind")];
+    StepArgs args{};
+    args.param = at<std::uint16_t>(param);
+    args.master = at<void>(master);
+    args.states[0] = at<void>(exp_avg);
+    args.states[1] = at<void>(exp_avg_sq);
+    args.emit = at<void>(emit);
+    set_constants(args.constants, constants);
+    set_constants(args.pending_constants, {neg_step});
+    for_chunks(numel, Subnormals::kFlush,
+               [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
 
 std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std::size_t numel) {
@@ -253,11 +315,18 @@ PYBIND11_MODULE(_cpu_adam, m) {
     using namespace offload::cpu_adam;
     using Release = py::call_guard<py::gil_scoped_release>;
     m.doc() = "CPU optimizer kernels on raw addresses; use offload.cpu_adam, which checks its arguments.";
-    m.def("adam", &adam, py::kw_only(), py::arg("state_kind"), py::arg("mode"), py::arg("numel"),
-          py::arg("grad"), py::arg("grad_dtype"), py::arg("pending"), py::arg("param"), py::arg("master"),
-          py::arg("master_kind"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("units"),
+    m.def("step", &step, py::kw_only(), py::arg("rule"), py::arg("state_kind"), py::arg("mode"),
+          py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"), py::arg("pending"), py::arg("param"),
+          py::arg("master"), py::arg("master_kind"), py::arg("state0"), py::arg("state1"), py::arg("units"),
           py::arg("emit"), py::arg("constants"), py::arg("pending_constants"), py::arg("seed"),
-          py::arg("step"), py::arg("offset"), Release());
+          py::arg("number"), py::arg("offset"), Release());
+    m.def("lamb_moments", &lamb_moments, py::kw_only(), py::arg("numel"), py::arg("grad"),
+          py::arg("grad_dtype"), py::arg("param"), py::arg("master"), py::arg("master_kind"),
+          py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("constants"), py::arg("param_squares"),
+          py::arg("direction_squares"), Release());
+    m.def("lamb_apply", &lamb_apply, py::kw_only(), py::arg("numel"), py::arg("param"), py::arg("master"),
+          py::arg("master_kind"), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("emit"),
+          py::arg("constants"), py::arg("neg_step"), Release());
     m.def("recode_states", &recode_states, py::kw_only(), py::arg("save"), py::arg("state_kind"),
           py::arg("numel"), py::arg("exp_avg_fp32"), py::arg("exp_avg_sq_fp32"), py::arg("exp_avg"),
           py::arg("exp_avg_sq"), py::arg("units"), py::arg("seed"), py::arg("step"), py::arg("offset"),

@@ -1,33 +1,48 @@
-// The sum of squares, in the order that kernels.h fixes. Included after storage.h.
+// Sums of squares, in the order that kernels.h fixes. Included after storage.h.
 
-template <Dtype G>
-double sum_block(const Storage<G>* __restrict x, std::size_t n) {
-    constexpr std::size_t kPerRow = kSumLanes / Vec::kWidth;
-    Vec::D acc[kPerRow * Vec::kAccumulators];
-    for (auto& a : acc) {
-        a = Vec::zero();
+// The sum of squares of one block of at most kSumBlock elements.
+class SquareLanes {
+  public:
+    SquareLanes() {
+        for (auto& a : acc_) {
+            a = Vec::zero();
+        }
     }
-    const auto add_group = [&](const Storage<G>* group) {
-        for (std::size_t row = 0; row < kGroup; row += kSumLanes) {
-            for (std::size_t k = 0; k < kPerRow; ++k) {
-                Vec::add_squares(acc + k * Vec::kAccumulators, load_as<G>(group + row + k * Vec::kWidth));
+    // Elements k to k + Vec::kWidth of a group of kGroup.
+    void add(std::size_t k, Vec::F x) {
+        Vec::add_squares(acc_ + k % kSumLanes / Vec::kWidth * Vec::kAccumulators, x);
+    }
+    double total() const {
+        alignas(64) double lanes[kSumLanes];
+        constexpr std::size_t kPerVector = Vec::kWidth / Vec::kAccumulators;
+        for (std::size_t k = 0; k < kVectors; ++k) {
+            Vec::store_d(lanes + k * kPerVector, acc_[k]);
+        }
+        for (std::size_t half = kSumLanes / 2; half != 0; half /= 2) {
+            for (std::size_t k = 0; k < half; ++k) {
+                lanes[k] += lanes[k + half];
             }
         }
-    };
-    // What pads the last group is zero and adds nothing.
+        return lanes[0];
+    }
+
+  private:
+    static constexpr std::size_t kVectors = kSumLanes / Vec::kWidth * Vec::kAccumulators;
+    Vec::D acc_[kVectors];
+};
+
+template <Dtype G>
+double sum_block(const Storage<G>* x, std::size_t n) {
+    SquareLanes lanes;  // what pads the last group is zero and adds nothing
     for_groups<kGroup, 2 * kAhead>(
-        0, n, [&](std::size_t, const Storage<G>* group) { add_group(group); }, Input<Storage<G>>{x});
-    alignas(64) double lanes[kSumLanes];
-    constexpr std::size_t kPerVector = Vec::kWidth / Vec::kAccumulators;
-    for (std::size_t k = 0; k < kPerRow * Vec::kAccumulators; ++k) {
-        Vec::store_d(lanes + k * kPerVector, acc[k]);
-    }
-    for (std::size_t half = kSumLanes / 2; half != 0; half /= 2) {
-        for (std::size_t k = 0; k < half; ++k) {
-            lanes[k] += lanes[k + half];
-        }
-    }
-    return lanes[0];
+        0, n,
+        [&](std::size_t, const Storage<G>* group) {
+            for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
+                lanes.add(k, load_as<G>(group + k));
+            }
+        },
+        Input<Storage<G>>{x});
+    return lanes.total();
 }
 
 template <Dtype G>

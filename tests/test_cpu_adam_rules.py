@@ -1,0 +1,256 @@
+"""SGD, Lion, Adagrad and LAMB: against torch or a written reference, and the same bits everywhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_arrays import ISAS, LENGTHS, MASTERS, Shard, Variant, automatic, gradient, widen
+
+from offload import cpu_adam
+from offload.cpu_adam import (
+    AdagradHyper,
+    Dtype,
+    Hyper,
+    LambHyper,
+    LionHyper,
+    MasterKind,
+    MomentumHyper,
+    SgdHyper,
+    StateKind,
+    StepArrays,
+)
+
+Doubles = npt.NDArray[np.float64]
+VARIANTS = [Variant(grad, kind, emit) for grad in Dtype for kind, emit in MASTERS]
+HYPERS: list[Hyper | LambHyper] = [
+    SgdHyper(1e-2, weight_decay=0.1, step=3, grad_scale=0.37),
+    MomentumHyper(1e-2, 0.9, step=1, grad_scale=0.37),
+    MomentumHyper(1e-2, 0.9, 0.3, weight_decay=0.1, step=2, grad_scale=0.37),
+    MomentumHyper(1e-2, 0.9, nesterov=True, weight_decay=0.1, step=3),
+    LionHyper(1e-3, weight_decay=0.1, step=3, grad_scale=0.37),
+    AdagradHyper(1e-2, 0.01, weight_decay=0.1, step=3, grad_scale=0.37),
+    LambHyper(1e-2, weight_decay=0.1, step=3, grad_scale=0.37),
+]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    with automatic():
+        yield
+
+
+@dataclass
+class Trained:
+    """A shard and the optimizer that updates it; the shard's moments are the states, as many as there are."""
+
+    shard: Shard
+
+    def arrays(self, hyper: Hyper | LambHyper, begin: int = 0, end: int | None = None) -> StepArrays:
+        arrays = self.shard.arrays(begin, end)
+        return replace(arrays, states=arrays.states[: len(hyper.STATES)])
+
+    def step(self, hyper: Hyper | LambHyper, *cuts: int) -> Trained:
+        """Step range by range; LAMB measures all ranges first."""
+        borders = [0, *cuts, len(self.shard.grad)]
+        parts = [self.arrays(hyper, begin, end) for begin, end in zip(borders, borders[1:], strict=False)]
+        if isinstance(hyper, LambHyper):
+            sums = 0.0, 0.0
+            for part in parts:
+                sums = cpu_adam.lamb_moments(part, hyper, before=sums)
+            for part in parts:
+                cpu_adam.lamb_apply(part, hyper, hyper.step_size(*sums))
+        else:
+            for part in parts:
+                cpu_adam.step(part, hyper)
+        return self
+
+
+@pytest.mark.parametrize("hyper", HYPERS, ids=lambda h: type(h).__name__)
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])
+def test_the_same_bits_on_every_path(variant: Variant, hyper: Hyper, classes: bool) -> None:
+    for numel in LENGTHS:
+        start = Shard.random(variant, numel, numel, classes=classes)
+        cpu_adam.force_isa("scalar")
+        cpu_adam.set_num_threads(1)
+        want = Trained(start.copy()).step(hyper)
+        for isa in ISAS:
+            cpu_adam.force_isa(isa)
+            for threads, offsets in ((1, (0,) * 5), (3, (1, 3, 5, 7, 9))):
+                cpu_adam.set_num_threads(threads)
+                got = Trained(start.copy(offsets)).step(hyper)
+                want.shard.assert_same(got.shard, f"{isa}, {threads} threads, {numel} elements")
+
+
+@given(data=st.data(), variant=st.sampled_from(VARIANTS), hyper=st.sampled_from(HYPERS))
+def test_the_same_bits_for_any_division_into_ranges(data: st.DataObject, variant: Variant, hyper: Hyper) -> None:
+    lamb = isinstance(hyper, LambHyper)
+    numel = data.draw(st.integers(0, 200_000 if lamb else 3000))
+    start = Shard.random(variant, numel, numel, classes=False)
+    cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=5)))
+    if lamb:
+        cuts = [cut // 65536 * 65536 for cut in cuts]
+    want = Trained(start.copy()).step(hyper)
+    cpu_adam.force_isa(data.draw(st.sampled_from(ISAS)))
+    got = Trained(start.copy(data.draw(st.tuples(*[st.integers(0, 31)] * 5)))).step(hyper, *cuts)
+    want.shard.assert_same(got.shard, f"cuts {cuts}")
+
+
+def train(hyper: Hyper | LambHyper, steps: int, initial: float = 0.0, grad: Dtype = Dtype.FLOAT32) -> Iterator[Any]:
+    """Yield (weights before, gradient, shard after) of each step."""
+    rng = np.random.default_rng(1)
+    shard = Shard.random(Variant(grad, MasterKind.FLOAT32), 4099, 2, classes=False)
+    shard.exp_avg.view(np.float32)[:] = initial
+    shard.exp_avg_sq[:] = 0
+    for step in range(1, steps + 1):
+        before = shard.weights().copy()
+        shard.grad[:] = gradient(rng.standard_normal(4099) * 1e-2, grad)
+        Trained(shard).step(replace(hyper, step=step))  # type: ignore[type-var]
+        yield before, widen(shard.grad, grad).copy(), shard
+
+
+@pytest.mark.parametrize("grad", Dtype)
+@pytest.mark.parametrize(
+    ("hyper", "make"),
+    [
+        (SgdHyper(0.1), lambda p: torch.optim.SGD(p, 0.1)),
+        (SgdHyper(0.1, 0.01), lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01)),
+        (SgdHyper(0.1, grad_scale=-1.0), lambda p: torch.optim.SGD(p, 0.1, maximize=True)),
+        (MomentumHyper(0.1), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
+        (MomentumHyper(0.1, 0.9, 0.4, False, 0.01), lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.4, 0.01)),
+        (
+            MomentumHyper(0.1, 0.9, 0.0, True, 0.01),
+            lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01, nesterov=True),
+        ),
+        (AdagradHyper(0.1), lambda p: torch.optim.Adagrad(p, 0.1)),
+        (
+            AdagradHyper(0.1, 0.01, 1e-6, 0.01),
+            lambda p: torch.optim.Adagrad(p, 0.1, 0.01, 0.01, initial_accumulator_value=0.5, eps=1e-6),
+        ),
+    ],
+    ids=["sgd", "decay", "maximize", "momentum", "dampening", "nesterov", "adagrad", "adagrad-all"],
+)
+def test_forty_steps_as_in_torch(hyper: Hyper, make: Any, grad: Dtype) -> None:
+    exact, theirs, optimizers, ours = None, None, [], None
+    initial = 0.5 if isinstance(hyper, AdagradHyper) and hyper.lr_decay else 0.0
+    for before, fresh, shard in train(hyper, 40, initial, grad):
+        if exact is None:
+            exact = torch.nn.Parameter(torch.from_numpy(before.astype(np.float64)))
+            theirs = torch.nn.Parameter(torch.from_numpy(before.copy()))
+            optimizers = [make([exact]), make([theirs])]
+        exact.grad, theirs.grad = torch.from_numpy(fresh).double(), torch.from_numpy(fresh.copy())
+        for optimizer in optimizers:
+            optimizer.step()
+        ours = shard.weights()
+    our_error = np.abs(ours - exact.detach().numpy())
+    their_error = np.abs(theirs.detach().numpy() - exact.detach().numpy())
+    # fused multiply-adds: not further from float64 than torch, but for scatter
+    assert our_error.mean() <= 1.05 * their_error.mean()
+    assert our_error.max() <= 1.5 * their_error.max()
+
+
+def test_lion_follows_its_paper() -> None:
+    """In float64; a sign differs where the sum is a rounding error, which moves the weight by 2 lr."""
+    hyper = LionHyper(1e-3, 0.9, 0.99, 0.1)
+    m: Doubles = np.zeros(4099)
+    for before, fresh, shard in train(hyper, 40):
+        g, p = fresh.astype(np.float64), before.astype(np.float64)
+        want = p * (1 - 1e-3 * 0.1) - 1e-3 * np.sign(0.9 * m + 0.1 * g)
+        m = 0.99 * m + 0.01 * g
+        error = np.abs(shard.weights() - want)
+        assert np.count_nonzero(error > 1e-8) <= 2
+        assert error.max() <= 2e-3 + 1e-8
+        np.testing.assert_allclose(shard.exp_avg.view(np.float32), m, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_lion_where_there_is_no_direction(isa: str) -> None:
+    cpu_adam.force_isa(isa)
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 70, 3, classes=False)
+    shard.exp_avg[:] = 0
+    shard.grad[:] = np.array([0.0, np.inf, -np.inf, np.nan, -0.0] * 14, np.float32).view(np.uint32)
+    before = shard.weights().astype(np.float64)
+    cpu_adam.step(Trained(shard).arrays(LionHyper(0.5)), LionHyper(0.5))
+    move = np.array([0, -0.5, 0.5, np.nan, 0] * 14)
+    np.testing.assert_array_equal(shard.weights(), (before + move).astype(np.float32))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_follows_its_paper(weight_decay: float) -> None:
+    hyper = LambHyper(1e-2, weight_decay=weight_decay)
+    m, v = np.zeros(4099), np.zeros(4099)
+    for step, (before, fresh, shard) in enumerate(train(hyper, 40), 1):
+        g, p = fresh.astype(np.float64), before.astype(np.float64)
+        m = 0.9 * m + 0.1 * g
+        v = 0.999 * v + 0.001 * g * g
+        u = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.999**step)) + 1e-6) + weight_decay * p
+        want = p - 1e-2 * np.linalg.norm(p) / np.linalg.norm(u) * u
+        np.testing.assert_allclose(shard.weights(), want, rtol=2e-6, atol=1e-9)
+
+
+def test_lamb_takes_the_plain_step_where_a_norm_is_zero() -> None:
+    hyper = LambHyper(1e-2)
+    assert hyper.step_size(0.0, 4.0) == hyper.step_size(4.0, 0.0) == 1e-2
+    assert hyper.step_size(4.0, 16.0) == 1e-2 * math.sqrt(4 / 16)
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 1000, 4, classes=False)
+    shard.grad[:] = 0
+    shard.exp_avg[:] = 0
+    values = shard.weights().astype(np.float64)
+    sums = cpu_adam.lamb_moments(Trained(shard).arrays(hyper), hyper)
+    assert sums == (pytest.approx(float((values**2).sum()), rel=1e-12), 0.0)
+
+
+def test_a_first_step_with_momentum_ignores_dampening_as_torch_does() -> None:
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 100, 5, classes=False)
+    shard.exp_avg[:] = 0
+    hyper = MomentumHyper(0.1, 0.9, 0.7)
+    cpu_adam.step(Trained(shard).arrays(hyper), hyper)
+    np.testing.assert_array_equal(shard.exp_avg, shard.grad)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SgdHyper(-1.0), "lr: expected"),
+        (lambda: SgdHyper(1.0, step=0), "step: expected"),
+        (lambda: MomentumHyper(1.0, -0.1), "momentum: expected"),
+        (lambda: MomentumHyper(1.0, dampening=math.nan), "dampening: expected"),
+        (lambda: MomentumHyper(1.0, 0.9, 0.1, nesterov=True), "nesterov: expected"),
+        (lambda: MomentumHyper(1.0, 0.0, nesterov=True), "nesterov: expected"),
+        (lambda: LionHyper(1.0, 1.0), "beta1: expected"),
+        (lambda: AdagradHyper(1.0, math.inf), "lr_decay: expected"),
+        (lambda: LambHyper(1.0, eps=0.0), "eps: expected a number above 0"),
+        (lambda: LambHyper(1.0, beta2=-1.0), "beta2: expected"),
+    ],
+)
+def test_hyper_parameters_outside_their_range(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{message}.* but got .*; "):
+        make()
+
+
+def test_states_that_an_optimizer_does_not_have_are_refused() -> None:
+    shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 256, 6, classes=False)
+    lion, lamb = LionHyper(1.0), LambHyper(1.0)
+    with pytest.raises(ValueError, match="states: expected 1 addresses but got 2; pass exp_avg"):
+        cpu_adam.step(shard.arrays(), lion)
+    compressed = replace(shard.arrays(), state_kind=StateKind.BFLOAT16)
+    with pytest.raises(ValueError, match="state_kind: expected FLOAT32 for LionHyper but got BFLOAT16"):
+        cpu_adam.step(replace(compressed, states=compressed.states[:1]), lion)
+    for call in (
+        lambda: cpu_adam.lamb_moments(compressed, lamb),
+        lambda: cpu_adam.lamb_apply(compressed, lamb, 1.0),
+    ):
+        with pytest.raises(ValueError, match="state_kind: expected FLOAT32 for LambHyper"):
+            call()
+    empty = replace(shard.arrays(), numel=0)
+    assert cpu_adam.lamb_moments(empty, lamb, before=(1.0, 2.0)) == (1.0, 2.0)
+    cpu_adam.lamb_apply(empty, lamb, 1.0)
