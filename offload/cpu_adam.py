@@ -241,7 +241,7 @@ def num_threads() -> int:
 
 
 def isa() -> str:
-    """Return the instruction-set path in use: ``"avx512"``, ``"avx2"`` or ``"scalar"``.
+    """Return the instruction-set path in use: ``"avx512"``, ``"avx2"``, ``"neon"`` or ``"scalar"``.
 
     The environment variable ``OFFLOAD_CPU_ADAM_ISA`` forces one; it is read at the first call into the
     kernels.

@@ -40,6 +40,9 @@ const std::vector<Path>& paths() {
             found.push_back({"avx2", &avx2_kernels()});
         }
 #endif
+#if defined(OFFLOAD_HAVE_NEON)
+        found.push_back({"neon", &neon_kernels()});  // every AArch64 processor has it
+#endif
         found.push_back({"scalar", &scalar_kernels()});
         return found;
     }();

@@ -141,6 +141,9 @@ struct Kernels {
 };
 
 const Kernels& scalar_kernels();
+#if defined(OFFLOAD_HAVE_NEON)
+const Kernels& neon_kernels();
+#endif
 #if defined(OFFLOAD_HAVE_AVX2)
 const Kernels& avx2_kernels();
 #endif

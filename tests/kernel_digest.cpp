@@ -1,0 +1,143 @@
+// Prints a digest of what every kernel of every path writes, for test_cpu_adam_neon.py: one line per path,
+// the same digest on every machine. Knows no Python, so that it can be compiled for another processor.
+#include <cstdio>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "float_env.h"
+#include "kernels.h"
+
+using namespace offload::cpu_adam;
+
+namespace {
+
+constexpr std::size_t kNumel = 1000;
+constexpr std::size_t kBegin = 128, kEnd = 1000 - 27;
+
+struct Memory {
+    std::vector<unsigned char> bytes;
+    std::uint64_t state;
+    std::uint64_t next() {  // xorshift64*
+        state ^= state >> 12;
+        state ^= state << 25;
+        state ^= state >> 27;
+        return state * 0x2545f4914f6cdd1du;
+    }
+    // Floating-point numbers of any sign between 2^-low and 2^high, or unsigned ones.
+    void fill(Dtype dtype, int low, int high, bool is_signed) {
+        const std::size_t size = dtype == Dtype::kFloat32 ? 4 : 2;
+        bytes.resize(kNumel * 4 + 64);
+        for (std::size_t i = 0; i < kNumel; ++i) {
+            const std::uint64_t r = next();
+            const unsigned exponent =
+                static_cast<unsigned>(r % static_cast<unsigned>(high - low)) + static_cast<unsigned>(low);
+            const unsigned sign = is_signed ? static_cast<unsigned>(r >> 40 & 1) : 0;
+            std::uint32_t u = sign << 31 | (exponent + 127) << 23 | static_cast<std::uint32_t>(r >> 41);
+            if (dtype == Dtype::kBfloat16) {
+                u >>= 16;
+            } else if (dtype == Dtype::kFloat16) {
+                u = sign << 15 | ((exponent + 15) & 31) << 10 | static_cast<std::uint32_t>(r >> 54);
+            }
+            std::memcpy(bytes.data() + i * size, &u, size);
+        }
+    }
+    template <typename T>
+    T* at() {
+        return reinterpret_cast<T*>(bytes.data());
+    }
+};
+
+struct Digest {
+    std::uint64_t value = 0xcbf29ce484222325u;  // FNV-1a
+    void add(const void* data, std::size_t size) {
+        for (std::size_t i = 0; i < size; ++i) {
+            value = (value ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3u;
+        }
+    }
+    void add(const Memory& memory) { add(memory.bytes.data(), memory.bytes.size()); }
+};
+
+std::uint64_t digest(const Kernels& kernels) {
+    const FloatEnv env(Subnormals::kFlush);
+    Digest found;
+    const auto steps = [&](auto kernel, StateKind kind, int g, int w) {
+        Memory grad{{}, 1}, pending{{}, 2}, param{{}, 3}, master{{}, 4}, m{{}, 5}, v{{}, 6}, units{{}, 7},
+            emit{{}, 8};
+        const auto dtype = static_cast<Dtype>(g);
+        grad.fill(dtype, -12, -6, true);
+        pending.fill(dtype, -12, -6, true);
+        param.fill(Dtype::kBfloat16, -8, -2, true);
+        master.fill(w == 0 ? Dtype::kBfloat16 : Dtype::kFloat32, -8, -2, true);
+        m.fill(kind == StateKind::kFloat32 ? Dtype::kFloat32 : Dtype::kBfloat16, -12, -6, true);
+        v.fill(kind == StateKind::kFloat32 ? Dtype::kFloat32 : Dtype::kBfloat16, -24, -12, false);
+        units.bytes.assign(64, 110);
+        emit.bytes.assign(kNumel * 4 + 64, 0);
+        StepArgs args{};
+        args.grad = grad.at<void>();
+        args.pending = pending.at<void>();
+        args.param = param.at<std::uint16_t>();
+        args.master = master.at<void>();
+        args.states[0] = m.at<void>();
+        args.states[1] = v.at<void>();
+        args.units = units.at<BlockUnits>();
+        args.emit = emit.at<void>();
+        args.seed = 9;
+        args.step = 10;
+        args.offset = 65536 - 512;
+        const float constants[2][kConstants] = {{0.5f, 0.01f, 0.999f, 0.1f, 0.05f, 1e-8f, -1e-3f, 1.25f},
+                                                {0.25f, 0.0f, 0.998f, 0.1f, 0.05f, 1e-8f, -2e-3f, 1.5f}};
+        std::memcpy(args.constants, constants[0], sizeof(constants[0]));
+        std::memcpy(args.pending_constants, constants[1], sizeof(constants[1]));
+        if constexpr (std::is_same_v<decltype(kernel), LambKernel>) {
+            const LambSums sums = kernel(args, 0, kEnd);
+            found.add(&sums, sizeof(sums));
+        } else {
+            kernel(args, kBegin, kEnd);
+        }
+        for (const Memory* memory : {&param, &master, &m, &v, &units, &emit}) {
+            found.add(*memory);
+        }
+    };
+    for (int g = 0; g < kDtypes; ++g) {
+        for (int w = 0; w < kMasters; ++w) {
+            for (int kind = 0; kind < kStateKinds; ++kind) {
+                for (int mode = 0; mode < kModes; ++mode) {
+                    steps(kernels.adam[kind][mode][g][w], static_cast<StateKind>(kind), g, w);
+                }
+            }
+            for (int rule = 1; rule < kRules; ++rule) {
+                steps(kernels.other[rule][g][w], StateKind::kFloat32, g, w);
+            }
+            steps(kernels.lamb_moments[g][w], StateKind::kFloat32, g, w);
+            steps(kernels.lamb_apply[w], StateKind::kFloat32, g, w);
+        }
+        Memory source{{}, 11}, target{{}, 12};
+        for (int to = 0; to < kDtypes; ++to) {
+            for (const UnaryKernel kernel : {kernels.convert[g][to], kernels.accumulate_same[to]}) {
+                source.fill(static_cast<Dtype>(kernel == kernels.convert[g][to] ? g : to), -9, -4, true);
+                target.fill(static_cast<Dtype>(to), -9, -4, true);
+                kernel(source.bytes.data(), target.bytes.data(), kBegin, kEnd);
+                found.add(target);
+            }
+        }
+        source.fill(static_cast<Dtype>(g), -9, -4, true);
+        target.fill(Dtype::kFloat32, -9, -4, true);
+        kernels.accumulate[g](source.bytes.data(), target.bytes.data(), kBegin, kEnd);
+        found.add(target);
+        const SquareSum sum = kernels.sum_of_squares[g](source.bytes.data(), 0, kEnd);
+        found.add(&sum.sum, sizeof(sum.sum));
+        found.add(&sum.non_finite, sizeof(sum.non_finite));
+    }
+    return found.value;
+}
+
+}  // namespace
+
+int main() {
+    std::printf("scalar %016llx\n", static_cast<unsigned long long>(digest(scalar_kernels())));
+#if defined(OFFLOAD_HAVE_NEON)
+    std::printf("neon %016llx\n", static_cast<unsigned long long>(digest(neon_kernels())));
+#endif
+    return 0;
+}
