@@ -22,9 +22,13 @@ struct Random {
         low = Vec::setu(static_cast<std::uint32_t>(key));
         high = Vec::setu(static_cast<std::uint32_t>(key >> 32));
     }
-    // 32 bits for each of Vec::kWidth elements, the first of which is number `place` of the block.
-    Vec::U bits(std::uint64_t place) const {
-        Vec::U x = Vec::add(Vec::setu(static_cast<std::uint32_t>(place)), Vec::iota());
+    // The places of Vec::kWidth elements, the first of which is number `place` of the block.
+    static Vec::U places(std::uint64_t place) {
+        return Vec::add(Vec::setu(static_cast<std::uint32_t>(place)), Vec::iota());
+    }
+    static Vec::U next(Vec::U places) { return Vec::add(places, Vec::setu(Vec::kWidth)); }
+    // 32 bits for each of the elements at these places.
+    Vec::U bits(Vec::U x) const {
         x = Vec::mul(Vec::bxor(x, low), Vec::setu(0x7feb352du));
         x = Vec::bxor(x, Vec::shr<15>(x));
         x = Vec::mul(Vec::bxor(x, high), Vec::setu(0x846ca68bu));

@@ -14,18 +14,13 @@ void save_states_range(const StateArgs& args, std::size_t begin, std::size_t end
                     [&](std::size_t i, const float* __restrict x, const float* __restrict y, T* __restrict a,
                         T* __restrict b, BlockUnits* __restrict units) {
                         Vec::U largest_x = Vec::setu(0), largest_y = Vec::setu(0);
-                        alignas(64) float canonical[2][kStateBlock];
                         for (std::size_t k = 0; k < kStateBlock; k += Vec::kWidth) {
-                            const Vec::F s = Vec::canonical_nan(Vec::load(x + k));
-                            const Vec::F t = Vec::canonical_nan(Vec::load(y + k));
-                            largest_x = Vec::max(largest_x, Vec::band(Vec::bits(s), Vec::setu(0x7fffffffu)));
-                            largest_y = Vec::max(largest_y, Vec::bits(t));
-                            Vec::store(canonical[0] + k, s);
-                            Vec::store(canonical[1] + k, t);
+                            largest_x = Vec::max(largest_x, States::magnitude(Vec::load(x + k)));
+                            largest_y = Vec::max(largest_y, States::magnitude(Vec::load(y + k)));
                         }
                         units->first = States::First::unit_for(Vec::largest(largest_x));
                         units->second = States::Second::unit_for(Vec::largest(largest_y));
-                        States::store(random, place + i, canonical[0], canonical[1], a, b, *units);
+                        States::store(random, place + i, x, y, a, b, *units);
                     },
                     m, v, first, second, Array<BlockUnits, Access::kWrite, kStateBlock>{args.units});
             } else {
@@ -33,8 +28,10 @@ void save_states_range(const StateArgs& args, std::size_t begin, std::size_t end
                     from, to,
                     [&](std::size_t i, const float* __restrict x, const float* __restrict y, T* __restrict a,
                         T* __restrict b) {
+                        Vec::U places = Random::places(place + i);
                         for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
-                            const Vec::U bits = random.bits(place + i + k);
+                            const Vec::U bits = random.bits(places);
+                            places = Random::next(places);
                             States::template store<0>(a + k, Vec::canonical_nan(Vec::load(x + k)), bits);
                             States::template store<1>(b + k, Vec::canonical_nan(Vec::load(y + k)), bits);
                         }

@@ -75,37 +75,32 @@ struct Minifloat {
     // number. What is above 1.875 of a power of two belongs to the next one. Quarters of the smallest one are
     // normal numbers, too.
     static std::uint8_t unit_for(std::uint32_t largest) {
-        if (largest >= 0x7f800000u) {
+        if (largest > 0x7f700000u) {
             return kNotFinite;
         }
-        constexpr std::uint32_t kHighest = 254 - kSpan;
         const std::uint32_t exponent = (largest + ((1u << kDropped) - 1)) >> 23;
-        return static_cast<std::uint8_t>(exponent < kLowest + kSpan    ? kLowest
-                                         : exponent > kHighest + kSpan ? kHighest
-                                                                       : exponent - kSpan);
+        return static_cast<std::uint8_t>(exponent < kLowest + kSpan ? kLowest : exponent - kSpan);
     }
 
     Vec::F load(const std::uint8_t* p) const {
-        const Vec::U code = Vec::load_u8(p);
-        const Vec::U u = Vec::shl<kDropped>(kSigned ? Vec::band(code, Vec::setu(kLargest)) : code);
+        const Vec::U code = Vec::shl<kDropped>(Vec::load_u8(p));
+        const Vec::U u = kSigned ? Vec::band(code, Vec::setu(kLargest << kDropped)) : code;
         const Vec::U gradual = Vec::bits(Vec::subf(Vec::real(Vec::add(u, normal)), smallest));
         const Vec::U magnitude = Vec::min(gradual, Vec::add(u, below));
         if constexpr (kSigned) {
-            return Vec::real(Vec::bor(magnitude, Vec::shl<24>(Vec::band(code, Vec::setu(0x80u)))));
+            return Vec::real(Vec::bor(magnitude, Vec::band(Vec::shl<4>(code), Vec::setu(0x80000000u))));
         } else {
             return Vec::real(magnitude);
         }
     }
 
-    // random: 16 bits per element, at 4 to 19.
+    // random: 20 bits per element. The unit is that of a block with x in it: no code is too large.
     void store(std::uint8_t* p, Vec::F x, Vec::U random) const {
         const Vec::U u = Vec::bits(x);
         const Vec::U magnitude = kSigned ? Vec::band(u, Vec::setu(0x7fffffffu)) : u;
         const Vec::U gradual = Vec::sub(Vec::bits(Vec::addf(Vec::real(magnitude), smallest)), normal);
         const Vec::U scaled = Vec::max(gradual, Vec::sub(magnitude, below));
-        // Half a step of the random numbers makes them symmetrical.
-        const Vec::U rounded = Vec::add(scaled, Vec::bor(random, Vec::setu(8u)));
-        const Vec::U code = Vec::min(Vec::shr<kDropped>(rounded), Vec::setu(kLargest));
+        const Vec::U code = Vec::shr<kDropped>(Vec::add(scaled, random));
         if constexpr (kSigned) {
             Vec::store_u8(p, Vec::bor(code, Vec::band(Vec::shr<24>(u), Vec::setu(0x80u))));
         } else {
@@ -120,15 +115,20 @@ struct Int8States {
     using First = Minifloat<4, true>;
     using Second = Minifloat<5, false>;
 
+    // Bits whose largest ones decide the unit. Those of every NaN are above those of infinity.
+    static Vec::U magnitude(Vec::F x) { return Vec::band(Vec::bits(x), Vec::setu(0x7fffffffu)); }
     // Stores one block whose units are known.
     static void store(const Random& random, std::uint64_t place, const float* m, const float* v,
                       std::uint8_t* first, std::uint8_t* second, BlockUnits units) {
         const First to_m(units.first);
         const Second to_v(units.second);
+        Vec::U places = Random::places(place);
         for (std::size_t k = 0; k < kStateBlock; k += Vec::kWidth) {
-            const Vec::U bits = random.bits(place + k);
-            to_m.store(first + k, Vec::load(m + k), Vec::shl<4>(Vec::band(bits, Vec::setu(0xffffu))));
-            to_v.store(second + k, Vec::load(v + k), Vec::band(Vec::shr<12>(bits), Vec::setu(0xffff0u)));
+            // Of 32 bits, 20 for each; those that they share count for little in both.
+            const Vec::U bits = random.bits(places);
+            to_m.store(first + k, Vec::load(m + k), Vec::band(bits, Vec::setu(0xfffffu)));
+            to_v.store(second + k, Vec::load(v + k), Vec::shr<12>(bits));
+            places = Random::next(places);
         }
         // Code 0 of such a block is NaN.
         if (units.first == First::kNotFinite) {

@@ -54,6 +54,7 @@ struct Elementwise {
                     const Storage<G>* __restrict grad, std::uint16_t* __restrict param,
                     MasterStorage<M>* __restrict master, State* __restrict first, State* __restrict second,
                     BlockUnits*, Storage<kEmitDtype<M>>* __restrict emit) {
+        Vec::U places = Random::places(place);
         for (std::size_t k = 0; k < kSize; k += Vec::kWidth) {
             const Vec::F p = load_master<M>(param + k, master + k);
             const Vec::F g = rule.gradient(load_as<G>(grad + k), p);
@@ -68,7 +69,8 @@ struct Elementwise {
             if constexpr (W != Write::kEmission && kStates > 0) {
                 Vec::U bits{};
                 if constexpr (States::kKind != StateKind::kFloat32) {
-                    bits = random.bits(place + k);
+                    bits = random.bits(places);
+                    places = Random::next(places);
                 }
                 States::template store<0>(first + k, Vec::canonical_nan(s[0]), bits);
                 if constexpr (kStates > 1) {
@@ -104,10 +106,8 @@ struct Blockwise {
                 const Vec::F updated = rule.update(p, g, s);
                 store_master<W, M>(param + k, master + k, emit + k, updated);
                 if constexpr (W != Write::kEmission) {
-                    s[0] = Vec::canonical_nan(s[0]);
-                    s[1] = Vec::canonical_nan(s[1]);
-                    largest_m = Vec::max(largest_m, Vec::band(Vec::bits(s[0]), Vec::setu(0x7fffffffu)));
-                    largest_v = Vec::max(largest_v, Vec::bits(s[1]));
+                    largest_m = Vec::max(largest_m, Int8States::magnitude(s[0]));
+                    largest_v = Vec::max(largest_v, Int8States::magnitude(s[1]));
                     Vec::store(m + k, s[0]);
                     Vec::store(v + k, s[1]);
                 }
