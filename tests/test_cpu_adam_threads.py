@@ -156,6 +156,8 @@ def test_the_bench_runs(tmp_path: Path) -> None:
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert report["machine"]["isa"] == cpu_adam.isa()
-    assert len(report["table"]) == 10
+    assert report["isa"] == cpu_adam.isa()
+    assert {"commit", "machine"} <= set(report)
+    assert len(report["table"]) >= 25
+    assert len(report["figures"]) >= 8
     assert all(row["milliseconds"] > 0 for row in report["table"])
