@@ -84,6 +84,7 @@ def _add_bench(commands: argparse._SubParsersAction[Any]) -> None:
     nvme.add_argument("--full", action="store_true", help="the wide sweep of settings (minutes, and many writes)")
     nvme.add_argument("--smoke", action="store_true", help="small and short: shows that it runs, measures nothing")
     nvme.add_argument("--output", type=Path, metavar="DIR", help="folder for nvme.json and nvme.png")
+    nvme.add_argument("--no-keep", action="store_true", help="do not keep the suggested settings for offload.Engine")
     nvme.add_argument("--bytes-per-step", metavar="SIZE", help="written by a training step (see the plan): shows wear")
     nvme.add_argument("--endurance", metavar="SIZE", help="bytes that the drive is rated for, such as 600TB")
 
@@ -226,7 +227,7 @@ def run_nvme_bench(arguments: argparse.Namespace) -> None:
         OffloadError: an option is wrong, or the results cannot be written.
         SwapError: a drive is too full, cannot be used, or fails.
     """
-    from offload.nvme_bench import Options, run_bench
+    from offload.nvme_bench import Options, keep_suggestions, run_bench
     from offload.nvme_report import report_text, write_report
 
     options = Options(
@@ -244,6 +245,9 @@ def run_nvme_bench(arguments: argparse.Namespace) -> None:
     finally:
         progress.end()
     print(report_text(report))
+    kept = None if arguments.no_keep or arguments.smoke else keep_suggestions(report)
+    if kept is not None:
+        print(f"suggested settings kept in {kept}: offload.Engine uses them on these drives")
     if arguments.output is not None:
         try:
             written = write_report(report, arguments.output)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import checkpoint
+from offload import checkpoint, drives
 from offload.config import AdamW, Config
 from offload.errors import ConfigError, StateError
 from offload.hooks import Hooks
@@ -69,7 +69,8 @@ def open_tiers(
     store = None
     deadline_s = config.io_deadline_s
     if plan.arena_bytes[Tier.NVME]:
-        store = SwapStore(config.paths(), plan.arena_bytes[Tier.NVME], deadline_s=deadline_s)
+        paths = config.paths()
+        store = SwapStore(paths, plan.arena_bytes[Tier.NVME], deadline_s=deadline_s, **drives.store_options(paths))
     try:
         if store is not None and store.alignment > SWAP_ALIGNMENT:
             raise ConfigError(

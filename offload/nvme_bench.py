@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from offload import machine
+from offload import drives, machine
 from offload.errors import ConfigError
 from offload.nvme_measure import (
     MIB,
@@ -319,6 +320,22 @@ def suggest(sweep: Sequence[Swept]) -> Settings | None:
     if any(swept.settings == Settings() for swept in near):
         return Settings()
     return min(near, key=lambda swept: (swept.cpu_seconds_per_gb, -swept.score)).settings
+
+
+def keep_suggestions(report: Report) -> Path | None:
+    """Keep each drive's suggested settings for the engine; returns the file, None where there is nothing to keep."""
+    file = None
+    for one in report.paths:
+        found = next((swept for swept in one.sweep if swept.settings == one.suggested), None)
+        if one.path is not None and found is not None:
+            measured = drives.Measured(
+                **dataclasses.asdict(found.settings),
+                read_gb_s=found.read_gb_s,
+                write_gb_s=found.write_gb_s,
+                date=datetime.date.today().isoformat(),
+            )
+            file = drives.remember(one.path, measured) or file
+    return file
 
 
 def estimate_wear(bytes_per_step: int, endurance_bytes: int | None, capacity_bytes: int) -> Wear:

@@ -30,6 +30,15 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") 
 settings.load_profile(PROFILE)
 
 
+@pytest.fixture(autouse=True)
+def no_measured_drives(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has measured of this machine's drives is neither used nor changed."""
+    from offload import drives
+
+    file = tmp_path_factory.getbasetemp() / "no-drives" / "drives.json"
+    monkeypatch.setattr(drives, "cache_file", lambda: file)
+
+
 @pytest.fixture
 def single_torch_thread() -> Iterator[None]:
     """Compute in one thread; see the harness."""

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom to the top. A module may import lower layers, and its own layer without a cycle.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "config", "stats", "interrupt", "kernels_hyper", "kernels_ranges", "machine", "resident"),
-    ("kernels_step",),
+    ("kernels_step", "drives"),
     ("cpu_adam",),
     ("tiers",),
     ("shard", "transfer", "activations"),

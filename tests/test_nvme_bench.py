@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from offload import cli
 from offload.errors import ConfigError
+from offload import drives as known
 from offload.nvme_bench import (
     Figure,
     Options,
@@ -28,6 +29,7 @@ from offload.nvme_bench import (
     estimate_wear,
     figures_of,
     interleave,
+    keep_suggestions,
     ratio_of,
     run_bench,
     suggest,
@@ -402,6 +404,11 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
     assert one.suggested in [sweep.settings for sweep in one.sweep]
     assert {latency.engine for latency in one.latencies} == set(engines_available())
     assert report.written_bytes > 0 and one.figures and one.wear is not None
+
+    found = next(swept for swept in one.sweep if swept.settings == one.suggested)
+    assert keep_suggestions(report) == known.cache_file()
+    kept = known.recall(drives[0])  # on the same device as the second, which was kept last
+    assert kept is not None and kept.engine in engines_available() and found.read_gb_s > 0 < kept.write_gb_s
 
     text = report_text(report)
     for words in ("GB/s", "CPU s/GB", "suggested: engine=", "wear: ", "all 2 paths together", "torch.save"):
