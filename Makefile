@@ -14,7 +14,7 @@ CXX_SOURCES = $(shell find csrc -type f \( -name '*.cc' -o -name '*.cpp' -o -nam
 TYPED := $(wildcard offload swap scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test nightly finetune lint format bench clean distclean
+.PHONY: help venv test nightly sanitize finetune lint format bench clean distclean
 
 help:             ## what there is
 	@sed -n 's/^\([a-z]*\): .*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ bench: $(STAMP)   ## every bench, short; JSON goes to build/bench
 	@mkdir -p build/bench
 	@set -e; for file in bench/*.py; do case $$file in */_*) continue;; esac; \
 	    echo "== $$file"; $(BIN)/python $$file --smoke $(ARGS); done
+
+sanitize: $(STAMP) ## the tests of csrc/aio and swap on ASan+UBSan and TSan builds (ARGS="thread -- -k store")
+	$(BIN)/python scripts/sanitize.py $(ARGS)
 
 finetune: $(STAMP) ## fine-tune SmolLM2-135M through device memory, host memory and NVMe
 	@$(BIN)/python scripts/prepare.py --cache "$(CACHE)"

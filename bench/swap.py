@@ -32,7 +32,7 @@ class Memory:
     """An anonymous mapping on huge pages where the kernel gives them, filled with noise."""
 
     def __init__(self, size: int) -> None:
-        self.map = mmap.mmap(-1, size + 2 * MIB)
+        self.map = mmap.mmap(-1, size + 2 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.map.madvise(mmap.MADV_HUGEPAGE)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.address = -(-start // (2 * MIB)) * 2 * MIB
