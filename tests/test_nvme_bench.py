@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload import cli
-from offload.errors import ConfigError
 from offload import drives as known
+from offload.errors import ConfigError
 from offload.nvme_bench import (
     Figure,
     Options,
