@@ -41,6 +41,12 @@ struct Absent {
     void prefetch(std::size_t) const {}
 };
 
+// p + k, or null where the array is absent.
+template <bool kPresent, typename T>
+inline T* advance(T* p, std::size_t k) {
+    return kPresent ? p + k : nullptr;
+}
+
 // n < kSize elements of an array, padded with zeros.
 template <std::size_t kSize, typename A>
 struct Staged {

@@ -19,7 +19,7 @@ LambSums lamb_moments_range(const StepArgs& args, std::size_t begin, std::size_t
                 const MasterStorage<M>* __restrict w, float* __restrict exp_avg,
                 float* __restrict exp_avg_sq) {
                 for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
-                    const Vec::F p = load_master<M>(h + k, w + k);
+                    const Vec::F p = load_master<M>(advance<kSplits<M>>(h, k), w + k);
                     Vec::F m = Vec::load(exp_avg + k), v = Vec::load(exp_avg_sq + k);
                     rule.moments(rule.gradient(load_as<G>(grad + k), p), m, v);
                     m = Vec::canonical_nan(m);
@@ -59,10 +59,10 @@ void lamb_apply_range(const StepArgs& args, std::size_t begin, std::size_t end) 
         [&](std::size_t, std::uint16_t* __restrict h, MasterStorage<M>* __restrict w,
             const float* __restrict exp_avg, const float* __restrict exp_avg_sq, Emission* __restrict out) {
             for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
-                const Vec::F p = load_master<M>(h + k, w + k);
+                const Vec::F p = load_master<M>(advance<kSplits<M>>(h, k), w + k);
                 const Vec::F u = rule.direction(p, Vec::load(exp_avg + k), Vec::load(exp_avg_sq + k));
                 const Vec::F updated = Vec::canonical_nan(Vec::fma(neg_step, u, p));
-                store_master<Write::kStates, M>(h + k, w + k, nullptr, updated);
+                store_master<Write::kStates, M>(advance<kSplits<M>>(h, k), w + k, nullptr, updated);
                 if constexpr (kEmission) {
                     store_as<kEmitDtype<M>, Rounding::kHalfUp>(out + k, updated);
                 }

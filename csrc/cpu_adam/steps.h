@@ -56,7 +56,7 @@ struct Elementwise {
                     BlockUnits*, Storage<kEmitDtype<M>>* __restrict emit) {
         Vec::U places = Random::places(place);
         for (std::size_t k = 0; k < kSize; k += Vec::kWidth) {
-            const Vec::F p = load_master<M>(param + k, master + k);
+            const Vec::F p = load_master<M>(advance<kSplits<M>>(param, k), master + k);
             const Vec::F g = rule.gradient(load_as<G>(grad + k), p);
             Vec::F s[kStates == 0 ? 1 : kStates];
             if constexpr (kStates > 0) {
@@ -77,7 +77,8 @@ struct Elementwise {
                     States::template store<1>(second + k, Vec::canonical_nan(s[1]), bits);
                 }
             }
-            store_master<W, M>(param + k, master + k, emit + k, updated);
+            store_master<W, M>(advance<kSplits<M>>(param, k), master + k,
+                               advance<W != Write::kStates>(emit, k), updated);
         }
     }
 };
@@ -100,11 +101,12 @@ struct Blockwise {
             const Int8States::First from_m(units->first);
             const Int8States::Second from_v(units->second);
             for (std::size_t k = 0; k < kSize; k += Vec::kWidth) {
-                const Vec::F p = load_master<M>(param + k, master + k);
+                const Vec::F p = load_master<M>(advance<kSplits<M>>(param, k), master + k);
                 const Vec::F g = rule.gradient(load_as<G>(grad + k), p);
                 Vec::F s[2] = {from_m.load(first + k), from_v.load(second + k)};
                 const Vec::F updated = rule.update(p, g, s);
-                store_master<W, M>(param + k, master + k, emit + k, updated);
+                store_master<W, M>(advance<kSplits<M>>(param, k), master + k,
+                                   advance<W != Write::kStates>(emit, k), updated);
                 if constexpr (W != Write::kEmission) {
                     largest_m = Vec::max(largest_m, Int8States::magnitude(s[0]));
                     largest_v = Vec::max(largest_v, Int8States::magnitude(s[1]));
