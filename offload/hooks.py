@@ -50,6 +50,7 @@ class SavedView:
     offset: int
     shape: torch.Size
     stride: tuple[int, ...]
+    in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
 class Hooks:
@@ -346,7 +347,7 @@ class Hooks:
         assert self._activations is not None
         return SavedActivation(tensor, self._activations)
 
-    def saved_view(self, tensor: torch.Tensor) -> SavedView | None:
+    def saved_view(self, tensor: torch.Tensor, *, in_segment: bool = False) -> SavedView | None:
         """Return the handle of a tensor that views a unit, None for any other tensor."""
         if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
             return None
@@ -355,7 +356,8 @@ class Hooks:
             return None
         assert self._manager is not None
         version = self._manager.versions[unit]
-        return SavedView(unit, version, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        return SavedView(unit, version, tensor.dtype, offset, shape, stride, in_segment)
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given."""
@@ -374,7 +376,7 @@ class Hooks:
             )
         assert self._activations is not None
         self._activations.balance()
-        storage = self._manager.resident_storage(saved.unit)
+        storage = self._manager.resident_storage(saved.unit, aside=saved.in_segment)
         return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _gradient_hook(self, unit: int, slot: int) -> Callable[[torch.Tensor], None]:
@@ -420,7 +422,7 @@ class _Over:
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
-        view = self.hooks.saved_view(tensor)
+        view = self.hooks.saved_view(tensor, in_segment=True)
         return view if view is not None else _Theirs(self._pack(tensor), self._unpack)
 
     def unpack(self, saved: object) -> torch.Tensor:

@@ -140,10 +140,17 @@ class Manager:
         if index in self.working:
             self.schedule.use(index)
 
-    def resident_storage(self, index: int) -> torch.UntypedStorage:
-        """Return the device storage of a unit for a tensor that keeps it there as long as the tensor lives."""
+    def resident_storage(self, index: int, *, aside: bool = False) -> torch.UntypedStorage:
+        """Return the device storage of a unit for a tensor that keeps it there as long as the tensor lives.
+
+        Args:
+            index: unit.
+            aside: other units may be wanted while the tensor lives, so the unit must not lie in their way.
+        """
         self.schedule = self._schedules[True]  # only backward asks for it
         self.acquire(index)
+        if aside:
+            self.working.lay_aside(self._param(index))
         self.release(index)
         return self.working.storage(index)
 

@@ -279,6 +279,11 @@ class Region:
         """Return the owners in address order."""
         return [owner for _, _, owner in self._blocks]
 
+    def room_beside(self, owner: int) -> int:
+        """Return the bytes in one piece that there would be if the block of `owner` were the only one."""
+        offset, size = next((offset, size) for offset, size, own in self._blocks if own == owner)
+        return max(offset, self.size_bytes - offset - size)
+
     def allocate(self, size_bytes: int, owner: int) -> Buffer | None:
         """Return a buffer for `owner`, or None where no gap is large enough."""
         size_bytes = _round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)

@@ -185,6 +185,27 @@ class WorkingSet:
                 if (shard.unit.index in self) != (shard.state in HAS_WORKING_COPY):
                     raise InternalError(f"{shard.describe()}: binding and state disagree")
 
+    def lay_aside(self, shard: Shard) -> None:
+        """Move a unit that is about to be borrowed to where the largest unit still fits beside it.
+
+        Where it is borrowed it cannot be moved any more, and in the middle of a small region it would cut the room for
+        the others in two. Only where memory is the CPU's.
+        """
+        region, copies = self._elastic, self._copies
+        if region is None or shard.home is Tier.DEVICE or self.borrowed(shard.unit.index):
+            return
+        largest = max(s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE)
+        if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - _padded(shard.size_bytes)):
+            return
+        for arriving in copies.in_flight(Role.PARAM):
+            self.finish_prefetch(arriving)
+        copies.sweep()
+        for owner in region.owners()[: region.owners().index(shard.unit.index)]:
+            other = copies.of(owner, Role.PARAM) if owner >= 0 else None
+            if other is not None and other.state is State.RESIDENT and not other.readers and not self.borrowed(owner):
+                self.evict(other)
+        self._pack(region)
+
     # --- the region's size ------------------------------------------------------------------------------------------
 
     @property
@@ -319,18 +340,22 @@ class WorkingSet:
             if cost(owner) is not None:
                 self.evict(self._copies.of(owner, Role.PARAM))
         if self._arena.device.type == "cpu":
-
-            def movable(owner: int) -> bool:
-                return owner in self and not self.borrowed(owner)
-
-            for owner, source, target in region.pack(movable):
-                moved = self._copies.of(owner, Role.PARAM)
-                self._refuse_change(moved.unit)
-                self._unbind(moved)
-                ctypes.memmove(target.address, source.address, moved.size_bytes)
-                moved.work_buffer = target
-                self.bind(moved, target)
+            self._pack(region)
         return self._copies.allocate(shard)
+
+    def _pack(self, region: Region) -> None:
+        """Move together what may be moved."""
+
+        def movable(owner: int) -> bool:
+            return owner in self and not self.borrowed(owner)
+
+        for owner, source, target in region.pack(movable):
+            moved = self._copies.of(owner, Role.PARAM)
+            self._refuse_change(moved.unit)
+            self._unbind(moved)
+            ctypes.memmove(target.address, source.address, moved.size_bytes)
+            moved.work_buffer = target
+            self.bind(moved, target)
 
 
 def _largest(sizes_bytes: Sequence[int]) -> int:

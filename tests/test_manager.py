@@ -582,6 +582,23 @@ def test_borrowed_units_stay_and_units_used_last_leave_first() -> None:
         assert words(tensor.numpy().tobytes()) == {word(1, Role.PARAM, 1)}
 
 
+def test_a_unit_that_will_be_borrowed_does_not_cut_the_room_in_two() -> None:
+    """The region is that of the three largest units, 48 KiB; borrowed in its middle, a small one is in the way."""
+    small, large = [make_unit(index, [CHUNK]) for index in range(4)], make_unit(4, [4 * CHUNK])
+    with managing([*small, large], [Homes(H, H, H)] * 5, working_bytes=48 << 10) as (manager, _):
+        for index in range(4):
+            manager.acquire(index)
+        for index in range(4):
+            manager.release(index)
+        before = manager.working.storage(2).data_ptr()
+        tensor = view_at(manager.resident_storage(2, aside=True), torch.uint16, 0, (CHUNK,))
+        assert tensor.data_ptr() < before
+        manager.acquire(4)
+        manager.acquire(1)
+        assert words(tensor.numpy().tobytes()) == {word(2, Role.PARAM, 1)}
+        manager.check()
+
+
 def test_uses_are_counted_as_hits_misses_and_stalls() -> None:
     with managing(units_of(3), [Homes(N, H, N)] * 3, prefetch=True, working_bytes=24 << 10) as (manager, store):
         counters = manager.counters
