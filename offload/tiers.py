@@ -211,12 +211,16 @@ def view_at(
     shape: Sequence[int],
     stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Return a tensor over a part of `storage`; contiguous unless `stride` is given."""
-    tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    set_storage: Callable[..., torch.Tensor] = tensor.set_
-    if stride is None:
-        return set_storage(storage, offset_numel, shape)
-    return set_storage(storage, offset_numel, shape, stride)
+    """Return a tensor over a part of `storage`; contiguous unless `stride` is given.
+
+    Modes of the user do not see it: selective checkpointing, for one, wants the same operations in a repetition.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        set_storage: Callable[..., torch.Tensor] = tensor.set_
+        if stride is None:
+            return set_storage(storage, offset_numel, shape)
+        return set_storage(storage, offset_numel, shape, stride)
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

@@ -27,7 +27,7 @@ from harness import (
 )
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import offload
 
@@ -203,6 +203,10 @@ def _checkpointed(reentrant: bool, kind: str) -> type[nn.Module]:
             elif kind == "parameters only":
                 for block in self.blocks:
                     x = run_segment(lambda x, b: torch.tanh(F.linear(x, b.weight, b.bias)), x, block)
+            elif kind == "selective":  # a mode that sees every operation, and wants the same ones in the repetition
+                keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+                for block in self.blocks:
+                    x = run_segment(lambda x, b: torch.tanh(b(x)), x, block, context_fn=keep)
             else:
                 assert kind == "nested"
 
@@ -219,6 +223,7 @@ def _checkpointed(reentrant: bool, kind: str) -> type[nn.Module]:
 for _kind in ("blocks", "all", "functional", "parameters only", "nested"):
     CASES[f"checkpoint {_kind}"] = Case(_checkpointed(False, _kind))
     CASES[f"reentrant checkpoint {_kind}"] = Case(_checkpointed(True, _kind))
+CASES["checkpoint selective"] = Case(_checkpointed(False, "selective"))
 
 
 # --- several uses, no use, tied ---------------------------------------------------------------------------------------
