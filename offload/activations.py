@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from offload.config import format_bytes
-from offload.errors import BudgetError
+from offload.errors import BudgetError, StateError
 from offload.resident import ResidentSet, trim_heap
 from offload.tiers import Budget
 
@@ -56,17 +56,40 @@ class SavedActivation:
     """A tensor kept for backward, charged to the device budget as long as it is kept.
 
     It is kept detached: an operator's output knows the operator, which keeps this, and nobody could break that cycle.
+    With hooks in place torch does not look whether a tensor was changed in place after it was saved, so this does.
     """
 
-    __slots__ = ("_activations", "_key", "tensor")
+    __slots__ = ("_activations", "_key", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, activations: Activations) -> None:
-        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+    def __init__(self, tensor: torch.Tensor, activations: Activations | None) -> None:
+        """Keep `tensor`.
+
+        Args:
+            tensor: what is saved.
+            activations: ledger to charge it to; None for a tensor that is not of the engine's device.
+        """
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._version = tensor._version
         self._activations = activations
-        self._key = activations.charge(tensor)
+        if activations is not None:
+            self._key = activations.charge(tensor)
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            StateError: it was changed in place since.
+        """
+        if self._tensor._version != self._version:
+            raise StateError(
+                f"backward: a tensor of shape {tuple(self._tensor.shape)} that its gradient needs was changed in place "
+                "after the forward had used it, so the gradient would be wrong; clone it before the change "
+                "(torch.autograd.set_detect_anomaly names the operation)"
+            )
+        return self._tensor
 
     def __del__(self) -> None:
-        if hasattr(self, "_key"):
+        if self._activations is not None and hasattr(self, "_key"):
             self._activations.freed.append(self._key)
 
 

@@ -77,6 +77,8 @@ class Hooks:
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
         self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
+        self._away: set[int] = set()  # units whose parameters are stand-ins
+        self._rebound: dict[int, str] = {}  # parameter of a unit that somebody has rebound while it was a stand-in
         self._stack: list[tuple[nn.Module, tuple[int, ...], contextlib.ExitStack | None]] = []
         self._watching = 0
         self._handles: list[RemovableHandle] = []
@@ -104,6 +106,9 @@ class Hooks:
         """Let the unit's parameters view `storage`."""
         dtype = self._dtypes[unit.index]
         with torch._C.DisableTorchFunction():
+            if unit.index in self._away:
+                self._away.discard(unit.index)
+                self._note_rebound(unit)
             for slot, parameter in zip(unit.slots, self._tree.parameters[unit.index], strict=True):
                 parameter.data = view_at(storage, dtype, slot.offset_numel, slot.shape)
         base = storage.data_ptr()
@@ -115,11 +120,21 @@ class Hooks:
         """Let the unit's parameters be stand-ins."""
         base = self._base_of.pop(unit.index, None)
         self._versions.pop(unit.index, None)
+        self._rebound.pop(unit.index, None)
         if base is not None:
             del self._bases[base]
         with torch._C.DisableTorchFunction():
             for index, parameter in enumerate(self._tree.parameters[unit.index]):
                 parameter.data = self._stand_ins[unit.index][index]
+        self._away.add(unit.index)
+
+    def _note_rebound(self, unit: Unit) -> None:
+        """Note a parameter that is not the stand-in any more: converted, or rebound to other memory."""
+        parameters, stand_ins = self._tree.parameters[unit.index], self._stand_ins[unit.index]
+        for slot, parameter, ours in zip(unit.slots, parameters, stand_ins, strict=True):
+            if parameter.data_ptr() != ours.data_ptr():
+                self._rebound[unit.index] = slot.name
+                return
 
     def replace(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Give the unit's parameters ordinary memory: the engine is being closed."""
@@ -137,6 +152,8 @@ class Hooks:
         versions = self._versions.get(unit.index)
         if versions is None:
             return None
+        if unit.index in self._rebound:
+            return self._rebound[unit.index]
         base = self._base_of[unit.index]
         parameters = self._tree.parameters[unit.index]
         for slot, parameter, version in zip(unit.slots, parameters, versions, strict=True):
@@ -147,6 +164,7 @@ class Hooks:
 
     def accept_changes(self, unit: Unit) -> None:
         """Take the present content of the unit's parameters as its own."""
+        self._rebound.pop(unit.index, None)
         if unit.index in self._versions:
             self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
 
@@ -207,6 +225,10 @@ class Hooks:
                 self.unwind()  # an interrupt has torn out of a forward that was not called through the engine
         self.check_interrupt()
         assert self._activations is not None
+        if not self._stack and torch._C._get_tracing_state() is not None:
+            raise StateError(
+                "model: cannot be traced while an engine has it, for its parameters come and go; close the engine first"
+            )
         if not self._stack and not in_backward():
             self._activations.close_pass()  # of a backward that was not called through the engine
             self._activations.open_pass()
@@ -218,6 +240,8 @@ class Hooks:
             for index in units:
                 self._manager.acquire(index)
                 leased += 1
+            if self._rebound:
+                self._manager.working.refuse_changes()
             for index in self._remembered.get(module, ()):
                 self._manager.note_use(index)
         except BaseException:
@@ -340,18 +364,13 @@ class Hooks:
         view = self.saved_view(tensor)
         if view is not None:
             return view
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-            return tensor.detach()
-        if tensor.device.type != self._device.type:
-            return tensor.detach()
-        assert self._activations is not None
-        return SavedActivation(tensor, self._activations)
+        charged = _address(tensor) is not None and tensor.device.type == self._device.type
+        return SavedActivation(tensor, self._activations if charged else None)
 
     def saved_view(self, tensor: torch.Tensor, *, in_segment: bool = False) -> SavedView | None:
         """Return the handle of a tensor that views a unit, None for any other tensor."""
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
-            return None
-        unit = self._bases.get(tensor.untyped_storage().data_ptr())
+        address = _address(tensor)
+        unit = self._bases.get(address) if address is not None else None
         if unit is None:
             return None
         assert self._manager is not None
@@ -362,9 +381,7 @@ class Hooks:
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given."""
         if isinstance(saved, SavedActivation):
-            return saved.tensor
-        if isinstance(saved, torch.Tensor):
-            return saved
+            return saved.get()
         assert isinstance(saved, SavedView)
         if self._manager is None:
             raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
@@ -483,7 +500,18 @@ def _only_metadata(func: Any) -> bool:
 
 
 def _refuse_unfit(tree: UnitTree) -> None:
-    """Refuse parameters without content, or with a gradient that nobody would use."""
+    """Refuse modules whose calls or gradients are not seen, and parameters without content or with a gradient."""
+    for module in tree.leases:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise StateError(
+                f"model {type(module).__name__}: is TorchScript, which runs without the hooks of its modules; wrap the "
+                "module that it was made of"
+            )
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise StateError(
+                f"model {type(module).__name__}: copies parameters and reduces gradients itself, before the engine has "
+                "them; wrap the .module inside it"
+            )
     for unit, parameters in zip(tree.units, tree.parameters, strict=True):
         for slot, parameter in zip(unit.slots, parameters, strict=True):
             if slot.numel > 1 and not parameter.is_meta and not any(parameter.stride()):
@@ -495,6 +523,15 @@ def _refuse_unfit(tree: UnitTree) -> None:
                 raise StateError(
                     f"parameter {slot.name}: has a gradient from before the engine; call model.zero_grad() first"
                 )
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Return where a tensor's storage begins; None where it has no single one of its own."""
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return None
+    if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
+        return None
+    return tensor.untyped_storage().data_ptr()
 
 
 def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

@@ -16,6 +16,7 @@ import pickle
 import re
 import signal
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,38 @@ def test_a_failed_way_back_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
     assert_nothing_left(tmp_path)
     with pytest.raises(offload.StateError, match="load the model again"):
         Engine(model, AdamW(), **tight(model, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_modules_that_run_without_their_hooks() -> None:
+    """TorchScript calls no hooks; wrappers of torch reduce gradients before they come to the engine."""
+    with pytest.raises(offload.StateError, match="TorchScript.*wrap the module that it was made of"):
+        Engine(torch.jit.script(nn.Sequential(nn.Linear(4, 4))), AdamW(), device="cpu")
+    with pytest.raises(offload.StateError, match=r"DataParallel: copies parameters.*wrap the \.module inside it"):
+        Engine(nn.DataParallel(net()), AdamW(), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda model: model.half(), id="half"),
+        pytest.param(lambda model: model.to(torch.float64), id="to"),
+        pytest.param(lambda model: setattr(model.blocks[2].bias, "data", torch.zeros(WIDTH)), id="data"),
+    ],
+)
+def test_parameters_rebound_while_they_are_away(change: Callable[[nn.Module], object], tmp_path: Path) -> None:
+    """The parameters keep their content and nothing of the change, so it is refused."""
+    model = net()
+    truth = {name: value.clone() for name, value in model.state_dict().items() if "blocks" in name}
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        loss_of(engine, 0).backward()  # the units used first, at last, are here
+        with torch.no_grad():
+            loss_of(engine, 0)  # and now those used last
+        change(model)
+        with pytest.raises(offload.StateError, match=r"parameter blocks\.\d\.\w+: was changed in place or rebound"):
+            loss_of(engine, 1)
+    for name, parameter in model.blocks.named_parameters():
+        assert torch.equal(parameter, truth[f"blocks.{name}"]), name
 
 
 def test_missing_nvme_path(tmp_path: Path) -> None:
@@ -571,6 +604,21 @@ def written_while_in_use(engine: Engine) -> None:
         engine.step()
 
 
+def saved_tensor_changed_in_place(engine: Engine) -> None:
+    """Torch itself looks only where no hooks are; the gradient would be wrong."""
+    x = batch(0)
+    loss = engine(x).pow(2).mean()
+    x.add_(1)
+    with pytest.raises(offload.StateError, match=r"changed in place after the forward had used it"):
+        engine.backward(loss)
+
+
+def traced(engine: Engine) -> None:
+    with pytest.raises(offload.StateError, match="cannot be traced while an engine has it"):
+        with warnings.catch_warnings(action="ignore"):  # torch deprecates it
+            torch.jit.trace(engine.module, batch(0))
+
+
 def read_error_in_forward(engine: Engine) -> None:
     store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
     with pytest.raises(SwapError, match=r"EIO") as caught:
@@ -637,6 +685,8 @@ DISTURBANCES = [
     wrapped_twice,
     copied_or_pickled,
     written_while_in_use,
+    saved_tensor_changed_in_place,
+    traced,
     read_error_in_forward,
     read_error_in_backward,
     read_error_before_a_step_writes,
