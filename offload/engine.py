@@ -187,7 +187,8 @@ class Engine:
         begin, stalled = time.perf_counter(), self._counters.stall_seconds
         with self._deferral:
             try:
-                output = self.module(*args, **kwargs)
+                with self._hooks.watch():  # hooks of the user may run before ours, or after
+                    output = self.module(*args, **kwargs)
                 if not torch.is_grad_enabled():
                     self._activations.close_pass()
                 return output

@@ -270,9 +270,17 @@ class Hooks:
         if not ours:
             over = self if hidden is None else _Over(self, *hidden)
             contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
-        if not self._stack and not self._watching and self._manager.streams_parameters:
-            contexts.enter_context(_SeeParameters(self))
+        if not self._stack and not self._watching:
+            contexts.enter_context(self._seeing())
         return contexts
+
+    def _seeing(self) -> contextlib.AbstractContextManager[object]:
+        """Return what brings parameters that are used unannounced, and makes torch choose its operators as if it did.
+
+        Attention has a fast path for evaluation, of other operators, that torch takes only where no mode is active.
+        """
+        assert self._manager is not None
+        return _SeeParameters(self) if self._manager.streams_parameters else _without_fast_path()
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
         """Run ``loss.backward(gradient, **options)``, watching.
@@ -291,13 +299,13 @@ class Hooks:
     def watch(self) -> Iterator[None]:
         """Serve parameters that are used outside any module's forward.
 
-        That is in a backward pass that repeats a part of the forward, and where the user has gathered parameters.
+        That is in a backward pass that repeats a part of the forward, where the user has gathered parameters, and in
+        hooks of the user around the outermost module's forward.
         """
         assert self._manager is not None
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-            if self._manager.streams_parameters:
-                contexts.enter_context(_SeeParameters(self))
+            contexts.enter_context(self._seeing())
             self._watching += 1
             try:
                 yield
@@ -470,6 +478,16 @@ class _SeeParameters(TorchFunctionMode):
         if self._hooks.all_resident(used) or _only_metadata(func):
             return func(*args, **kwargs)
         return self._hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Iterator[None]:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 _METADATA_METHODS = frozenset(

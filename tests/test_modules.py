@@ -6,6 +6,7 @@ bit; three steps must follow ``torch.optim.AdamW``.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -26,6 +27,7 @@ from harness import (
     tight,
 )
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -515,6 +517,86 @@ def test_module(name: str, tmp_path: Path) -> None:
     units = outcome.plan.request.units
     if outcome.plan.working_bytes < sum(unit.param_bytes for unit in units):
         assert outcome.stats.misses + outcome.stats.stalls > 0
+
+
+def _use_parameters_in_hooks(model: nn.Module) -> None:
+    """Register hooks that run before the engine's, and after."""
+    blocks = model.blocks
+    model.register_forward_pre_hook(lambda m, a: (a[0] + blocks[5].weight.mean(),), prepend=True)
+    model.register_forward_hook(lambda m, a, o: o * blocks[0].weight.mean())
+    blocks[1].register_forward_pre_hook(lambda m, a: (a[0] * m.weight.std(),), prepend=True)
+    blocks[2].register_forward_hook(lambda m, a, o: o + blocks[4].bias)
+    blocks[3].register_full_backward_hook(lambda m, gi, go: (gi[0] + m.weight.mean(),))
+
+
+def test_hooks_that_the_user_registers_on_a_wrapped_model(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    _use_parameters_in_hooks(plain)
+    loss = plain(inputs(0)).pow(2).mean()
+    loss.backward()
+    with offload.Engine(model, offload.AdamW(betas=(0.0, 0.9)), **tight(model, tmp_path)) as engine:
+        _use_parameters_in_hooks(model)
+        ours = engine(inputs(0)).pow(2).mean()
+        assert torch.equal(ours, loss)
+        engine.backward(ours)
+        engine.step()
+        states = engine.optimizer.state_dict()["state"]  # type: ignore[union-attr]
+        for position, (name, parameter) in enumerate(plain.named_parameters()):
+            assert torch.equal(states[position]["exp_avg"], parameter.grad), name
+
+
+@pytest.mark.parametrize("make", ["attention", "encoder"])
+def test_evaluation_of_attention_is_the_same_for_every_placement(make: str, tmp_path: Path) -> None:
+    """In evaluation torch takes other operators, but only where no mode and no hook is in force."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer: Callable[[], nn.Module] = functools.partial(
+                nn.TransformerEncoderLayer, WIDTH, 4, 2 * WIDTH, batch_first=True
+            )
+            if make == "attention":
+                layer = functools.partial(nn.MultiheadAttention, WIDTH, 4, batch_first=True)
+            self.layers = nn.ModuleList(layer() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x, x, x)[0] if make == "attention" else layer(x)
+            return x
+
+    def outputs(**options: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        with offload.Engine(Net(), **options) as engine, torch.no_grad():
+            engine.eval()
+            result: torch.Tensor = engine(inputs(0, 3, 5, WIDTH))
+        return result
+
+    torch.manual_seed(0)
+    plain = Net().eval()
+    ours = outputs(**tight(plain, tmp_path))
+    assert torch.equal(ours, outputs(**everything_on_device()))
+    assert torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            assert torch.equal(ours, plain(inputs(0, 3, 5, WIDTH)))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_forward_mode_differentiation(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+
+    def tangent(forward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(forward(forward_ad.make_dual(inputs(0), inputs(1)))).tangent
+
+    truth = tangent(model)
+    with offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
+        assert torch.equal(tangent(engine), truth)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
