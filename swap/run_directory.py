@@ -95,12 +95,17 @@ def open_run(
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path + ".new")
         try:
-            manifest, versions = Manifest.load(path, disk)
-        except FileNotFoundError:
-            run = _create(directories, capacity_bytes, weights, disk, locks, undo)
-        else:
-            undo.callback(manifest.close)
-            run = _reopen(directories, capacity_bytes, weights, disk, locks, undo, manifest, versions)
+            try:
+                manifest, versions = Manifest.load(path, disk)
+            except FileNotFoundError:
+                run = _create(directories, capacity_bytes, weights, disk, locks, undo)
+            else:
+                undo.callback(manifest.close)
+                run = _reopen(directories, capacity_bytes, weights, disk, locks, undo, manifest, versions)
+        except OSError as error:
+            if isinstance(error, SwapError):
+                raise
+            raise open_error(directories[0], error) from None
         space = Space(run.sizes, run.alignment, weights)
         _occupy(space, run)
         undo.pop_all()
@@ -164,18 +169,15 @@ def _create(
         )
     facts = RunFacts(secrets.token_hex(8), max(GRANULE_BYTES, alignment), tuple(sizes))
     manifest = Manifest(os.path.join(directories[0], MANIFEST_NAME), facts, disk)
-    try:
-        for file, size in zip(files, sizes, strict=True):
-            os.ftruncate(file.fd, 0)  # the rest of a creation that a crash ended may be longer
-            reserve(file, size)
-            disk.sync(file.fd)
-            disk.sync_directory(file.directory)
-        manifest.rewrite({})
-        undo.callback(manifest.close)
-        for index in range(len(files)):
-            _write_header(directories, index, facts, disk)
-    except OSError as error:
-        raise error if isinstance(error, SwapError) else open_error(directories[0], error) from None
+    for file, size in zip(files, sizes, strict=True):
+        os.ftruncate(file.fd, 0)  # the rest of a creation that a crash ended may be longer
+        reserve(file, size)
+        disk.sync(file.fd)
+        disk.sync_directory(file.directory)
+    undo.callback(manifest.close)
+    manifest.rewrite({})
+    for index in range(len(files)):
+        _write_header(directories, index, facts, disk)
     return RunDirectory(files, sizes, alignment, manifest, {}, locks)
 
 
@@ -242,6 +244,8 @@ def _reopen(
                 length_bytes=size - have,
                 remedy="restore the run directory from a copy, or name an empty one",
             )
+        if have > size:  # a crash ended a growth; nothing there was committed
+            os.ftruncate(file.fd, size)
         # A killed process may have left direct writes with the drive, aimed at extents that are free now. Reserving
         # waits for them (ext4, xfs and btrfs let no allocation overtake direct I/O), so that they cannot hit new data.
         reserve(file, size)

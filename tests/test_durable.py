@@ -168,6 +168,17 @@ def test_growing_and_not_shrinking(tmp_path: Path) -> None:
         assert contents(store) == {"a": pattern(60 * BLOCK, 1), "b": pattern(60 * BLOCK, 2)}
 
 
+def test_growing_that_fails_leaves_the_old_size(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        put(store, "a", pattern(60 * BLOCK, 1))
+        store.commit()
+    for nth in (1, 2, 3, 4):  # flush of the longer file; the manifest's write, flush and renaming
+        with pytest.raises(SwapError, match="ENOSPC"):
+            SwapStore(tmp_path, 2 * CAPACITY, mode=Mode.DURABLE, disk=FaultyDisk(nth, False, errno.ENOSPC))
+        assert reopened(tmp_path) == {"a": pattern(60 * BLOCK, 1)}
+        assert os.stat(tmp_path / "swap.data").st_size == CAPACITY
+
+
 def test_checksums_are_kept_and_may_be_left_out(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         put(store, "a", pattern(2 * BLOCK, 1))
