@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +24,7 @@ from offload.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind
 COMPRESSED = (StateKind.BFLOAT16, StateKind.INT8)
 FIRST, SECOND = (4, True), (5, False)  # bits of exponent, signed
 Doubles = npt.NDArray[np.float64]
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +233,18 @@ def test_rounding_is_unbiased(kind: StateKind, value: float) -> None:
         assert high - low <= max(exact * (2.0**-7 if kind is StateKind.BFLOAT16 else 2.0**-3), smallest)
         tolerance = (high - low) * 5 / 2 / math.sqrt(len(stored))  # a variance of at most (high - low)^2 / 4
         assert abs(stored.mean() - exact) <= tolerance
+
+
+def test_the_bench_of_formats_runs(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "bench" / "state_formats.py"), "--smoke", "--json", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    case = json.loads(output.read_text(encoding="utf-8"))["cases"][0]["formats"]
+    distance = {name: figures[0] for name, figures in case.items()}
+    assert (
+        distance["float32"] < distance["bf16, stochastic: `bfloat16`"] < distance["E4M3 and E5M3, stochastic: `int8`"]
+    )
 
 
 # ---- accuracy ----------------------------------------------------------------------------------------------

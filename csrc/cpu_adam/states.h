@@ -1,7 +1,7 @@
 // How optimizer states are stored. Included after storage.h and random.h.
 //
 // A format is written through `store`, which may use 32 random bits per element: the first state the lower
-// half, the second the upper half.
+// ones, the second the upper ones.
 
 struct Float32States {
     static constexpr StateKind kKind = StateKind::kFloat32;
@@ -27,31 +27,30 @@ struct Bfloat16States {
     }
 };
 
-// 8 bits in blocks of kBlock elements: a small floating-point number with 3 bits of mantissa and, like IEEE
-// 754, gradual underflow; its exponent counts from one byte of the block. The first moment has a sign and 4
-// bits of exponent (0 and 2^-17 to 1.875 relative to the block), the second no sign and 5 bits (0 and 2^-33
-// to 1.875). Values are rounded stochastically, except that a second moment above zero never becomes zero: it
-// divides.
+// 8 bits in blocks of kStateBlock elements: a small floating-point number with 3 bits of mantissa and, like
+// IEEE 754, gradual underflow; its exponent counts from one byte of the block. The first moment has a sign
+// and 4 bits of exponent (0 and 2^-17 to 1.875 relative to the block), the second no sign and 5 bits (0 and
+// 2^-33 to 1.875). Values are rounded stochastically, except that a second moment above zero never becomes
+// zero: it divides.
 //
 // As the unit is a power of two, and the numbers of one unit are among those of the next smaller one, a value
 // that was stored before is stored again exactly, whatever the unit: an unchanged state does not wander. A
 // moment that is not finite makes its block NaN.
 //
-// In a code's favour: with c = the smallest normal number and cb its bits, a number x >= 0 has the scaled
-// code
-//     max(bits(x + c) - cb, bits(x) - cb + 2^23), shifted right by 20,
-// whose first argument is the larger one below c, where numbers are equidistant. Its inverse is the smaller
-// one of the two inverses. No comparison, no division.
+// With c = the smallest normal number of the block and cb its bits, the code of x >= 0 before rounding is
+//     max(bits(x + c) - cb, bits(x) - cb + 2^23), shifted right by 20:
+// the first argument is the larger one below c, where numbers are equidistant. To read it is to take the
+// smaller one of the two inverses. No comparison, no division.
 template <int kExponentBits, bool kSigned>
 struct Minifloat {
     static constexpr int kMantissaBits = 3;
     static constexpr int kDropped = 23 - kMantissaBits;
     static constexpr std::uint32_t kLargest = (1u << (kExponentBits + kMantissaBits)) - 1;
-    static constexpr std::uint32_t kSpan =
-        (1u << kExponentBits) - 2;  // exponents above the smallest normal number's
+    // Exponents above that of the smallest normal number.
+    static constexpr std::uint32_t kSpan = (1u << kExponentBits) - 2;
     static constexpr std::uint8_t kNotFinite = 255;
-    static constexpr std::uint8_t kLowest =
-        4;  // an eighth of the smallest normal number is one of float32, too
+    // An eighth of the smallest normal number is a normal number of float32, too.
+    static constexpr std::uint8_t kLowest = 4;
     static constexpr std::uint32_t kNan = 0x7fc00000u;
     static_assert((kSigned ? 1 : 0) + kExponentBits + kMantissaBits == 8);
 
