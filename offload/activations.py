@@ -207,6 +207,8 @@ class Activations:
         """Note that a forward begins. What has been resident before it is no concern of the engine."""
         self.settle()
         if self._meter is not None and not self._held:
+            if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
+                trim_heap()
             self._high_water_bytes = self._meter.high_water_bytes()
             self._peak_bytes, self._trimmed_bytes, self._open = 0, 0, True
 

@@ -199,7 +199,7 @@ class WorkingSet:
             return
         for arriving in copies.in_flight(Role.PARAM):
             self.finish_prefetch(arriving)
-        copies.sweep()
+        copies.sweep(Role.PARAM)
         for owner in region.owners()[: region.owners().index(shard.unit.index)]:
             other = copies.of(owner, Role.PARAM) if owner >= 0 else None
             if other is not None and other.state is State.RESIDENT and not other.readers and not self.borrowed(owner):

@@ -222,6 +222,10 @@ def test_holes_in_the_heap_are_given_back_where_room_is_short(trims: list[None])
     assert holes(roomy, 100 * MIB) == 0  # the first micro-batch has told that there is room
     assert holes(roomy, 901 * MIB) == 1  # over the room beside the smallest region; a second trim could give nothing
     assert holes(roomy, 100 * MIB) == 1  # it may happen again
+    before = len(trims)
+    roomy.meter.resident += 901 * MIB  # left over from outside
+    roomy.activations.open_pass()
+    assert len(trims) == before + 1
     tight = Bench()
     tight.budget.reserve("arena", 890 * MIB)
     tight.activations = Activations(tight.budget, tight.region, tight.meter)

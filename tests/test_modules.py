@@ -534,11 +534,11 @@ def test_hooks_that_the_user_registers_on_a_wrapped_model(tmp_path: Path) -> Non
     plain = Stack()
     model = copy.deepcopy(plain)
     _use_parameters_in_hooks(plain)
-    loss = plain(inputs(0)).pow(2).mean()
+    loss = plain(batch(0)).pow(2).mean()
     loss.backward()
     with offload.Engine(model, offload.AdamW(betas=(0.0, 0.9)), **tight(model, tmp_path)) as engine:
         _use_parameters_in_hooks(model)
-        ours = engine(inputs(0)).pow(2).mean()
+        ours = engine(batch(0)).pow(2).mean()
         assert torch.equal(ours, loss)
         engine.backward(ours)
         engine.step()
@@ -570,7 +570,7 @@ def test_evaluation_of_attention_is_the_same_for_every_placement(make: str, tmp_
         torch.manual_seed(0)
         with offload.Engine(Net(), **options) as engine, torch.no_grad():
             engine.eval()
-            result: torch.Tensor = engine(inputs(0, 3, 5, WIDTH))
+            result: torch.Tensor = engine(batch(0, 3, 5, WIDTH))
         return result
 
     torch.manual_seed(0)
@@ -581,7 +581,7 @@ def test_evaluation_of_attention_is_the_same_for_every_placement(make: str, tmp_
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.no_grad():
-            assert torch.equal(ours, plain(inputs(0, 3, 5, WIDTH)))
+            assert torch.equal(ours, plain(batch(0, 3, 5, WIDTH)))
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
 
@@ -592,7 +592,7 @@ def test_forward_mode_differentiation(tmp_path: Path) -> None:
 
     def tangent(forward: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         with forward_ad.dual_level():
-            return forward_ad.unpack_dual(forward(forward_ad.make_dual(inputs(0), inputs(1)))).tangent
+            return forward_ad.unpack_dual(forward(forward_ad.make_dual(batch(0), batch(1)))).tangent
 
     truth = tangent(model)
     with offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
