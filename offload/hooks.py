@@ -264,15 +264,27 @@ class Hooks:
         hidden = _top_hooks()
         owner = getattr(hidden[0], "__self__", None) if hidden is not None else None
         ours = owner is self or (isinstance(owner, _Over) and owner.hooks is self)
-        if ours and (self._stack or self._watching):
+        seeing = bool(self._stack or self._watching) and (not in_backward() or self._sees())
+        if ours and seeing:
             return None
         contexts = contextlib.ExitStack()
         if not ours:
             over = self if hidden is None else _Over(self, *hidden)
             contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
-        if not self._stack and not self._watching:
+        if not seeing:
             contexts.enter_context(self._seeing())
         return contexts
+
+    def _sees(self) -> bool:
+        """Tell whether the mode is active: torch switches it off inside a function that it has seen.
+
+        Backward may run there, or in a thread of its own.
+        """
+        assert self._manager is not None
+        if not self._manager.streams_parameters:
+            return True
+        modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        return any(isinstance(mode, _SeeParameters) and mode.hooks is self for mode in modes)
 
     def _seeing(self) -> contextlib.AbstractContextManager[object]:
         """Return what brings parameters that are used unannounced, and makes torch choose its operators as if it did.
@@ -468,16 +480,16 @@ class _SeeParameters(TorchFunctionMode):
 
     def __init__(self, hooks: Hooks) -> None:
         super().__init__()
-        self._hooks = hooks
+        self.hooks = hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = self._hooks.units_used(args)
+        used = self.hooks.units_used(args)
         if kwargs:
-            used += self._hooks.units_used(kwargs.values())
-        if self._hooks.all_resident(used) or _only_metadata(func):
+            used += self.hooks.units_used(kwargs.values())
+        if self.hooks.all_resident(used) or _only_metadata(func):
             return func(*args, **kwargs)
-        return self._hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
+        return self.hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
 
 
 @contextlib.contextmanager

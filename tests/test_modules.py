@@ -225,6 +225,43 @@ def _checkpointed(reentrant: bool, kind: str) -> type[nn.Module]:
 for _kind in ("blocks", "all", "functional", "parameters only", "nested"):
     CASES[f"checkpoint {_kind}"] = Case(_checkpointed(False, _kind))
     CASES[f"reentrant checkpoint {_kind}"] = Case(_checkpointed(True, _kind))
+
+
+class Borrows(nn.Module):
+    """Uses a parameter of another module."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.own = linear()
+        self.other = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.own(x)) @ self.other[0].weight
+
+
+def _nested_borrowing(reentrant: bool) -> type[nn.Module]:
+    """Backward runs inside backward, where torch has switched our mode off."""
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Stack()
+            self.segments = nn.ModuleList(Borrows(block) for block in self.body.blocks)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def outer(x: torch.Tensor, *segments: nn.Module) -> torch.Tensor:
+                for segment in segments:
+                    x = checkpoint(segment, x, use_reentrant=reentrant) + x
+                return x
+
+            x = checkpoint(outer, x.requires_grad_(), *self.segments, use_reentrant=reentrant)
+            return self.body(x)
+
+    return Nested
+
+
+CASES["checkpoint nested, parameters of others"] = Case(_nested_borrowing(False))
+CASES["reentrant checkpoint nested, parameters of others"] = Case(_nested_borrowing(True))
 CASES["checkpoint selective"] = Case(_checkpointed(False, "selective"))
 
 
