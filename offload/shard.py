@@ -23,13 +23,15 @@ Next: :mod:`offload.placement` chooses homes, :mod:`offload.copies` drives the m
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from enum import Enum
 
 from offload.errors import InternalError
 from offload.tiers import Buffer, Tier
 
 PAD_NUMEL = 4096  # units are padded to this many elements, so that every role is a whole number of 4 KiB pages
-SLOT_ALIGN_NUMEL = 64  # parameters start on cache lines in every role
+SLOT_ALIGN_NUMEL = 128  # parameters start at a block of 8-bit states, and on cache lines in every role
 
 
 class Role(Enum):
@@ -38,8 +40,9 @@ class Role(Enum):
     PARAM = "param"
     GRAD = "grad"
     MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
+    EXP_AVG = "exp_avg"  # an optimizer's first state, whatever it is called
+    EXP_AVG_SQ = "exp_avg_sq"  # its second
+    SCALES = "scales"  # of the blocks of 8-bit states
     ACTIVATION = "activation"
 
     __hash__ = object.__hash__
@@ -110,12 +113,21 @@ _EXCLUSIVE = frozenset({Event.OVERWRITE_HOME, Event.OVERWRITE_WORK, Event.MODIFY
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter inside its unit: `offset_numel` elements from the start, in every role."""
+    """One parameter inside its unit.
+
+    Attributes:
+        name: path in the model.
+        shape: of the parameter.
+        numel: elements.
+        offset_numel: elements from the unit's start to its first one, in every role.
+        global_numel: index of its first element in the whole model: it depends on neither units nor placement.
+    """
 
     name: str
     shape: tuple[int, ...]
     numel: int
     offset_numel: int
+    global_numel: int
 
     @property
     def end_numel(self) -> int:
@@ -155,22 +167,28 @@ class Unit:
         return [(begin, min(begin + chunk_numel, self.numel)) for begin in range(0, self.numel, chunk_numel)]
 
 
-def lay_out(sizes: list[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Slot, ...], int]:
+def aligned_numel(numel: int) -> int:
+    """Return the elements that a parameter of `numel` takes in its unit."""
+    return -(-numel // SLOT_ALIGN_NUMEL) * SLOT_ALIGN_NUMEL
+
+
+def lay_out(
+    sizes: Sequence[tuple[str, tuple[int, ...]]], global_numels: Sequence[int] | None = None
+) -> tuple[tuple[Slot, ...], int]:
     """Place parameters one behind the other.
 
     Args:
         sizes: (name, shape) of each parameter.
+        global_numels: index of each one's first element in the model; None where the unit is all of it.
 
     Returns:
         The slots, and the unit's padded number of elements.
     """
     slots, offset = [], 0
-    for name, shape in sizes:
-        numel = 1
-        for extent in shape:
-            numel *= extent
-        slots.append(Slot(name, shape, numel, offset))
-        offset += -(-numel // SLOT_ALIGN_NUMEL) * SLOT_ALIGN_NUMEL
+    for position, (name, shape) in enumerate(sizes):
+        numel = math.prod(shape)
+        slots.append(Slot(name, shape, numel, offset, offset if global_numels is None else global_numels[position]))
+        offset += aligned_numel(numel)
     return tuple(slots), max(-(-offset // PAD_NUMEL), 1) * PAD_NUMEL
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.shard import Unit, lay_out
+from offload.shard import Unit, aligned_numel, lay_out
 
 SMALL_SHARE = 64  # modules below 1/64 of the model are not split further
 LOOSE_SHARE = 8  # modules that are not elements of a list are split above 1/8 of the model
@@ -62,8 +62,12 @@ def find_units(
         ConfigError: the model has no parameters, or a trainable one has a dtype that cannot be trained.
     """
     names: dict[int, str] = {}
+    starts: dict[int, int] = {}  # global index of the first element
+    end = 0
     for name, parameter in model.named_parameters():
         names[id(parameter)] = name
+        starts[id(parameter)] = end
+        end += aligned_numel(parameter.numel())
         stored = _stored_dtype(parameter, dtype)
         if train and parameter.requires_grad and stored not in TRAINABLE_DTYPES:
             raise ConfigError(
@@ -109,7 +113,7 @@ def find_units(
             trainable = train and parameter.requires_grad
             kinds.setdefault((_stored_dtype(parameter, dtype), trainable), []).append(parameter)
         for (stored, trainable), part in kinds.items():
-            slots, numel = lay_out([(names[id(p)], tuple(p.shape)) for p in part])
+            slots, numel = lay_out([(names[id(p)], tuple(p.shape)) for p in part], [starts[id(p)] for p in part])
             suffix = "" if len(kinds) == 1 else f" [{dtype_name(stored)}{'' if trainable else ', frozen'}]"
             index = len(units)
             units.append(Unit(index, path + suffix, dtype_name(stored), stored.itemsize, trainable, numel, slots))

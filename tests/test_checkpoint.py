@@ -24,7 +24,7 @@ from offload.tiers import Tier
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 DTYPES = ["float32", "bfloat16", "float16"]
 CHUNK = 4096  # elements: most parameters below lie across a boundary of chunks
-SIZES = (3000, 5000, 1, 9000)  # slots start at 0, 3008, 8064 and 8128: chunks end inside the second and fourth
+SIZES = (3000, 5000, 1, 9000)  # slots start at 0, 3072, 8192 and 8320: chunks end inside the second and fourth
 
 
 @contextmanager

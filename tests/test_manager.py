@@ -32,8 +32,8 @@ from swap.store import StoreTicket
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 CHUNK = 4096
 PARAM = frozenset({Role.PARAM})
-ROLES = PARAM | ALL_STATES
 ROLE_NUMBER = {Role.PARAM: 1, Role.MASTER: 2, Role.EXP_AVG: 3, Role.EXP_AVG_SQ: 4}
+ROLES = frozenset(ROLE_NUMBER)
 VERSIONS = 1 << 9
 
 
@@ -92,7 +92,7 @@ class ManagerMachine(RuleBasedStateMachine):
     UNITS = [
         make_unit(0, [100, 3000]),
         make_unit(1, [4096]),
-        make_unit(2, [4000, 50]),
+        make_unit(2, [3900, 50]),
         make_unit(3, [6000, 2000]),  # two chunks
         make_unit(4, [1000], trainable=False),
         make_unit(5, [4096, 4096]),

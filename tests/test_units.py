@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.shard import SLOT_ALIGN_NUMEL
 from offload.units import UnitTree, dtype_name, find_units, model_bytes
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -86,6 +88,20 @@ def test_architectures(make: Callable[[], nn.Module], max_bytes: int, dtype: tor
     check_tree(model, find_units(model, max_unit_bytes=max_bytes, dtype=dtype), dtype)
     after = {name: (p, p.shape, p.dtype) for name, p in model.named_parameters()}
     assert all(before[name][0] is after[name][0] and before[name][1:] == after[name][1:] for name in before)
+
+
+def test_global_indices_depend_on_the_model_alone() -> None:
+    """Every element has its own, whatever the units, their dtype and what is frozen."""
+    found = []
+    for max_bytes, dtype, frozen in ((ALL, None, False), (20_000, torch.bfloat16, True), (1, None, True)):
+        model = gpt2()
+        next(model.parameters()).requires_grad_(not frozen)
+        slots = [slot for u in find_units(model, max_unit_bytes=max_bytes, dtype=dtype).units for slot in u.slots]
+        found.append({slot.name: slot.global_numel for slot in slots})
+        ranges = sorted((slot.global_numel, slot.global_numel + slot.numel) for slot in slots)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+        assert all(begin % SLOT_ALIGN_NUMEL == 0 for begin, _ in ranges)
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_llama_has_one_unit_per_block_and_units_for_the_rest() -> None:
