@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.config import Adam, AdamW, Config
+    from offload.config import SGD, Adagrad, Adam, AdamW, Config, Lion
     from offload.engine import Engine
     from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
     from offload.placement import Plan
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "SGD": "config",
+    "Adagrad": "config",
+    "Lion": "config",
     "Adam": "config",
     "AdamW": "config",
     "Config": "config",
@@ -35,6 +38,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BudgetError",
@@ -43,6 +48,7 @@ __all__ = [
     "Engine",
     "InternalError",
     "LinkStats",
+    "Lion",
     "NonFiniteError",
     "OffloadError",
     "Plan",

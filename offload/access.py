@@ -190,7 +190,9 @@ class Leases:
         return self._copies.require_store().put(chunk_key(shard, number), address, size_bytes)
 
     def _record(self, unit: Unit, role: Role) -> Shard:
-        return self._copies.of(unit.index, Role.EXP_AVG if role is Role.MASTER else role)
+        if role is not Role.MASTER:
+            return self._copies.of(unit.index, role)
+        return next(shard for state in STATE_ROLES if (shard := self._copies.get(unit.index, state)) is not None)
 
     def _on_gpu(self, shard: Shard, number: int) -> tuple[CudaMover, int]:
         """Return the mover, and the device address of a chunk of a shard whose home is there."""

@@ -16,6 +16,8 @@ from offload import cpu_adam
 from offload.errors import ConfigError
 from offload.manager import Manager
 from offload.optimizer import StepCounts
+from offload.placement import States
+from offload.rules import STATE_SEED
 from offload.shard import Role, Slot, State, Unit
 from offload.stream import ALL_STATES, Chunk, stream
 from offload.tiers import storage_at, view_at
@@ -87,8 +89,8 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
         given = [sources.get((unit.index, index)) for index in range(len(unit.slots))]
         whole = all(source is not None for source in given)
         wide = any(source is not None and source.dtype.itemsize > unit.itemsize for source in given)
-        states = manager.shard(unit.index, Role.EXP_AVG)
-        fresh = states is None or states.state is State.EMPTY
+        master = manager.shard(unit.index, Role.MASTER)
+        fresh = master is None or master.state is State.EMPTY
         reads: frozenset[Role] = frozenset() if whole else frozenset({Role.PARAM})
         writes = frozenset({Role.PARAM})
         if unit.trainable and unit.dtype != "float32" and (wide or not fresh):
@@ -144,19 +146,21 @@ def _set_masters(chunk: Chunk, start: int, numel: int, source: int, *, all_of_th
 
 
 def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str, Any]]:
-    """Return per parameter ``step`` (0-dim fp32), ``exp_avg`` and ``exp_avg_sq`` (fp32, parameter's shape).
+    """Return per parameter ``step`` (0-dim fp32) and the optimizer's states by name (fp32, parameter's shape).
 
-    16-bit parameters have a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters
-    that have never been updated are left out, as in torch.
+    Compressed states are converted, exactly: :func:`scatter_states` stores the same bits again. 16-bit parameters have
+    a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters that have never been
+    updated are left out, as in torch.
     """
     result: dict[Where, dict[str, Any]] = {}
+    states = manager.plan.request.states
     units = [unit for unit in manager.units if unit.trainable and any(counts.counts[unit.index])]
     for unit in units:
         for index, slot in enumerate(unit.slots):
             count = counts.counts[unit.index][index]
             if count:
                 entry: dict[str, Any] = {"step": torch.tensor(float(count))}
-                for name in _state_names(unit):
+                for name in _state_names(unit, states):
                     entry[name] = torch.empty(slot.shape, dtype=torch.float32)
                 result[unit.index, index] = entry
 
@@ -166,8 +170,7 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
             if entry is None:
                 continue
             skip = start - slot.offset_numel
-            for role, name in ((Role.EXP_AVG, "exp_avg"), (Role.EXP_AVG_SQ, "exp_avg_sq")):
-                ctypes.memmove(entry[name].data_ptr() + skip * 4, chunk.at(role, start, 4), (stop - start) * 4)
+            _move_states(chunk, slot, start, stop, states, entry, save_at_step=None)
             if "master" in entry:
                 _read_master(chunk, start, stop - start, entry["master"].data_ptr() + skip * 4)
 
@@ -185,8 +188,35 @@ def _read_master(chunk: Chunk, start: int, numel: int, target: int) -> None:
         ctypes.memmove(target, chunk.at(Role.MASTER, start, 4), numel * 4)
 
 
-def _state_names(unit: Unit) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq") if unit.dtype == "float32" else ("exp_avg", "exp_avg_sq", "master")
+def _move_states(
+    chunk: Chunk,
+    slot: Slot,
+    start: int,
+    stop: int,
+    states: States,
+    values: Mapping[str, torch.Tensor],
+    *,
+    save_at_step: int | None,
+) -> None:
+    """Copy states of a slot's elements [start, stop) to `values` (fp32), or back with the number of the last step."""
+    numel, skip = stop - start, start - slot.offset_numel
+    addresses = tuple(values[name].data_ptr() + skip * 4 for name in states.names)
+    found, scales = chunk.states_at(start, states)
+    if states.kind is cpu_adam.StateKind.FLOAT32:
+        for value, state in zip(addresses, found, strict=True):
+            source, target = (state, value) if save_at_step is None else (value, state)
+            ctypes.memmove(target, source, numel * 4)
+        return
+    common: dict[str, Any] = {"values": addresses, "states": found, "units": scales, "numel": numel}
+    common["offset"] = slot.global_numel + skip
+    if save_at_step is None:
+        cpu_adam.load_states(states.kind, **common)
+    else:
+        cpu_adam.save_states(states.kind, seed=STATE_SEED, step=save_at_step, **common)
+
+
+def _state_names(unit: Unit, states: States) -> tuple[str, ...]:
+    return states.names if unit.dtype == "float32" else (*states.names, "master")
 
 
 def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, Mapping[str, Any]]) -> None:
@@ -196,9 +226,10 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
     it as it was while the parameter moves on.
 
     Raises:
-        ConfigError: a shape does not fit, a moment or ``step`` is missing, or a parameter is frozen; nothing is
+        ConfigError: a shape does not fit, a state or ``step`` is missing, or a parameter is frozen; nothing is
             written then.
     """
+    states = manager.plan.request.states
     sources: dict[Where, dict[str, torch.Tensor]] = {}
     for (index, position), entry in values.items():
         slot = manager.units[index].slots[position]
@@ -207,7 +238,7 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
         if "step" not in entry:
             raise ConfigError(f"{slot.name}: optimizer state lacks 'step'")
         tensors = {}
-        for name in _state_names(manager.units[index]):
+        for name in _state_names(manager.units[index], states):
             if name == "master" and (name not in entry or entry[name].dtype != torch.float32):
                 continue
             if name not in entry:
@@ -226,8 +257,8 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
             if tensors is None:
                 continue
             numel, skip = stop - start, (start - slot.offset_numel) * 4
-            for role, name in ((Role.EXP_AVG, "exp_avg"), (Role.EXP_AVG_SQ, "exp_avg_sq")):
-                ctypes.memmove(chunk.at(role, start, 4), tensors[name].data_ptr() + skip, numel * 4)
+            step = int(values[unit.index, index]["step"])
+            _move_states(chunk, slot, start, stop, states, tensors, save_at_step=step)
             if "master" in tensors:
                 _write_parameter(
                     chunk, start, numel, tensors["master"].data_ptr() + skip, torch.float32, keep_masters=False

@@ -21,7 +21,7 @@ from torch import nn
 
 from offload import cpu_adam
 from offload.activations import Activations
-from offload.config import AdamW, Config
+from offload.config import Config, OptimizerSpec
 from offload.errors import ConfigError, NonFiniteError, StateError
 from offload.hooks import Hooks
 from offload.interrupt import Deferral
@@ -45,8 +45,9 @@ from offload.optimizer import (
     measure,
     update,
 )
-from offload.placement import Plan, Request, make_plan
+from offload.placement import ADAM_STATES, Plan, Request, make_plan
 from offload.resident import open_resident_set
+from offload.rules import rule_of
 from offload.stats import Counters, Stats
 from offload.tensors import ModuleTensors
 from offload.tiers import Budget, Tier, resolve_budgets
@@ -80,7 +81,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: AdamW | torch.optim.Optimizer | None = None,
+        optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
         **options: Any,
     ) -> None:
@@ -88,8 +89,9 @@ class Engine:
 
         Args:
             model: any module, on the CPU; parameters may be on the meta device (see ``Config.init_weights``).
-            optimizer: ``offload.AdamW(...)``, or a ``torch.optim.AdamW/Adam`` over the model's parameters, which is
-                taken over; None for an engine that only evaluates.
+            optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``), or a
+                ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adagrad`` over the model's parameters, which is taken
+                over; None for an engine that only evaluates.
             config: options as Config, dict or JSON file.
             **options: options of :class:`offload.Config`, on top of `config`.
 
@@ -109,6 +111,7 @@ class Engine:
         self._closed = False
         self._deferral = Deferral()
 
+        rule = None if optimizer is None else rule_of(optimizer)
         limits = resolve_budgets(self.config.budgets(), self.device, free_bytes(self.config.paths()))
         limit = self.config.bytes_of("unit_bytes")
         self._tree = find_units(
@@ -128,6 +131,7 @@ class Engine:
                 device_is_host=self.device.type == "cpu",
                 activation_bytes=self.config.bytes_of("activation_memory"),
                 chunk_numel=self.config.chunk_numel,
+                states=rule.states(cpu_adam.StateKind(self.config.state_dtype)) if rule else ADAM_STATES,
             )
         )
         if self.config.threads is not None:
@@ -318,7 +322,7 @@ class Engine:
         self._grad_norm = norm.squares**0.5 * averaged
         factor = clip_factor(self._grad_norm, self.config.max_grad_norm) * averaged
         groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
-        update(manager, self._step_counts, groups, decoupled=offloaded.decoupled, grad_scale=factor)
+        update(manager, self._step_counts, groups, rule=offloaded.rule, grad_scale=factor)
         manager.gradients.drop()
         self._steps += 1
         self._micro_batch = 0

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload import checkpoint, drives
-from offload.config import AdamW, Config
+from offload.config import Config, OptimizerSpec
 from offload.errors import ConfigError, StateError
 from offload.hooks import Hooks
 from offload.manager import Manager
@@ -190,7 +190,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 def tie_optimizer(
     offloaded: OffloadOptimizer,
-    given: AdamW | torch.optim.Optimizer | None,
+    given: OptimizerSpec | torch.optim.Optimizer | None,
     manager: Callable[[], Manager],
     tree: UnitTree,
     hooks: Hooks,
@@ -216,7 +216,7 @@ def tie_optimizer(
             where = hooks.slot_of(parameter)
             if where is None:
                 raise StateError("optimizer state: belongs to a parameter that is not the model's")
-            values[where] = state
+            values[where] = offloaded.rule.with_step(state)
         checkpoint.scatter_states(manager(), counts, values)
 
     def replace(states: dict[torch.Tensor, dict[str, Any]]) -> None:
@@ -226,7 +226,7 @@ def tie_optimizer(
                 parameter = tree.parameters[index][slot]
                 if count and parameter not in states:
                     zeros = torch.zeros(tree.units[index].slots[slot].shape)
-                    everything[parameter] = {"step": 0, "exp_avg": zeros, "exp_avg_sq": zeros}
+                    everything[parameter] = {"step": 0, **dict.fromkeys(offloaded.rule.names, zeros)}
         scatter(everything)
 
     def gather() -> dict[torch.Tensor, dict[str, Any]]:
@@ -237,7 +237,9 @@ def tie_optimizer(
     offloaded.scatter_state = replace
     if isinstance(given, torch.optim.Optimizer) and given.state:
         # Not a `master` that an engine's state dict has left there: in torch, the parameter itself is what is updated.
-        scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in given.state.items() if state})
+        # Adagrad's are there before the first step, and say nothing then.
+        updated = {p: state for p, state in given.state.items() if state and state.get("step", 1)}
+        scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()})
         given.state.clear()
 
 

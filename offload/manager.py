@@ -20,7 +20,7 @@ import torch
 from offload.copies import Copies, touch
 from offload.errors import StateError
 from offload.gradients import Gradients
-from offload.placement import Plan, role_itemsize
+from offload.placement import Plan
 from offload.schedule import Schedule
 from offload.shard import Role, Shard, State, Unit
 from offload.stats import Counters
@@ -76,8 +76,7 @@ class Manager:
         host = Arena(Tier.HOST, plan.arena_bytes[Tier.HOST], cpu, page_locked=not host_device)
         self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, plan.arena_bytes[Tier.DEVICE], device), Tier.HOST: host}
         self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
-        slot_bytes = plan.chunk_numel * plan.staging_numel_bytes
-        self.staging = [host.take(slot_bytes) for _ in range(plan.staging_slots)]
+        self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
         for buffer in self.staging:
             touch(buffer)
         if host_device:
@@ -281,8 +280,8 @@ class Manager:
         return self.copies.get(index, role)
 
     def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
-        """Return the bytes of elements [begin, end) in `role`."""
-        return (end - begin) * role_itemsize(unit, role, accumulate=self.plan.request.accumulate)
+        """Return the bytes of elements [begin, end) in `role`; `begin` is where a block of 8-bit states starts."""
+        return self.plan.chunk_bytes(unit, role, end - begin)
 
     def used_bytes(self) -> dict[str, int]:
         """Return bytes in use per tier: device arena and activations, host arena, occupied swap space."""

@@ -1,4 +1,4 @@
-"""Adam and AdamW over offloaded shards: one definition of the step, wherever the bytes live.
+"""Optimizers over offloaded shards: one definition of the step, wherever the bytes live.
 
 Owns the optimizer's public face (a ``torch.optim.Optimizer``), the global norm, clipping, loss scaling and the update
 itself as a visit of :func:`offload.stream.stream`. The arithmetic of an element is in ``csrc/cpu_adam``. Where a
@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from offload import cpu_adam
-from offload.config import Adam, AdamW, Config, check_hyper_parameters
+from offload.config import Config, OptimizerSpec
 from offload.errors import ConfigError, StateError
 from offload.gradients import KERNEL_DTYPE
 from offload.manager import Manager
+from offload.placement import States
+from offload.rules import STATE_SEED, Rule, rule_of
 from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk, stream
 
@@ -28,23 +30,24 @@ CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 class OffloadOptimizer(torch.optim.Optimizer):
     """The engine's optimizer: param groups, LR schedulers and step hooks as in torch; the states are offloaded.
 
-    ``state`` is empty: use :meth:`state_dict`, which gathers the moments as real tensors in torch's own format.
+    ``state`` is empty: use :meth:`state_dict`, which gathers the states as real tensors in torch's own format.
     """
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        spec: AdamW | torch.optim.Optimizer,
+        spec: OptimizerSpec | torch.optim.Optimizer,
     ) -> None:
         """Take over hyper-parameters and groups.
 
         Args:
             parameters: the model's parameters.
-            spec: hyper-parameters for all trainable ones, or a torch Adam/AdamW whose groups are shared from now on.
+            spec: hyper-parameters for all trainable ones, or a torch optimizer whose groups are shared from now on.
 
         Raises:
             ConfigError: an optimizer class or option that is not supported, or parameters of another model.
         """
+        self.rule: Rule = rule_of(spec)
         self._replaced: torch.optim.Optimizer | None = None
         self.on_step: Callable[[], object] = lambda: None
         self.on_zero_grad: Callable[[], None] = lambda: None
@@ -52,7 +55,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.scatter_state: Callable[[dict[torch.Tensor, dict[str, Any]]], None] = lambda state: None
         known = {id(p) for p in parameters}
         if isinstance(spec, torch.optim.Optimizer):
-            self.decoupled = _is_decoupled(spec)
             super().__init__([{**group} for group in spec.param_groups], dict(spec.defaults))
             self.param_groups = spec.param_groups  # shared: schedulers made for `spec` keep working
             for group in self.param_groups:
@@ -65,7 +67,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             spec.register_step_pre_hook(_refuse_replaced)
             self._replaced = spec
         else:
-            self.decoupled = not isinstance(spec, Adam)
             trainable = [p for p in parameters if p.requires_grad]
             if not trainable:
                 raise ConfigError("model: expected parameters that require a gradient but all are frozen")
@@ -100,7 +101,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` or a ``torch.optim.Adam/AdamW`` returned.
+        """Load what :meth:`state_dict` or the same optimizer of ``torch.optim`` returned.
 
         Raises:
             ConfigError: a state does not fit its parameter.
@@ -125,19 +126,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all groups, as torch numbers them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-
-def _is_decoupled(spec: torch.optim.Optimizer) -> bool:
-    if not isinstance(spec, (torch.optim.Adam, torch.optim.AdamW)):
-        raise ConfigError(
-            f"optimizer: expected offload.AdamW, offload.Adam, torch.optim.AdamW or torch.optim.Adam but got "
-            f"{type(spec).__name__}; other optimizers are not supported yet"
-        )
-    for group in spec.param_groups:
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if group.get(option):
-                raise ConfigError(f"optimizer: {option}=True is not supported; make the optimizer without it")
-    return isinstance(spec, torch.optim.AdamW) or bool(spec.defaults.get("decoupled_weight_decay"))
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -242,12 +230,26 @@ def group_of_slots(
     return {unit.index: [group_of.get(id(p)) for p in parameters[unit.index]] for unit in trainable_units(units)}
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Segment:
+    """Elements [begin, end) of a unit with the same hyper-parameters; `shift` more are their global indices."""
+
+    begin: int
+    end: int
+    shift: int
+    hyper: cpu_adam.Hyper
+
+    def goes_on_in(self, other: _Segment) -> bool:
+        """Tell whether the two are one."""
+        return self.end == other.begin and self.shift == other.shift and self.hyper is other.hyper
+
+
 def update(
     manager: Manager,
     counts: StepCounts,
     groups: dict[int, list[dict[str, Any] | None]],
     *,
-    decoupled: bool,
+    rule: Rule,
     grad_scale: float,
 ) -> None:
     """Take one optimizer step with the gradients that have arrived.
@@ -256,18 +258,20 @@ def update(
         manager: owner of the shards.
         counts: updates so far; raised by one for what is updated.
         groups: param group per slot.
-        decoupled: AdamW, else Adam with L2.
+        rule: the optimizer.
         grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
 
     Raises:
         swap.SwapError: an I/O error; the units of this step are then FAILED.
     """
-    segments: dict[int, list[tuple[int, int, cpu_adam.AdamHyper]]] = {}
+    segments: dict[int, list[_Segment]] = {}
     units = []
-    hyper_of: dict[tuple[int, int], cpu_adam.AdamHyper] = {}
+    hyper_of: dict[tuple[int, int], cpu_adam.Hyper] = {}
+    states, accumulate = manager.plan.request.states, manager.plan.request.accumulate
+    exact_ends = states.kind is cpu_adam.StateKind.INT8  # what lies behind a parameter must not scale its last block
     for unit in trainable_units(manager.units):
         arrived = manager.gradients.arrived(unit.index)
-        ranges: list[tuple[int, int, cpu_adam.AdamHyper]] = []
+        ranges: list[_Segment] = []
         for position, slot in enumerate(unit.slots):
             group = groups[unit.index][position]
             if not arrived[position] or group is None:
@@ -276,25 +280,29 @@ def update(
             key = (id(group), count)
             hyper = hyper_of.get(key)
             if hyper is None:
-                hyper = hyper_of[key] = _hyper(group, count, decoupled=decoupled, grad_scale=grad_scale)
+                hyper = hyper_of[key] = rule.hyper(group, count, grad_scale)
             end = unit.slots[position + 1].offset_numel if position + 1 < len(unit.slots) else unit.numel
-            if ranges and ranges[-1][1] == slot.offset_numel and ranges[-1][2] is hyper:
-                ranges[-1] = (ranges[-1][0], end, hyper)
+            segment = _Segment(
+                slot.offset_numel,
+                slot.end_numel if exact_ends else end,
+                slot.global_numel - slot.offset_numel,
+                hyper,
+            )
+            if ranges and ranges[-1].goes_on_in(segment):
+                ranges[-1] = dataclasses.replace(ranges[-1], end=segment.end)
             else:
-                ranges.append((slot.offset_numel, end, hyper))
+                ranges.append(segment)
         if ranges:
             segments[unit.index] = ranges
             units.append(unit)
 
-    accumulate = manager.plan.request.accumulate
-
     def visit(chunk: Chunk) -> None:
         begin = time.perf_counter()
         done = 0
-        for first, last, hyper in segments[chunk.unit.index]:
-            start, stop = max(first, chunk.begin), min(last, chunk.end)
+        for segment in segments[chunk.unit.index]:
+            start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
             if start < stop:
-                _update_range(chunk, start, stop, hyper, accumulate=accumulate)
+                _update_range(chunk, start, stop, segment, states, accumulate=accumulate)
                 done += stop - start
         size = sum(
             manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
@@ -310,42 +318,26 @@ def update(
                 counts.counts[unit.index][position] += 1
 
 
-def _hyper(group: dict[str, Any], count: int, *, decoupled: bool, grad_scale: float) -> cpu_adam.AdamHyper:
-    values = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    values["lr"] = float(values["lr"])
-    check_hyper_parameters(values, subject="param group")
-    return cpu_adam.AdamHyper(
-        lr=values["lr"],
-        beta1=float(values["betas"][0]),
-        beta2=float(values["betas"][1]),
-        eps=float(values["eps"]),
-        weight_decay=float(values["weight_decay"]),
-        step=count,
-        decoupled=decoupled,
-        grad_scale=grad_scale,
-    )
-
-
-def _update_range(chunk: Chunk, start: int, stop: int, hyper: cpu_adam.AdamHyper, *, accumulate: bool) -> None:
+def _update_range(chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, accumulate: bool) -> None:
     unit = chunk.unit
     dtype = KERNEL_DTYPE[unit.dtype]
     grad_dtype = cpu_adam.Dtype.FLOAT32 if accumulate else dtype
     param = chunk.at(Role.PARAM, start, unit.itemsize)
-    common: dict[str, Any] = {
-        "numel": stop - start,
-        "grad": chunk.at(Role.GRAD, start, grad_dtype.itemsize),
-        "grad_dtype": grad_dtype,
-        "exp_avg": chunk.at(Role.EXP_AVG, start, 4),
-        "exp_avg_sq": chunk.at(Role.EXP_AVG_SQ, start, 4),
-        "hyper": hyper,
-    }
-    if dtype is cpu_adam.Dtype.BFLOAT16:
-        master = chunk.at(Role.MASTER, start, 2)
-        cpu_adam.adam_step(param=param, master=master, master_kind=cpu_adam.MasterKind.SPLIT, **common)
-    elif dtype is cpu_adam.Dtype.FLOAT16:
-        master = chunk.at(Role.MASTER, start, 4)
-        cpu_adam.adam_step(
-            param=0, master=master, master_kind=cpu_adam.MasterKind.FLOAT32, emit=param, emit_dtype=dtype, **common
-        )
-    else:
-        cpu_adam.adam_step(param=0, master=param, master_kind=cpu_adam.MasterKind.FLOAT32, **common)
+    split, half = dtype is cpu_adam.Dtype.BFLOAT16, dtype is cpu_adam.Dtype.FLOAT16
+    found, scales = chunk.states_at(start, states)
+    arrays = cpu_adam.StepArrays(
+        numel=stop - start,
+        grad=chunk.at(Role.GRAD, start, grad_dtype.itemsize),
+        grad_dtype=grad_dtype,
+        master=chunk.at(Role.MASTER, start, 2 if split else 4) if split or half else param,
+        master_kind=cpu_adam.MasterKind.SPLIT if split else cpu_adam.MasterKind.FLOAT32,
+        states=found,
+        param=param if split else 0,
+        state_kind=states.kind,
+        units=scales,
+        emit=param if half else 0,
+        emit_dtype=dtype if half else None,
+        seed=STATE_SEED,
+        offset=start + segment.shift,
+    )
+    cpu_adam.step(arrays, segment.hyper)

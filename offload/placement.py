@@ -4,9 +4,10 @@ Owns the arithmetic of budgets. Pure Python over plain values: testable without 
 nothing at run time. Next: :mod:`offload.manager` lays out the arenas as the plan says.
 
 Bytes per parameter (16-bit parameters p, gradients g): p 2, g 2 (4 when several micro-batches accumulate), split master
-2 (bf16) or fp32 master 4 (fp16) or none (fp32), moments 4 + 4. What sits on NVMe is read and written once per step
-(parameters: read for forward and backward, and written); so host memory is given first to gradients (which would be
-written and read again), then to parameters (three passes), then to states (two passes).
+2 (bf16) or fp32 master 4 (fp16) or none (fp32), each of the optimizer's states 4 (as bfloat16 2, as int8 1, and 2 per
+128 elements for both). What sits on NVMe is read and written once per step (parameters: read for forward and backward,
+and written); so host memory is given first to gradients (which would be written and read again), then to parameters
+(three passes), then to states (two passes).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from offload.config import format_bytes
 from offload.errors import BudgetError, ConfigError
+from offload.kernels_ranges import StateKind
 from offload.shard import Role, Unit
 from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
 
@@ -31,26 +33,56 @@ SMALL_UNITS_SHARE = 0.05
 NVME_SLACK_CHUNKS = 16
 _ENOUGH_BYTES = 1 << 60
 
-STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ)
+STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SCALES)  # in the order of a record
 
 
-def role_itemsize(unit: Unit, role: Role, *, accumulate: bool) -> int:
-    """Return bytes per element of `unit` in `role` (0 where it does not exist).
+@dataclasses.dataclass(frozen=True, slots=True)
+class States:
+    """What an optimizer remembers of each element, beside the master weight.
+
+    Attributes:
+        names: the states' names as in torch, at most two.
+        kind: how they are stored.
+    """
+
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+    kind: StateKind = StateKind.FLOAT32
+
+    def roles(self) -> tuple[tuple[Role, str], ...]:
+        """Return the role and the name of each state."""
+        return tuple(zip((Role.EXP_AVG, Role.EXP_AVG_SQ), self.names, strict=False))
+
+
+ADAM_STATES = States()
+
+
+def role_bytes(unit: Unit, role: Role, numel: int, *, accumulate: bool, states: States = ADAM_STATES) -> int:
+    """Return the bytes of `numel` elements of `unit` in `role` (0 where it does not exist).
 
     Args:
         unit: the unit.
         role: the role.
+        numel: elements, from the start of a block of 8-bit states on.
         accumulate: gradients are summed over micro-batches, hence kept in fp32.
+        states: what the optimizer remembers.
     """
     if role is Role.PARAM:
-        return unit.itemsize
+        return numel * unit.itemsize
     if not unit.trainable:
         return 0
     if role is Role.GRAD:
-        return 4 if accumulate else unit.itemsize
+        return numel * (4 if accumulate else unit.itemsize)
     if role is Role.MASTER:
-        return {"bfloat16": 2, "float16": 4, "float32": 0}[unit.dtype]
-    return 4
+        return numel * {"bfloat16": 2, "float16": 4, "float32": 0}[unit.dtype]
+    if role is Role.SCALES:
+        return states.kind.units_bytes(numel)
+    position = 0 if role is Role.EXP_AVG else 1
+    return numel * states.kind.itemsize if position < len(states.names) else 0
+
+
+def whole_pages(size_bytes: int) -> int:
+    """Return bytes rounded up to what buffers and records consist of."""
+    return -(-size_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +98,7 @@ class Request:
         activation_bytes: part of the device budget for activations, None for the default.
         chunk_numel: optimizer chunk, None for the default.
         alignment_bytes: granularity of the swap files.
+        states: what the optimizer remembers of each element, and in which format.
     """
 
     units: Sequence[Unit]
@@ -77,6 +110,7 @@ class Request:
     activation_bytes: int | None = None
     chunk_numel: int | None = None
     alignment_bytes: int = BUFFER_ALIGNMENT_BYTES
+    states: States = ADAM_STATES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,7 +133,7 @@ class Plan:
         grad_pool_bytes: region of HOST for gradients on their way to NVMe.
         fetch_staging_bytes: buffers of HOST through which NVMe reaches a GPU.
         grad_staging_bytes: buffer of HOST through which gradients leave a GPU.
-        chunk_numel, staging_slots, staging_numel_bytes: the optimizer's pipeline buffers in HOST.
+        chunk_numel, staging_slots, staging_slot_bytes: the optimizer's pipeline buffers in HOST.
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
     """
@@ -113,13 +147,17 @@ class Plan:
     grad_staging_bytes: int
     chunk_numel: int
     staging_slots: int
-    staging_numel_bytes: int
+    staging_slot_bytes: int
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
 
     def role_bytes(self, unit: Unit, role: Role) -> int:
-        """Return the bytes of a shard."""
-        return unit.numel * role_itemsize(unit, role, accumulate=self.request.accumulate)
+        """Return the bytes of a shard, whole pages."""
+        return _bytes(self.request, unit, role)
+
+    def chunk_bytes(self, unit: Unit, role: Role, numel: int) -> int:
+        """Return the bytes of `numel` elements of a shard, from the start of a chunk on."""
+        return _exact_bytes(self.request, unit, role, numel)
 
     def home(self, unit: Unit, role: Role) -> Tier | None:
         """Return the home of a shard, None where the unit has no such role."""
@@ -218,8 +256,8 @@ def _plan(request: Request) -> Plan:
         grad_at, param_at, state_at = dict(grad_home), dict(param_home), dict(state_home)
         sizes = {"staging": 0, "pool": 0, "fetch": 0, "down": 0, "chunk": chunk, "slot": 0}
         if nvme_allowed or not request.device_is_host:  # parameters of a GPU pass through staging, too
-            sizes["slot"] = _slot_bytes(request)
-            sizes["staging"] = STAGING_SLOTS * sizes["slot"] * chunk
+            sizes["slot"] = _slot_bytes(request, chunk)
+            sizes["staging"] = STAGING_SLOTS * sizes["slot"]
             if nvme_allowed and not request.device_is_host:
                 sizes["fetch"] = 2 * max(params.values())
             if not request.device_is_host:
@@ -268,15 +306,13 @@ def _plan(request: Request) -> Plan:
     nvme = 0
     for unit in units:
         if param_at[unit.index] is Tier.NVME:
-            nvme += _padded(request, unit, unit.itemsize, sizes["chunk"])
+            nvme += _padded(request, unit, (Role.PARAM,), sizes["chunk"])
         if unit.trainable and state_at[unit.index] is Tier.NVME:
-            itemsize = sum(role_itemsize(unit, role, accumulate=False) for role in STATE_ROLES)
-            nvme += _padded(request, unit, itemsize, sizes["chunk"])
+            nvme += _padded(request, unit, STATE_ROLES, sizes["chunk"])
         if unit.trainable and grad_at[unit.index] is Tier.NVME:
-            itemsize = role_itemsize(unit, Role.GRAD, accumulate=request.accumulate)
-            nvme += _padded(request, unit, itemsize, sizes["chunk"])
+            nvme += _padded(request, unit, (Role.GRAD,), sizes["chunk"])
     if nvme:  # copy-on-write needs room for the versions in flight
-        nvme += NVME_SLACK_CHUNKS * (sizes["slot"] * sizes["chunk"] + request.alignment_bytes)
+        nvme += NVME_SLACK_CHUNKS * (sizes["slot"] + request.alignment_bytes)
     if nvme > request.budgets[Tier.NVME]:
         raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
 
@@ -296,14 +332,18 @@ def _plan(request: Request) -> Plan:
         grad_staging_bytes=sizes["down"],
         chunk_numel=sizes["chunk"],
         staging_slots=STAGING_SLOTS if sizes["staging"] else 0,
-        staging_numel_bytes=sizes["slot"],
+        staging_slot_bytes=sizes["slot"],
         arena_bytes={Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme},
-        step_bytes=_step_bytes(request, homes),
+        step_bytes=_step_bytes(request, homes, sizes["chunk"]),
     )
 
 
 def _bytes(request: Request, unit: Unit, role: Role) -> int:
-    return unit.numel * role_itemsize(unit, role, accumulate=request.accumulate)
+    return whole_pages(_exact_bytes(request, unit, role, unit.numel))
+
+
+def _exact_bytes(request: Request, unit: Unit, role: Role, numel: int) -> int:
+    return role_bytes(unit, role, numel, accumulate=request.accumulate, states=request.states)
 
 
 def _chunk(request: Request) -> int:
@@ -311,33 +351,31 @@ def _chunk(request: Request) -> int:
     if request.chunk_numel is not None:
         return -(-request.chunk_numel // MIN_CHUNK_NUMEL) * MIN_CHUNK_NUMEL
     total = sum(unit.numel for unit in request.units if unit.trainable)
-    wanted = int(total * STAGING_SHARE) // (STAGING_SLOTS * max(_slot_bytes(request), 1))
+    smallest = STAGING_SLOTS * max(_slot_bytes(request, MIN_CHUNK_NUMEL), 1)
     largest = max((unit.numel for unit in request.units), default=0)
-    wanted = min(wanted, MAX_CHUNK_NUMEL, largest)
-    return max(wanted // MIN_CHUNK_NUMEL, 1) * MIN_CHUNK_NUMEL
+    wanted = min(int(total * STAGING_SHARE) // smallest, min(MAX_CHUNK_NUMEL, largest) // MIN_CHUNK_NUMEL)
+    return max(wanted, 1) * MIN_CHUNK_NUMEL
 
 
-def _slot_bytes(request: Request) -> int:
-    """Return bytes per element of one staging slot: every role that may have to pass through it."""
-    return max(
-        (
-            sum(role_itemsize(u, role, accumulate=request.accumulate) for role in (Role.PARAM, Role.GRAD, *STATE_ROLES))
-            for u in request.units
-        ),
-        default=0,
-    )
+def _slot_bytes(request: Request, chunk: int) -> int:
+    """Return bytes of one staging slot: a chunk in every role that may have to pass through it."""
+    roles = (Role.PARAM, Role.GRAD, *STATE_ROLES)
+    sizes = (sum(_exact_bytes(request, unit, role, chunk) for role in roles) for unit in request.units)
+    return whole_pages(max(sizes, default=0))
 
 
-def _padded(request: Request, unit: Unit, itemsize: int, chunk: int) -> int:
+def _padded(request: Request, unit: Unit, roles: Sequence[Role], chunk: int) -> int:
+    """Return bytes in the swap files: one record per chunk, padded to their granularity."""
     align = request.alignment_bytes
-    return sum(-(-(end - begin) * itemsize // align) * align for begin, end in unit.chunks(chunk))
+    sizes = (sum(_exact_bytes(request, unit, role, end - begin) for role in roles) for begin, end in unit.chunks(chunk))
+    return sum(-(-size // align) * align for size in sizes)
 
 
-def _step_bytes(request: Request, homes: Sequence[Homes]) -> dict[str, int]:
+def _step_bytes(request: Request, homes: Sequence[Homes], chunk: int) -> dict[str, int]:
     """Predict bytes per link for one optimizer step with one micro-batch, working copies never surviving."""
     read = write = h2d = adam = d2h = 0
     for unit, home in zip(request.units, homes, strict=True):
-        states = sum(_bytes(request, unit, role) for role in STATE_ROLES)
+        states = sum(_exact_bytes(request, unit, role, unit.numel) for role in STATE_ROLES)
         grad = _bytes(request, unit, Role.GRAD)
         passes = 2 if unit.trainable else 1
         if home.param is Tier.NVME:
@@ -348,8 +386,9 @@ def _step_bytes(request: Request, homes: Sequence[Homes]) -> dict[str, int]:
         if home.param is not Tier.DEVICE and not (request.device_is_host and home.param is Tier.NVME):
             h2d += passes * unit.param_bytes
         if home.states is Tier.NVME:
-            read += states
-            write += states
+            record = _padded(request, unit, STATE_ROLES, chunk)
+            read += record
+            write += record
         if home.grad is Tier.NVME:
             read += grad
             write += grad
@@ -437,6 +476,13 @@ def render(plan: Plan) -> str:
         0,
         f"{len(request.units)} units, {trainable:,} trainable parameters" + (f", {frozen:,} frozen" if frozen else ""),
     )
+    if request.states.kind is not StateKind.FLOAT32 and trainable:
+        share = format(
+            len(request.states.names) * request.states.kind.itemsize + request.states.kind.units_bytes(1024) / 1024,
+            ".4g",
+        )
+        names = " and ".join(request.states.names)
+        lines.append(f"{names} in {request.states.kind.value} (lossy): {share} bytes per parameter instead of 8")
     lines.append(f"activations and temporaries: {format_bytes(plan.activation_bytes)} of the device budget")
     moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in plan.step_bytes.items() if size)
     lines.append(f"moved per step (one micro-batch, nothing cached): {moved or 'nothing'}")

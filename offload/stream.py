@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from offload import cpu_adam
 from offload.access import Access, Leases
 from offload.manager import Manager
-from offload.placement import STATE_ROLES
+from offload.placement import STATE_ROLES, States, whole_pages
 from offload.shard import Role, Unit
 from offload.transfer import Ticket
 
@@ -45,6 +45,12 @@ class Chunk:
     def at(self, role: Role, element: int, itemsize: int) -> int:
         """Return the address of unit element `element` in `role`, whose elements have `itemsize` bytes."""
         return self.addresses[role] + (element - self.begin) * itemsize
+
+    def states_at(self, element: int, states: States) -> tuple[tuple[int, ...], int]:
+        """Return the addresses of the optimizer's states, and of the scales of 8-bit ones (else 0), at `element`."""
+        found = tuple(self.at(role, element, states.kind.itemsize) for role, _ in states.roles())
+        scales = self.addresses.get(Role.SCALES)
+        return found, 0 if scales is None else scales + states.kind.units_bytes(element - self.begin)
 
 
 def stream(
@@ -151,7 +157,7 @@ def _start_reads(
                 chunk.reading.append(ticket)
     record = [role for role in staged if role in ALL_STATES]
     if record and reads & ALL_STATES and not chunk.access.fresh_states:
-        size = sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record)
+        size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
         ticket = leases.read_chunk(unit, Role.MASTER, number, chunk.addresses[record[0]], size)
         if ticket is not None:
             chunk.reading.append(ticket)
@@ -172,7 +178,7 @@ def _start_writes(manager: Manager, leases: Leases, chunk: Chunk, writes: frozen
             ctypes.memmove(target, chunk.addresses[role], size)
     record = [role for role in STATE_ROLES if role in chunk.staged and role in writes]
     if record:
-        size = sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record)
+        size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
         address = chunk.addresses[record[0]]
         chunk.writing.append(leases.write_chunk(unit, Role.MASTER, chunk.number, address, size))
 

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from offload.manager import Manager
-from offload.placement import STAGING_SLOTS, STATE_ROLES, Homes, Plan, Request, role_itemsize
+from offload.placement import (
+    ADAM_STATES,
+    STAGING_SLOTS,
+    STATE_ROLES,
+    Homes,
+    Plan,
+    Request,
+    States,
+    role_bytes,
+    whole_pages,
+)
 from offload.shard import Role, Unit, lay_out
 from offload.stats import Counters
 from offload.tiers import Budget, Tier, view_at
@@ -42,13 +52,17 @@ def make_plan_with(
     chunk_numel: int = 4096,
     accumulate: bool = False,
     pool_buffers: int = 2,
+    states: States = ADAM_STATES,
 ) -> Plan:
     """Return a plan with exactly these homes, and the arenas they need."""
     everything = dict.fromkeys(Tier, 1 << 40)
-    request = Request(units, everything, accumulate=accumulate)
+    request = Request(units, everything, accumulate=accumulate, states=states)
+
+    def span(unit: Unit, role: Role, numel: int) -> int:
+        return role_bytes(unit, role, numel, accumulate=accumulate, states=states)
 
     def size(unit: Unit, *roles: Role) -> int:
-        return unit.numel * sum(role_itemsize(unit, role, accumulate=accumulate) for role in roles)
+        return sum(whole_pages(span(unit, role, unit.numel)) for role in roles)
 
     used = dict.fromkeys(Tier, 0)
     spilled = 0
@@ -58,12 +72,13 @@ def make_plan_with(
             used[home.grad] += size(unit, Role.GRAD)
             used[home.states] += size(unit, *STATE_ROLES)
             spilled = max(spilled, size(unit, Role.GRAD) if home.grad is Tier.NVME else 0)
-    slot = max(size(unit, Role.PARAM, Role.GRAD, *STATE_ROLES) // unit.numel for unit in units)
-    staging = STAGING_SLOTS * chunk_numel * slot
+    every = (Role.PARAM, Role.GRAD, *STATE_ROLES)
+    slot = whole_pages(max(sum(span(unit, role, chunk_numel) for role in every) for unit in units))
+    staging = STAGING_SLOTS * slot
     arena = {
         Tier.DEVICE: used[Tier.DEVICE] + working_bytes,
         Tier.HOST: used[Tier.HOST] + staging + pool_buffers * spilled,
-        Tier.NVME: used[Tier.NVME] + 16 * chunk_numel * slot,
+        Tier.NVME: used[Tier.NVME] + 16 * slot,
     }
     return Plan(
         request=request,
@@ -75,7 +90,7 @@ def make_plan_with(
         grad_staging_bytes=0,
         chunk_numel=chunk_numel,
         staging_slots=STAGING_SLOTS,
-        staging_numel_bytes=slot,
+        staging_slot_bytes=slot,
         arena_bytes=arena,
         step_bytes={},
     )

@@ -23,7 +23,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("cpu_adam",),
     ("tiers",),
     ("shard", "transfer", "activations"),
-    ("placement", "schedule", "units"),
+    ("placement", "rules", "schedule", "units"),
     ("copies",),
     ("working", "gradients"),
     ("manager",),

@@ -189,7 +189,7 @@ def test_hyper_parameter_out_of_range(value: float) -> None:
 def test_optimizer_that_cannot_be_taken_over() -> None:
     model = net()
     for optimizer, text in (
-        (torch.optim.SGD(model.parameters()), "SGD"),
+        (torch.optim.RMSprop(model.parameters()), "RMSprop"),
         (torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad"),
         (torch.optim.AdamW(net().parameters()), "not one of the model's"),
     ):
@@ -737,18 +737,18 @@ def test_interrupt_in_a_step_comes_through_when_it_is_done(
     nth: int, engine: Engine, undisturbed: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step is whole: no parameter is old while another is new."""
-    real, calls = cpu_adam.adam_step, 0
+    real, calls = cpu_adam.step, 0
 
-    def interrupted(**options: Any) -> None:
+    def interrupted(*arguments: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == nth:
             signal.raise_signal(signal.SIGINT)
-        real(**options)
+        real(*arguments)
 
     step(engine, 0)
     engine.backward(loss_of(engine, 1))
-    monkeypatch.setattr(cpu_adam, "adam_step", interrupted)
+    monkeypatch.setattr(cpu_adam, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     monkeypatch.undo()

@@ -117,6 +117,9 @@ WRONG: list[tuple[str, Any]] = [
     ("dtype", "bf16"),
     ("dtype", "float64"),
     ("dtype", torch.float64),
+    ("state_dtype", "bf16"),
+    ("state_dtype", "float16"),
+    ("state_dtype", None),
     ("offload_param", "gpu"),
     ("offload_optimizer", "disk"),
     ("offload_optimizer", None),
@@ -172,6 +175,8 @@ def test_dtypes_and_devices_may_be_given_as_torch_objects() -> None:
     config = Config(dtype=torch.bfloat16, device=torch.device("cpu"))  # type: ignore[arg-type]
     assert (config.dtype, config.device) == ("bfloat16", "cpu")
     assert Config(dtype="float16").dtype == "float16"
+    assert Config(state_dtype=torch.bfloat16).state_dtype == "bfloat16"  # type: ignore[arg-type]
+    assert Config().state_dtype == "float32" and Config(state_dtype="int8").state_dtype == "int8"
 
 
 def test_paths_in_every_form() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError, ConfigError
+from offload.kernels_ranges import StateKind
 from offload.placement import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,
@@ -20,8 +21,9 @@ from offload.placement import (
     WORKING_UNITS,
     Plan,
     Request,
+    States,
     make_plan,
-    role_itemsize,
+    role_bytes,
 )
 from offload.shard import PAD_NUMEL, Role, Unit, lay_out
 from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
@@ -52,6 +54,10 @@ def unit_lists(draw: st.DrawFn) -> list[Unit]:
 sizes_in_bytes = st.integers(0, 80 * MIB) | st.integers(0, 4000).map(lambda pages: pages * PAGE)
 
 
+names = st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()])
+states = st.builds(States, kind=st.sampled_from(StateKind)) | st.builds(States, names)
+
+
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     device_is_host = draw(st.booleans())
@@ -66,20 +72,31 @@ def requests(draw: st.DrawFn) -> Request:
         device_is_host=device_is_host,
         activation_bytes=draw(st.none() | st.integers(0, 30 * MIB)),
         chunk_numel=draw(st.none() | st.integers(1, 300_000)),
+        states=draw(states),
     )
 
 
 def size(plan: Plan, unit: Unit, *roles: Role) -> int:
-    """Bytes of a unit's shards, from the formula of the module's text."""
-    accumulate = plan.request.accumulate
+    """Bytes of a unit's shards, from the formula of the module's text: whole pages each."""
+    return sum(pages(exact_size(plan, unit, unit.numel, role)) for role in roles)
+
+
+def pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE) * PAGE
+
+
+def exact_size(plan: Plan, unit: Unit, numel: int, *roles: Role) -> int:
+    accumulate, states = plan.request.accumulate, plan.request.states
+    state = {StateKind.FLOAT32: 4, StateKind.BFLOAT16: 2, StateKind.INT8: 1}[states.kind]
     per_element = {
         Role.PARAM: ITEMSIZE[unit.dtype],
         Role.GRAD: 4 if accumulate else ITEMSIZE[unit.dtype],
         Role.MASTER: {"bfloat16": 2, "float16": 4}.get(unit.dtype, 0),
-        Role.EXP_AVG: 4,
-        Role.EXP_AVG_SQ: 4,
+        Role.EXP_AVG: state * (len(states.names) > 0),
+        Role.EXP_AVG_SQ: state * (len(states.names) > 1),
+        Role.SCALES: 2 / 128 * (states.kind is StateKind.INT8),
     }
-    return sum(unit.numel * per_element[role] for role in roles if unit.trainable or role is Role.PARAM)
+    return sum(int(numel * per_element[role]) for role in roles if unit.trainable or role is Role.PARAM)
 
 
 def check_plan(plan: Plan) -> None:
@@ -107,13 +124,18 @@ def check_plan(plan: Plan) -> None:
             total += size(plan, unit, *STATE_ROLES) * (homes.states is tier)
         return total
 
-    staging = plan.staging_slots * plan.chunk_numel * plan.staging_numel_bytes
+    staging = plan.staging_slots * plan.staging_slot_bytes
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
     assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + transit
-    slack = NVME_SLACK_CHUNKS * (plan.chunk_numel * plan.staging_numel_bytes + request.alignment_bytes)
-    # every shard is a whole number of pages, so its chunks need no padding of their own
-    assert plan.arena_bytes[Tier.NVME] == (at(Tier.NVME) + slack if at(Tier.NVME) else 0)
+    slack = NVME_SLACK_CHUNKS * (plan.staging_slot_bytes + request.alignment_bytes)
+    records = 0  # one per chunk, of whole pages: only scales leave a rest
+    for unit, homes in zip(units, plan.homes, strict=True):
+        for home, roles in ((homes.param, [Role.PARAM]), (homes.grad, [Role.GRAD]), (homes.states, STATE_ROLES)):
+            if home is Tier.NVME:
+                chunks = [end - begin for begin, end in unit.chunks(plan.chunk_numel)]
+                records += sum(pages(exact_size(plan, unit, numel, *roles)) for numel in chunks)
+    assert plan.arena_bytes[Tier.NVME] == (records + slack if records else 0)
     for tier in Tier:
         assert 0 <= plan.arena_bytes[tier] <= request.budgets[tier]
         assert plan.arena_bytes[tier] % PAGE == 0
@@ -130,10 +152,10 @@ def check_plan(plan: Plan) -> None:
         assert plan.chunk_numel <= MAX_CHUNK_NUMEL
     else:
         assert 0 <= plan.chunk_numel - request.chunk_numel < MIN_CHUNK_NUMEL
-    if at(Tier.NVME) or not request.device_is_host:
+    if records or not request.device_is_host:
         assert plan.staging_slots == STAGING_SLOTS
-        widest = max(size(plan, u, Role.PARAM, Role.GRAD, *STATE_ROLES) // u.numel for u in units)
-        assert plan.staging_numel_bytes >= widest
+        every = (Role.PARAM, Role.GRAD, *STATE_ROLES)
+        assert plan.staging_slot_bytes == pages(max(exact_size(plan, u, plan.chunk_numel, *every) for u in units))
     spilled = [size(plan, u, Role.GRAD) for u in units if plan.homes[u.index].grad is Tier.NVME]
     assert plan.grad_pool_bytes >= 2 * max(spilled, default=0)
     through = [u.param_bytes for u in units if plan.homes[u.index].param is Tier.NVME]
@@ -208,10 +230,10 @@ def test_bytes_per_element_by_role() -> None:
     for dtype, sizes in expected.items():
         unit = make_unit(0, 10, dtype)
         roles = [(Role.PARAM, False), (Role.GRAD, False), (Role.GRAD, True), (Role.MASTER, True), (Role.EXP_AVG, True)]
-        assert tuple(role_itemsize(unit, role, accumulate=accumulate) for role, accumulate in roles) == sizes
+        assert tuple(role_bytes(unit, role, 1, accumulate=accumulate) for role, accumulate in roles) == sizes
     frozen = make_unit(0, 10, "bfloat16", False)
-    assert role_itemsize(frozen, Role.PARAM, accumulate=True) == 2
-    assert [role_itemsize(frozen, role, accumulate=True) for role in (Role.GRAD, *STATE_ROLES)] == [0] * 4
+    assert role_bytes(frozen, Role.PARAM, 1, accumulate=True) == 2
+    assert [role_bytes(frozen, role, 1, accumulate=True) for role in (Role.GRAD, *STATE_ROLES)] == [0] * 5
 
 
 def test_plenty_of_device_memory_keeps_everything_there() -> None:

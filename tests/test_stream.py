@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
+from offload.kernels_ranges import StateKind
 from offload.manager import Manager
-from offload.placement import STATE_ROLES, Homes
+from offload.placement import Homes, States
 from offload.shard import Role, State, Unit
 from offload.stream import ALL_STATES, Chunk, stream
 from offload.tiers import Tier
@@ -84,10 +85,13 @@ def unit_and_homes(draw: st.DrawFn) -> tuple[list[Unit], list[Homes]]:
     return units, where
 
 
-@given(unit_and_homes())
-def test_what_was_written_is_read_wherever_it_lives(case: tuple[list[Unit], list[Homes]]) -> None:
+FORMATS = [*(States(kind=kind) for kind in StateKind), States(("momentum_buffer",)), States(())]
+
+
+@given(unit_and_homes(), st.sampled_from(FORMATS))
+def test_what_was_written_is_read_wherever_it_lives(case: tuple[list[Unit], list[Homes]], states: States) -> None:
     units, where = case
-    with managing(units, where) as (manager, store):
+    with managing(units, where, states=states) as (manager, store):
         for version in (1, 2):
             write(manager, units, version)
             assert not store.flying
@@ -344,4 +348,4 @@ def test_states_without_content_count_as_zero_moments_and_a_master_equal_to_the_
 
 def check_not_fresh(chunk: Chunk) -> None:
     assert not chunk.access.fresh_states
-    assert all(role in chunk.addresses for role in STATE_ROLES if role is not Role.MASTER)
+    assert all(role in chunk.addresses for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
