@@ -147,6 +147,7 @@ def _add_finetune(commands: argparse._SubParsersAction[Any]) -> None:
     )
     memory.add_argument("--offload-param", metavar="TIER", help="auto, none, cpu or nvme: force where parameters live")
     memory.add_argument("--offload-optimizer", metavar="TIER", help="the same for the optimizer's states")
+    memory.add_argument("--state-dtype", metavar="NAME", help="of Adam's moments: float32 (exact), bfloat16 or int8")
     memory.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options of offload.Config")
 
     showing = finetune.add_argument_group("evaluation and samples")
@@ -181,7 +182,8 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     if budgets:
         options["max_memory"] = {**(options.get("max_memory") or {}), **budgets}
-    for name in ("device", "activation_memory", "dtype", "offload_param", "offload_optimizer", "nvme_path"):
+    plain = ("device", "activation_memory", "dtype", "state_dtype", "offload_param", "offload_optimizer", "nvme_path")
+    for name in plain:
         value = getattr(arguments, name)
         if value is not None:
             options[name] = value

@@ -406,6 +406,7 @@ def test_wrong_calls_leave_with_two(words: list[str], message: str, capsys: pyte
         (["--held-out", "1"], "held_out"),
         (["--save-model"], "no output folder"),
         (["--dtype", "bfloat61"], "did you mean 'bfloat16'"),
+        (["--state-dtype", "int7"], "did you mean 'int8'"),
         (["--device-memory", "7 potatoes"], "max_memory"),
         (["--config", "missing.json"], "config file missing.json"),
         ([], "text t: cannot be read"),
