@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import time
 from typing import Protocol
 
 import torch
@@ -32,6 +33,7 @@ LEAST_GROWTH_SHARE = 1 / 8  # of the region: less is not worth a change
 HOLES_FACTOR = 1.3  # what the allocator may make of a peak when holes are left to it, which is faster
 WORTH_SAMPLING_BYTES = 256 << 10
 WORTH_TRIMMING_BYTES = 16 << 20
+LOOK_EVERY_S = 0.5e-3  # compute allocates a few MiB at most in between
 
 
 class Elastic(Protocol):
@@ -118,6 +120,7 @@ class Activations:
         self._peaks: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)
         self._tight: bool | None = None  # holes in the heap are given back before they add up; None: so far
         self._trimmed_bytes = 0  # what was resident after the last trim in this pass
+        self._next_look_s = 0.0
         self._open = False  # a forward has begun whose end has not been looked at
         self._floor_bytes = 0  # what is resident beside the region when nothing is kept
         self._high_water_bytes = 0
@@ -194,6 +197,10 @@ class Activations:
                 self._owed_bytes = owed
                 raise
             self._booked_bytes += owed
+        now_s = time.perf_counter()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_EVERY_S
         excess = self.sample()
         if excess > 0:
             excess -= self._shrink(excess)

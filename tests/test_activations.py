@@ -79,6 +79,7 @@ class Bench:
 def trims(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One entry per call; the real one would trim the heap of the tests."""
     calls: list[None] = []
+    monkeypatch.setattr(activations, "LOOK_EVERY_S", 0.0)  # a look at every call
     monkeypatch.setattr(activations, "trim_heap", lambda: calls.append(None))
     return calls
 
