@@ -117,6 +117,8 @@ class Activations:
         self._booked_bytes = 0
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
+        self._calm_bytes = 0  # the same, at the moments when nothing was under way
+        self._spikes: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)  # peaks above that
         self._peaks: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)
         self._tight: bool | None = None  # holes in the heap are given back before they add up; None: so far
         self._trimmed_bytes = 0  # what was resident after the last trim in this pass
@@ -204,8 +206,11 @@ class Activations:
         excess = self.sample()
         if excess > 0:
             excess -= self._shrink(excess)
-        if (excess > 0 or self._tight is not False) and self._meter is not None:
-            used = excess + self.room_bytes
+        used = excess + self.room_bytes
+        self._calm_bytes = max(self._calm_bytes, used)
+        if self._tight is not None:  # a spike must still fit; in the first pass, nobody knows how high it will be
+            excess += max(self._spikes, default=0) if self._tight else 0
+        if (excess > 0 or self._tight is None) and self._meter is not None:
             if used - max(self._booked_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
                 trim_heap()
                 self._trimmed_bytes = self._used(self._meter.now_bytes())
@@ -217,7 +222,7 @@ class Activations:
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
                 trim_heap()
             self._high_water_bytes = self._meter.high_water_bytes()
-            self._peak_bytes, self._trimmed_bytes, self._open = 0, 0, True
+            self._peak_bytes, self._calm_bytes, self._trimmed_bytes, self._open = 0, 0, 0, True
 
     def abandon_pass(self) -> None:
         """Note that a micro-batch has failed: what it took says nothing of those that will not."""
@@ -242,6 +247,7 @@ class Activations:
             if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
                 self._floor_bytes += grown
                 peak -= grown
+        self._spikes.append(max(0, peak - self._calm_bytes))
         excess = peak - self.room_bytes
         if excess > 0:
             excess -= self._shrink(excess)

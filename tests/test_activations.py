@@ -222,16 +222,28 @@ def test_holes_in_the_heap_are_given_back_where_room_is_short(trims: list[None])
     roomy = Bench()
     assert holes(roomy, 100 * MIB) == 0  # the first micro-batch has told that there is room
     assert holes(roomy, 901 * MIB) == 1  # over the room beside the smallest region; a second trim could give nothing
-    assert holes(roomy, 100 * MIB) == 1  # it may happen again
+    assert holes(roomy, 100 * MIB) == 0  # there is room for that
     before = len(trims)
     roomy.meter.resident += 901 * MIB  # left over from outside
     roomy.activations.open_pass()
     assert len(trims) == before + 1
-    tight = Bench()
-    tight.budget.reserve("arena", 890 * MIB)
-    tight.activations = Activations(tight.budget, tight.region, tight.meter)
-    assert holes(tight, activations.WORTH_TRIMMING_BYTES) == 0
-    assert holes(tight, activations.WORTH_TRIMMING_BYTES + 1) == 1
+
+    def fresh(room: int) -> Bench:
+        bench = Bench()
+        bench.budget.reserve("arena", bench.budget.free_bytes - room)
+        bench.activations = Activations(bench.budget, bench.region, bench.meter)
+        return bench
+
+    worth = activations.WORTH_TRIMMING_BYTES
+    assert holes(fresh(10 * MIB), worth) == 0  # a first micro-batch, which may have anything ahead
+    assert holes(fresh(10 * MIB), worth + 1) == 1
+    tight = fresh(200 * MIB)
+    tight.run(spike=190 * MIB)  # from now on that much must fit on top
+    assert holes(tight, worth + 1) == 1
+    tight = fresh(216 * MIB)
+    tight.run(spike=190 * MIB)
+    assert holes(tight, worth + 1) == 0  # it does
+    assert holes(tight, 26 * MIB + 1) == 1
 
 
 def test_a_pass_ends_when_nothing_of_it_is_kept() -> None:
