@@ -45,7 +45,7 @@ from offload.optimizer import (
     measure,
     update,
 )
-from offload.placement import ADAM_STATES, Plan, Request, make_plan
+from offload.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
 from offload.resident import open_resident_set
 from offload.rules import rule_of
 from offload.stats import Counters, Stats
@@ -132,6 +132,7 @@ class Engine:
                 activation_bytes=self.config.bytes_of("activation_memory"),
                 chunk_numel=self.config.chunk_numel,
                 states=rule.states(cpu_adam.StateKind(self.config.state_dtype)) if rule else ADAM_STATES,
+                held_together=self._tree.held_together(model, more_than=WORKING_UNITS),
             )
         )
         if self.config.threads is not None:

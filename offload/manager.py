@@ -86,7 +86,7 @@ class Manager:
             fetch = [host.take(half) for _ in range(2)] if half else []
             self.mover = CudaMover(counters, device, fetch, host.take(plan.grad_staging_bytes), deadline_s)
         self.working = WorkingSet(
-            self.units, self.copies, self._arenas[Tier.DEVICE], budgets[Tier.DEVICE], self.mover, binder
+            plan.request, self.copies, self._arenas[Tier.DEVICE], budgets[Tier.DEVICE], self.mover, binder
         )
         self.gradients = Gradients(
             self.units, self.copies, self.mover, accumulate=plan.request.accumulate, deadline_s=deadline_s

@@ -13,7 +13,7 @@ and written); so host memory is given first to gradients (which would be written
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.config import format_bytes
 from offload.errors import BudgetError, ConfigError
@@ -99,6 +99,7 @@ class Request:
         chunk_numel: optimizer chunk, None for the default.
         alignment_bytes: granularity of the swap files.
         states: what the optimizer remembers of each element, and in which format.
+        held_together: sets of units (their indices) that nested forwards have in use at once.
     """
 
     units: Sequence[Unit]
@@ -111,6 +112,17 @@ class Request:
     chunk_numel: int | None = None
     alignment_bytes: int = BUFFER_ALIGNMENT_BYTES
     states: States = ADAM_STATES
+    held_together: Sequence[frozenset[int]] = ()
+
+    def widest(self, units: Iterable[Unit]) -> list[Unit]:
+        """Return those of `units` that must fit the device together.
+
+        These are the three largest, or what nested forwards have in use at once where that is more.
+        """
+        among = {unit.index: unit for unit in units}
+        sets = [[among[index] for index in held if index in among] for held in self.held_together]
+        sets.append(sorted(among.values(), key=lambda unit: unit.param_bytes, reverse=True)[:WORKING_UNITS])
+        return max(reversed(sets), key=lambda held: sum(unit.param_bytes for unit in held))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -205,7 +217,8 @@ def _plan(request: Request) -> Plan:
     states = {u.index: sum(_bytes(request, u, role) for role in STATE_ROLES) for u in units if u.trainable}
 
     # DEVICE: everything if it fits; else small units stay and the rest of the room holds working copies.
-    largest = sum(sorted(params.values(), reverse=True)[:WORKING_UNITS])
+    widest = request.widest(units)
+    largest = sum(unit.param_bytes for unit in widest)
     resident = sum(grads.values()) + sum(states.values())
     states_stay = request.optimizer_tier is Tier.DEVICE
     if request.activation_bytes is not None:
@@ -227,10 +240,10 @@ def _plan(request: Request) -> Plan:
         param_home = dict.fromkeys(params, Tier.DEVICE)
     else:
         if largest > room:
-            raise _TooSmall(
-                Tier.DEVICE,
-                f"the {WORKING_UNITS} largest units ({_names(units)}) and {format_bytes(activation)} of activations",
-            )
+            what = "largest units" if len(widest) <= WORKING_UNITS else "units that are in use at once"
+            names = ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in widest)
+            text = f"the {len(widest)} {what} ({names}) and {format_bytes(activation)} of activations"
+            raise _TooSmall(Tier.DEVICE, text)
         on_device = 0
         for unit in sorted(units, key=lambda u: u.param_bytes):
             small = unit.param_bytes <= SMALL_UNIT_BYTES and request.param_tier is None
@@ -441,11 +454,6 @@ def _failing_tier(request: Request, budgets: Mapping[Tier, int]) -> Tier | None:
     except _TooSmall as short:
         return short.tier
     return None
-
-
-def _names(units: Sequence[Unit]) -> str:
-    largest = sorted(units, key=lambda unit: unit.param_bytes, reverse=True)[:WORKING_UNITS]
-    return ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in largest)
 
 
 def render(plan: Plan) -> str:

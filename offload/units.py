@@ -36,6 +36,20 @@ class UnitTree:
     leases: dict[nn.Module, tuple[int, ...]]
     module_names: dict[nn.Module, str]
 
+    def held_together(self, model: nn.Module, *, more_than: int) -> list[frozenset[int]]:
+        """Return the sets of `more_than` units that are in use at once where each module calls those below it."""
+        seen: set[tuple[nn.Module, frozenset[int]]] = set()
+
+        def descend(module: nn.Module, above: frozenset[int]) -> None:
+            held = above.union(self.leases.get(module, ()))
+            if (module, held) not in seen:
+                seen.add((module, held))
+                for child in module.children():
+                    descend(child, held)
+
+        descend(model, frozenset())
+        return sorted({held for _, held in seen if len(held) > more_than}, key=sorted)
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"bfloat16"`` for ``torch.bfloat16``."""

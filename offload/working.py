@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from offload.config import format_bytes
 from offload.copies import Copies, touch
 from offload.errors import BudgetError, InternalError, StateError
-from offload.placement import WORKING_UNITS
+from offload.placement import Request
 from offload.schedule import NEVER, Schedule
 from offload.shard import HAS_WORKING_COPY, Role, Shard, State, Unit
 from offload.tiers import (
@@ -66,9 +66,10 @@ class WorkingSet:
     """Parameters on the device. See the module's text."""
 
     def __init__(
-        self, units: Sequence[Unit], copies: Copies, arena: Arena, budget: Budget, mover: Mover, binder: Binder
+        self, request: Request, copies: Copies, arena: Arena, budget: Budget, mover: Mover, binder: Binder
     ) -> None:
-        self._units = units
+        self._request = request
+        self._units = request.units
         self._copies = copies
         self._arena = arena
         self._budget = budget
@@ -216,7 +217,7 @@ class WorkingSet:
     @property
     def smallest_arena_bytes(self) -> int:
         """Device memory that the parameters need at least, were they placed for it."""
-        return _largest([unit.param_bytes for unit in self._units])
+        return self._widest_bytes(self._units)
 
     def shrink(self, by_bytes: int) -> int:
         """Give memory of the working region and its reservation back; returns how much was possible.
@@ -231,8 +232,8 @@ class WorkingSet:
             return 0
         copies.sweep(Role.PARAM)
         by_bytes = -(-by_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        streamed = [s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
-        smallest = min(_largest(streamed), region.size_bytes)
+        streamed = [s.unit for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
+        smallest = min(self._widest_bytes(streamed), region.size_bytes)
         wanted_bytes = max(region.size_bytes - by_bytes, smallest)
         for owner in region.owners_beyond(wanted_bytes):
             shard = copies.of(owner, Role.PARAM) if owner >= 0 else None
@@ -262,6 +263,9 @@ class WorkingSet:
         return by_bytes
 
     # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _widest_bytes(self, units: Iterable[Unit]) -> int:
+        return sum(_padded(unit.param_bytes) for unit in self._request.widest(units))
 
     def _grow_for(self, size_bytes: int) -> bool:
         """Make a gap of `size_bytes` at the region's end, if the plan's size and the budget allow it."""
@@ -356,11 +360,6 @@ class WorkingSet:
             ctypes.memmove(target.address, source.address, moved.size_bytes)
             moved.work_buffer = target
             self.bind(moved, target)
-
-
-def _largest(sizes_bytes: Sequence[int]) -> int:
-    """Return the bytes of the largest units, as many as must be on the device together."""
-    return sum(sorted(map(_padded, sizes_bytes), reverse=True)[:WORKING_UNITS])
 
 
 def _padded(size_bytes: int) -> int:

@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 from harness import (
     ACTIVATION_BYTES,
+    LINEAR_BYTES,
     WIDTH,
     assert_equal,
     assert_same_tensors,
@@ -25,6 +26,7 @@ from harness import (
     nvme,
     run,
     tight,
+    working_bytes,
 )
 from models import BY_NAME
 from torch import nn
@@ -48,6 +50,19 @@ class Net(nn.Module):
         for block in self.blocks:
             x = self.drop(torch.tanh(block(x))) + x
         return self.norm(x)
+
+
+class Nested(nn.Module):
+    """Five modules within each other; each keeps its weight in use while it calls the next: five units at once."""
+
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.inner = Nested(depth - 1) if depth > 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x if self.inner is None else self.inner(torch.tanh(x @ self.weight))
+        return inner @ self.weight + x
 
 
 def net(seed: int = 0, **options: Any) -> Net:
@@ -1041,3 +1056,16 @@ def test_a_forward_without_backward_keeps_nothing(engine: Engine) -> None:
     assert engine.stats().used_bytes["device"] > before
     del kept
     assert engine.stats().used_bytes["device"] == before
+
+
+def test_the_plan_counts_units_that_are_in_use_at_once(tmp_path: Path) -> None:
+    def nested() -> nn.Module:
+        torch.manual_seed(0)
+        return Nested()
+
+    with pytest.raises(offload.BudgetError, match="the 5 units that are in use at once"):
+        Engine(nested(), optimizer=AdamW(lr=1e-3), **tight(nested(), tmp_path, units=3))
+    expected = run(nested(), [0, 1, 2], loss_of=loss_of, **everything_on_device())
+    actual = run(nested(), [0, 1, 2], loss_of=loss_of, **tight(nested(), tmp_path, units=5))
+    assert_equal(actual, expected)
+    assert actual.plan.working_bytes == working_bytes(nested(), units=5, unit_bytes=LINEAR_BYTES)

@@ -63,8 +63,9 @@ def requests(draw: st.DrawFn) -> Request:
     device_is_host = draw(st.booleans())
     tiers = [None, None, Tier.DEVICE, Tier.HOST, Tier.NVME]
     optimizer_tiers = tiers if device_is_host else [None, Tier.HOST, Tier.NVME]
+    units = draw(unit_lists())
     return Request(
-        units=draw(unit_lists()),
+        units=units,
         budgets=budgets(draw(sizes_in_bytes), draw(sizes_in_bytes), draw(st.just(0) | sizes_in_bytes | st.just(GIB))),
         param_tier=draw(st.sampled_from(tiers)),
         optimizer_tier=draw(st.sampled_from(optimizer_tiers)),
@@ -73,6 +74,7 @@ def requests(draw: st.DrawFn) -> Request:
         activation_bytes=draw(st.none() | st.integers(0, 30 * MIB)),
         chunk_numel=draw(st.none() | st.integers(1, 300_000)),
         states=draw(states),
+        held_together=draw(st.lists(st.frozensets(st.integers(0, len(units) - 1)), max_size=3)),
     )
 
 
@@ -144,9 +146,11 @@ def check_plan(plan: Plan) -> None:
         assert plan.activation_bytes >= request.activation_bytes
     assert plan.working_bytes % PAGE == 0 and plan.grad_pool_bytes % PAGE == 0
 
-    # the working region holds the three largest of the units that pass through it
-    away = sorted((u.param_bytes for u in units if plan.homes[u.index].param is not Tier.DEVICE), reverse=True)
-    assert plan.working_bytes >= sum(away[:WORKING_UNITS])
+    # the working region holds the three largest of the units that pass through it, and each set of them held at once
+    passing = {u.index: u.param_bytes for u in units if plan.homes[u.index].param is not Tier.DEVICE}
+    assert plan.working_bytes >= sum(sorted(passing.values(), reverse=True)[:WORKING_UNITS])
+    for held in request.held_together:
+        assert plan.working_bytes >= sum(size_bytes for index, size_bytes in passing.items() if index in held)
     assert plan.chunk_numel % MIN_CHUNK_NUMEL == 0 and plan.chunk_numel > 0
     if request.chunk_numel is None:
         assert plan.chunk_numel <= MAX_CHUNK_NUMEL
@@ -332,6 +336,19 @@ def test_refusals_name_the_smallest_budget(change: dict[str, Any], tier: str, sm
     text = str(caught.value)
     assert text.startswith(f"{tier} budget: ")
     assert f'the smallest max_memory["{tier}"] that would do is {smallest} bytes' in text
+
+
+def test_what_nested_forwards_hold_at_once_must_fit() -> None:
+    """Five blocks of 2 MiB held together need 10 MiB, although the three largest units are 6 MiB."""
+    held = [frozenset({0, 1}), frozenset(range(5)), frozenset({5, 6, 7})]
+    request = Request(BLOCKS, budgets(10 * MIB - 1, GIB), activation_bytes=0, held_together=held)
+    with pytest.raises(BudgetError, match=r"the 5 units that are in use at once \(u0 .*, u4 2.00 MiB\)") as caught:
+        make_plan(request)
+    assert named_budgets(caught.value) == {Tier.DEVICE: 10 * MIB}
+    plan = make_plan(dataclasses.replace(request, budgets=budgets(10 * MIB, GIB)))
+    check_plan(plan)
+    assert plan.working_bytes == 10 * MIB
+    assert [unit.index for unit in request.widest(BLOCKS[3:])] == [3, 4, 5]  # of what is left of the set, two are there
 
 
 def test_a_refusal_of_several_tiers_names_a_combination() -> None:

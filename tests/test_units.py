@@ -163,6 +163,25 @@ def test_experts_are_units_of_their_own() -> None:
     assert len(tree.leases[block.experts[1]]) == 1
 
 
+class Nested(nn.Module):
+    """A weight of its own, and another such module inside."""
+
+    def __init__(self, depth: int, width: int = 32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.inner = Nested(depth - 1, width) if depth > 1 else None
+
+
+def test_units_of_nested_modules_are_held_together() -> None:
+    model = nn.ModuleList([Nested(4), Nested(2), Nested(1)])
+    tree = find_units(model, max_unit_bytes=4096)  # each weight is a unit: in model order 0..3, 4..5, 6
+    check_tree(model, tree)
+    assert len(tree.units) == 7
+    assert tree.held_together(model, more_than=3) == [frozenset(range(4))]
+    assert frozenset({4, 5}) in tree.held_together(model, more_than=1)
+    assert frozenset({5, 6}) not in tree.held_together(model, more_than=1)  # siblings come one after the other
+
+
 def test_a_plain_sequential_has_one_unit_per_element() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2))
     tree = find_units(model, max_unit_bytes=ALL)
