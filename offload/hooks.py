@@ -225,9 +225,10 @@ class Hooks:
                 self.unwind()  # an interrupt has torn out of a forward that was not called through the engine
         self.check_interrupt()
         assert self._activations is not None
-        if not self._stack and torch._C._get_tracing_state() is not None:
+        if _torch_transforms():
             raise StateError(
-                "model: cannot be traced while an engine has it, for its parameters come and go; close the engine first"
+                "model: cannot be traced or compiled (torch.jit.trace, torch.compile, torch.export) while an engine has "
+                "it, for its parameters come and go; call it as it is, or close the engine first"
             )
         if not self._stack and not in_backward():
             self._activations.close_pass()  # of a backward that was not called through the engine
@@ -537,6 +538,11 @@ def _refuse_unfit(tree: UnitTree) -> None:
                 f"model {type(module).__name__}: is TorchScript, which runs without the hooks of its modules; wrap the "
                 "module that it was made of"
             )
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            raise StateError(
+                f"model {type(module).__name__}: is compiled (torch.compile), which cannot be had together with "
+                "parameters that come and go; wrap the module as it was before"
+            )
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise StateError(
                 f"model {type(module).__name__}: copies parameters and reduces gradients itself, before the engine has "
@@ -575,6 +581,11 @@ def in_backward() -> bool:
     """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
     task: int = torch._C._current_graph_task_id()
     return task != -1
+
+
+def _torch_transforms() -> bool:
+    """Tell whether torch records or compiles what runs now, instead of just running it."""
+    return torch._C._get_tracing_state() is not None or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -249,6 +249,11 @@ def test_modules_that_run_without_their_hooks() -> None:
         Engine(torch.jit.script(nn.Sequential(nn.Linear(4, 4))), AdamW(), device="cpu")
     with pytest.raises(offload.StateError, match=r"DataParallel: copies parameters.*wrap the \.module inside it"):
         Engine(nn.DataParallel(net()), AdamW(), device="cpu")
+    model = net()
+    model.blocks[1].compile(backend="eager")
+    for module in (model, torch.compile(net(), backend="eager")):
+        with pytest.raises(offload.StateError, match="is compiled.*wrap the module as it was before"):
+            Engine(module, AdamW(), **everything_on_device())
 
 
 @pytest.mark.parametrize(
@@ -614,9 +619,25 @@ def saved_tensor_changed_in_place(engine: Engine) -> None:
 
 
 def traced(engine: Engine) -> None:
-    with pytest.raises(offload.StateError, match="cannot be traced while an engine has it"):
+    with pytest.raises(offload.StateError, match="cannot be traced or compiled"):
         with warnings.catch_warnings(action="ignore"):  # torch deprecates it
             torch.jit.trace(engine.module, batch(0))
+
+
+def compiled(engine: Engine) -> None:
+    """Whoever compiles the engine, its model, a part of it, or a function that calls it."""
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return engine(x) + 1
+
+    for part in (engine, engine.module, called):
+        with pytest.raises(offload.StateError, match="cannot be traced or compiled"):
+            torch.compile(part, backend="eager")(batch(0))
+    block = engine.module.blocks[1]
+    block.compile(backend="eager")
+    with pytest.raises(offload.StateError, match="cannot be traced or compiled"):
+        loss_of(engine, 0)
+    block._compiled_call_impl = None
 
 
 def read_error_in_forward(engine: Engine) -> None:
@@ -687,6 +708,7 @@ DISTURBANCES = [
     written_while_in_use,
     saved_tensor_changed_in_place,
     traced,
+    compiled,
     read_error_in_forward,
     read_error_in_backward,
     read_error_before_a_step_writes,
