@@ -365,6 +365,9 @@ class Engine:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load parameters and buffers by name; masters follow the given values, moments are kept.
 
+        A 16-bit value that equals the present parameter leaves its master as it is, so that it does not matter whether
+        the optimizer's state is loaded before or after.
+
         Raises:
             ConfigError: names or shapes do not fit (with `strict`, missing and unexpected names too).
             StateError: parameters are in use, inside :meth:`gather` or a forward. Nothing was loaded in either case.
