@@ -25,15 +25,7 @@ from offload.config import Config, OptimizerSpec
 from offload.errors import ConfigError, NonFiniteError, StateError
 from offload.hooks import Hooks
 from offload.interrupt import Deferral
-from offload.loading import (
-    Loader,
-    free_bytes,
-    move_buffers,
-    open_tiers,
-    resolve_device,
-    restored_parameters,
-    tie_optimizer,
-)
+from offload.loading import Loader, free_bytes, open_tiers, resolve_device, tie_optimizer
 from offload.manager import Manager
 from offload.optimizer import (
     GradientNorm,
@@ -150,21 +142,22 @@ class Engine:
         self._grad_norm: float | None = None
 
         self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer)
-        loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
+        self._loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
         manager = open_tiers(self.plan, self.config, self.device, self._budgets, self._hooks, self._counters)
         self._manager = manager
         try:
-            loader.load(manager)
+            self._loader.load(manager)
             if self.optimizer is not None:
                 self.optimizer.on_step = self._step_now
                 self.optimizer.on_zero_grad = self.zero_grad
                 tie_optimizer(self.optimizer, optimizer, self._require_open, self._tree, self._hooks, self._step_counts)
         except BaseException:
-            self._manager = None
-            try:
-                loader.undo(manager)
-            finally:
-                manager.close()
+            with contextlib.ExitStack() as last:
+                unloaded: dict[int, list[torch.Tensor]] = {}
+                last.callback(self._loader.give_back, unloaded)
+                last.callback(manager.close)
+                self._manager = None
+                unloaded.update(self._loader.unload(manager))
             raise
         meter = open_resident_set() if self.device.type == "cpu" else None
         self._activations = Activations(self._budgets[Tier.DEVICE], manager.working, meter)
@@ -174,7 +167,7 @@ class Engine:
         self._hooks.check_interrupt = self._deferral.check
         self._tensors = ModuleTensors(model, self._tree, self._hooks, self._require_open)
         self._tensors.attach()
-        move_buffers(model, self.device)
+        self._loader.move_buffers(self.device)
         manager.prefetch()
         logger.info("plan:\n%s", self.plan)
 
@@ -467,8 +460,9 @@ class Engine:
         """Free all tiers; idempotent.
 
         Args:
-            restore: give the module's parameters ordinary memory again. None does so where they fit the device and
-                host budgets that are being freed. Without it, the module's forward raises a clear error.
+            restore: give the module's parameters ordinary memory again, on the device they came from. None does so
+                where they fit the host budget (on a CPU, with the device budget) that is being freed. Without it, the
+                module's forward raises a clear error.
 
         Raises:
             swap.SwapError: the parameters could not be read back, or the drive hangs; the engine is closed then, too.
@@ -492,13 +486,12 @@ class Engine:
             last.callback(manager.close)
             last.callback(self._hooks.detach)
             if restore:
-                restored.update(restored_parameters(manager, self._tree, range(len(self._tree.units))))
+                restored.update(self._loader.unload(manager))
 
     def _leave_module(self, restored: dict[int, list[torch.Tensor]]) -> None:
         """Give the module what was restored, or a guard against being used."""
         self._manager = None
-        for index, tensors in restored.items():
-            self._hooks.replace(self._tree.units[index], tensors)
+        self._loader.give_back(restored)
         if not restored:
             self.module.register_forward_pre_hook(_refuse_forward)
 

@@ -227,8 +227,8 @@ class Hooks:
         assert self._activations is not None
         if _torch_transforms():
             raise StateError(
-                "model: cannot be traced or compiled (torch.jit.trace, torch.compile, torch.export) while an engine has "
-                "it, for its parameters come and go; call it as it is, or close the engine first"
+                "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
+                "parameters come and go; call it as it is, or close the engine first"
             )
         if not self._stack and not in_backward():
             self._activations.close_pass()  # of a backward that was not called through the engine
@@ -585,7 +585,9 @@ def in_backward() -> bool:
 
 def _torch_transforms() -> bool:
     """Tell whether torch records or compiles what runs now, instead of just running it."""
-    return torch._C._get_tracing_state() is not None or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return (
+        torch._C._get_tracing_state() is not None or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    )
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ unit's way home and out, the states of an optimizer that the user brings. Next: 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,11 @@ class Loader:
         self._hooks = hooks
         self._initialise = initialise
         self._loaded: list[int] = []
+        self._devices = [
+            [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
+            for members in tree.parameters
+        ]
+        self._buffers: list[tuple[nn.Module, str, torch.device]] = []  # that have been moved, with where they were
 
     def load(self, manager: Manager) -> None:
         """Move the parameters to their homes unit by unit; each unit's original memory is freed at once.
@@ -122,10 +127,38 @@ class Loader:
         for name, buffer in meta_buffers.items():
             _check_initialised(name, buffer)
 
-    def undo(self, manager: Manager) -> None:
-        """Give the parameters that were moved ordinary memory again."""
-        for index, tensors in restored_parameters(manager, self._tree, self._loaded).items():
-            self._hooks.replace(self._tree.units[index], tensors)
+    def unload(self, manager: Manager) -> dict[int, list[torch.Tensor]]:
+        """Return ordinary tensors in host memory with the units' parameters; the manager is only to be closed then.
+
+        States and gradients give way first, then each unit for its own tensors: the peak is what the tiers hold anyway,
+        or the parameters and one unit.
+        """
+        manager.drop_training_state()
+        unloaded: dict[int, list[torch.Tensor]] = {}
+        for index in self._loaded:
+            slots = range(len(self._tree.units[index].slots))
+            values = checkpoint.gather_parameters(manager, {(index, slot) for slot in slots})
+            unloaded[index] = [values[index, slot] for slot in slots]
+            manager.drop_parameters(index)
+        return unloaded
+
+    def give_back(self, unloaded: dict[int, list[torch.Tensor]]) -> None:
+        """Give parameters these tensors, and buffers their content, on the devices where they were before."""
+        for index, tensors in unloaded.items():
+            places = zip(tensors, self._devices[index], strict=True)
+            self._hooks.replace(self._tree.units[index], [tensor.to(device) for tensor, device in places])
+        for part, name, device in self._buffers:
+            buffer = part._buffers.get(name)
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the buffers of all modules to the device, where compute wants them."""
+        for part in self._module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                if buffer.device != device and not buffer.is_meta:
+                    self._buffers.append((part, name, buffer.device))
+                    part._buffers[name] = buffer.to(device)
 
     def _materialise_buffers(self) -> dict[str, torch.Tensor]:
         """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""
@@ -163,29 +196,6 @@ class Loader:
             f"module {path or type(module).__name__}: its parameters or buffers are on the meta device and it has no "
             "reset_parameters; pass init_weights=callable"
         )
-
-
-def restored_parameters(manager: Manager, tree: UnitTree, indices: Iterable[int]) -> dict[int, list[torch.Tensor]]:
-    """Return ordinary tensors on the device with the units' parameters; the manager is only to be closed then.
-
-    States and gradients give way first, then each unit for its own tensors: the peak is what the tiers hold anyway, or
-    the parameters and one unit.
-    """
-    manager.drop_training_state()
-    restored: dict[int, list[torch.Tensor]] = {}
-    for index in indices:
-        values = checkpoint.gather_parameters(manager, {(index, slot) for slot in range(len(tree.units[index].slots))})
-        restored[index] = [values[where].to(manager.device) for where in sorted(values)]
-        manager.drop_parameters(index)
-    return restored
-
-
-def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers of all modules to the device, where compute wants them."""
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if buffer.device != device and not buffer.is_meta:
-                part._buffers[name] = buffer.to(device)
 
 
 def tie_optimizer(
