@@ -15,7 +15,12 @@ std::vector<OperationPtr> Engine::submit(std::vector<Job> jobs) {
     if (sums) checksum_workers_.start();
     std::vector<OperationPtr> operations;
     operations.reserve(jobs.size());
-    for (Job& job : jobs) operations.push_back(std::make_shared<Operation>(std::move(job)));
+    int fd = -1;
+    std::uint64_t device = 0;
+    for (Job& job : jobs) {
+        if (job.fd != fd) device = device_of(fd = job.fd);  // batches are usually of one file
+        operations.push_back(std::make_shared<Operation>(std::move(job), device));
+    }
     {
         std::lock_guard<std::mutex> guard(mutex_);
         if (closing_) return {};

@@ -25,7 +25,7 @@ namespace swap_aio {
 
 struct Settings {
     unsigned queue_depth = 32;           // requests in flight at most (io_uring)
-    std::size_t block_bytes = 1U << 20;  // largest request
+    std::size_t block_bytes = 2U << 20;  // largest request
     unsigned threads = 4;                // workers (thread engine)
 };
 

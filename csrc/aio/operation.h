@@ -40,11 +40,14 @@ struct Job {
     std::unique_ptr<Checksums> checksums;  // null: none
 };
 
+/// The device of a file as stat() names it; 0 for a descriptor that is not open: the transfer will say so.
+std::uint64_t device_of(int fd);
+
 struct Operation {
-    explicit Operation(Job job);
+    Operation(Job job, std::uint64_t device);
 
     /// True once the result below is final.
-    bool done() const { return state_.load(std::memory_order_acquire) != 0; }
+    bool done() const { return state_.load(std::memory_order_acquire) == kDone; }
 
     /// Block until done or until `timeout_s` passed; returns done().  Never touches a lock, so that a forked
     /// child that inherited the object cannot hang in its destructor.
@@ -78,7 +81,10 @@ struct Operation {
     std::size_t error_length = 0;
 
   private:
-    std::atomic<std::uint32_t> state_{0};
+    enum State : std::uint32_t { kFlying, kWaitedFor, kDone };
+
+    // kWaitedFor: somebody sleeps (or is about to) and has to be woken, which costs a system call.
+    mutable std::atomic<std::uint32_t> state_{kFlying};
 };
 
 using OperationPtr = std::shared_ptr<Operation>;

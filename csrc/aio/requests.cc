@@ -94,7 +94,8 @@ void RequestQueue::leave(Line& line, const OperationPtr& operation) {
 }
 
 bool RequestQueue::hold_back(Lane& lane) const {
-    if (lane.courtesy_until_s == 0 || lane.normal_bytes < kCourtesyBlocks * block_bytes_) return false;
+    const std::size_t allowed = std::min(kCourtesyBlocks * block_bytes_, kCourtesyBytes);
+    if (lane.courtesy_until_s == 0 || lane.normal_bytes < allowed) return false;
     if (monotonic_s() < lane.courtesy_until_s) return true;
     lane.courtesy_until_s = 0;
     return false;

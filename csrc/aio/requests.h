@@ -64,7 +64,7 @@ class QueueDepth {
 ///
 /// A device serves what it holds in its own order, so an urgent request that meets a full queue waits for all
 /// of it.  While urgent operations keep coming to a device (and for a moment after), pop() therefore leaves
-/// only a few blocks of normal requests with it; without urgent ones the queue is as deep as the caller makes
+/// only a few MiB of normal requests with it; without urgent ones the queue is as deep as the caller makes
 /// it. Not thread-safe: the caller serialises.
 class RequestQueue {
   public:
@@ -95,8 +95,9 @@ class RequestQueue {
   private:
     using Line = std::deque<OperationPtr>;
 
-    static constexpr std::size_t kCourtesyBlocks = 3;  // of normal requests with the device meanwhile
-    static constexpr std::size_t kIdleLanes = 16;      // kept although nothing waits in them
+    static constexpr std::size_t kCourtesyBlocks = 3;        // of normal requests with the device meanwhile,
+    static constexpr std::size_t kCourtesyBytes = 3U << 20;  // or as many as begin within this
+    static constexpr std::size_t kIdleLanes = 16;            // kept although nothing waits in them
 
     /// What waits for one device.
     struct Lane {
