@@ -12,6 +12,7 @@ from swap.aio import (
     Ticket,
     engines_available,
     uring_refusal,
+    wait_all,
 )
 from swap.backing import Mode
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError, SwapLockedError
@@ -47,4 +48,5 @@ __all__ = [
     "Ticket",
     "engines_available",
     "uring_refusal",
+    "wait_all",
 ]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from swap import _aio
 from swap.errors import SwapDeadlineError, SwapError
 from swap.faults import Fault, FaultTarget
-from swap.operations import IoTicket, Job, Priority, Ticket
+from swap.operations import IoTicket, Job, Priority, Ticket, wait_all
 from swap.stats import AioStats, Latency
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "file_facts",
     "preallocate",
     "uring_refusal",
+    "wait_all",
 ]
 
 _ENGINE_VARIABLE = "OFFLOAD_AIO_ENGINE"

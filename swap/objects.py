@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from swap.aio import Priority
 from swap.errors import SwapFullError, format_bytes
@@ -17,8 +17,11 @@ from swap.lifetime import Gate
 from swap.mapping import Version, VersionMap
 from swap.puts import Put, PutOrder
 from swap.snapshot import Snapshot
-from swap.space import Piece, Space
-from swap.transfers import StoreTicket, Transfers
+from swap.space import Space
+from swap.transfers import Read, StoreTicket, Transfers, Write
+
+Item = tuple[Hashable, int, int]
+"""Key, address and length in bytes of one object."""
 
 
 class Objects:
@@ -45,24 +48,27 @@ class Objects:
         self._alignment = alignment
         self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
 
-    def put(self, key: Hashable, address: int, length: int) -> StoreTicket:
-        """See `SwapStore.put`."""
+    def put(self, items: Sequence[Item]) -> list[StoreTicket]:
+        """See `SwapStore.put_many`."""
         self._gate.check()
-        self._check_address(address)
-        if length <= 0:
-            raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
-        need = self._round_up(length)
+        for key, address, length in items:
+            self._check_address(address)
+            if length <= 0:
+                raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
+        needs = [self._round_up(length) for _, _, length in items]
         limit_s = self._transfers.deadline_s
         end = time.monotonic() + limit_s
         while True:
             with self._lock:
                 self._gate.check()
-                if pieces := self._allocate(need):
-                    return self._start_put(key, Version(pieces, need), address)
+                if (versions := self._allocate(needs)) is not None:
+                    return self._start_puts(items, versions)
                 blocking = self._transfers.in_flight()
             if not blocking:
+                need = sum(needs)
+                what = f"put {items[0][0]!r} needs" if len(items) == 1 else f"puts of {len(items)} objects need"
                 raise SwapFullError(
-                    f"swap store: put {key!r} needs {format_bytes(need)} but "
+                    f"swap store: {what} {format_bytes(need)} but "
                     f"{format_bytes(self._space.free_bytes)} of {format_bytes(self._space.capacity_bytes)} are free",
                     length_bytes=need,
                     remedy="give the store more capacity or delete objects; "
@@ -70,11 +76,12 @@ class Objects:
                 )
             blocking[0].wait_settled(end, limit_s)
 
-    def get(self, key: Hashable, address: int, length: int, *, offset: int, urgent: bool) -> StoreTicket:
-        """See `SwapStore.get`."""
+    def get(self, items: Sequence[Item], *, offset: int, urgent: bool) -> list[StoreTicket]:
+        """See `SwapStore.get_many`; every range starts at `offset`."""
         self._gate.check()
         with self._lock:
-            return self._read(key, self.version(key), address, length, offset=offset, urgent=urgent)
+            wanted = [(key, self.version(key), address, length) for key, address, length in items]
+            return self._read(wanted, offset=offset, urgent=urgent)
 
     def delete(self, key: Hashable) -> None:
         """See `SwapStore.delete`."""
@@ -90,7 +97,7 @@ class Objects:
         """See `SwapStore.snapshot`."""
         self._gate.check()
         with self._lock:
-            return Snapshot(self._map.snapshot(), self._read, self._release)
+            return Snapshot(self._map.snapshot(), self._read_one, self._release)
 
     def version(self, key: Hashable) -> Version:
         """The current version of `key`. Locked.
@@ -111,22 +118,30 @@ class Objects:
     def _round_up(self, length: int) -> int:
         return -(-length // self._alignment) * self._alignment
 
-    def _allocate(self, need: int) -> tuple[Piece, ...]:
-        """Take `need` bytes; () when there is no room even after what is over was reaped. Locked."""
+    def _allocate(self, needs: Sequence[int]) -> list[Version] | None:
+        """Take room for versions, all or none; None when there is none even after what is over was reaped. Locked."""
+        need = sum(needs)
         if self._space.free_bytes < need:
             self._transfers.settle_finished()
-        return self._space.allocate(need)
+        if self._space.free_bytes < need:
+            return None
+        return [Version(self._space.allocate(length), length) for length in needs]  # what fits by the sum fits
 
-    def _start_put(self, key: Hashable, version: Version, address: int) -> StoreTicket:
-        """Start writing a version; it is this key's unless something else happens. Locked."""
-        self._map.hold(version)
+    def _start_puts(self, items: Sequence[Item], versions: Sequence[Version]) -> list[StoreTicket]:
+        """Start writing versions; each is its key's unless something else happens. Locked."""
+        writes = []
+        for (key, address, _), version in zip(items, versions, strict=True):
+            self._map.hold(version)
+            writes.append(Write(version, address, f"put {key!r}"))
         try:
-            ticket = self._transfers.write(version, address, f"put {key!r}", self._put_ended)
+            tickets = self._transfers.write(writes, self._put_ended)
         except BaseException:
-            self._map.release(version)
+            for version in versions:
+                self._map.release(version)
             raise
-        self._started[id(ticket)] = self._puts.started(key)
-        return ticket
+        for (key, _, _), ticket in zip(items, tickets, strict=True):
+            self._started[id(ticket)] = self._puts.started(key)
+        return tickets
 
     def _put_ended(self, ticket: StoreTicket) -> None:
         """Let a put take effect unless it failed or came too late. Locked."""
@@ -135,24 +150,34 @@ class Objects:
             self._map.put(put.key, ticket.version)
         self._map.release(ticket.version)
 
-    def _read(
+    def _read_one(
         self, key: Hashable, version: Version, address: int, length: int, *, offset: int, urgent: bool
     ) -> StoreTicket:
+        return self._read([(key, version, address, length)], offset=offset, urgent=urgent)[0]
+
+    def _read(
+        self, wanted: Sequence[tuple[Hashable, Version, int, int]], *, offset: int, urgent: bool
+    ) -> list[StoreTicket]:
         self._gate.check()
-        self._check_address(address)
-        need = self._round_up(length)
-        if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
-            raise ValueError(
-                f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
-                f"{self._alignment}, but got offset {offset}, length {length}"
-            )
+        reads = []
+        for key, version, address, length in wanted:
+            self._check_address(address)
+            need = self._round_up(length)
+            if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
+                raise ValueError(
+                    f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
+                    f"{self._alignment}, but got offset {offset}, length {length}"
+                )
+            reads.append(Read(version, address, offset, need, f"get {key!r}"))
         priority = Priority.URGENT if urgent else Priority.NORMAL
         with self._lock:
-            self._map.hold(version)
+            for read in reads:
+                self._map.hold(read.version)
             try:
-                return self._transfers.read(version, address, offset, need, priority, f"get {key!r}", self._get_ended)
+                return self._transfers.read(reads, priority, self._get_ended)
             except BaseException:
-                self._map.release(version)
+                for read in reads:
+                    self._map.release(read.version)
                 raise
 
     def _get_ended(self, ticket: StoreTicket) -> None:

@@ -1,6 +1,6 @@
 """One read or write, as it is asked for and as it is waited for.
 
-Owns: jobs, tickets, and the text of an error of one operation.
+Owns: jobs, tickets, waiting for many of them, and the text of an error of one operation.
 Must not know: how an engine is chosen or opened.
 Next: `aio` starts jobs and returns tickets.
 """
@@ -8,6 +8,8 @@ Next: `aio` starts jobs and returns tickets.
 from __future__ import annotations
 
 import errno as _errno
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -55,6 +57,33 @@ class Ticket(Protocol):
             SwapDeadlineError: not over in time; the operation stays in flight and may be waited for again.
             SwapError: the operation failed. Every wait on this ticket raises it.
         """
+
+
+def wait_all(tickets: Sequence[Ticket], timeout_s: float | None = None) -> None:
+    """Wait until several operations are over.
+
+    Cheaper than to wait for them in their order: what was started last usually ends last, so whoever waits for that one
+    first sleeps once and finds the others done.
+
+    Args:
+        tickets: in the order in which they were started.
+        timeout_s: seconds to wait at most, for all of them; None uses the deadline of the engine or store for each.
+
+    Raises:
+        SwapDeadlineError: one is not over in time; all may be waited for again.
+        SwapError: the first failure in the order of the tickets, when all are over.
+    """
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    failure: SwapError | None = None
+    for ticket in reversed(tickets):
+        try:
+            ticket.wait(None if end is None else max(end - time.monotonic(), 0.0))
+        except SwapDeadlineError:
+            raise
+        except SwapError as error:
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 @dataclass(frozen=True, slots=True)

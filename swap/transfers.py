@@ -97,6 +97,26 @@ class StoreTicket:
         return self._what
 
 
+@dataclass(frozen=True, slots=True)
+class Write:
+    """All of a version, from memory at `address`; `what` is a name for messages."""
+
+    version: Version
+    address: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The range [offset, offset + length) of a version, to memory at `address`; `what` is a name for messages."""
+
+    version: Version
+    address: int
+    offset: int
+    length: int
+    what: str
+
+
 class Transfers:
     """Starts transfers and keeps those that are not settled. `lock` is the store's and guards everything here.
 
@@ -136,32 +156,37 @@ class Transfers:
         self._in_flight: dict[int, StoreTicket] = {}
         self._unreported: dict[int, StoreTicket] = {}
 
-    def write(self, version: Version, address: int, what: str, on_end: Callable[[StoreTicket], None]) -> StoreTicket:
-        """Start writing all of a version. `on_end` is called once, locked, when the ticket is settled.
+    def write(self, writes: Sequence[Write], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
+        """Start writing all of some versions, all or none, with one submission.
+
+        `on_end` is called once per ticket, locked, when it is settled.
 
         Raises:
             SwapError: the engine is closed; nothing was started.
         """
-        jobs = []
-        for piece in version.pieces:
-            extent = piece.extent
-            fd = self._files[piece.file].fd
-            jobs.append(Job(True, fd, extent.offset, address, extent.length, Priority.NORMAL, self._granule_bytes))
-            address += extent.length
-        return self._start(StoreTicket(self, version, what, on_end, writes=True), jobs)
+        started = []
+        for write in writes:
+            address = write.address
+            jobs = []
+            for piece in write.version.pieces:
+                extent = piece.extent
+                fd = self._files[piece.file].fd
+                jobs.append(Job(True, fd, extent.offset, address, extent.length, Priority.NORMAL, self._granule_bytes))
+                address += extent.length
+            started.append((StoreTicket(self, write.version, write.what, on_end, writes=True), jobs))
+        return self._start(started)
 
     def read(
-        self,
-        version: Version,
-        address: int,
-        offset: int,
-        length: int,
-        priority: Priority,
-        what: str,
-        on_end: Callable[[StoreTicket], None],
-    ) -> StoreTicket:
-        """Start reading the range [offset, offset + length) of a version; see `write`."""
-        ticket = StoreTicket(self, version, what, on_end, writes=False)
+        self, reads: Sequence[Read], priority: Priority, on_end: Callable[[StoreTicket], None]
+    ) -> list[StoreTicket]:
+        """Start reading ranges of versions; see `write`."""
+        return self._start([self._prepare(read, priority, on_end) for read in reads])
+
+    def _prepare(
+        self, read: Read, priority: Priority, on_end: Callable[[StoreTicket], None]
+    ) -> tuple[StoreTicket, list[Job]]:
+        version, offset, length, address = read.version, read.offset, read.length, read.address
+        ticket = StoreTicket(self, version, read.what, on_end, writes=False)
         jobs: list[Job] = []
         start = 0
         for index, piece in enumerate(version.pieces):
@@ -171,7 +196,7 @@ class Transfers:
                 where = address + first - offset
                 jobs += self._reads(ticket, index, first - start, last - start, where, priority)
             start = end
-        return self._start(ticket, jobs)
+        return ticket, jobs
 
     def _reads(
         self, ticket: StoreTicket, index: int, first: int, last: int, address: int, priority: Priority
@@ -195,10 +220,14 @@ class Transfers:
             jobs.append(Job(False, fd, at, where, part.last - part.first, priority, granule, expected))
         return jobs
 
-    def _start(self, ticket: StoreTicket, jobs: list[Job]) -> StoreTicket:
-        ticket._io = self._aio.submit(jobs)
-        self._in_flight[id(ticket)] = ticket
-        return ticket
+    def _start(self, started: Sequence[tuple[StoreTicket, list[Job]]]) -> list[StoreTicket]:
+        flying = self._aio.submit([job for _, jobs in started for job in jobs])
+        first = 0
+        for ticket, jobs in started:
+            ticket._io = flying[first : first + len(jobs)]
+            first += len(jobs)
+            self._in_flight[id(ticket)] = ticket
+        return [ticket for ticket, _ in started]
 
     def settle(self, ticket: StoreTicket) -> None:
         """Let a finished transfer take effect, once. All its parts must be done."""

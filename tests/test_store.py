@@ -35,6 +35,7 @@ from swap import (
     SwapFullError,
     SwapStore,
     engines_available,
+    wait_all,
 )
 from swap.files import SwapFile, divide_capacity
 
@@ -802,3 +803,80 @@ def test_stats_and_dump(store: SwapStore) -> None:
     assert (stats.in_flight, stats.used_bytes, stats.peak_used_bytes) == (0, 3 * BLOCK, 3 * BLOCK)
     assert "1 objects" in store.dump()
     assert f"engine {store.engine}" in store.dump()
+
+
+# ---- many objects at once ----
+
+
+def test_put_many_and_get_many(store: SwapStore) -> None:
+    """Objects of 1, 2, 3... blocks, by one submission each way; of two puts of one key the last wins."""
+    sizes = [1, 2, 3, 4, 5]
+    memory = Memory(2 * sum(sizes) * BLOCK)
+    items, data, at = [], [], 0
+    for index, blocks in enumerate(sizes):
+        data.append(pattern(blocks * BLOCK, seed=index))
+        memory[at : at + blocks * BLOCK] = data[-1]
+        items.append((index if index else "twice", memory.address + at, blocks * BLOCK))
+        at += blocks * BLOCK
+    items.append(("twice", *items[1][1:]))
+    wait_all(store.put_many(items))
+    assert get(store, "twice") == data[1]
+    targets = [(key, address + at, length) for key, address, length in items[1:5]]
+    wait_all(store.get_many(targets, urgent=True))
+    assert memory[at + BLOCK : 2 * at] == memory[BLOCK:at]
+    assert (store.put_many([]), store.get_many([])) == ([], [])
+    assert store.used_bytes == (2 + 2 + 3 + 4 + 5) * BLOCK  # the first "twice" has given way
+
+
+def test_put_many_is_all_or_nothing(store: SwapStore) -> None:
+    """64 blocks: 40 and 30 do not fit together; 40 and 24 do."""
+    memory = Memory(64 * BLOCK)
+    with pytest.raises(SwapFullError, match="puts of 2 objects need"):
+        store.put_many([("a", memory.address, 40 * BLOCK), ("b", memory.address, 30 * BLOCK)])
+    with pytest.raises(ValueError, match="more than 0"):
+        store.put_many([("a", memory.address, BLOCK), ("b", memory.address, 0)])
+    assert (len(store), store.used_bytes, store.stats().in_flight) == (0, 0, 0)
+    wait_all(store.put_many([("a", memory.address, 40 * BLOCK), ("b", memory.address, 24 * BLOCK)]))
+    with pytest.raises(KeyError):
+        store.get_many([("a", memory.address, BLOCK), ("c", memory.address, BLOCK)])
+    assert store.used_bytes == 64 * BLOCK
+    store.delete("a")
+    store.delete("b")
+    assert store.used_bytes == 0  # nothing is held by the get that did not start
+
+
+def test_each_put_of_many_fails_for_itself(store: SwapStore) -> None:
+    """Puts of one block are one I/O each: the Nth fails, whichever that is, and the others take effect."""
+    memory = Memory(8 * BLOCK)
+    for nth in range(1, 10):
+        for kept in store.keys():  # noqa: SIM118  # a store is no mapping
+            store.delete(kept)
+        store.inject(Fault(nth=nth, target=FaultTarget.WRITES, errno=errno.EIO))
+        tickets = store.put_many([(key, memory.address + key * BLOCK, BLOCK) for key in range(8)])
+        if nth <= 8:
+            with pytest.raises(SwapError, match="EIO"):
+                wait_all(tickets)
+        else:
+            wait_all(tickets)
+        assert len(store) == store.used_bytes // BLOCK == (7 if nth <= 8 else 8)
+        store.clear_faults()
+
+
+def test_wait_all_gives_one_deadline_to_all_and_the_first_failure(store: SwapStore) -> None:
+    memory = Memory(4 * BLOCK)
+    store.inject(Fault(nth=2, action=FaultAction.DELAY, delay_s=0.3))
+    tickets = [store.put(key, memory.address, BLOCK) for key in range(3)]
+    with pytest.raises(SwapDeadlineError):
+        wait_all(tickets, 0.0)
+    wait_all(tickets)
+    store.clear_faults()
+    tickets = [store.put("good", memory.address, BLOCK)]
+    store.drain()
+    for key, code in (("first", errno.EIO), ("second", errno.ENOSPC)):
+        store.inject(Fault(errno=code))
+        tickets.append(store.put(key, memory.address, BLOCK))
+        with contextlib.suppress(SwapError):
+            store.drain()
+        store.clear_faults()
+    with pytest.raises(SwapError, match="EIO"):
+        wait_all(tickets)
