@@ -23,6 +23,7 @@ import psutil
 
 from offload import drives, machine
 from offload.errors import ConfigError
+from offload.nvme_deepspeed import DEEPSPEED, DEEPSPEED_ORDINARY, DeepSpeed, deepspeed_installed
 from offload.nvme_measure import (
     MIB,
     Contender,
@@ -36,6 +37,7 @@ from offload.nvme_measure import (
     idle_latencies,
     latencies_under_writes,
     size_text,
+    timed,
 )
 from offload.nvme_peers import Fio, fio_installed, naive_contenders
 from swap.aio import engines_available, file_facts, uring_refusal
@@ -443,7 +445,7 @@ class _Run:
                 self.report.latencies.append(Latency(engine, MIB, True, tuple(seconds)))
 
     def first_write(self, contenders: Sequence[Contender], workload: Workload) -> None:
-        """Measure writes to blocks that were just reserved and never written."""
+        """Measure writes to a new file: to blocks reserved for it, which counts; DeepSpeed's grows as it is written."""
 
         @dataclasses.dataclass(frozen=True)
         class Fresh:
@@ -454,8 +456,16 @@ class _Run:
                 return self.inner.name
 
             def run(self, workload: Workload, place: Workspace) -> Sample:
-                place.make_new()
-                return self.inner.run(workload, place)
+                place.make_empty()
+                if isinstance(self.inner, DeepSpeed):
+                    return self.inner.run(workload, place)
+                reserving = timed(0, place.reserve)
+                writing = self.inner.run(workload, place)
+                return Sample(
+                    writing.moved_bytes,
+                    reserving.seconds + writing.seconds,
+                    reserving.cpu_seconds + writing.cpu_seconds,
+                )
 
         fresh: list[Contender] = [Fresh(contender) for contender in contenders]
         reference = next((f for f, c in zip(fresh, contenders, strict=True) if c is FIO), None)
@@ -509,7 +519,7 @@ def _bench_path(options: Options, path: Path, size: int, progress: Progress) -> 
     choices = sweep_settings(full=options.full, smoke=options.smoke, engines=engines)
     memory = 32 * MIB if options.smoke else Settings().footprint_bytes
     sweep_memory = max([memory, *(settings.footprint_bytes for settings in choices)])
-    contenders = _contenders(engines)
+    contenders, ordinary = _contenders(engines)
     free_bytes = machine.free_space(path)
     with Workspace([path], size, memory) as place:
         facts = {**_facts_of(path, place), "free_bytes": free_bytes}
@@ -519,14 +529,14 @@ def _bench_path(options: Options, path: Path, size: int, progress: Progress) -> 
         one.sample_bytes = _fill(run)
         _note_conditions(run)
         small = _small_sizes(options, one.sample_bytes)
-        rows = len(contenders) + (1 if fio_installed() else 0)
+        rows = len(contenders) + len(ordinary)
         run.expect(
             1
             + run.rounds * (3 * rows + 2 * len(small) * len(contenders) + len(contenders) + 10)
             + 2 * len(choices) * min(run.rounds, 3)
             + len(engines) * 4
         )
-        _main_cases(run, contenders)
+        _main_cases(run, [*contenders, *ordinary])
         for object_bytes, total_bytes in small:
             for pattern in (Pattern.READ, Pattern.WRITE):
                 workload = Workload(pattern=pattern, total_bytes=total_bytes, object_bytes=object_bytes)
@@ -546,10 +556,18 @@ def _bench_path(options: Options, path: Path, size: int, progress: Progress) -> 
     return one, run.written_bytes
 
 
-def _contenders(engines: Sequence[str]) -> list[Contender]:
-    ours: list[Contender] = [REGISTERED, URING] if "io_uring" in engines else []
-    ours.append(THREADS)
-    return [*ours, FIO] if fio_installed() else ours
+def _contenders(engines: Sequence[str]) -> tuple[list[Contender], list[Contender]]:
+    """Return who takes part in all cases, and the peers with their ordinary memory."""
+    everywhere: list[Contender] = [REGISTERED, URING] if "io_uring" in engines else []
+    everywhere.append(THREADS)
+    ordinary: list[Contender] = []
+    if fio_installed():
+        everywhere.append(FIO)
+        ordinary.append(Fio(tuned=False))
+    if deepspeed_installed():
+        everywhere.append(deepspeed := DeepSpeed())
+        ordinary.append(DeepSpeed(like=deepspeed))
+    return everywhere, ordinary
 
 
 def _fill(run: _Run) -> int:
@@ -564,10 +582,9 @@ def _fill(run: _Run) -> int:
 
 
 def _main_cases(run: _Run, contenders: Sequence[Contender]) -> None:
-    everybody = [*contenders, Fio(tuned=False)] if fio_installed() else list(contenders)
     for pattern in Pattern:
         workload = Workload(pattern=pattern, total_bytes=run.report.sample_bytes, object_bytes=OBJECT_BYTES)
-        run.case(pattern.value, everybody, workload, FIO)
+        run.case(pattern.value, contenders, workload, FIO)
 
 
 def _small_sizes(options: Options, sample_bytes: int) -> list[tuple[int, int]]:
@@ -695,6 +712,14 @@ def figures_of(report: PathReport) -> list[Figure]:
         compare(f"{pattern.value} / fio with huge pages and fixed buffers", pattern.value, best, tuned, 1.0)
     for pattern in Pattern:
         compare(f"{pattern.value} / fio with its ordinary memory", pattern.value, best, ordinary, 1.1)
+    for pattern, bound in zip(Pattern, (1.15, 1.0, 1.10), strict=True):
+        compare(f"{pattern.value} / {DEEPSPEED}", pattern.value, best, DEEPSPEED, bound)
+    for pattern, bound in zip(Pattern, (1.15, 1.0, 1.10), strict=True):
+        compare(f"{pattern.value} / {DEEPSPEED_ORDINARY}", pattern.value, best, DEEPSPEED_ORDINARY, bound)
+    for pattern, bound in ((Pattern.READ, 1.8), (Pattern.WRITE, 1.6)):
+        case = f"{pattern.value}, tensors of {size_text(64 << 10)}"
+        compare(f"{case} / {DEEPSPEED}", case, best, DEEPSPEED, bound)
+    compare(f"first write / {DEEPSPEED}", "first write", best, DEEPSPEED, 1.4)
     for object_bytes, bound in ((256 << 10, 0.90), (MIB, 0.86)):
         for pattern in (Pattern.READ, Pattern.WRITE):
             case = f"{pattern.value}, tensors of {size_text(object_bytes)}"
@@ -702,13 +727,21 @@ def figures_of(report: PathReport) -> list[Figure]:
     for pattern in Pattern:
         compare(f"{pattern.value}, threads / io_uring", pattern.value, THREADS.name, URING.name, 0.90)
     for contender, bound in ((REGISTERED, 0.004), (URING, 0.008), (THREADS, 0.016)):
-        rows = [row for pattern in Pattern if (row := report.row(pattern.value, contender.name)) is not None]
-        if rows:
-            cost = statistics.median(row.cpu_seconds_per_gb for row in rows)
+        if (cost := _cost(report, contender.name)) is not None:
             found.append(Figure(f"CPU seconds per GB, {contender.name}", cost, bound, at_most=True))
+    for mine, other, bound in ((best, tuned, 1.0), (THREADS.name, URING.name, 5.0)):
+        cost, base = _cost(report, mine), _cost(report, other)
+        if cost is not None and base:
+            found.append(Figure(f"CPU of {mine} / {other}", cost / base, bound, at_most=True))
     for engine, (idle, busy) in _fetch_latencies(report).items():
         found.append(Figure(f"fetch of 1 MiB under write-back / idle, {engine}", busy / idle, 3.0, at_most=True))
     return found
+
+
+def _cost(report: PathReport, contender: str) -> float | None:
+    """Return the processor seconds per GB of large reads, writes and both; None where it did not run."""
+    rows = [row for pattern in Pattern if (row := report.row(pattern.value, contender)) is not None]
+    return statistics.median(row.cpu_seconds_per_gb for row in rows) if rows else None
 
 
 def _fetch_latencies(report: PathReport) -> Mapping[str, tuple[float, float]]:

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Protocol
 
 import swap.files
-from swap.aio import Aio, IoTicket, Priority
+from swap.aio import Aio, IoTicket, Job, Priority, wait_all
 from swap.errors import SwapError
 
 MIB = 1 << 20
@@ -236,14 +236,18 @@ class Workspace:
         """Close the files, which deletes them, and return the memory. Idempotent."""
         self._undo.close()
 
-    def make_new(self) -> None:
-        """Give the files fresh blocks that were never written.
+    def make_empty(self) -> None:
+        """Take their blocks from the files."""
+        for file in self.files:
+            os.ftruncate(file.fd, 0)
+
+    def reserve(self) -> None:
+        """Give empty files fresh blocks that were never written.
 
         Raises:
             SwapFullError: the drive has become too full for that.
         """
         for file in self.files:
-            os.ftruncate(file.fd, 0)
             swap.files.reserve(file.file, file.size_bytes)
 
 
@@ -355,9 +359,8 @@ def _carry_out(aio: Aio, plan: Sequence[Operation], one_at_a_time: bool) -> None
         for operation in plan:
             submit(aio, operation).wait()
         return
-    tickets = [submit(aio, operation) for operation in plan]
-    for ticket in tickets:
-        ticket.wait()
+    jobs = [Job(one.write, one.fd, one.offset, one.address, one.length) for one in plan]
+    wait_all(aio.submit(jobs))
 
 
 def submit(aio: Aio, operation: Operation, priority: Priority = Priority.NORMAL) -> IoTicket:

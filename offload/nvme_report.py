@@ -62,10 +62,10 @@ def _path_lines(one: PathReport, rounds: int) -> list[str]:
     if one.suggested is not None:
         lines += ["", f"suggested: {settings_text(one.suggested)}"]
     if one.figures:
-        lines += ["", f"{'figure':50s}{'measured':>10s}{'bound':>12s}"]
+        lines += ["", f"{'figure':62s}{'measured':>10s}{'bound':>12s}"]
         for figure in one.figures:
             bound = f"{'<=' if figure.at_most else '>='} {figure.bound:g}"
-            lines.append(f"{figure.name:50s}{figure.measured:10.4g}{bound:>12s}{'' if figure.reached else '  missed'}")
+            lines.append(f"{figure.name:62s}{figure.measured:10.4g}{bound:>12s}{'' if figure.reached else '  missed'}")
     if one.wear is not None:
         lines += ["", wear_text(one.wear)]
     return lines

@@ -32,7 +32,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("hooks", "optimizer", "checkpoint"),
     ("loading", "tensors"),
     ("engine",),
-    ("report", "finetune", "nvme_measure", "nvme_peers", "nvme_bench", "nvme_report", "doctor"),
+    ("report", "finetune", "nvme_measure", "nvme_peers", "nvme_deepspeed", "nvme_bench", "nvme_report", "doctor"),
     ("cli",),
     ("__main__",),
 )

@@ -36,6 +36,7 @@ from offload.nvme_bench import (
     sweep_settings,
     usable_size,
 )
+from offload.nvme_deepspeed import DEEPSPEED
 from offload.nvme_measure import (
     MIB,
     ContenderError,
@@ -204,14 +205,19 @@ def test_figures_compare_what_was_measured() -> None:
         Row("read", "io_uring", (sample(3.0, 0.002), sample(3.3, 0.004))),
         Row("read", Fio().name, (sample(2.0), sample(3.0))),
         Row("read", "threads", (sample(1.5, 0.1), sample(3.3, 0.1))),
+        Row("read", DEEPSPEED, (sample(2.0), sample(3.3))),
     ]
     figures = {figure.name: figure for figure in figures_of(report)}
     fio = figures["read / fio with huge pages and fixed buffers"]
     assert fio.measured == pytest.approx((1.5 + 1.1) / 2) and fio.reached
+    deepspeed = figures[f"read / {DEEPSPEED}"]
+    assert deepspeed.measured == pytest.approx((1.5 + 1.0) / 2) and (deepspeed.bound, deepspeed.reached) == (1.15, True)
     threads = figures["read, threads / io_uring"]
     assert threads.measured == pytest.approx(0.75) and not threads.reached
     cpu = figures["CPU seconds per GB, io_uring"]
     assert cpu.measured == pytest.approx(0.003) and cpu.reached and cpu.at_most
+    cost = figures["CPU of threads / io_uring"]  # 0.2 s for 2 GB, 0.006 s for 2 GB
+    assert cost.measured == pytest.approx(0.2 / 0.006) and (cost.bound, cost.reached) == (5.0, False)
     assert not Figure("x", 2.0, 1.0, at_most=True).reached
 
 
@@ -352,7 +358,9 @@ def test_latencies(place: Workspace, engine: str) -> None:
 
 
 def test_new_blocks_keep_the_size(place: Workspace) -> None:
-    place.make_new()
+    place.make_empty()
+    assert [os.fstat(file.fd).st_size for file in place.files] == [0]
+    place.reserve()
     assert [os.fstat(file.fd).st_size for file in place.files] == [8 * MIB]
 
 
