@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from swap.aio import Priority
 from swap.errors import SwapFullError, format_bytes
@@ -20,8 +21,13 @@ from swap.snapshot import Snapshot
 from swap.space import Space
 from swap.transfers import Read, StoreTicket, Transfers, Write
 
+T = TypeVar("T")
+
 Item = tuple[Hashable, int, int]
 """Key, address and length in bytes of one object."""
+
+GROUP: Final = 64
+"""Objects that are given to the engine at a time."""
 
 
 class Objects:
@@ -61,8 +67,8 @@ class Objects:
         while True:
             with self._lock:
                 self._gate.check()
-                if (versions := self._allocate(needs)) is not None:
-                    return self._start_puts(items, versions)
+                if self._fits(sum(needs)):
+                    return self._in_groups(self._start_puts, list(zip(items, needs, strict=True)))
                 blocking = self._transfers.in_flight()
             if not blocking:
                 need = sum(needs)
@@ -118,28 +124,38 @@ class Objects:
     def _round_up(self, length: int) -> int:
         return -(-length // self._alignment) * self._alignment
 
-    def _allocate(self, needs: Sequence[int]) -> list[Version] | None:
-        """Take room for versions, all or none; None when there is none even after what is over was reaped. Locked."""
-        need = sum(needs)
+    def _fits(self, need: int) -> bool:
+        """Tell whether there is room, if need be after what is over was reaped; what fits by the sum fits. Locked."""
         if self._space.free_bytes < need:
             self._transfers.settle_finished()
-        if self._space.free_bytes < need:
-            return None
-        return [Version(self._space.allocate(length), length) for length in needs]  # what fits by the sum fits
+        return self._space.free_bytes >= need
 
-    def _start_puts(self, items: Sequence[Item], versions: Sequence[Version]) -> list[StoreTicket]:
-        """Start writing versions; each is its key's unless something else happens. Locked."""
-        writes = []
-        for (key, address, _), version in zip(items, versions, strict=True):
+    def _in_groups(self, start: Callable[[Sequence[T]], list[StoreTicket]], wanted: Sequence[T]) -> list[StoreTicket]:
+        """Start transfers a few at a time, so that the drive is busy while others are prepared. Locked."""
+        tickets: list[StoreTicket] = []
+        try:
+            for first in range(0, len(wanted), GROUP):
+                tickets += start(wanted[first : first + GROUP])
+        except BaseException:
+            for ticket in tickets:  # nobody else knows of them, and their memory is the caller's
+                ticket.wait_settled(time.monotonic() + self._transfers.deadline_s, self._transfers.deadline_s)
+            raise
+        return tickets
+
+    def _start_puts(self, wanted: Sequence[tuple[Item, int]]) -> list[StoreTicket]:
+        """Start writing versions; each is its key's unless something else happens. There is room. Locked."""
+        writes: list[Write] = []
+        for (key, address, _), need in wanted:
+            version = Version(self._space.allocate(need), need)
             self._map.hold(version)
             writes.append(Write(version, address, f"put {key!r}"))
         try:
             tickets = self._transfers.write(writes, self._put_ended)
         except BaseException:
-            for version in versions:
-                self._map.release(version)
+            for write in writes:
+                self._map.release(write.version)
             raise
-        for (key, _, _), ticket in zip(items, tickets, strict=True):
+        for ((key, _, _), _), ticket in zip(wanted, tickets, strict=True):
             self._started[id(ticket)] = self._puts.started(key)
         return tickets
 
@@ -170,15 +186,19 @@ class Objects:
                 )
             reads.append(Read(version, address, offset, need, f"get {key!r}"))
         priority = Priority.URGENT if urgent else Priority.NORMAL
-        with self._lock:
-            for read in reads:
+
+        def start(group: Sequence[Read]) -> list[StoreTicket]:
+            for read in group:
                 self._map.hold(read.version)
             try:
-                return self._transfers.read(reads, priority, self._get_ended)
+                return self._transfers.read(group, priority, self._get_ended)
             except BaseException:
-                for read in reads:
+                for read in group:
                     self._map.release(read.version)
                 raise
+
+        with self._lock:
+            return self._in_groups(start, reads)
 
     def _get_ended(self, ticket: StoreTicket) -> None:
         self._map.release(ticket.version)

@@ -113,10 +113,10 @@ class Space:
 
     def _divide(self, need: int) -> list[int]:
         """Bytes of an object per file."""
+        if len(self.allocators) == 1:
+            return [need]
         files = range(len(self.allocators))
         free = [allocator.free_bytes for allocator in self.allocators]
-        if len(free) == 1:
-            return [need]
         lengths = [0] * len(free)
         if need >= 2 * STRIPE_BYTES:
             for file in files:

@@ -180,9 +180,10 @@ class SwapStore:
         return self.put_many([(key, address, length)])[0]
 
     def put_many(self, items: Sequence[Item]) -> list[StoreTicket]:
-        """Start several puts with one submission, all or none: for many small objects, cheaper than one call each.
+        """Start several puts: for many small objects, cheaper than one call each.
 
-        Each of them takes effect by itself. `swap.wait_all` waits for the tickets.
+        None is started unless there is room for all. Each takes effect by itself. `swap.wait_all` waits for the
+        tickets.
 
         Args:
             items: key, address and length of each object. Of several with one key, the last wins.
@@ -217,7 +218,7 @@ class SwapStore:
         return self._objects.get([(key, address, length)], offset=offset, urgent=urgent)[0]
 
     def get_many(self, items: Sequence[Item], *, urgent: bool = False) -> list[StoreTicket]:
-        """Start several gets, each from the start of its object, with one submission, all or none; see `put_many`.
+        """Start several gets, each from the start of its object; none unless all can be. See `put_many`.
 
         Raises:
             Exception: what `get` raises.

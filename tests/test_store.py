@@ -808,8 +808,10 @@ def test_stats_and_dump(store: SwapStore) -> None:
 # ---- many objects at once ----
 
 
-def test_put_many_and_get_many(store: SwapStore) -> None:
-    """Objects of 1, 2, 3... blocks, by one submission each way; of two puts of one key the last wins."""
+@pytest.mark.parametrize("group", [1, 4, 64])
+def test_put_many_and_get_many(store: SwapStore, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of 1, 2, 3... blocks; of two puts of one key the last wins, however many are started at a time."""
+    monkeypatch.setattr("swap.objects.GROUP", group)
     sizes = [1, 2, 3, 4, 5]
     memory = Memory(2 * sum(sizes) * BLOCK)
     items, data, at = [], [], 0
@@ -843,6 +845,31 @@ def test_put_many_is_all_or_nothing(store: SwapStore) -> None:
     store.delete("a")
     store.delete("b")
     assert store.used_bytes == 0  # nothing is held by the get that did not start
+
+
+def test_an_engine_that_refuses_the_rest_of_a_batch_leaves_nothing_in_flight(
+    store: SwapStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Puts start two at a time, and the second group does not: the first two are over, the others never were."""
+    memory = Memory(6 * BLOCK)
+    items = [(key, memory.address + key * BLOCK, BLOCK) for key in range(6)]
+    submit, calls = store._aio.submit, []
+
+    def submit_once(jobs: Any) -> Any:
+        calls.append(len(jobs))
+        if len(calls) == 2:
+            raise SwapError("it is closed")
+        return submit(jobs)
+
+    monkeypatch.setattr("swap.objects.GROUP", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(store._aio, "submit", submit_once)
+        with pytest.raises(SwapError, match="it is closed"):
+            store.put_many(items)
+    assert calls == [2, 2]
+    assert store.keys() == [0, 1] and store.used_bytes == 2 * BLOCK and store.stats().in_flight == 0
+    wait_all(store.put_many(items))
+    assert len(store) == 6
 
 
 def test_each_put_of_many_fails_for_itself(store: SwapStore) -> None:
