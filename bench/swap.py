@@ -1,8 +1,10 @@
-"""What do the promises of the swap store cost? Checksums, batches, commits; medians of interleaved rounds.
+"""What do the promises of the swap store cost? Checksums, batches, fetches, commits; medians of interleaved rounds.
 
 Checksums: the kernels alone (bound: what one core reads from memory), then a store that writes and reads objects with
-and without them. Batches: many small reads started one by one and together. Commits: a durable store with many keys of
-which few change, and with as many changes as keys; bound: one flush of the drive.
+and without them. Batches: many small reads started one by one and together. Tensors: many small objects through the
+store, beside fio with requests of their length and DeepSpeed's handle, where these are installed. Fetches: an object of
+1 MiB that somebody waits for, on an idle drive and while write-back saturates it. Commits: a durable store with many
+keys of which few change, and with as many changes as keys; bound: one flush of the drive.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from _common import emit
 
-from swap import Aio, Job, Mode, SwapStore
+from offload.nvme_deepspeed import DeepSpeed, deepspeed_installed
+from offload.nvme_measure import Contender, ContenderError, Pattern, Settings, Workload, Workspace, size_text
+from offload.nvme_peers import Fio, fio_installed
+from swap import Aio, Job, Mode, StoreTicket, SwapStore, wait_all
 from swap.checksums import crc32c_at, crc32c_kernel
 from swap.files import open_unlinked, reserve
 
@@ -154,6 +160,90 @@ def batches(path: str, count: int, object_bytes: int, rounds: int) -> dict[str, 
         os.close(file.fd)
 
 
+def tensors(path: str, count: int, object_bytes: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Put and get `count` objects with one call each way; `ratio` is the store's bandwidth to the peer's, by round."""
+    total = count * object_bytes
+    peers: dict[str, Contender] = {}
+    if fio_installed():
+        peers["fio"] = Fio()
+    if deepspeed_installed():
+        peers["DeepSpeed"] = DeepSpeed()
+    window = Settings().footprint_bytes
+    results: dict[str, dict[str, float]] = {}
+    with Workspace([Path(path)], -(-total // MIB) * MIB, window) as place, SwapStore(path, 2 * total) as store:
+        store.register_buffer(place.base_address, window)
+        slots = window // object_bytes
+        items = [(key, place.base_address + key % slots * object_bytes, object_bytes) for key in range(count)]
+        for _ in range(2):  # every block of the files is written once before anything is measured
+            wait_all(store.put_many(items))
+        with Aio() as aio:
+            fill = [Job(True, place.files[0].fd, at, place.base_address, MIB) for at in range(0, place.size_bytes, MIB)]
+            wait_all(aio.submit(fill))
+        for pattern in (Pattern.WRITE, Pattern.READ):
+            start = store.put_many if pattern is Pattern.WRITE else store.get_many
+            workload = Workload(pattern=pattern, total_bytes=total, object_bytes=object_bytes)
+            samples: dict[str, list[tuple[float, float]]] = {"store": [], **{name: [] for name in peers}}
+            for _ in range(rounds):
+                wall, cpu = timed(lambda start=start: wait_all(start(items)))
+                samples["store"].append((total / wall / 1e9, cpu / total * 1e9))
+                for name, peer in list(peers.items()):
+                    try:
+                        sample = peer.run(workload, place)
+                    except ContenderError as error:
+                        print(f"{name}: left out: {error}")
+                        del peers[name], samples[name]
+                        continue
+                    samples[name].append((sample.bandwidth_gb_s, sample.cpu_seconds_per_gb))
+            for name, runs in samples.items():
+                results[f"{pattern.value} {name}"] = {
+                    "gb_s": statistics.median(speed for speed, _ in runs),
+                    "cpu_s_per_gb": statistics.median(cpu for _, cpu in runs),
+                    "ratio": statistics.median(
+                        ours / speed for (ours, _), (speed, _) in zip(samples["store"], runs, strict=True)
+                    ),
+                }
+    return results
+
+
+def fetches(path: str, written: int, rounds: int) -> dict[str, float]:
+    """Time urgent gets of 1 MiB, alone and while puts of 16 MiB keep the drive busy; seconds."""
+    big = min(16 * MIB, written // 4)
+    memory = Memory(4 * big + MIB)
+    target = memory.address + 4 * big
+    idle, busy, ratios = [], [], []
+    with SwapStore(path, 12 * big + MIB) as store:
+        store.register_buffer(memory.address, 4 * big + MIB)
+        store.put("fetched", target, MIB).wait()
+
+        def fetch() -> float:
+            start = time.perf_counter()
+            store.get("fetched", target, MIB, urgent=True).wait()
+            return time.perf_counter() - start
+
+        for _ in range(rounds):
+            alone = [fetch() for _ in range(50)]
+            flying: list[StoreTicket] = []
+            beside = []
+            for number in range(written // big):
+                if len(flying) == 4:
+                    while not flying[0].done():
+                        beside.append(fetch())
+                    flying.pop(0).wait()
+                flying.append(store.put(("written", number % 4), memory.address + number % 4 * big, big))
+            wait_all(flying)
+            idle.append(statistics.median(alone))
+            if beside:
+                busy.append(statistics.median(beside))
+                ratios.append(busy[-1] / idle[-1])
+    if not ratios:
+        return {"idle, s": statistics.median(idle)}
+    return {
+        "idle, s": statistics.median(idle),
+        "under write-back, s": statistics.median(busy),
+        "ratio": statistics.median(ratios),
+    }
+
+
 def commits(path: str, keys: int, rounds: int) -> dict[str, float]:
     memory = Memory(BLOCK)
     results = {}
@@ -201,11 +291,24 @@ def main() -> None:
         "kernel": kernels(16 * MIB if small else 256 * MIB, rounds),
         "store": stores(arguments.path, 16 * MIB if small else 1024 * MIB, 4 * MIB, rounds),
         "batch": batches(arguments.path, 100 if small else 2000, 64 << 10, rounds),
+        "tensors": {
+            size_text(size): tensors(arguments.path, 40 if small else count, size, rounds)
+            for size, count in ((64 << 10, 2000), (256 << 10, 1000), (MIB, 512))
+        },
+        "fetch": fetches(arguments.path, (16 if small else 1024) * MIB, rounds),
         "commit": commits(arguments.path, 200 if small else 20_000, rounds),
     }
     for title, figures in (("crc32c", "kernel"), ("store, 4 MiB objects", "store"), ("64 KiB tensors", "batch")):
         for name, values in result[figures].items():
             print(f"{title + ': ' + name:44s} {values['gb_s']:7.2f} GB/s {values['cpu_s_per_gb']:8.4f} CPU s/GB")
+    for size, figures_of_size in result["tensors"].items():
+        for name, values in figures_of_size.items():
+            ratio = "" if name.endswith("store") else f"   store / this {values['ratio']:.2f}"
+            title = f"tensors of {size}: {name}"
+            print(f"{title:44s} {values['gb_s']:7.2f} GB/s {values['cpu_s_per_gb']:8.4f} CPU s/GB{ratio}")
+    for name, value in result["fetch"].items():
+        shown = f"{value:10.2f} (at most 3)" if name == "ratio" else f"{value * 1e3:10.3f} ms"
+        print(f"fetch of 1 MiB: {name:28s} {shown}")
     for what in ("write", "read"):
         without, with_sums = result["store"][f"{what} without"], result["store"][f"{what} with"]
         extra = with_sums["cpu_s_per_gb"] - without["cpu_s_per_gb"]

@@ -19,11 +19,15 @@ def test_smoke(tmp_path: Path) -> None:
         "checksums cost a write",
         "checksums cost a read",
         "CPU s/GB",
+        "tensors of 256 KiB: read store",
+        "fetch of 1 MiB: idle",
         "commit: 1 of 200 keys",
         "bound: one flush",
     ):
         assert line in done.stdout
     result = json.loads(output.read_text(encoding="utf-8"))
-    assert {"kernel", "store", "batch", "commit", "machine"} <= set(result)
+    assert {"kernel", "store", "batch", "tensors", "fetch", "commit", "machine"} <= set(result)
+    assert set(result["tensors"]) == {"64 KiB", "256 KiB", "1 MiB"}
+    assert all({"write store", "read store"} <= set(figures) for figures in result["tensors"].values())
     assert set(result["store"]) == {"write without", "write with", "read without", "read with"}
     assert [path.name for path in tmp_path.iterdir()] == ["swap.json"]
