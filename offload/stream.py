@@ -1,7 +1,8 @@
 """Runs over shards chunk by chunk, wherever they live: reads, work and writes as a pipeline.
 
 Owns the pipeline over the staging buffers: while one chunk is computed on, the next two are arriving from NVMe and the
-previous one is leaving, so both queues of the drive are busy at once. What lives in memory is used in place. The
+previous one is leaving, so both queues of the drive are busy at once. What lives in memory is used in place, and a unit
+of which nothing moves is one chunk. The
 optimizer step, checkpoints and loading are all visits of this one stream. Knows no hyper-parameters.
 """
 
@@ -87,7 +88,7 @@ def stream(
     try:
         for unit in units:
             access = leases.open(unit, reads=reads, writes=writes)
-            for number, (begin, end) in enumerate(unit.chunks(manager.plan.chunk_numel)):
+            for number, (begin, end) in enumerate(_ranges(manager, unit, access, reads | writes)):
                 chunks.append(Chunk(unit, number, begin, end, {}, access))
         for index in range(min(_IN_FLIGHT_AHEAD, len(chunks))):
             _start_reads(manager, leases, chunks[index], slots, reads | writes, reads)
@@ -118,6 +119,14 @@ def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
     """Return the wanted roles that the unit has, records in their order."""
     order = (Role.PARAM, Role.GRAD, *STATE_ROLES)
     return [role for role in order if role in wanted and manager.plan.role_bytes(unit, role)]
+
+
+def _ranges(manager: Manager, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int]]:
+    """Return the element ranges that are visited: all at once where everything is at home in memory and stays there."""
+    homes = ((role, manager.copies.of(unit.index, role).home_buffer) for role in _roles(manager, unit, wanted))
+    if all(home is not None and access.addresses.get(role) == home.address for role, home in homes):
+        return [(0, unit.numel)]
+    return unit.chunks(manager.plan.chunk_numel)
 
 
 def _start_reads(

@@ -533,7 +533,7 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
 
             def visit(chunk: Chunk) -> None:
                 poke(chunk.addresses[Role.PARAM], word(0, Role.PARAM, 2) * chunk.numel)
-                if chunk.number:
+                if chunk.end == chunk.unit.numel:
                     raise Stop
 
             with pytest.raises(Stop):

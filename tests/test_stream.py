@@ -56,6 +56,13 @@ def write(manager: Manager, units: list[Unit], version: int, log: list[tuple[str
     stream(manager, units, visit, reads=frozenset(), writes=ROLES)
 
 
+def ranges(manager: Manager, unit: Unit) -> list[tuple[int, int]]:
+    """What a stream over `ROLES` visits where no working copy is on the device: a unit that is in memory, at once."""
+    shards = (manager.shard(unit.index, role) for role in ROLES)
+    moves = any(shard is not None and shard.home is N for shard in shards)
+    return unit.chunks(CHUNK) if moves else [(0, unit.numel)]
+
+
 def check_content(manager: Manager, units: list[Unit], version: int) -> None:
     """Read everything and compare it with a version."""
     seen = []
@@ -69,7 +76,7 @@ def check_content(manager: Manager, units: list[Unit], version: int) -> None:
                 assert peek(chunk.addresses[role], size) == expected, (chunk.unit.name, role, chunk.number)
 
     stream(manager, units, visit, reads=ROLES)
-    assert seen == [(unit.index, *ends) for unit in units for ends in unit.chunks(CHUNK)]
+    assert seen == [(unit.index, *ends) for unit in units for ends in ranges(manager, unit)]
 
 
 homes = st.tuples(st.sampled_from(Tier), st.sampled_from(Tier))
@@ -193,8 +200,8 @@ def test_an_exception_leaves_nothing_in_flight_and_no_mixture_that_passes_for_co
     case: tuple[list[Unit], list[Homes]], stop: int
 ) -> None:
     units, where = case
-    total = sum(len(unit.chunks(CHUNK)) for unit in units)
     with managing(units, where) as (manager, store):
+        total = sum(len(ranges(manager, unit)) for unit in units)
         write(manager, units, 1)
         visited: list[int] = []
 
@@ -342,7 +349,7 @@ def test_states_without_content_count_as_zero_moments_and_a_master_equal_to_the_
             assert chunk.at(Role.PARAM, chunk.begin + 3, itemsize) == chunk.addresses[Role.PARAM] + 3 * itemsize
 
         stream(manager, units, visit, reads=ROLES, writes=ROLES)
-        assert seen == 2
+        assert seen == (2 if tier is N else 1)
         stream(manager, units, lambda chunk: check_not_fresh(chunk), reads=ROLES)
 
 
