@@ -118,15 +118,16 @@ def stream(
 def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
     """Return the wanted roles that the unit has, records in their order."""
     order = (Role.PARAM, Role.GRAD, *STATE_ROLES)
-    return [role for role in order if role in wanted and manager.plan.role_bytes(unit, role)]
+    return [role for role in order if role in wanted and manager.shard(unit.index, role) is not None]
 
 
 def _ranges(manager: Manager, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int]]:
     """Return the element ranges that are visited: all at once where everything is at home in memory and stays there."""
-    homes = ((role, manager.copies.of(unit.index, role).home_buffer) for role in _roles(manager, unit, wanted))
-    if all(home is not None and access.addresses.get(role) == home.address for role, home in homes):
-        return [(0, unit.numel)]
-    return unit.chunks(manager.plan.chunk_numel)
+    for role in _roles(manager, unit, wanted):
+        home = manager.copies.of(unit.index, role).home_buffer
+        if home is None or access.addresses.get(role) != home.address:
+            return unit.chunks(manager.plan.chunk_numel)
+    return [(0, unit.numel)]
 
 
 def _start_reads(
