@@ -41,6 +41,7 @@ class Manager:
         copies, working, gradients: its parts.
         staging: buffers of host memory through which chunks pass.
         versions: per unit, of the parameters' content: raised whenever they are written.
+        streams_parameters: whether any unit's parameters come and go.
         resets: times that all leases were dropped.
     """
 
@@ -68,7 +69,6 @@ class Manager:
         order = [unit.index for unit in self.units]
         self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
         self.schedule = self._schedules[True]
-        self._prefetch_enabled = prefetch
 
         for tier in Tier:
             budgets[tier].reserve("arena", plan.arena_bytes[tier])
@@ -76,6 +76,9 @@ class Manager:
         host = Arena(Tier.HOST, plan.arena_bytes[Tier.HOST], cpu, page_locked=not host_device)
         self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, plan.arena_bytes[Tier.DEVICE], device), Tier.HOST: host}
         self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
+        self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
+        self.streams_parameters = Role.PARAM in self.copies.regions
+        self._prefetches = prefetch and self.streams_parameters
         self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
         for buffer in self.staging:
             touch(buffer)
@@ -98,8 +101,8 @@ class Manager:
 
     def acquire(self, index: int) -> None:
         """Take a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
-        self._make_resident(index)
-        shard = self._param(index)
+        shard = self._params[index]
+        self._make_resident(shard)
         shard.readers += 1  # prefetching must not evict what was asked for
         try:
             self.prefetch()
@@ -111,7 +114,7 @@ class Manager:
 
     def release(self, index: int) -> None:
         """Return a lease."""
-        shard = self._param(index)
+        shard = self._params[index]
         assert shard.readers > 0, shard.describe()
         shard.readers -= 1
 
@@ -122,7 +125,7 @@ class Manager:
             StateError: somebody does; names the unit.
         """
         for unit in units:
-            if self._param(unit.index).readers:
+            if self._params[unit.index].readers:
                 raise StateError(
                     f"parameters of {unit.name}: cannot be written while they are in use; leave the engine.gather "
                     "block, or the forward, first"
@@ -130,7 +133,7 @@ class Manager:
 
     def discard_working_copy(self, index: int) -> None:
         """Drop what was changed in a working copy: the home holds the content."""
-        shard = self._param(index)
+        shard = self._params[index]
         if shard.state is State.RESIDENT and not shard.readers and not self.working.borrowed(index):
             self.working.evict(shard)
 
@@ -149,14 +152,9 @@ class Manager:
         self.schedule = self._schedules[True]  # only backward asks for it
         self.acquire(index)
         if aside:
-            self.working.lay_aside(self._param(index))
+            self.working.lay_aside(self._params[index])
         self.release(index)
         return self.working.storage(index)
-
-    @property
-    def streams_parameters(self) -> bool:
-        """Tell whether any unit's parameters come and go."""
-        return Role.PARAM in self.copies.regions
 
     def begin_pass(self, *, training: bool) -> None:
         """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
@@ -166,16 +164,16 @@ class Manager:
 
     def prefetch(self) -> None:
         """Start fetching the units used next, as far as units used later give way."""
-        if not self.streams_parameters or not self._prefetch_enabled:
+        if not self._prefetches:
             return
         for index in self.schedule.upcoming(PREFETCH_WINDOW):
-            shard = self._param(index)
+            shard = self._params[index]
             if shard.state is State.STORED and shard.home is not Tier.DEVICE and not shard.writing:
                 if not self.working.start_fetch(shard, self.schedule, required=False):
                     return
 
-    def _make_resident(self, index: int) -> None:
-        shard = self._param(index)
+    def _make_resident(self, shard: Shard) -> None:
+        index = shard.unit.index
         self.schedule.use(index)
         if index in self.working:
             self.counters.hits += 1
@@ -196,9 +194,6 @@ class Manager:
             self.working.finish_fetch(shard)
         self.counters.stall_seconds += time.perf_counter() - begin
 
-    def _param(self, index: int) -> Shard:
-        return self.copies.of(index, Role.PARAM)
-
     # --- life and death ---------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -209,7 +204,7 @@ class Manager:
         """
         self.resets += 1
         for unit in self.units:
-            shard = self._param(unit.index)
+            shard = self._params[unit.index]
             shard.readers = 0
             if shard.state is State.FETCHING:
                 with contextlib.suppress(Exception):  # the reader of the parameter will meet the error again
@@ -239,8 +234,8 @@ class Manager:
         if self.working.borrowed(index):
             return
         if index in self.working:
-            self.working.unbind_lost(self._param(index))
-        self._drop(self._param(index))
+            self.working.unbind_lost(self._params[index])
+        self._drop(self._params[index])
 
     def _drop(self, shard: Shard) -> None:
         self.copies.discard(shard)
