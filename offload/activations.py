@@ -61,7 +61,7 @@ class SavedActivation:
     With hooks in place torch does not look whether a tensor was changed in place after it was saved, so this does.
     """
 
-    __slots__ = ("_activations", "_key", "_tensor", "_version")
+    __slots__ = ("_freed", "_key", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, activations: Activations | None) -> None:
         """Keep `tensor`.
@@ -72,9 +72,10 @@ class SavedActivation:
         """
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._version = tensor._version
-        self._activations = activations
+        self._freed: collections.deque[int] | None = None
         if activations is not None:
             self._key = activations.charge(tensor)
+            self._freed = activations.freed
 
     def get(self) -> torch.Tensor:
         """Return the tensor.
@@ -91,8 +92,8 @@ class SavedActivation:
         return self._tensor
 
     def __del__(self) -> None:
-        if self._activations is not None and hasattr(self, "_key"):
-            self._activations.freed.append(self._key)
+        if self._freed is not None:
+            self._freed.append(self._key)
 
 
 class Activations:
@@ -135,7 +136,8 @@ class Activations:
 
     def charge(self, tensor: torch.Tensor) -> int:
         """Charge a tensor's storage, once however many tensors view it; returns the key for the refund."""
-        self.settle()
+        if self.freed:
+            self.settle()
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         held = self._held.get(key)
@@ -155,16 +157,20 @@ class Activations:
 
     def settle(self) -> None:
         """Give back the charges of tensors that are gone."""
-        while self.freed:
-            key = self.freed.popleft()
-            held = self._held[key]
-            held[0] -= 1
-            if not held[0]:
-                del self._held[key]
-                owed = min(held[1], self._owed_bytes)
-                self._owed_bytes -= owed
-                self._booked_bytes -= held[1] - owed
-                self._budget.release("activations", held[1] - owed)
+        freed, held_of, given_bytes = self.freed, self._held, 0
+        while freed:
+            key = freed.popleft()
+            held = held_of[key]
+            if held[0] > 1:
+                held[0] -= 1
+                continue
+            del held_of[key]
+            owed = min(held[1], self._owed_bytes)
+            self._owed_bytes -= owed
+            given_bytes += held[1] - owed
+        if given_bytes:
+            self._booked_bytes -= given_bytes
+            self._budget.release("activations", given_bytes)
 
     # --- as measured ------------------------------------------------------------------------------------------------
 
@@ -178,7 +184,8 @@ class Activations:
         if self._meter is None:
             return 0
         used_bytes = self._used(self._meter.now_bytes())
-        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        if used_bytes > self._peak_bytes:
+            self._peak_bytes = used_bytes
         return used_bytes - self.room_bytes
 
     def balance(self) -> None:
@@ -187,7 +194,8 @@ class Activations:
         Raises:
             BudgetError: what autograd keeps does not fit beside the smallest region.
         """
-        self.settle()
+        if self.freed:
+            self.settle()
         if self._owed_bytes:
             missing = self._owed_bytes - self._budget.free_bytes
             if missing > 0:

@@ -382,18 +382,18 @@ class Hooks:
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
-        view = self.saved_view(tensor)
-        if view is not None:
-            return view
-        charged = _address(tensor) is not None and tensor.device.type == self._device.type
+        address = _address(tensor)
+        if address in self._bases:
+            return self._view(tensor, self._bases[address], in_segment=False)
+        charged = address is not None and tensor.device.type == self._device.type
         return SavedActivation(tensor, self._activations if charged else None)
 
-    def saved_view(self, tensor: torch.Tensor, *, in_segment: bool = False) -> SavedView | None:
-        """Return the handle of a tensor that views a unit, None for any other tensor."""
+    def view_in_segment(self, tensor: torch.Tensor) -> SavedView | None:
+        """Return the handle of a tensor of a segment that views a unit, None for any other tensor."""
         address = _address(tensor)
-        unit = self._bases.get(address) if address is not None else None
-        if unit is None:
-            return None
+        return self._view(tensor, self._bases[address], in_segment=True) if address in self._bases else None
+
+    def _view(self, tensor: torch.Tensor, unit: int, *, in_segment: bool) -> SavedView:
         assert self._manager is not None
         version = self._manager.versions[unit]
         offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
@@ -460,7 +460,7 @@ class _Over:
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
-        view = self.hooks.saved_view(tensor, in_segment=True)
+        view = self.hooks.view_in_segment(tensor)
         return view if view is not None else _Theirs(self._pack(tensor), self._unpack)
 
     def unpack(self, saved: object) -> torch.Tensor:
@@ -561,19 +561,24 @@ def _refuse_unfit(tree: UnitTree) -> None:
                 )
 
 
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
 def _address(tensor: torch.Tensor) -> int | None:
     """Return where a tensor's storage begins; None where it has no single one of its own."""
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return None
     if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
         return None
     return tensor.untyped_storage().data_ptr()
 
 
+_torch_top_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009 - untyped
+
+
 def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Return the saved-tensor hooks that are in force in this thread."""
-    top: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009 - untyped
-    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = top(False)
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = _torch_top_hooks(False)
     return hooks
 
 

@@ -27,8 +27,8 @@ class ResidentSet:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def _pages(self) -> tuple[int, int]:
-        fields = os.pread(self._statm, 128, 0).split()  # 2 microseconds
-        return int(fields[1]), int(fields[2])
+        _, resident, shared, _ = os.pread(self._statm, 128, 0).split(b" ", 3)  # 2 microseconds
+        return int(resident), int(shared)
 
     def now_bytes(self) -> int:
         """Return the bytes that are resident now."""
