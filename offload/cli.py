@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from offload.errors import ConfigError, OffloadError, did_you_mean
 
 if TYPE_CHECKING:
-    from offload.finetune import Settings
+    from offload.finetune_text import Settings
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -196,7 +196,7 @@ def finetune_settings(arguments: argparse.Namespace) -> Settings:
     Raises:
         OffloadError: a value is out of range.
     """
-    from offload.finetune import Settings
+    from offload.finetune_text import Settings
 
     return Settings(
         model=arguments.model,

@@ -1,8 +1,8 @@
 """Fine-tunes a causal language model of Hugging Face on a text, through the engine.
 
-Owns the run: text to token windows, training steps with their progress line, held-out loss, samples before and after,
-the report. Knows the engine only by its public face (:class:`Trainer`), so that the run is tested without one. Heavy
-libraries are imported where they are used. Next: :mod:`offload.report`, and :mod:`offload.cli` for the command line.
+Owns the run: training steps, held-out loss, samples before and after, the report. Knows the engine only by its public
+face (:class:`Trainer`), so that the run is tested without one. Heavy libraries are imported where they are used. Next:
+:mod:`offload.report`, and :mod:`offload.cli` for the command line.
 """
 
 from __future__ import annotations
@@ -13,26 +13,22 @@ import dataclasses
 import math
 import os
 import platform
-import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import psutil
 import torch
 
-from offload.errors import OffloadError
+from offload.finetune_progress import LinkMeter, Progress, RssMeter
+from offload.finetune_text import FinetuneError, Settings, Windows, batches, make_windows, read_text
 from offload.report import (
-    LinkReport,
     MemoryReport,
     Report,
     StepRecord,
-    duration_text,
     render,
-    size_text,
     write_json,
     write_plot,
 )
@@ -40,80 +36,6 @@ from offload.stats import Stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-PLAIN_LINE_EVERY_S = 5.0
-
-
-class FinetuneError(OffloadError):
-    """The run cannot start or go on; the text says why and what to do."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Options of a run.
-
-    Attributes:
-        model: folder of the model and its tokenizer.
-        text: UTF-8 file to train on.
-        output: folder for ``report.json`` and ``loss.png``; None writes neither.
-        save_model: also write the trained model to ``output/model``.
-        steps: optimizer steps.
-        sequence_length: tokens per sequence.
-        batch_size: sequences per micro-batch.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        lr, weight_decay, max_grad_norm: of AdamW; the learning rate warms up over `warmup_steps`, then falls as a
-            cosine to a tenth.
-        held_out: share of the text, at its end, that is not trained on.
-        evaluation_sequences: sequences of the held-out text in one evaluation.
-        evaluations: evaluations after the first, evenly over the run.
-        sample_tokens: tokens of the sample continuation; 0 takes no samples.
-        prompt: text to continue; None takes the beginning of a held-out paragraph.
-        gradient_checkpointing: recompute activations in backward instead of keeping them.
-        seed: of the order of the training windows and of dropout.
-        engine_options: further options of :class:`offload.Config`.
-    """
-
-    model: Path
-    text: Path
-    output: Path | None = None
-    save_model: bool = False
-    steps: int = 100
-    sequence_length: int = 512
-    batch_size: int = 1
-    gradient_accumulation_steps: int = 1
-    lr: float = 2e-5
-    weight_decay: float = 0.1
-    max_grad_norm: float | None = 1.0
-    warmup_steps: int = 5
-    held_out: float = 0.05
-    evaluation_sequences: int = 8
-    evaluations: int = 3
-    sample_tokens: int = 40
-    prompt: str | None = None
-    gradient_checkpointing: bool = False
-    seed: int = 0
-    engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "sequence_length", "batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
-        for name in ("evaluation_sequences", "evaluations"):
-            if getattr(self, name) < 1:
-                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
-        if self.sequence_length < 2:
-            raise FinetuneError("sequence_length: a sequence of one token has no next token; use at least 2")
-        if not 0 < self.held_out < 1:
-            raise FinetuneError(f"held_out: expected a share in (0, 1) but got {self.held_out}")
-        if self.sample_tokens < 0 or self.warmup_steps < 0:
-            raise FinetuneError("sample_tokens and warmup_steps: expected whole numbers >= 0")
-        if self.save_model and self.output is None:
-            raise FinetuneError("save_model: no output folder is given")
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
-        return self.sequence_length * self.batch_size * self.gradient_accumulation_steps
 
 
 class Trainer(Protocol):
@@ -154,94 +76,6 @@ class Trainer(Protocol):
         """The plan, a printable table."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Windows:
-    """Token windows of a text, cut without overlap.
-
-    Attributes:
-        train: (windows, sequence_length) int64, HOST.
-        held_out: (evaluation_sequences or fewer, sequence_length) int64, HOST.
-        prompt: (tokens,) int64, HOST: beginning of a held-out paragraph.
-    """
-
-    train: torch.Tensor
-    held_out: torch.Tensor
-    prompt: torch.Tensor
-
-
-def read_text(path: Path) -> str:
-    """Return the text of a file.
-
-    Raises:
-        FinetuneError: it cannot be read, is not UTF-8 or is empty.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise FinetuneError(
-            f"text {path}: expected UTF-8 but byte {error.start} does not fit; convert it first, for example: "
-            "iconv -f latin1 -t utf-8"
-        ) from error
-    except OSError as error:
-        raise FinetuneError(f"text {path}: cannot be read: {error.strerror or error}") from error
-    if not text.strip():
-        raise FinetuneError(f"text {path}: is empty")
-    return text
-
-
-def split_text(text: str, held_out: float) -> tuple[str, str]:
-    """Return the part to train on and the held-out rest, cut between paragraphs where there are any."""
-    cut = int(len(text) * (1 - held_out))
-    boundary = text.find("\n\n", cut)
-    if boundary != -1 and boundary < len(text) - (len(text) - cut) // 2:
-        cut = boundary + 2
-    return text[:cut], text[cut:]
-
-
-def make_windows(encode: Callable[[str], Sequence[int]], text: str, settings: Settings) -> Windows:
-    """Tokenise `text` and cut it into windows; held-out windows are spread evenly over the held-out part.
-
-    Raises:
-        FinetuneError: the text is too short for one window of each kind.
-    """
-    train_text, held_text = split_text(text, settings.held_out)
-    length = settings.sequence_length
-    train, held = list(encode(train_text)), list(encode(held_text))
-    counts = len(train) // length, len(held) // length
-    if min(counts) < 1:
-        raise FinetuneError(
-            f"text: expected at least {length} tokens to train on and {length} held out (sequence_length) but got "
-            f"{len(train)} and {len(held)}; take a longer text, or a shorter sequence_length"
-        )
-    train_windows = torch.tensor(train[: counts[0] * length]).view(-1, length)
-    held_windows = torch.tensor(held[: counts[1] * length]).view(-1, length)
-    wanted = min(settings.evaluation_sequences, counts[1])
-    chosen = torch.linspace(0, counts[1] - 1, wanted).round().long()
-    prompt = settings.prompt if settings.prompt is not None else first_sentences(held_text)
-    return Windows(train_windows, held_windows[chosen], torch.tensor(list(encode(prompt)) or train[:1]))
-
-
-def first_sentences(text: str, *, words: int = 24) -> str:
-    """Return the first words of the first paragraph of `text` that has twice as many, or of the text."""
-    for paragraph in text.split("\n\n"):
-        parts = paragraph.split()
-        if len(parts) >= 2 * words:
-            return " ".join(parts[:words])
-    return " ".join(text.split()[:words])
-
-
-def batches(windows: torch.Tensor, settings: Settings, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield micro-batches for ever: every window once per epoch, in an order drawn from the seed."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    order: list[int] = []
-    while True:
-        while len(order) < settings.batch_size:
-            order.extend(torch.randperm(len(windows), generator=generator).tolist())
-        chosen, order = order[: settings.batch_size], order[settings.batch_size :]
-        tokens = windows[chosen].to(device)
-        yield {"input_ids": tokens, "labels": tokens}
-
-
 def learning_rate_factor(done: int, settings: Settings) -> float:
     """Return the factor on the learning rate after `done` steps: linear warm-up, then a cosine to a tenth."""
     if done < settings.warmup_steps:
@@ -279,129 +113,6 @@ def continue_text(
             sequence = torch.cat([sequence, sequence.new_tensor([[following]])], dim=1)
     engine.train()
     return result
-
-
-class Progress:
-    """Shows one line per step: rewritten in place on a terminal, else a plain line every few seconds."""
-
-    def __init__(self, stream: TextIO, *, steps: int, tokens_per_step: int) -> None:
-        self._stream = stream
-        self._live = stream.isatty()
-        self._steps = steps
-        self._tokens_per_step = tokens_per_step
-        self._shown_at: float | None = None
-        self._width = 0
-        self._seconds = 0.0  # an exponential mean of the step time
-
-    def step(self, record: StepRecord, used_bytes: Mapping[str, int], binding_link: str) -> None:
-        """Show a finished step."""
-        weight = 1.0 if record.step <= 2 else 0.2  # the first step warms up
-        self._seconds += weight * (record.seconds - self._seconds)
-        now = time.monotonic()
-        last = record.step == self._steps
-        due = self._shown_at is None or now - self._shown_at >= PLAIN_LINE_EVERY_S
-        if not (self._live or last or due):
-            return
-        self._shown_at = now
-        tiers = "  ".join(f"{tier} {size_text(size)}" for tier, size in used_bytes.items())
-        parts = [
-            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
-            f"loss {record.loss:.4f}",
-            f"{self._tokens_per_step / max(self._seconds, 1e-9):.0f} tokens/s",
-            tiers,
-            f"bound by {binding_link}",
-        ]
-        if not last:
-            parts.append(f"{duration_text(self._seconds * (self._steps - record.step))} left")
-        self._show(" | ".join(parts))
-
-    def note(self, text: str) -> None:
-        """Show a line that stays."""
-        self._clear()
-        print(text, file=self._stream, flush=True)
-
-    def end(self) -> None:
-        """Leave the last live line standing."""
-        if self._live and self._width:
-            print(file=self._stream, flush=True)
-            self._width = 0
-
-    def _show(self, line: str) -> None:
-        if not self._live:
-            print(line, file=self._stream, flush=True)
-            return
-        line = line[: max(20, shutil.get_terminal_size().columns - 1)]
-        print("\r" + line.ljust(self._width), end="", file=self._stream, flush=True)
-        self._width = len(line)
-
-    def _clear(self) -> None:
-        if self._live and self._width:
-            print("\r" + " " * self._width + "\r", end="", file=self._stream)
-            self._width = 0
-
-
-class LinkMeter:
-    """Adds up what the links carried between pairs of snapshots, so that evaluations are left out."""
-
-    def __init__(self) -> None:
-        self.size_bytes: dict[str, int] = {}
-        self.seconds: dict[str, float] = {}
-
-    def add(self, before: Stats, after: Stats) -> str:
-        """Count what happened between two snapshots; return the link that was busy longest between them."""
-        busy: dict[str, float] = {}
-        for name, link in after.links.items():
-            busy[name] = link.seconds - before.links[name].seconds
-            self.size_bytes[name] = self.size_bytes.get(name, 0) + link.bytes - before.links[name].bytes
-            self.seconds[name] = self.seconds.get(name, 0.0) + busy[name]
-        return max(busy, key=busy.__getitem__)
-
-    @property
-    def binding_link(self) -> str:
-        """The link that was busy longest over all."""
-        return max(self.seconds, key=self.seconds.__getitem__) if self.seconds else "compute"
-
-    def per_step(self, steps: int) -> dict[str, LinkReport]:
-        """Return means per step."""
-        count = max(1, steps)
-        return {name: LinkReport(self.size_bytes[name] / count, self.seconds[name] / count) for name in self.seconds}
-
-
-class RssMeter:
-    """Highest resident memory of this process from construction on; `baseline_bytes` is what it was then.
-
-    The kernel's own high-water mark where it can be reset, else a sampling thread.
-    """
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self.baseline_bytes: int = self._process.memory_info().rss
-        self._peak_bytes = self.baseline_bytes
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        except OSError:
-            self._thread = threading.Thread(target=self._sample, name="rss-meter", daemon=True)
-            self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.02):
-            self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
-
-    def peak_bytes(self) -> int:
-        """Return the highest resident memory so far."""
-        if self._thread is None:
-            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-                if line.startswith("VmHWM:"):
-                    self._peak_bytes = max(self._peak_bytes, int(line.split()[1]) * 1024)
-        else:
-            self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
-        return self._peak_bytes
-
-    def close(self) -> None:
-        """Stop sampling."""
-        self._stop.set()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,7 +32,18 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("hooks", "optimizer", "checkpoint"),
     ("loading", "tensors"),
     ("engine",),
-    ("report", "finetune", "nvme_measure", "nvme_peers", "nvme_deepspeed", "nvme_bench", "nvme_report", "doctor"),
+    (
+        "report",
+        "finetune",
+        "finetune_text",
+        "finetune_progress",
+        "nvme_measure",
+        "nvme_peers",
+        "nvme_deepspeed",
+        "nvme_bench",
+        "nvme_report",
+        "doctor",
+    ),
     ("cli",),
     ("__main__",),
 )
@@ -64,7 +75,7 @@ FACES = {
 REBINDS_DATA = {"offload.hooks"}
 WRITES_SHARD_STATE = {"offload.copies"}
 USES_EVENTS = {f"offload.{name}" for name in ("copies", "gradients", "access")}  # and so change a state
-MAY_PRINT = {"offload.cli", "offload.finetune", "offload.__main__"}
+MAY_PRINT = {"offload.cli", "offload.finetune", "offload.finetune_progress", "offload.__main__"}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
 

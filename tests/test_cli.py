@@ -21,7 +21,17 @@ import pytest
 import torch
 
 from offload import cli, finetune, report
-from offload.finetune import FinetuneError, Progress, Settings
+from offload.finetune_progress import Progress, RssMeter
+from offload.finetune_text import (
+    FinetuneError,
+    Settings,
+    Windows,
+    batches,
+    first_sentences,
+    make_windows,
+    read_text,
+    split_text,
+)
 from offload.stats import LINKS, LinkStats, Stats
 
 CPU = torch.device("cpu")
@@ -103,7 +113,7 @@ def encode(text: str) -> list[int]:
 
 def test_windows_do_not_overlap_and_keep_the_end_back() -> None:
     text = "".join(chr(ord("a") + i % 7) for i in range(1000))
-    windows = finetune.make_windows(encode, text, settings(held_out=0.1))
+    windows = make_windows(encode, text, settings(held_out=0.1))
     # 900 tokens to train on are 112 windows of 8; of the 100 held out 12 fit and 2 are wanted: the first and the last
     assert windows.train.shape == (112, 8)
     assert windows.train.flatten().tolist() == encode(text[:896])
@@ -112,13 +122,13 @@ def test_windows_do_not_overlap_and_keep_the_end_back() -> None:
 
 def test_text_is_cut_between_paragraphs() -> None:
     text = "a" * 90 + "\n\n" + "b" * 28
-    assert finetune.split_text(text, 0.3) == ("a" * 90 + "\n\n", "b" * 28)
-    assert finetune.split_text("a" * 100, 0.3) == ("a" * 70, "a" * 30)
+    assert split_text(text, 0.3) == ("a" * 90 + "\n\n", "b" * 28)
+    assert split_text("a" * 100, 0.3) == ("a" * 70, "a" * 30)
 
 
 def test_short_text_is_refused_with_the_counts() -> None:
     with pytest.raises(FinetuneError, match=r"at least 8 tokens .* got 18 and 2"):
-        finetune.make_windows(encode, "a" * 20, settings(held_out=0.1))
+        make_windows(encode, "a" * 20, settings(held_out=0.1))
 
 
 @pytest.mark.parametrize(
@@ -130,19 +140,19 @@ def test_unusable_text_is_refused(tmp_path: Path, content: bytes | None, message
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(FinetuneError, match=message):
-        finetune.read_text(path)
+        read_text(path)
 
 
 def test_prompt_is_the_beginning_of_a_long_paragraph() -> None:
-    assert finetune.first_sentences("short\n\n" + "w " * 9, words=3) == "w w w"
-    assert finetune.first_sentences("only three words", words=10) == "only three words"
+    assert first_sentences("short\n\n" + "w " * 9, words=3) == "w w w"
+    assert first_sentences("only three words", words=10) == "only three words"
 
 
 def test_every_window_is_seen_once_per_epoch_in_an_order_drawn_from_the_seed() -> None:
     windows = torch.arange(6).view(6, 1).repeat(1, 2)
 
     def order(seed: int) -> list[int]:
-        supply = finetune.batches(windows, settings(batch_size=4, seed=seed), CPU)
+        supply = batches(windows, settings(batch_size=4, seed=seed), CPU)
         return torch.cat([next(supply)["input_ids"][:, 0] for _ in range(3)]).tolist()
 
     first = order(1)
@@ -162,8 +172,8 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert factors[10] == pytest.approx(0.1)
 
 
-def windows_of_a_pattern() -> finetune.Windows:
-    return finetune.make_windows(encode, "abcdefgh" * 40, settings(held_out=0.2))
+def windows_of_a_pattern() -> Windows:
+    return make_windows(encode, "abcdefgh" * 40, settings(held_out=0.2))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -331,7 +341,7 @@ def test_durations_for_people() -> None:
 
 
 def test_rss_meter_sees_a_peak_that_is_gone() -> None:
-    meter = finetune.RssMeter()
+    meter = RssMeter()
     block = bytearray(b"x" * (96 << 20))
     del block
     meter.close()
