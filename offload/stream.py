@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from offload import cpu_adam
@@ -21,7 +22,7 @@ from offload.shard import Role, Unit
 from offload.transfer import Ticket
 
 ALL_STATES = frozenset(STATE_ROLES)
-_IN_FLIGHT_AHEAD = 2  # of four staging slots: one computing, one being written
+IN_FLIGHT_AHEAD = 2  # of four staging slots: one computing, one being written
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +35,7 @@ class Chunk:
     end: int
     addresses: dict[Role, int]
     access: Access
+    leases: Leases
     reading: list[Ticket] = dataclasses.field(default_factory=list)
     writing: list[Ticket] = dataclasses.field(default_factory=list)
     staged: frozenset[Role] = frozenset()
@@ -81,38 +83,127 @@ def stream(
     units = list(units)
     if Role.PARAM in writes:
         manager.refuse_leased(units)
+    pipeline = Pipeline(manager, reads=reads, writes=writes)
     leases = Leases(manager)
     written: set[int] = set()
     chunks: list[Chunk] = []
-    slots: list[Chunk] = []  # chunks in staging slots, in the order of their reads: the n-th is in slot n modulo slots
     try:
         for unit in units:
-            access = leases.open(unit, reads=reads, writes=writes)
-            for number, (begin, end) in enumerate(_ranges(manager, unit, access, reads | writes)):
-                chunks.append(Chunk(unit, number, begin, end, {}, access))
-        for index in range(min(_IN_FLIGHT_AHEAD, len(chunks))):
-            _start_reads(manager, leases, chunks[index], slots, reads | writes, reads)
+            chunks += pipeline.open(unit, leases)
+        for chunk in chunks[:IN_FLIGHT_AHEAD]:
+            pipeline.start(chunk)
         for index, chunk in enumerate(chunks):
-            if index + _IN_FLIGHT_AHEAD < len(chunks):
-                _start_reads(manager, leases, chunks[index + _IN_FLIGHT_AHEAD], slots, reads | writes, reads)
+            if index + IN_FLIGHT_AHEAD < len(chunks):
+                pipeline.start(chunks[index + IN_FLIGHT_AHEAD])
             for ticket in chunk.reading:
                 ticket.wait(manager.deadline_s)
             written.add(chunk.unit.index)
-            if chunk.access.fresh_states:
-                _initialise_states(manager, chunk)
-            visit(chunk)
-            _start_writes(manager, leases, chunk, writes)
+            pipeline.work(chunk, visit)
         for chunk in chunks:
             for ticket in chunk.writing:
                 ticket.wait(manager.deadline_s)
     except BaseException:
-        for chunk in chunks:
-            for ticket in (*chunk.reading, *chunk.writing):
-                with contextlib.suppress(Exception):  # the first error is on its way up; buffers must come to rest
-                    ticket.wait(manager.deadline_s)
+        come_to_rest(chunks, manager.deadline_s)
         leases.abandon(written)
         raise
     leases.close()
+
+
+def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
+    """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up."""
+    for chunk in chunks:
+        for ticket in (*chunk.reading, *chunk.writing):
+            with contextlib.suppress(Exception):
+                ticket.wait(deadline_s)
+
+
+class Pipeline:
+    """The staging slots, which chunks take in turn: started, worked on and gone in one order.
+
+    At most :data:`IN_FLIGHT_AHEAD` chunks may be started and not worked on.
+    """
+
+    def __init__(self, manager: Manager, *, reads: frozenset[Role], writes: frozenset[Role] = frozenset()) -> None:
+        """Prepare; `reads` and `writes` as in :func:`stream`."""
+        self._manager = manager
+        self._reads = reads
+        self._writes = writes
+        self._turn = 0
+        self._slots: deque[Chunk] = deque(maxlen=max(len(manager.staging), 1))  # chunks in slots, the oldest first
+
+    def open(self, unit: Unit, leases: Leases) -> list[Chunk]:
+        """Lease what is needed of a unit; returns its chunks."""
+        access = leases.open(unit, reads=self._reads, writes=self._writes)
+        spans = _ranges(self._manager, unit, access, self._reads | self._writes)
+        return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
+
+    def start(self, chunk: Chunk) -> None:
+        """Give the chunk its addresses; start the reads of what comes through staging."""
+        manager, unit = self._manager, chunk.unit
+        staged = []
+        for role in _roles(manager, unit, self._reads | self._writes):
+            base = chunk.access.addresses.get(role)
+            if base is None:
+                staged.append(role)
+            else:
+                chunk.addresses[role] = base + manager.chunk_bytes(unit, role, 0, chunk.begin)
+        if not staged:
+            return
+        count = len(manager.staging)
+        if len(self._slots) == count:
+            for leaving in self._slots[0].writing:  # the slot's previous user, worked on long ago
+                leaving.wait(manager.deadline_s)
+        chunk.staged = frozenset(staged)
+        address = manager.staging[self._turn % count].address
+        self._turn += 1
+        self._slots.append(chunk)
+        for role in staged:
+            chunk.addresses[role] = address
+            address += manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+        self.read(chunk)
+
+    def read(self, chunk: Chunk) -> None:
+        """Start the reads of a chunk that has its addresses."""
+        manager, unit, access = self._manager, chunk.unit, chunk.access
+        chunk.reading = []
+        for role in (Role.PARAM, Role.GRAD):
+            if role in chunk.staged and role in self._reads:
+                size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+                ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size)
+                if ticket is not None:
+                    chunk.reading.append(ticket)
+        record = [role for role in STATE_ROLES if role in chunk.staged and role in self._reads]
+        if record and not access.fresh_states:
+            size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
+            ticket = chunk.leases.read_chunk(unit, Role.MASTER, chunk.number, chunk.addresses[record[0]], size)
+            if ticket is not None:
+                chunk.reading.append(ticket)
+
+    def work(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
+        """Call `visit` with a chunk whose reads are over, and start its writes."""
+        if chunk.access.fresh_states:
+            _initialise_states(self._manager, chunk)
+        visit(chunk)
+        self._write(chunk)
+
+    def _write(self, chunk: Chunk) -> None:
+        manager, unit, writes = self._manager, chunk.unit, self._writes
+        for role in (Role.PARAM, Role.GRAD):
+            if role not in writes or role not in chunk.addresses:
+                continue
+            size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+            shard = manager.shard(unit.index, role)
+            assert shard is not None
+            if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
+                chunk.writing.append(chunk.leases.write_chunk(unit, role, chunk.number, chunk.addresses[role], size))
+            elif role is Role.PARAM and chunk.access.write_through:
+                target = chunk.access.write_through + manager.chunk_bytes(unit, role, 0, chunk.begin)
+                ctypes.memmove(target, chunk.addresses[role], size)
+        record = [role for role in STATE_ROLES if role in chunk.staged and role in writes]
+        if record:
+            size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
+            address = chunk.addresses[record[0]]
+            chunk.writing.append(chunk.leases.write_chunk(unit, Role.MASTER, chunk.number, address, size))
 
 
 def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
@@ -128,69 +219,6 @@ def _ranges(manager: Manager, unit: Unit, access: Access, wanted: frozenset[Role
         if home is None or access.addresses.get(role) != home.address:
             return unit.chunks(manager.plan.chunk_numel)
     return [(0, unit.numel)]
-
-
-def _start_reads(
-    manager: Manager,
-    leases: Leases,
-    chunk: Chunk,
-    slots: list[Chunk],
-    wanted: frozenset[Role],
-    reads: frozenset[Role],
-) -> None:
-    """Give the chunk its addresses; start the reads of what comes through staging."""
-    unit, number = chunk.unit, chunk.number
-    staged = []
-    for role in _roles(manager, unit, wanted):
-        base = chunk.access.addresses.get(role)
-        if base is None:
-            staged.append(role)
-        else:
-            chunk.addresses[role] = base + manager.chunk_bytes(unit, role, 0, chunk.begin)
-    if not staged:
-        return
-    chunk.staged = frozenset(staged)
-    count = len(manager.staging)
-    if len(slots) >= count:
-        for leaving in slots[-count].writing:  # the slot's previous user, visited long ago
-            leaving.wait(manager.deadline_s)
-    address = manager.staging[len(slots) % count].address
-    slots.append(chunk)
-    for role in staged:
-        chunk.addresses[role] = address
-        address += manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
-    for role in (Role.PARAM, Role.GRAD):
-        if role in staged and role in reads:
-            size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
-            ticket = leases.read_chunk(unit, role, number, chunk.addresses[role], size)
-            if ticket is not None:
-                chunk.reading.append(ticket)
-    record = [role for role in staged if role in ALL_STATES]
-    if record and reads & ALL_STATES and not chunk.access.fresh_states:
-        size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
-        ticket = leases.read_chunk(unit, Role.MASTER, number, chunk.addresses[record[0]], size)
-        if ticket is not None:
-            chunk.reading.append(ticket)
-
-
-def _start_writes(manager: Manager, leases: Leases, chunk: Chunk, writes: frozenset[Role]) -> None:
-    unit = chunk.unit
-    for role in (Role.PARAM, Role.GRAD):
-        if role not in writes or role not in chunk.addresses:
-            continue
-        size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
-        shard = manager.shard(unit.index, role)
-        assert shard is not None
-        if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
-            chunk.writing.append(leases.write_chunk(unit, role, chunk.number, chunk.addresses[role], size))
-        elif role is Role.PARAM and chunk.access.write_through:
-            target = chunk.access.write_through + manager.chunk_bytes(unit, role, 0, chunk.begin)
-            ctypes.memmove(target, chunk.addresses[role], size)
-    record = [role for role in STATE_ROLES if role in chunk.staged and role in writes]
-    if record:
-        size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
-        address = chunk.addresses[record[0]]
-        chunk.writing.append(leases.write_chunk(unit, Role.MASTER, chunk.number, address, size))
 
 
 def _initialise_states(manager: Manager, chunk: Chunk) -> None:
