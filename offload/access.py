@@ -7,7 +7,7 @@ home; elsewhere the home is read and overwritten. Knows nothing of the order in 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from offload.copies import chunk_key
 from offload.errors import StateError
@@ -86,16 +86,12 @@ class Leases:
 
     def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
         """Lease PARAM; returns the home address to write a changed working copy through to."""
-        index, home = shard.unit.index, shard.home_buffer
+        home = shard.home_buffer
         host_device = self._manager.device.type == "cpu"
         if shard.state is State.FETCHING:
             self._working.finish_prefetch(shard)
         if shard.state is State.RESIDENT and not host_device and write:
-            if self._working.borrowed(index):
-                raise StateError(
-                    f"parameters of {shard.unit.name}: a tensor outside the model still views their device memory, so "
-                    "they cannot be replaced; drop it before the step"
-                )
+            self._working.refuse_borrowed(shard)
             self._working.evict(shard)
         if shard.state is State.RESIDENT and host_device:
             assert shard.work_buffer is not None
@@ -127,18 +123,26 @@ class Leases:
 
     def close(self) -> None:
         """Return the leases: what was written is now the shards' content."""
-        self._stop_reading()
+        self.hand_over(frozenset(Role), ())
+        self.stop_reading()
+
+    def hand_over(self, roles: Container[Role], leaving: Sequence[Ticket]) -> None:
+        """Return the leases on what was written in `roles`; `leaving` still take PARAM's working copy home."""
         for shard, _ in self._writing:
+            if shard.role not in roles:
+                continue
             shard.writing = False
             if shard.role is not Role.PARAM:
                 continue
             self._manager.versions[shard.unit.index] += 1
-            if shard.state is State.DIRTY:
+            if shard.state is State.DIRTY and leaving:
+                self._copies.flushing(shard, leaving)
+            elif shard.state is State.DIRTY:
                 self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
             if shard.home is Tier.DEVICE and shard.unit.index not in self._working:
                 assert shard.home_buffer is not None
                 self._working.bind(shard, shard.home_buffer)
-        self._writing.clear()
+        self._writing = [(shard, before) for shard, before in self._writing if shard.role not in roles]
 
     def abandon(self, written: Container[int]) -> None:
         """Return the leases after an exception.
@@ -147,7 +151,7 @@ class Leases:
             written: units that may have been written to: what was open for writing of them is lost now. Others are as
                 they were.
         """
-        self._stop_reading()
+        self.stop_reading()
         for shard, before in self._writing:
             shard.writing = False
             if shard.unit.index in written or before is State.FAILED:
@@ -162,7 +166,8 @@ class Leases:
                 self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
         self._writing.clear()
 
-    def _stop_reading(self) -> None:
+    def stop_reading(self) -> None:
+        """Return the leases on what was only read."""
         for shard in self._reading:
             shard.readers -= 1
         self._reading.clear()

@@ -13,7 +13,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from offload.errors import InternalError
 from offload.placement import STATE_ROLES, Plan
@@ -183,6 +183,15 @@ class Copies:
             self.change(shard, Event.FLUSH_FAILED)
             raise
         self._transfers[_key(shard)] = TicketGroup(tickets)
+
+    def flushing(self, shard: Shard, tickets: Sequence[Ticket]) -> None:
+        """Note that `tickets`, which are under way, write a working copy home."""
+        self.change(shard, Event.FLUSH)
+        self._transfers[_key(shard)] = TicketGroup(tickets)
+
+    def is_late(self, shard: Shard) -> bool:
+        """Tell whether :meth:`settle` would have to wait."""
+        return shard.state in IN_FLIGHT and not self._transfers[_key(shard)].done()
 
     def settle(self, shard: Shard) -> None:
         """Wait for the transfer of a shard, if there is one. What interrupts the wait leaves it under way.

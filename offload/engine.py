@@ -32,10 +32,10 @@ from offload.optimizer import (
     LossScaler,
     OffloadOptimizer,
     StepCounts,
+    begin_step,
     clip_factor,
     group_of_slots,
     measure,
-    update,
 )
 from offload.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
 from offload.resident import open_resident_set
@@ -140,6 +140,7 @@ class Engine:
         self._in_backward = False
         self._last_loss: weakref.ref[torch.Tensor] | None = None
         self._grad_norm: float | None = None
+        self._overlap = True  # updates are made while the next forward computes; else inside the step
 
         self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer)
         self._loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
@@ -182,7 +183,7 @@ class Engine:
         """
         self._require_open()
         self._check_batch(args, kwargs)
-        begin, stalled = time.perf_counter(), self._counters.stall_seconds
+        begin, stalled = time.perf_counter(), self._counters.waits_seconds
         with self._deferral:
             try:
                 with self._hooks.watch():  # hooks of the user may run before ours, or after
@@ -224,7 +225,7 @@ class Engine:
                 f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; nothing was changed. "
                 "Look at the batch and the learning rate, or for labels that are all ignored"
             )
-        begin, stalled = time.perf_counter(), self._counters.stall_seconds
+        begin, stalled = time.perf_counter(), self._counters.waits_seconds
         self._in_backward = True
         with self._deferral:
             try:
@@ -267,6 +268,16 @@ class Engine:
         self.optimizer.step()  # so that its hooks and LR schedulers see it
         return self._steps > before
 
+    def drain(self) -> None:
+        """Wait until the last step is done and home; without this, that is when the next forward has used all units.
+
+        Whatever reads parameters or states waits by itself: this is for those who look at times and bytes.
+
+        Raises:
+            swap.SwapError: an I/O error.
+        """
+        self._require_open().finish_updates()
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next :meth:`step` updates the parameters."""
         return self._micro_batch + 1 >= self.config.gradient_accumulation_steps
@@ -305,6 +316,7 @@ class Engine:
                 "the engine and make a new one"
             )
         self._activations.close_pass()
+        manager.finish_updates()  # of units that were not used since the last step
         manager.working.refuse_changes()
         manager.gradients.settle()
         norm = measure(manager)
@@ -316,12 +328,22 @@ class Engine:
         self._grad_norm = norm.squares**0.5 * averaged
         factor = clip_factor(self._grad_norm, self.config.max_grad_norm) * averaged
         groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
-        update(manager, self._step_counts, groups, rule=offloaded.rule, grad_scale=factor)
-        manager.gradients.drop()
+        manager.restart_schedule()
+        begin_step(
+            manager,
+            self._step_counts,
+            groups,
+            rule=offloaded.rule,
+            grad_scale=factor,
+            safe_point=self._deferral,
+        )
         self._steps += 1
         self._micro_batch = 0
         self._scaler.succeeded()
-        manager.restart_schedule()
+        if not self._overlap:
+            manager.finish_updates()
+        elif manager.updates is not None:
+            manager.updates.begin()
         manager.prefetch()
         return True
 
@@ -448,6 +470,10 @@ class Engine:
             misses=self._counters.misses,
             stalls=self._counters.stalls,
             stall_seconds=self._counters.stall_seconds,
+            update_chunks=self._counters.update_chunks,
+            update_stalls=self._counters.update_stalls,
+            update_seconds=self._counters.update_seconds,
+            update_stall_seconds=self._counters.update_stall_seconds,
             used_bytes=used,
             peak_bytes=peak,
             budget_bytes={tier.value: budget.limit_bytes for tier, budget in self._budgets.items()},
@@ -477,6 +503,8 @@ class Engine:
             room += self._budgets[Tier.DEVICE].limit_bytes if self.device.type == "cpu" else 0
             restore = self._unusable is None and total <= room
         self._hooks.unwind()
+        if not restore:
+            manager.updates = None  # nobody will see what they would have made
         with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
             manager.reset()
         self._tensors.detach()
@@ -530,6 +558,10 @@ class Engine:
             raise StateError(f"engine: {self._unusable}; close it and resume from a checkpoint")
         if self._closed or self._manager is None:
             raise StateError("engine: it is closed; make a new one")
+        updates = self._manager.updates
+        if updates is not None and updates.failure is not None:
+            self._unusable = f"a step failed half way ({type(updates.failure).__name__}: {updates.failure})"
+            updates.check()
         return self._manager
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -542,7 +574,7 @@ class Engine:
                     )
 
     def _count_compute(self, begin: float, stalled_before: float) -> None:
-        stalled = self._counters.stall_seconds - stalled_before
+        stalled = self._counters.waits_seconds - stalled_before
         self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
 
 

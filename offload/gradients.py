@@ -7,7 +7,7 @@ their way to NVMe. Knows neither where a gradient comes from nor what becomes of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 
@@ -55,6 +55,8 @@ class Gradients:
         self._accumulate = accumulate
         self._deadline_s = deadline_s
         self._gradients = {unit.index: Gradient.of(unit) for unit in units if unit.trainable}
+        self._held: set[int] = set()  # units whose gradients belong to a step that has not used them yet
+        self.release_held: Callable[[], None] = lambda: None  # makes that step use them
 
     def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool) -> None:
         """Add one parameter's gradient to what has arrived since the last step.
@@ -65,6 +67,8 @@ class Gradients:
             gradient: (slot shape) in the unit's dtype, on the device.
             final: no further micro-batch follows before the step, so the sum of squares is taken now.
         """
+        if self._held:  # of units that the forward has not used: their buffers are about to be written
+            self.release_held()
         gradient = gradient.contiguous()
         self._mover.read_tensor(gradient, lambda address: self._add(index, slot, address, final=final))
 
@@ -114,8 +118,19 @@ class Gradients:
         self.settle()
         for index in self._gradients:
             shard = self._copies.of(index, Role.GRAD)
-            self._copies.discard(shard)
+            if index not in self._held:
+                self._copies.discard(shard)
             self._gradients[index] = Gradient.of(shard.unit)
+
+    def hold(self, indices: Container[int]) -> None:
+        """Close a step: forget what has arrived, but keep the gradients of units `indices` until :meth:`release`."""
+        self._held = {index for index in self._gradients if index in indices}
+        self.drop()
+
+    def release(self, index: int) -> None:
+        """Let the gradient of a unit that was held go: the step has used it."""
+        self._held.discard(index)
+        self._copies.discard(self._copies.of(index, Role.GRAD))
 
     def _dtype(self, unit: Unit) -> cpu_adam.Dtype:
         return cpu_adam.Dtype.FLOAT32 if self._accumulate else KERNEL_DTYPE[unit.dtype]

@@ -328,7 +328,8 @@ class Hooks:
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if self._stack and self._stack[-1][0] is module:
             self._leave()
-            assert self._activations is not None
+            assert self._activations is not None and self._manager is not None
+            self._manager.advance_updates()
             if output is not None:
                 self._activations.balance()
             elif not self._stack:  # the forward has failed

@@ -133,6 +133,7 @@ class Loader:
         States and gradients give way first, then each unit for its own tensors: the peak is what the tiers hold anyway,
         or the parameters and one unit.
         """
+        manager.finish_updates()
         manager.drop_training_state()
         unloaded: dict[int, list[torch.Tensor]] = {}
         for index in self._loaded:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,37 @@ logger = logging.getLogger(__name__)
 PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
 
 
+class Updates(Protocol):
+    """Updates of parameters that a step has fixed and that are still to be made, unit by unit.
+
+    Attributes:
+        failure: what a part of the step was lost by; None where all is well.
+    """
+
+    failure: BaseException | None
+
+    def __contains__(self, index: int) -> bool:
+        """Tell whether the unit's parameters are still those of before the step."""
+
+    def require(self, index: int) -> None:
+        """Make the update of a unit, whose parameters are about to be used, if it has not been made."""
+
+    def begin(self) -> None:
+        """Start the first reads."""
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+
+    def finish_open(self) -> None:
+        """Make the updates that are under way, so that nothing of them lies in anybody's way."""
+
+    def finish(self) -> None:
+        """Make all updates and wait until they are home."""
+
+    def check(self) -> None:
+        """Raise what went wrong, if anything did."""
+
+
 class Manager:
     """Memory of one engine. See the module's text.
 
@@ -43,6 +75,7 @@ class Manager:
         versions: per unit, of the parameters' content: raised whenever they are written.
         streams_parameters: whether any unit's parameters come and go.
         resets: times that all leases were dropped.
+        updates: what the last step has left to do; None when that is done.
     """
 
     def __init__(
@@ -65,6 +98,7 @@ class Manager:
         self.counters = counters
         self.deadline_s = deadline_s
         self.resets = 0
+        self.updates: Updates | None = None
         self.versions = [0] * len(self.units)
         order = [unit.index for unit in self.units]
         self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
@@ -94,6 +128,8 @@ class Manager:
         self.gradients = Gradients(
             self.units, self.copies, self.mover, accumulate=plan.request.accumulate, deadline_s=deadline_s
         )
+        self.gradients.release_held = self.finish_updates
+        self.working.finish_open_updates = self._finish_open_updates
         if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
             store.register_buffer(host.base_address, host.size_bytes)
 
@@ -162,19 +198,27 @@ class Manager:
         if not training:
             self.schedule.restart()
 
+    def order_of_use(self) -> list[int]:
+        """Return per unit its turn in the training step that begins next, as far as is known."""
+        order = list(self._schedules[True].upcoming(len(self._schedules[True].trace)))
+        turn = {index: position for position, index in enumerate(order)}
+        return [turn.get(unit.index, len(order) + unit.index) for unit in self.units]
+
     def prefetch(self) -> None:
         """Start fetching the units used next, as far as units used later give way."""
         if not self._prefetches:
             return
         for index in self.schedule.upcoming(PREFETCH_WINDOW):
             shard = self._params[index]
-            if shard.state is State.STORED and shard.home is not Tier.DEVICE and not shard.writing:
+            if shard.state is State.STORED and shard.home is not Tier.DEVICE and self._may_fetch(shard):
                 if not self.working.start_fetch(shard, self.schedule, required=False):
                     return
 
     def _make_resident(self, shard: Shard) -> None:
         index = shard.unit.index
         self.schedule.use(index)
+        if self.updates is not None:
+            self._require_update(shard)
         if index in self.working:
             self.counters.hits += 1
             return
@@ -194,6 +238,43 @@ class Manager:
             self.working.finish_fetch(shard)
         self.counters.stall_seconds += time.perf_counter() - begin
 
+    # --- updates that a step has left to do -------------------------------------------------------------------------
+
+    def updates_in_place(self, shard: Shard) -> bool:
+        """Tell whether a working copy of PARAM is best fetched before an update: it is changed there and read once."""
+        return shard.home is Tier.NVME and self.device.type == "cpu"
+
+    def advance_updates(self) -> None:
+        """Let the step go on as far as nothing has to be waited for."""
+        if self.updates is not None:
+            self.updates.advance()
+
+    def finish_updates(self) -> None:
+        """Finish the step: whoever looks at parameters, states or gradients from outside comes through here.
+
+        Raises:
+            swap.SwapError: an I/O error. Where nothing was lost by it, this may be called again.
+        """
+        if self.updates is not None:
+            self.updates.finish()
+
+    def _finish_open_updates(self) -> None:
+        if self.updates is not None:
+            self.updates.finish_open()
+
+    def _may_fetch(self, shard: Shard) -> bool:
+        """Tell whether the home's content is of use on the device."""
+        pending = self.updates is not None and shard.unit.index in self.updates
+        return not shard.writing and (not pending or self.updates_in_place(shard))
+
+    def _require_update(self, shard: Shard) -> None:
+        updates = self.updates
+        assert updates is not None
+        index = shard.unit.index
+        if index in updates and shard.state is State.STORED and self.updates_in_place(shard) and not shard.writing:
+            self.working.start_fetch(shard, self.schedule, required=True)
+        updates.require(index)
+
     # --- life and death ---------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -203,6 +284,8 @@ class Manager:
         are untouched: they are only ever written inside a step.
         """
         self.resets += 1
+        with contextlib.suppress(Exception):  # whoever needs what the step has left to do meets the error again
+            self.finish_updates()
         for unit in self.units:
             shard = self._params[unit.index]
             shard.readers = 0

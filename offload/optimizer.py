@@ -1,12 +1,13 @@
 """Optimizers over offloaded shards: one definition of the step, wherever the bytes live.
 
 Owns the optimizer's public face (a ``torch.optim.Optimizer``), the global norm, clipping, loss scaling and the update
-itself as a visit of :func:`offload.stream.stream`. The arithmetic of an element is in ``csrc/cpu_adam``. Where a
-parameter's bytes are is none of its business.
+itself as a visit of chunks, which :mod:`offload.pending` calls when a unit's turn has come. The arithmetic of an
+element is in ``csrc/cpu_adam``. Where a parameter's bytes are is none of its business.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +20,12 @@ from offload.config import Config, OptimizerSpec
 from offload.errors import ConfigError, StateError
 from offload.gradients import KERNEL_DTYPE
 from offload.manager import Manager
+from offload.pending import PendingUpdates
 from offload.placement import States
 from offload.rules import STATE_SEED, Rule, rule_of
 from offload.shard import Role, Unit
-from offload.stream import ALL_STATES, Chunk, stream
+from offload.stream import ALL_STATES, Chunk
+from offload.tiers import Tier
 
 CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 
@@ -244,15 +247,18 @@ class _Segment:
         return self.end == other.begin and self.shift == other.shift and self.hyper is other.hyper
 
 
-def update(
+def begin_step(
     manager: Manager,
     counts: StepCounts,
     groups: dict[int, list[dict[str, Any] | None]],
     *,
     rule: Rule,
     grad_scale: float,
+    safe_point: contextlib.AbstractContextManager[object],
 ) -> None:
-    """Take one optimizer step with the gradients that have arrived.
+    """Take one optimizer step with the gradients that have arrived; the updates are made when they are needed.
+
+    All that decides on the result is read now: what happens to groups and gradients afterwards changes nothing.
 
     Args:
         manager: owner of the shards.
@@ -260,21 +266,23 @@ def update(
         groups: param group per slot.
         rule: the optimizer.
         grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
+        safe_point: held while an update is half done.
 
     Raises:
-        swap.SwapError: an I/O error; the units of this step are then FAILED.
+        ConfigError: a hyper-parameter is out of its range.
+        StateError: parameters are in use. Nothing was changed in either case.
     """
     segments: dict[int, list[_Segment]] = {}
-    units = []
+    updated: list[Unit] = []
     hyper_of: dict[tuple[int, int], cpu_adam.Hyper] = {}
     states, accumulate = manager.plan.request.states, manager.plan.request.accumulate
     exact_ends = states.kind is cpu_adam.StateKind.INT8  # what lies behind a parameter must not scale its last block
     for unit in trainable_units(manager.units):
-        arrived = manager.gradients.arrived(unit.index)
+        arrived_here = manager.gradients.arrived(unit.index)
         ranges: list[_Segment] = []
         for position, slot in enumerate(unit.slots):
             group = groups[unit.index][position]
-            if not arrived[position] or group is None:
+            if not arrived_here[position] or group is None:
                 continue
             count = counts.counts[unit.index][position] + 1
             key = (id(group), count)
@@ -294,7 +302,7 @@ def update(
                 ranges.append(segment)
         if ranges:
             segments[unit.index] = ranges
-            units.append(unit)
+            updated.append(unit)
 
     def visit(chunk: Chunk) -> None:
         begin = time.perf_counter()
@@ -310,12 +318,23 @@ def update(
         )
         manager.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
 
-    roles = frozenset({Role.PARAM}) | ALL_STATES
-    stream(manager, units, visit, reads=roles | {Role.GRAD}, writes=roles)
-    for unit in units:
-        for position, arrived_here in enumerate(manager.gradients.arrived(unit.index)):
-            if arrived_here and groups[unit.index][position] is not None:
+    arrived_at = {unit.index: list(manager.gradients.arrived(unit.index)) for unit in updated}
+    order = manager.order_of_use()
+    updated.sort(key=lambda unit: (not _stays(manager, unit), order[unit.index]))
+    pending = PendingUpdates(manager, updated, visit, safe_point=safe_point)
+    for unit in updated:
+        for position, arrived in enumerate(arrived_at[unit.index]):
+            if arrived and groups[unit.index][position] is not None:
                 counts.counts[unit.index][position] += 1
+    for unit in updated:
+        if _stays(manager, unit):
+            pending.require(unit.index)
+
+
+def _stays(manager: Manager, unit: Unit) -> bool:
+    """Tell whether everything of a unit is on the device: then there is nothing that its update would wait for."""
+    homes = manager.plan.homes[unit.index]
+    return homes.param is Tier.DEVICE and homes.states is Tier.DEVICE
 
 
 def _update_range(chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, accumulate: bool) -> None:

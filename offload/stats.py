@@ -37,6 +37,9 @@ class Stats:
         misses: uses that had to start a fetch and wait for it.
         stalls: uses that waited for a fetch already under way; `stall_seconds` counts both kinds of wait.
         stall_seconds: seconds compute waited for parameters.
+        update_chunks: pieces of units that steps have updated; `update_stalls` of them were waited for, the others had
+            arrived while something else was computed.
+        update_seconds: seconds spent on updates, `update_stall_seconds` of them waiting for the drive.
         used_bytes, peak_bytes: bytes per tier (``device``, ``cpu``, ``nvme``); activations are in ``device``.
         budget_bytes: the hard limits.
         loss_scale: current loss scale (1.0 unless float16).
@@ -49,6 +52,10 @@ class Stats:
     misses: int
     stalls: int
     stall_seconds: float
+    update_chunks: int
+    update_stalls: int
+    update_seconds: float
+    update_stall_seconds: float
     used_bytes: Mapping[str, int]
     peak_bytes: Mapping[str, int]
     budget_bytes: Mapping[str, int]
@@ -71,6 +78,15 @@ class Counters:
         self.misses = 0
         self.stalls = 0
         self.stall_seconds = 0.0
+        self.update_chunks = 0
+        self.update_stalls = 0
+        self.update_seconds = 0.0
+        self.update_stall_seconds = 0.0
+
+    @property
+    def waits_seconds(self) -> float:
+        """Seconds in which compute had to wait: for parameters, and for updates, which have the same threads."""
+        return self.stall_seconds + self.update_seconds
 
     def add(self, link: str, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
         """Count `size_bytes` moved and `seconds` busy on `link`."""

@@ -38,6 +38,7 @@ class Chunk:
     leases: Leases
     reading: list[Ticket] = dataclasses.field(default_factory=list)
     writing: list[Ticket] = dataclasses.field(default_factory=list)
+    writing_param: list[Ticket] = dataclasses.field(default_factory=list)  # of `writing`
     staged: frozenset[Role] = frozenset()
 
     @property
@@ -83,6 +84,7 @@ def stream(
     units = list(units)
     if Role.PARAM in writes:
         manager.refuse_leased(units)
+    manager.finish_updates()
     pipeline = Pipeline(manager, reads=reads, writes=writes)
     leases = Leases(manager)
     written: set[int] = set()
@@ -137,6 +139,11 @@ class Pipeline:
         spans = _ranges(self._manager, unit, access, self._reads | self._writes)
         return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
 
+    def leaving(self) -> list[Ticket]:
+        """Return the writes that must be over before the next chunk can have a slot."""
+        full = self._slots and len(self._slots) == len(self._manager.staging)
+        return self._slots[0].writing if full else []
+
     def start(self, chunk: Chunk) -> None:
         """Give the chunk its addresses; start the reads of what comes through staging."""
         manager, unit = self._manager, chunk.unit
@@ -149,12 +156,10 @@ class Pipeline:
                 chunk.addresses[role] = base + manager.chunk_bytes(unit, role, 0, chunk.begin)
         if not staged:
             return
-        count = len(manager.staging)
-        if len(self._slots) == count:
-            for leaving in self._slots[0].writing:  # the slot's previous user, worked on long ago
-                leaving.wait(manager.deadline_s)
+        for ticket in self.leaving():  # the slot's previous user was worked on long ago
+            ticket.wait(manager.deadline_s)
         chunk.staged = frozenset(staged)
-        address = manager.staging[self._turn % count].address
+        address = manager.staging[self._turn % len(manager.staging)].address
         self._turn += 1
         self._slots.append(chunk)
         for role in staged:
@@ -164,8 +169,15 @@ class Pipeline:
 
     def read(self, chunk: Chunk) -> None:
         """Start the reads of a chunk that has its addresses."""
-        manager, unit, access = self._manager, chunk.unit, chunk.access
         chunk.reading = []
+        try:
+            self._read(chunk)
+        except BaseException:
+            come_to_rest([chunk], self._manager.deadline_s)
+            raise
+
+    def _read(self, chunk: Chunk) -> None:
+        manager, unit, access = self._manager, chunk.unit, chunk.access
         for role in (Role.PARAM, Role.GRAD):
             if role in chunk.staged and role in self._reads:
                 size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
@@ -195,7 +207,10 @@ class Pipeline:
             shard = manager.shard(unit.index, role)
             assert shard is not None
             if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
-                chunk.writing.append(chunk.leases.write_chunk(unit, role, chunk.number, chunk.addresses[role], size))
+                ticket = chunk.leases.write_chunk(unit, role, chunk.number, chunk.addresses[role], size)
+                chunk.writing.append(ticket)
+                if role is Role.PARAM:
+                    chunk.writing_param.append(ticket)
             elif role is Role.PARAM and chunk.access.write_through:
                 target = chunk.access.write_through + manager.chunk_bytes(unit, role, 0, chunk.begin)
                 ctypes.memmove(target, chunk.addresses[role], size)

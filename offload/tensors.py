@@ -109,6 +109,7 @@ class ModuleTensors:
                     f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
                 )
             places[where] = parameter
+        manager.finish_updates()  # what is changed must not be on its way home
         indices = dict.fromkeys(index for index, _ in places)
         if modify:
             manager.refuse_leased(self._tree.units[index] for index in indices)

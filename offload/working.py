@@ -76,6 +76,8 @@ class WorkingSet:
         self._mover = mover
         self._binder = binder
         self._residency: dict[int, Residency] = {}
+        self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
+        self.finish_open_updates: Callable[[], None] = lambda: None  # so that what they have taken may be evicted
         region = copies.regions.get(Role.PARAM)
         self._elastic = region if arena.device.type == "cpu" else None  # a GPU's arena is one allocation
         if self._elastic is not None:
@@ -139,8 +141,35 @@ class WorkingSet:
     def bind(self, shard: Shard, buffer: Buffer) -> None:
         """Let the unit's parameters view `buffer`."""
         storage = self._arena.storage(buffer)
-        self._binder.bind(shard.unit, storage)
+        if shard.unit.index not in self._hidden:
+            self._binder.bind(shard.unit, storage)
         self._residency[shard.unit.index] = Residency(storage, storage_use_count(storage))
+
+    def hide(self, shard: Shard) -> None:
+        """Let the unit's parameters be stand-ins until :meth:`show`: what is on the device is of before a step.
+
+        Where an update does not take place on the device, the working copy is dropped.
+        """
+        index = shard.unit.index
+        if shard.home is not Tier.DEVICE and self._arena.device.type != "cpu":
+            if shard.state is State.FETCHING:
+                self.finish_prefetch(shard)
+            if shard.state is State.RESIDENT:
+                self.evict(shard)
+        residency = self._residency.get(index)
+        if residency is not None:
+            self._binder.unbind(shard.unit)
+            residency.own_references = 1
+        self._hidden.add(index)
+
+    def show(self, shard: Shard) -> None:
+        """Let the unit's parameters be seen again, where they are on the device."""
+        self._hidden.discard(shard.unit.index)
+        residency = self._residency.get(shard.unit.index)
+        if residency is not None:
+            borrowed = storage_use_count(residency.storage) - residency.own_references
+            self._binder.bind(shard.unit, residency.storage)
+            residency.own_references = storage_use_count(residency.storage) - borrowed
 
     # --- going ------------------------------------------------------------------------------------------------------
 
@@ -156,6 +185,18 @@ class WorkingSet:
         self._copies.evict(shard)
         self._mover.release(buffer)
         self._unbind(shard)
+
+    def refuse_borrowed(self, shard: Shard) -> None:
+        """Check that a working copy that is about to be replaced is not viewed by anybody else.
+
+        Raises:
+            StateError: it is; names the unit.
+        """
+        if shard.state is State.RESIDENT and self.borrowed(shard.unit.index):
+            raise StateError(
+                f"parameters of {shard.unit.name}: a tensor outside the model still views their device memory, so "
+                "they cannot be replaced; drop it before the step"
+            )
 
     def unbind_lost(self, shard: Shard) -> None:
         """Take the parameters off content that is neither old nor new; tensors of the user keep their memory."""
@@ -198,6 +239,7 @@ class WorkingSet:
         largest = max(s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE)
         if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - _padded(shard.size_bytes)):
             return
+        self.finish_open_updates()
         for arriving in copies.in_flight(Role.PARAM):
             self.finish_prefetch(arriving)
         copies.sweep(Role.PARAM)
@@ -237,6 +279,8 @@ class WorkingSet:
         wanted_bytes = max(region.size_bytes - by_bytes, smallest)
         for owner in region.owners_beyond(wanted_bytes):
             shard = copies.of(owner, Role.PARAM) if owner >= 0 else None
+            if shard is not None and shard.state in (State.DIRTY, State.FLUSHING):
+                self.finish_open_updates()
             if shard is not None and shard.state is State.FETCHING:
                 self.finish_prefetch(shard)
             if shard is None or shard.readers or self.borrowed(owner):
@@ -278,7 +322,8 @@ class WorkingSet:
         return self.grow(missing_bytes) == missing_bytes
 
     def _unbind(self, shard: Shard) -> Residency:
-        self._binder.unbind(shard.unit)
+        if shard.unit.index not in self._hidden:
+            self._binder.unbind(shard.unit)
         residency = self._residency.pop(shard.unit.index)
         residency.own_references = 1  # its own
         return residency
@@ -313,6 +358,7 @@ class WorkingSet:
 
         window = region.cheapest_window(shard.size_bytes, cost)
         if window is None and required:
+            self.finish_open_updates()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
                 self.finish_fetch(arriving)
             window = region.cheapest_window(shard.size_bytes, cost)
@@ -349,12 +395,15 @@ class WorkingSet:
 
     def _pack(self, region: Region) -> None:
         """Move together what may be moved."""
+        copies = self._copies
 
         def movable(owner: int) -> bool:
-            return owner in self and not self.borrowed(owner)
+            if owner not in self or self.borrowed(owner):
+                return False
+            return copies.of(owner, Role.PARAM).state is State.RESIDENT  # not while it is updated, or leaves
 
         for owner, source, target in region.pack(movable):
-            moved = self._copies.of(owner, Role.PARAM)
+            moved = copies.of(owner, Role.PARAM)
             self._refuse_change(moved.unit)
             self._unbind(moved)
             ctypes.memmove(target.address, source.address, moved.size_bytes)

@@ -29,6 +29,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("manager",),
     ("access",),
     ("stream",),
+    ("pending",),
     ("hooks", "optimizer", "checkpoint"),
     ("loading", "tensors"),
     ("engine",),

@@ -656,14 +656,15 @@ def read_error_in_backward(engine: Engine) -> None:
     store(engine).clear_faults()
 
 
-def read_error_before_a_step_writes(engine: Engine) -> None:
-    """Nothing has been updated yet: the step has not been taken, and can be."""
+def read_error_in_an_update(engine: Engine) -> None:
+    """An update whose bytes cannot be read is made when they can be: a read damages nothing."""
+    assert engine.optimizer is not None
     if not engine.stats().step:
         return  # states that have never been written are not read
-    engine.backward(loss_of(engine, 0))
     store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
-    with pytest.raises(SwapError, match=r"EIO"):
-        engine.step()
+    for look in (engine.drain, engine.state_dict, engine.optimizer.state_dict, lambda: loss_of(engine, 0)):
+        with pytest.raises(SwapError, match=r"EIO"):
+            look()
     store(engine).clear_faults()
 
 
@@ -711,7 +712,7 @@ DISTURBANCES = [
     compiled,
     read_error_in_forward,
     read_error_in_backward,
-    read_error_before_a_step_writes,
+    read_error_in_an_update,
     short_read,
     late_read,
 ]
@@ -754,11 +755,16 @@ def test_close_right_after_an_error(disturb: Callable[[Engine], None], tmp_path:
 # --- in the middle of a step ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("look", [lambda engine: loss_of(engine, 2), Engine.state_dict, Engine.drain])
 @pytest.mark.parametrize("nth", [1, 3, 6])
-def test_interrupt_in_a_step_comes_through_when_it_is_done(
-    nth: int, engine: Engine, undisturbed: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+def test_interrupt_in_an_update_comes_through_when_nothing_is_half_done(
+    nth: int,
+    look: Callable[[Engine], object],
+    engine: Engine,
+    undisturbed: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The step is whole: no parameter is old while another is new."""
+    """The step goes on where it was: no part of an update is made twice, or not at all."""
     real, calls = cpu_adam.step, 0
 
     def interrupted(*arguments: Any) -> None:
@@ -771,8 +777,10 @@ def test_interrupt_in_a_step_comes_through_when_it_is_done(
     step(engine, 0)
     engine.backward(loss_of(engine, 1))
     monkeypatch.setattr(cpu_adam, "step", interrupted)
+    assert engine.step()
+    assert calls == 0, "it was left to do"
     with pytest.raises(KeyboardInterrupt):
-        engine.step()
+        look(engine)
     monkeypatch.undo()
     assert calls >= nth
     assert engine.stats().step == 2
@@ -822,8 +830,9 @@ def test_write_error_in_a_step(code: int, tmp_path: Path) -> None:
     step(engine, 0)
     engine.backward(loss_of(engine, 1))
     store(engine).inject(Fault(nth=5, errno=code, target=FaultTarget.WRITES))
+    assert engine.step()
     with pytest.raises(SwapError) as caught:
-        engine.step()
+        engine.drain()
     assert caught.value.errno == code and caught.value.length_bytes and caught.value.path
     assert errno.errorcode[code] in str(caught.value)
     assert isinstance(caught.value, SwapFullError) == (code == errno.ENOSPC)
@@ -866,10 +875,10 @@ def test_every_single_transfer_may_fail(
     def train(engine: Engine) -> int:
         """Return how many steps failed; stops where the engine says that it cannot go on."""
         failed = 0
-        for number in range(STEPS):
+        for number in range(STEPS + 1):
             for _ in range(2):
                 try:
-                    step(engine, number)
+                    step(engine, number) if number < STEPS else engine.drain()
                     break
                 except SwapError as error:
                     assert error.errno == errno.EIO
@@ -886,7 +895,7 @@ def test_every_single_transfer_may_fail(
         assert train(engine) == 0
         after = store(engine).stats()
     count = after.reads - before.reads if target is FaultTarget.READS else after.writes - before.writes
-    assert count >= 2 * STEPS * len(net().blocks), "parameters and states, each once per step"
+    assert count >= 2 * (STEPS - 1) * len(net().blocks), "parameters and states, each once per step"
 
     exact = unusable = 0
     for nth in range(1, count + 1, stride):
@@ -906,8 +915,8 @@ def test_every_single_transfer_may_fail(
         store(engine).clear_faults()
         engine.close()
         assert_nothing_left(tmp_path)
-    assert unusable > 0, "the update survives none of its transfers"
-    # Parameters are read again, and a gradient that did not reach the drive is computed again.
+    # Everything is read again, and a gradient that did not reach the drive is computed again.
+    assert (unusable > 0) == (target is FaultTarget.WRITES)
     assert (exact > 0) == (target is FaultTarget.READS or spill)
 
 

@@ -127,6 +127,7 @@ def test_frozen_parameters_cost_no_states_and_never_change(tmp_path: Path) -> No
         assert frozen == 4 * (WIDTH * WIDTH + WIDTH)
         written = engine.stats().links["nvme_write"].bytes
         train(engine, range(2))
+        engine.drain()
         # Per step, parameters (4 B) and moments (8 B) of what trains, and nothing else: units are whole pages.
         assert engine.stats().links["nvme_write"].bytes - written == 2 * 12 * sum(u.numel for u in units if u.trainable)
         state = engine.optimizer.state_dict()["state"]

@@ -147,8 +147,10 @@ def test_the_plan_counts_the_bytes_that_move(state_dtype: str, tmp_path: Path) -
         units = engine.plan.request.units
         numel = sum(unit.numel for unit in units)
         advance(engine, [0])
+        engine.drain()
         before = engine.stats().links["nvme_write"].bytes
         advance(engine, [1])
+        engine.drain()
         written = engine.stats().links["nvme_write"].bytes - before
     moments = {"float32": 8 * numel, "bfloat16": 4 * numel, "int8": 2 * numel + 4096 * len(units)}[state_dtype]
     assert written == engine.plan.step_bytes["nvme_write"] == 4 * numel + moments  # a page of scales per chunk
