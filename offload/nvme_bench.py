@@ -349,7 +349,7 @@ def estimate_wear(bytes_per_step: int, endurance_bytes: int | None, capacity_byt
 
 def sweep_settings(*, full: bool, smoke: bool, engines: Sequence[str]) -> list[Settings]:
     """Return the settings that the sweep tries."""
-    blocks: tuple[int, ...] = (256 << 10, MIB, 4 * MIB)
+    blocks: tuple[int, ...] = (256 << 10, MIB, 2 * MIB, 4 * MIB)  # the defaults among them
     depths: tuple[int, ...] = (8, 32)
     workers: tuple[int, ...] = (4, 8)
     if full:

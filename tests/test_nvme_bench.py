@@ -226,6 +226,8 @@ def test_sweep_has_no_duplicates_and_fits_the_engines(engines: tuple[str, ...]) 
     short, full = (sweep_settings(full=full, smoke=False, engines=engines) for full in (False, True))
     assert len(set(short)) == len(short) < len(set(full)) == len(full)
     assert {settings.engine for settings in full} == set(engines)
+    if "io_uring" in engines:
+        assert Settings() in short and Settings() in full
     assert len(sweep_settings(full=False, smoke=True, engines=engines)) == len(engines)
 
 
