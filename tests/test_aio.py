@@ -467,6 +467,23 @@ def test_several_threads_share_one_engine(engine: str, fd: int) -> None:
         assert aio.stats().reads == aio.stats().writes == 80
 
 
+def test_all_who_wait_for_one_ticket_are_woken(engine: str, fd: int) -> None:
+    """One wait gives up, then eight threads sleep on a read that is held up; without a wake-up they would time out."""
+    memory = Memory(BLOCK)
+    os.pwrite(fd, bytes(BLOCK), 0)
+    with Aio(engine=engine, faults=[Fault(action=FaultAction.DELAY, delay_s=0.3)]) as aio:
+        ticket = aio.read(fd, 0, memory.address, BLOCK)
+        with pytest.raises(SwapDeadlineError):
+            ticket.wait(0.0)
+        answers: list[bool] = []
+        threads = [threading.Thread(target=lambda: answers.append(ticket.wait_done(30))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == [True] * 8 and ticket.done()
+
+
 def test_latencies_are_of_submission_to_result(engine: str, fd: int) -> None:
     """Of 20 reads one is held up for 50 ms: rank ceil(0.95 x 20) = 19 is not that one, rank ceil(0.99 x 20) = 20 is."""
     memory = Memory(BLOCK)
