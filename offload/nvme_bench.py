@@ -611,7 +611,7 @@ def _naive_cases(run: _Run, path: Path, size: int) -> None:
 def _bench_together(
     options: Options, size: int, alone: Sequence[PathReport], progress: Progress
 ) -> tuple[PathReport, int]:
-    """Measure one engine over all paths at once, against each of them alone, in the same rounds."""
+    """Measure one engine over all paths at once, in proportion to their speed, against each of them alone."""
     engine = engines_available()[0]
     paths = options.paths
     size = size // len(paths) // MIB * MIB * len(paths)  # paths may share a drive
@@ -644,7 +644,9 @@ def _bench_together(
         singles: list[Contender] = [Alone(index) for index in range(len(paths))]
         for pattern in (Pattern.READ, Pattern.WRITE):
             workload = Workload(pattern=pattern, total_bytes=total.sample_bytes, object_bytes=OBJECT_BYTES)
-            run.case(pattern.value, [ours, *singles], workload, None)
+            speeds = [row.bandwidth_gb_s for one in alone if (row := one.row(pattern.value, engine)) is not None]
+            weights = tuple(speeds) if len(speeds) == len(paths) else ()  # as a store that knows them stripes
+            run.case(pattern.value, [dataclasses.replace(ours, weights=weights), *singles], workload, None)
             rows = [row for row in total.rows if row.case == pattern.value]
             if len(rows) == 1 + len(paths) and len(devices) == len(paths):
                 each = zip(*(row.samples for row in rows), strict=True)

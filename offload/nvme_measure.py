@@ -276,7 +276,11 @@ class Operation:
 
 
 def plan_operations(
-    workload: Workload, files: Sequence[tuple[int, int]], base_address: int, memory_bytes: int
+    workload: Workload,
+    files: Sequence[tuple[int, int]],
+    base_address: int,
+    memory_bytes: int,
+    weights: Sequence[float] = (),
 ) -> list[Operation]:
     """Return what a workload does, in the order of submission.
 
@@ -285,6 +289,7 @@ def plan_operations(
         files: (descriptor, size in bytes) of the files, which take turns.
         base_address: of the memory, which is used again and again from the start.
         memory_bytes: its length; at least one object long.
+        weights: share of each file; () for equal ones.
 
     Raises:
         ValueError: an object does not fit the memory or a file.
@@ -294,9 +299,13 @@ def plan_operations(
     if slots < 1 or any(file_size < size for _, file_size in files):
         raise ValueError(f"object_bytes: {size} do not fit {memory_bytes} bytes of memory or a file")
     plan = []
+    shares = weights or [1.0] * len(files)
+    taken = [0] * len(files)
     for index in range(workload.operations):
-        fd, file_size = files[index % len(files)]
-        offset = index // len(files) * size % (file_size // size * size)
+        file = min(range(len(files)), key=lambda i: (taken[i] + 1) / shares[i])  # the farthest behind its share
+        fd, file_size = files[file]
+        offset = taken[file] * size % (file_size // size * size)
+        taken[file] += 1
         write = workload.pattern is Pattern.WRITE or (workload.pattern is Pattern.MIXED and index % 2 == 1)
         plan.append(Operation(write, fd, offset, base_address + index % slots * size, size))
     return plan
@@ -335,11 +344,13 @@ class Ours:
         settings: of the engine.
         registered: the memory is registered with the kernel once, not at every request.
         label: what the table calls it; "" makes a name from the settings.
+        weights: share of each file of the place; () for equal ones.
     """
 
     settings: Settings = Settings()
     registered: bool = False
     label: str = ""
+    weights: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
@@ -349,7 +360,7 @@ class Ours:
     def run(self, workload: Workload, place: Workspace) -> Sample:
         """See :class:`Contender`."""
         files = [(file.fd, file.size_bytes) for file in place.files]
-        plan = plan_operations(workload, files, place.base_address, place.memory_bytes)
+        plan = plan_operations(workload, files, place.base_address, place.memory_bytes, self.weights)
         with open_engine(self.settings, place, registered=self.registered) as aio:
             return timed(workload.total_bytes, lambda: _carry_out(aio, plan, workload.one_at_a_time))
 

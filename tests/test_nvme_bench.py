@@ -254,6 +254,20 @@ def test_plans_stay_inside(
     assert writes == expected[pattern]
 
 
+def test_files_take_turns_in_proportion_to_their_weights() -> None:
+    """Of 8 operations, 6 and 2 with weights 3 and 1; each file is used from its start on."""
+    plan = plan_operations(
+        Workload(pattern=Pattern.READ, total_bytes=8 * MIB, object_bytes=MIB),
+        [(3, 8 * MIB), (4, 8 * MIB)],
+        0,
+        MIB,
+        (3.0, 1.0),
+    )
+    assert [one.offset // MIB for one in plan if one.fd == 3] == [0, 1, 2, 3, 4, 5]
+    assert [one.offset // MIB for one in plan if one.fd == 4] == [0, 1]
+    assert {one.fd for one in plan[:4]} == {3, 4}
+
+
 def test_objects_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="object_bytes"):
         plan_operations(READ, [(0, MIB)], 0, MIB // 2)
