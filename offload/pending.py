@@ -141,6 +141,8 @@ class PendingUpdates:
                     self._leave(update, update.leaving(param=True))
                 if not closing:
                     self._work(Pace.NEXT)
+            with _tolerant():
+                self._start(Pace.READY)  # the drive has something to do in the meantime
 
     def advance(self) -> None:
         """Work on what has arrived, and start what there is room for. What fails is met by whoever needs it."""
@@ -148,7 +150,8 @@ class PendingUpdates:
             with self._working(), _tolerant():
                 for _ in range(IN_FLIGHT_AHEAD):
                     if not self._work(Pace.READY):
-                        break
+                        return
+                self._start(Pace.READY)  # the drive has something to do in the meantime
 
     def begin(self) -> None:
         """Start the first reads."""

@@ -1,0 +1,415 @@
+"""The part of a step that is done later: what waits for what, and that nobody can tell when it was done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeStore, make_manager, make_plan_with, make_unit
+from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, loss_of, one_torch_thread, tight
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from offload import AdamW, Engine
+from offload.errors import StateError
+from offload.manager import Manager
+from offload.pending import PendingUpdates
+from offload.placement import Homes
+from offload.shard import Role, State
+from offload.stream import ALL_STATES, Chunk, stream
+from offload.tiers import Tier
+from swap import SwapError
+
+CHUNK = 4096
+ROLES = frozenset({Role.PARAM}) | ALL_STATES
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+UNITS = 4
+ON_NVME = Homes(N, H, N)
+
+# --- the order of events ----------------------------------------------------------------------------------------------
+
+
+def noted(store: FakeStore) -> Callable[[Chunk], None]:
+    """Return a visitor that notes its visits among the store's events."""
+    return lambda chunk: store.events.append(("visit", (chunk.unit.index, chunk.number)))
+
+
+@contextlib.contextmanager
+def pending(
+    home: Homes = ON_NVME, working: int = 0, *, resident: int = 0
+) -> Iterator[tuple[Manager, FakeStore, PendingUpdates]]:
+    """A step over units of two chunks with all content in place and gradients there; nothing of it has been done.
+
+    The device has room for `working` units, and `resident` are there.
+    """
+    units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS)]
+    store = FakeStore()
+    plan = make_plan_with(units, [home] * UNITS, chunk_numel=CHUNK, working_bytes=working * units[0].param_bytes)
+    manager = make_manager(plan, store, prefetch=resident == 0)
+    try:
+        stream(manager, units, lambda chunk: None, reads=frozenset(), writes=ROLES)
+        for unit in units[:resident]:
+            manager.acquire(unit.index)
+            manager.release(unit.index)
+        for unit in units:
+            manager.gradients.add(unit.index, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+        store.events.clear()
+        yield manager, store, PendingUpdates(manager, units, noted(store), safe_point=contextlib.nullcontext())
+    finally:
+        arrive_quietly(store)
+        manager.close()
+
+
+def happened(store: FakeStore, what: str) -> list[Any]:
+    return [key for kind, key in store.events if kind == what]
+
+
+def arrive(store: FakeStore) -> None:
+    """Let everything that is in flight be over."""
+    for ticket in list(store.flying):
+        ticket.wait()
+
+
+def test_nothing_is_done_before_somebody_needs_it() -> None:
+    with pending(working=UNITS, resident=1) as (manager, store, updates):
+        assert store.events == []
+        updates.begin()
+        assert happened(store, "get") == [(0, "master", 0), (0, "master", 1)], "two chunks ahead"
+        updates.advance()
+        assert not happened(store, "get over") and not happened(store, "visit"), "it waits for nothing"
+        assert all(index in updates for index in range(UNITS))
+        assert manager.updates is updates
+
+
+def test_passing_by_works_on_what_has_arrived() -> None:
+    with pending(working=UNITS, resident=2) as (_, store, updates):
+        updates.begin()
+        arrive(store)
+        updates.advance()
+        assert happened(store, "visit") == [(0, 0), (0, 1)]
+        assert happened(store, "get")[2:] == [(1, "master", 0), (1, "master", 1)]
+        before = len(store.events)
+        updates.advance()
+        assert not [event for event in store.events[before:] if event[0] in ("visit", "get over", "put over")]
+
+
+def test_a_unit_waits_for_its_own_update_only() -> None:
+    """The next unit's reads are under way before the last chunk is worked on, its updates are not made."""
+    with pending(working=3) as (manager, store, updates):
+        updates.begin()
+        manager.prefetch()
+        arrive(store)
+        store.events.clear()
+        manager.acquire(0)
+        assert 0 not in updates and 1 in updates
+        assert happened(store, "visit") == [(0, 0), (0, 1)]
+        assert (1, "master", 0) in happened(store, "get"), "both queues are busy while unit 0 is used"
+        assert not happened(store, "put over"), "nobody waits for what goes home"
+        assert manager.copies.of(0, Role.PARAM).state is State.FLUSHING
+        manager.check()
+        manager.release(0)
+        updates.finish()
+        assert manager.updates is None
+        assert happened(store, "visit") == [(index, number) for index in range(UNITS) for number in range(2)]
+        assert {shard.state for shard in manager.copies if shard.role in ALL_STATES} == {State.STORED}
+        assert all(not shard.writing and not shard.readers for shard in manager.copies)
+        assert not store.flying
+        manager.check()
+
+
+def test_a_parameter_is_read_once_for_its_update_and_its_use() -> None:
+    with pending(working=UNITS) as (manager, store, updates):
+        updates.begin()
+        for index in range(UNITS):
+            manager.acquire(index)
+            manager.release(index)
+        params = [key for key in happened(store, "get") if key[1] == "param"]
+        assert sorted(params) == [(index, "param", number) for index in range(UNITS) for number in range(2)]
+
+
+def test_a_gradient_is_kept_until_its_update_and_no_longer() -> None:
+    with pending() as (manager, _, updates):
+        states = [manager.copies.of(index, Role.GRAD) for index in range(UNITS)]
+        manager.gradients.drop()  # as zero_grad() does
+        assert {shard.state for shard in states} == {State.STORED}
+        updates.require(1)
+        assert [shard.state for shard in states] == [State.EMPTY] * 2 + [State.STORED] * 2
+        assert not any(any(manager.gradients.arrived(index)) for index in range(UNITS)), "they are of the last step"
+
+
+def test_a_gradient_of_the_next_step_finishes_the_last_one_first() -> None:
+    with pending() as (manager, store, updates):
+        updates.require(0)
+        manager.gradients.add(3, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+        assert manager.updates is None
+        assert happened(store, "visit")[-1] == (3, 1)
+        assert manager.gradients.arrived(3) == [True]
+
+
+def test_whoever_streams_finishes_first() -> None:
+    with pending() as (manager, store, _):
+        stream(manager, manager.units[:1], noted(store), reads=frozenset({Role.PARAM}))
+        assert len(happened(store, "visit")) == 2 * UNITS + 2 and manager.updates is None
+
+
+def test_old_parameters_are_not_to_be_seen() -> None:
+    with pending(Homes(D, H, N)) as (manager, store, updates):
+        bound = manager.working._binder.bound  # type: ignore[attr-defined]
+        assert not bound
+        updates.require(2)  # in order: 0 and 1 as well
+        assert sorted(bound) == [0, 1, 2]
+        manager.check()
+
+
+def test_parameters_in_use_are_not_updated() -> None:
+    with pending(working=UNITS) as (manager, store, updates):
+        updates.finish()
+        manager.acquire(1)
+        with pytest.raises(StateError, match="u1: cannot be written while they are in use"):
+            PendingUpdates(manager, manager.units, noted(store), safe_point=contextlib.nullcontext())
+        assert manager.updates is None
+        manager.release(1)
+
+
+def test_a_read_that_fails_is_repeated_for_who_needs_it() -> None:
+    with pending() as (manager, store, updates):
+        store.fail = lambda kind, key, count: SwapError("injected", errno=5) if key == (0, "master", 0) else None
+        updates.begin()
+        arrive_quietly(store)
+        updates.advance()
+        assert not happened(store, "visit"), "who passes by meets no error"
+        with pytest.raises(SwapError, match="injected"):
+            updates.require(0)
+        store.fail = lambda kind, key, count: None
+        updates.require(0)
+        assert happened(store, "visit") == [(0, 0), (0, 1)] and updates.failure is None
+        updates.finish()
+        manager.check()
+
+
+def test_a_write_that_fails_loses_the_step() -> None:
+    with pending() as (manager, store, updates):
+        store.fail = lambda kind, key, count: SwapError("full", errno=28) if kind == "put" else None
+        with pytest.raises(SwapError, match="full"):
+            updates.finish()
+        for again in (updates.finish, functools.partial(updates.require, 3), manager.finish_updates):
+            with pytest.raises(StateError, match="failed half way.*full"):
+                again()
+        updates.advance()
+        assert manager.has_lost_content() and not store.flying
+
+
+def arrive_quietly(store: FakeStore) -> None:
+    for ticket in list(store.flying):
+        with contextlib.suppress(SwapError):
+            ticket.wait()
+
+
+# --- nobody can tell when it was done ---------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Six blocks, one of them frozen, two with the same weight, one that is used only now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.blocks[1].requires_grad_(False)
+        self.blocks[4].weight = self.blocks[0].weight
+        self.skip = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number != 3 or not self.skip:
+                x = torch.tanh(block(x)) + x
+        return x
+
+
+def make(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def everything(engine: Engine) -> dict[str, torch.Tensor]:
+    assert engine.optimizer is not None
+    found = dict(engine.state_dict())
+    for position, state in engine.optimizer.state_dict()["state"].items():
+        found.update({f"{position}.{name}": value for name, value in state.items()})
+    return found
+
+
+def micro_batch(engine: Engine, number: int, *, skip: bool = False, scale: float = 1.0) -> torch.Tensor:
+    engine.module.skip = skip
+    dtype = next(engine.module.parameters()).dtype
+    loss = engine(batch(number).to(dtype)).float().sub(1).pow(4).mean() * scale
+    engine.backward(loss)
+    return loss.detach()
+
+
+def session(path: Path, placement: str, *, overlap: bool, dtype: torch.dtype, look: bool, **options: Any) -> Any:
+    """Train with an LR schedule, micro-batches, a unit now and then unused, and (fp16) an overflow."""
+    model = make(dtype)
+    where = {"nvme": lambda: tight(model, path), "host": lambda: host(model), "device": everything_on_device}[
+        placement
+    ]()
+    with Engine(model, AdamW(lr=1e-2), **where, **options) as engine:
+        engine._overlap = overlap
+        assert engine.optimizer is not None
+        schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
+        seen, norms = [], []
+        for number in range(8):
+            overflow = dtype is torch.float16 and number == 3
+            seen.append(micro_batch(engine, number, skip=number in (2, 5), scale=1e4 if overflow else 1.0))
+            if engine.step():
+                schedule.step()
+                engine.optimizer.zero_grad()
+                norms.append(engine.grad_norm)
+                if look:
+                    seen.extend(everything(engine).values())
+            engine._manager.check()
+        return seen, norms, everything(engine), engine.stats().skipped_steps
+
+
+@pytest.mark.parametrize("placement", ["nvme", "host"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.usefixtures("single_torch_thread")
+def test_overlap_never_changes_the_result(
+    placement: str, dtype: torch.dtype, accumulation: int, clip: float | None, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": accumulation, "max_grad_norm": clip}
+    options |= {"initial_loss_scale": 2.0**10} if dtype is torch.float16 else {}
+    run = functools.partial(session, tmp_path, dtype=dtype, **options)
+    truth = run("device", overlap=False, look=True)
+    for overlap, look in ((False, True), (True, True), (True, False)):
+        seen, norms, final, skipped = run(placement, overlap=overlap, look=look)
+        if look:
+            assert len(seen) == len(truth[0]) and all(torch.equal(a, b) for a, b in zip(seen, truth[0], strict=True))
+        assert norms == truth[1] and skipped == truth[3]
+        assert_same_tensors(final, truth[2])
+    assert (truth[3] > 0) == (dtype is torch.float16), "a gradient overflowed"
+
+
+def test_hyper_parameters_are_those_at_the_step(tmp_path: Path) -> None:
+    results = []
+    for change_first in (False, True):
+        model = make()
+        with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+            assert engine.optimizer is not None
+            micro_batch(engine, 0)
+            engine.step()
+            if not change_first:
+                engine.drain()
+            engine.optimizer.param_groups[0]["lr"] = 1e9
+            results.append(everything(engine))
+    assert_same_tensors(*results)
+
+
+@pytest.mark.parametrize("restore", [None, False])
+def test_close_right_after_a_step(restore: bool | None, tmp_path: Path) -> None:
+    model, other = make(), make()
+    engine = Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path))
+    micro_batch(engine, 0)
+    engine.step()
+    engine.close(restore=restore)
+    assert not list(tmp_path.iterdir())
+    if restore is None:
+        with Engine(other, AdamW(lr=1e-2), **everything_on_device()) as truth:
+            micro_batch(truth, 0)
+            truth.step()
+            assert_same_tensors(dict(model.state_dict()), truth.state_dict())
+
+
+def test_a_graph_of_before_the_step_is_stale(tmp_path: Path) -> None:
+    model = make()
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        old = loss_of(engine, 7)
+        micro_batch(engine, 0)
+        engine.step()
+        with pytest.raises(StateError, match="its graph is stale"):
+            engine.backward(old)
+        micro_batch(engine, 1)
+        assert engine.step()
+
+
+def test_stats_tell_what_was_waited_for(tmp_path: Path) -> None:
+    model = make()
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        micro_batch(engine, 0)
+        engine.step()
+        engine.drain()
+        stats = engine.stats()
+        assert stats.update_chunks == sum(unit.trainable for unit in engine.plan.request.units)
+        assert 0 <= stats.update_stalls <= stats.update_chunks
+        assert 0 <= stats.update_stall_seconds <= stats.update_seconds
+
+
+ACTIONS = ("batch", "skipping", "forward", "evaluate", "step", "state_dict", "states", "gather", "modify", "lr", "zero")
+
+
+@given(actions=st.lists(st.sampled_from(ACTIONS), max_size=14), working=st.integers(3, 6), restore=st.booleans())
+def test_any_interleaving_gives_the_same(
+    actions: list[str], working: int, restore: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whatever is done between steps: the same numbers as where everything is on the device."""
+    path = tmp_path_factory.mktemp("swap", numbered=True)
+
+    def run(overlap: bool, **options: Any) -> list[torch.Tensor]:
+        model, seen = make(), []
+        engine = Engine(model, AdamW(lr=1e-2), max_grad_norm=1.0, **options)
+        engine._overlap = overlap
+        assert engine.optimizer is not None
+        for number, action in enumerate(actions):
+            if action in ("batch", "skipping"):
+                seen.append(micro_batch(engine, number, skip=action == "skipping"))
+            elif action == "forward":
+                seen.append(loss_of(engine, number).detach())
+            elif action == "evaluate":
+                with torch.no_grad():
+                    seen.append(loss_of(engine, number))
+            elif action == "step":
+                with contextlib.suppress(StateError):  # no gradient has arrived
+                    engine.step()
+            elif action == "state_dict":
+                seen.extend(engine.state_dict().values())
+            elif action == "states":
+                seen.extend(everything(engine).values())
+            elif action in ("gather", "modify"):
+                weight = model.blocks[2].weight
+                with engine.gather(weight, modify=action == "modify"), torch.no_grad():
+                    weight.mul_(0.5) if action == "modify" else seen.append(weight.clone())
+            elif action == "lr":
+                engine.optimizer.param_groups[0]["lr"] *= 0.5
+            else:
+                engine.zero_grad()
+            engine._manager.check()
+        engine.close(restore=restore)
+        return seen + ([value.clone() for value in model.state_dict().values()] if restore else [])
+
+    with one_torch_thread():
+        truth = run(False, **everything_on_device())
+        model = make()
+        ours = run(True, **tight(model, path, units=working))
+    assert len(ours) == len(truth)
+    assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
+
+
+def test_two_engines_each_finish_their_own(tmp_path: Path) -> None:
+    models = [make(), make()]
+    engines = [Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) for model in models]
+    for number in range(3):
+        for engine in engines:
+            micro_batch(engine, number)
+        for engine in engines:
+            assert engine.step()
+    assert_same_tensors(everything(engines[0]), everything(engines[1]))
+    for engine in engines:
+        engine.close()
+    assert not list(tmp_path.iterdir())
