@@ -1,8 +1,9 @@
 """What does a step cost, and how much memory, for each placement? The real 135 M model, 512 tokens, clipping on.
 
 Each placement runs in a process of its own (for its resident set), several times in turn; medians are reported, with
-the bound max(compute + CPU Adam, NVMe bytes / measured bandwidth) beside the measurement. ``plain`` is an ordinary
-PyTorch loop with ``torch.optim.AdamW`` on fp32 masters; it is what the losses are compared with.
+the bound max(compute + CPU Adam, time the drive was busy) beside the measurement. ``nvme`` makes its updates while the
+next forward computes, ``nvme, in turn`` inside the step: the same work and the same numbers, one after the other.
+``plain`` is an ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "activation_memory": "700MiB",
     },
 }
+IN_TURN = "nvme, in turn"
+OPTIONS[IN_TURN] = OPTIONS["nvme"]
 
 
 def batches(vocabulary: int, tokens: int, count: int) -> list[dict[str, Any]]:
@@ -90,6 +93,7 @@ def run_one(placement: str, path: str, steps: int, tokens: int, tiny: bool) -> d
             max_grad_norm=1.0,
             **OPTIONS[placement],
         )
+        engine._overlap = placement != IN_TURN
         seconds, losses = [], []
         before = engine.stats()
         for number, batch in enumerate(data):
@@ -102,6 +106,8 @@ def run_one(placement: str, path: str, steps: int, tokens: int, tiny: bool) -> d
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
         after = engine.stats()
+        for name in ("update_chunks", "update_stalls", "update_seconds", "update_stall_seconds"):
+            result[name] = (getattr(after, name) - getattr(before, name)) / (steps - 1)
         for link, stats in after.links.items():
             result[link] = {
                 "bytes": (stats.bytes - before.links[link].bytes) / (steps - 1),
@@ -146,7 +152,10 @@ def main() -> None:
 
     table: dict[str, dict[str, Any]] = {}
     plain = statistics.median(run["step_seconds"] for run in runs["plain"])
-    print(f"{'placement':<10}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'peak MiB':>10}{'NVMe MiB':>10}  loss")
+    print(
+        f"{'placement':<14}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'waited':>8}{'peak MiB':>10}"
+        f"{'NVMe MiB':>10}  loss"
+    )
     for name, results in runs.items():
         seconds = statistics.median(run["step_seconds"] for run in results)
         peak = max(run["peak_bytes"] for run in results)
@@ -165,9 +174,11 @@ def main() -> None:
             "nvme_bytes": moved,
             "planned": last.get("planned"),
             "losses": last["losses"],
+            **{name: last[name] for name in last if name.startswith("update_")},
         }
+        waited = statistics.median(run.get("update_stall_seconds", 0.0) for run in results)
         print(
-            f"{name:<10}{seconds:>8.3f}{seconds / plain:>8.2f}{bound:>8.3f}{seconds / bound:>8.2f}"
+            f"{name:<14}{seconds:>8.3f}{seconds / plain:>8.2f}{bound:>8.3f}{seconds / bound:>8.2f}{waited:>8.3f}"
             f"{peak / MIB:>10.0f}{moved / MIB:>10.0f}  {last['losses'][-1]:.6f}"
         )
     same = all(table[name]["losses"] == table["device"]["losses"] for name in OPTIONS)
