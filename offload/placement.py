@@ -6,8 +6,8 @@ nothing at run time. Next: :mod:`offload.manager` lays out the arenas as the pla
 Bytes per parameter (16-bit parameters p, gradients g): p 2, g 2 (4 when several micro-batches accumulate), split master
 2 (bf16) or fp32 master 4 (fp16) or none (fp32), each of the optimizer's states 4 (as bfloat16 2, as int8 1, and 2 per
 128 elements for both). What sits on NVMe is read and written once per step (parameters: read for forward and backward,
-and written); so host memory is given first to gradients (which would be written and read again), then to parameters
-(three passes), then to states (two passes).
+and where the device is a GPU for the update, and written); so host memory is given first to gradients (which would be
+written and read again), then to parameters (three passes or four), then to states (two passes).
 """
 
 from __future__ import annotations
@@ -395,7 +395,7 @@ def _step_bytes(request: Request, homes: Sequence[Homes], chunk: int) -> dict[st
             read += passes * unit.param_bytes
             if unit.trainable:
                 write += unit.param_bytes
-                read += unit.param_bytes
+                read += 0 if request.device_is_host else unit.param_bytes  # else what forward fetches is updated
         if home.param is not Tier.DEVICE and not (request.device_is_host and home.param is Tier.NVME):
             h2d += passes * unit.param_bytes
         if home.states is Tier.NVME:

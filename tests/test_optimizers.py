@@ -152,8 +152,13 @@ def test_the_plan_counts_the_bytes_that_move(state_dtype: str, tmp_path: Path) -
         advance(engine, [1])
         engine.drain()
         written = engine.stats().links["nvme_write"].bytes - before
+        advance(engine, [2])
+        before = engine.stats().links["nvme_read"].bytes
+        advance(engine, [3, 4, 5])  # each forward brings what the step before it has left to update
+        read = (engine.stats().links["nvme_read"].bytes - before) / 3
     moments = {"float32": 8 * numel, "bfloat16": 4 * numel, "int8": 2 * numel + 4096 * len(units)}[state_dtype]
     assert written == engine.plan.step_bytes["nvme_write"] == 4 * numel + moments  # a page of scales per chunk
+    assert 2 * numel + moments <= read <= engine.plan.step_bytes["nvme_read"] == 6 * numel + moments  # masters; caches
     assert ("lossy" in text) == (state_dtype != "float32")
     assert {"float32": "", "bfloat16": "4 bytes per", "int8": "2.016 bytes per"}[state_dtype] in text
 
