@@ -3,7 +3,8 @@
 Each placement runs in a process of its own (for its resident set), several times in turn; medians are reported, with
 the bound max(compute + CPU Adam, time the drive was busy) beside the measurement. ``nvme`` makes its updates while the
 next forward computes, ``nvme, in turn`` inside the step: the same work and the same numbers, one after the other.
-``plain`` is an ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters.
+``plain`` is an ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its
+ZeRO-3 runs beside (``--no-peers`` leaves it out).
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import _deepspeed_step
 import torch
 from _common import emit, load_model
 from memory import MIB, reset_peak, rss_bytes
@@ -84,6 +87,9 @@ def run_one(placement: str, path: str, steps: int, tokens: int, tiny: bool) -> d
     result: dict[str, Any] = {}
     if placement == "plain":
         seconds, losses = run_plain(model, data)
+    elif placement in _deepspeed_step.PLACEMENTS:
+        with tempfile.TemporaryDirectory(dir=path) as swap:
+            seconds, losses = _deepspeed_step.run(model, data, placement, swap)
     else:
         engine = offload.Engine(
             model,
@@ -130,7 +136,9 @@ def main() -> None:
     parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, one round")
     parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--one", choices=["plain", *OPTIONS], help=argparse.SUPPRESS)
+    parser.add_argument("--no-peers", action="store_true", help="without DeepSpeed")
+    peers = list(_deepspeed_step.PLACEMENTS)
+    parser.add_argument("--one", choices=["plain", *OPTIONS, *peers], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.steps, arguments.tokens = 1, 3, 32
@@ -139,7 +147,9 @@ def main() -> None:
         print(json.dumps(one))
         return
 
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("plain", *OPTIONS)}
+    if arguments.no_peers or not _deepspeed_step.available():
+        peers = []
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("plain", *OPTIONS, *peers)}
     for _ in range(arguments.rounds):
         for name in runs:
             command = [sys.executable, __file__, "--one", name, "--path", arguments.path]
@@ -153,7 +163,7 @@ def main() -> None:
     table: dict[str, dict[str, Any]] = {}
     plain = statistics.median(run["step_seconds"] for run in runs["plain"])
     print(
-        f"{'placement':<14}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'waited':>8}{'peak MiB':>10}"
+        f"{'placement':<16}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'waited':>8}{'peak MiB':>10}"
         f"{'NVMe MiB':>10}  loss"
     )
     for name, results in runs.items():
@@ -161,7 +171,7 @@ def main() -> None:
         peak = max(run["peak_bytes"] for run in results)
         last = results[-1]
         bound, moved = float("nan"), 0.0
-        if name != "plain":
+        if name in OPTIONS:
             work = statistics.median(run["compute"]["seconds"] + run["cpu_adam"]["seconds"] for run in results)
             moved = last["nvme_read"]["bytes"] + last["nvme_write"]["bytes"]
             drive = statistics.median(max(run["nvme_read"]["seconds"], run["nvme_write"]["seconds"]) for run in results)
@@ -178,9 +188,13 @@ def main() -> None:
         }
         waited = statistics.median(run.get("update_stall_seconds", 0.0) for run in results)
         print(
-            f"{name:<14}{seconds:>8.3f}{seconds / plain:>8.2f}{bound:>8.3f}{seconds / bound:>8.2f}{waited:>8.3f}"
+            f"{name:<16}{seconds:>8.3f}{seconds / plain:>8.2f}{bound:>8.3f}{seconds / bound:>8.2f}{waited:>8.3f}"
             f"{peak / MIB:>10.0f}{moved / MIB:>10.0f}  {last['losses'][-1]:.6f}"
         )
+    for peer, ours in zip(peers, ("cpu", "nvme"), strict=False):
+        times = table[peer]["step_seconds"] / table[ours]["step_seconds"]
+        share = table[ours]["peak_bytes"] / table[peer]["peak_bytes"]
+        print(f"{peer}: {times:.2f} of our time; our peak is {share:.2f} of its")
     same = all(table[name]["losses"] == table["device"]["losses"] for name in OPTIONS)
     print(f"losses of device, cpu and nvme equal to the last bit: {same}")
     emit(arguments.json, {"tokens": arguments.tokens, "rounds": arguments.rounds, "placements": table, "equal": same})

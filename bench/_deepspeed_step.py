@@ -1,0 +1,63 @@
+"""DeepSpeed ZeRO-3 with offloading on a CPU, as a peer of bench/step.py; only where deepspeed can be imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import time
+from typing import Any
+
+import torch
+
+PLACEMENTS = {"DeepSpeed, cpu": ("cpu", "cpu"), "DeepSpeed, nvme": ("nvme", "nvme")}  # of parameters and states
+
+
+def available() -> bool:
+    """Tell whether deepspeed is installed."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def configuration(placement: str, path: str, largest_numel: int) -> dict[str, Any]:
+    """Return the configuration of a run with clipping, states and parameters offloaded as `placement` says."""
+    param, states = PLACEMENTS[placement]
+    offload_param: dict[str, Any] = {"device": param}
+    offload_optimizer: dict[str, Any] = {"device": states}
+    if param == "nvme":
+        offload_param |= {"nvme_path": path, "buffer_count": 5, "buffer_size": largest_numel, "max_in_cpu": 0}
+    if states == "nvme":
+        offload_optimizer |= {"nvme_path": path, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 3, "offload_param": offload_param, "offload_optimizer": offload_optimizer},
+        "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False},
+        "steps_per_print": 1 << 30,
+    }
+
+
+def run(
+    model: torch.nn.Module, data: list[dict[str, Any]], placement: str, path: str
+) -> tuple[list[float], list[float]]:
+    """Train with DeepSpeed; returns seconds and losses per step."""
+    os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "29517"))
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    largest = max(parameter.numel() for parameter in model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=configuration(placement, path, largest)
+    )
+    seconds, losses = [], []
+    for batch in data:
+        begin = time.perf_counter()
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - begin)
+    return seconds, losses
