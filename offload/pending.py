@@ -311,11 +311,12 @@ class PendingUpdates:
         index, manager = update.unit.index, self._manager
         param = manager.copies.of(index, Role.PARAM)
         self._wait_for_writes(wait_for)
-        if index in self._old and (not update.through_staging or self._are_over(update.leaving(param=True))):
+        home = self._are_over(update.leaving())  # asked first: whatever is over afterwards, this unit is not forgotten
+        if index in self._old and (home or not update.through_staging or self._are_over(update.leaving(param=True))):
             update.leases.hand_over({Role.PARAM}, () if update.through_staging else update.leaving())
             self._old.discard(index)
             manager.working.show(param)
-        if self._are_over(update.leaving()):
+        if home:
             if param.state is State.FLUSHING:
                 manager.copies.settle(param)
             update.leases.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeStore, make_manager, make_plan_with, make_unit
+from fakes import FakeStore, FakeTicket, make_manager, make_plan_with, make_unit
 from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, loss_of, one_torch_thread, tight
 from hypothesis import given
 from hypothesis import strategies as st
@@ -165,6 +165,27 @@ def test_old_parameters_are_not_to_be_seen() -> None:
         updates.require(2)  # in order: 0 and 1 as well
         assert sorted(bound) == [0, 1, 2]
         manager.check()
+
+
+@pytest.mark.parametrize("needed", [False, True], ids=["finish", "require"])
+def test_writes_that_are_over_just_after_they_were_asked_for(needed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not home at one look and is at the next must not be forgotten before its parameters may be seen."""
+    with pending() as (manager, store, updates):
+
+        def asked(ticket: FakeTicket) -> bool:
+            before = ticket.over
+            if not before:
+                arrive(store)
+            return before
+
+        monkeypatch.setattr(FakeTicket, "done", asked)
+        if needed:
+            for index in range(UNITS):
+                updates.require(index)
+        updates.finish()
+        assert manager.updates is None
+        assert not any(index in updates for index in range(UNITS))
+        assert not manager.working._hidden
 
 
 def test_parameters_in_use_are_not_updated() -> None:
