@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from offload import cpu_adam
 from offload.activations import Activations
 from offload.config import Config, OptimizerSpec
 from offload.errors import ConfigError, NonFiniteError, StateError
-from offload.hooks import Hooks
+from offload.hooks import Hooks, tensors_in
 from offload.interrupt import Deferral
 from offload.loading import Loader, free_bytes, open_tiers, resolve_device, tie_optimizer
 from offload.manager import Manager
@@ -566,7 +566,7 @@ class Engine:
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, argument in (*enumerate(args), *kwargs.items()):
-            for value in _tensors(argument):
+            for value in tensors_in(argument):
                 if value.device.type != self.device.type:
                     raise StateError(
                         f"batch: argument {name!r} is on {value.device} but the engine computes on {self.device}; "
@@ -576,18 +576,6 @@ class Engine:
     def _count_compute(self, begin: float, stalled_before: float) -> None:
         stalled = self._counters.waits_seconds - stalled_before
         self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a batch, however nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
 
 
 def _refuse_forward(module: nn.Module, args: object) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,11 +69,14 @@ class Hooks:
         self._remembered: dict[nn.Module, tuple[int, ...]] = {}  # units used in a module's forward without a lease
         self._slot_of: dict[int, tuple[int, int]] = {}
         self._stand_ins: list[list[torch.Tensor]] = []
+        self._stand_in_at: dict[int, tuple[int, int]] = {}  # unit and slot by the address of the stand-in's one element
         self._dtypes = [getattr(torch, unit.dtype) for unit in tree.units]
         for unit, parameters in zip(tree.units, tree.parameters, strict=True):
             self._stand_ins.append([stand_in(s.shape, self._dtypes[unit.index], device) for s in unit.slots])
             for slot, parameter in enumerate(parameters):
                 self._slot_of[id(parameter)] = (unit.index, slot)
+                address = self._stand_ins[unit.index][slot].untyped_storage().data_ptr()
+                self._stand_in_at[address] = (unit.index, slot)
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
         self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
@@ -192,7 +195,7 @@ class Hooks:
         self._activations = activations
         for module in self._leases:
             # First, because hooks of the user may use parameters (the older weight_norm computes the weight in one).
-            self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
             _managed.add(module)
         for unit, parameters in zip(self._tree.units, self._tree.parameters, strict=True):
@@ -218,7 +221,7 @@ class Hooks:
 
     # --- modules ----------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: object) -> None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._manager is not None
         if module is self._model() and self._stack and not in_backward():
             if all(entered is not module for entered, _, _ in self._stack):
@@ -230,6 +233,8 @@ class Hooks:
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
                 "parameters come and go; call it as it is, or close the engine first"
             )
+        if not self._stack and not self._watching and not in_backward():
+            self._refuse_stand_ins(module, (args, kwargs))
         if not self._stack and not in_backward():
             self._activations.close_pass()  # of a backward that was not called through the engine
             self._activations.open_pass()
@@ -252,6 +257,21 @@ class Hooks:
                 contexts.close()
             raise
         self._stack.append((module, units, contexts))
+
+    def _refuse_stand_ins(self, module: nn.Module, values: object) -> None:
+        """Refuse views of stand-ins: a method of the model other than forward took them, where nobody sees it.
+
+        A parameter itself may be passed; whoever uses it in this forward is served.
+        """
+        for tensor in tensors_in(values):
+            address = _address(tensor)
+            where = self._stand_in_at.get(address) if address is not None else None
+            if where is not None and id(tensor) not in self._slot_of:
+                raise StateError(
+                    f"model: {self._tree.module_names[module] or 'its forward'} was given a view of parameter "
+                    f"{self._tree.units[where[0]].slots[where[1]].name} that was taken outside any forward, while the "
+                    "parameter was not on the device; call what did so inside 'with engine.gather(that parameter):'"
+                )
 
     def _enter(self) -> contextlib.ExitStack | None:
         """Enter what must be active inside a forward, and inside the forward that a backward pass repeats.
@@ -560,6 +580,18 @@ def _refuse_unfit(tree: UnitTree) -> None:
                 raise StateError(
                     f"parameter {slot.name}: has a gradient from before the engine; call model.zero_grad() first"
                 )
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

@@ -648,3 +648,50 @@ def test_plain_backward_of_a_segment_without_modules_is_noticed(reentrant: bool,
             engine.step()
         engine.backward(engine(batch(0)).pow(2).mean())
         assert engine.step()
+
+
+class Captioner(Stack):
+    """Like image captioners of transformers: ``generate`` uses a parameter of its own, outside any forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, WIDTH))
+        self.reader = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.reader(self.queries.expand(x.shape[0], -1)))
+
+    def generate(self, x: torch.Tensor, take: Callable[[nn.Parameter], torch.Tensor]) -> torch.Tensor:
+        read = self.reader(input=take(self.queries))
+        for block in self.blocks:
+            x = torch.tanh(block(x + read)) + x
+        return x
+
+
+VIEWS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
+    "expand": lambda p: p.expand(4, -1),
+    "index": lambda p: p[0],
+    "detach": lambda p: p.detach(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_view_taken_outside_any_forward_is_refused(view: str, tmp_path: Path) -> None:
+    """Its content is not there: argmax over the NaN that became of it would be a caption like any other."""
+    torch.manual_seed(0)
+    plain = Captioner()
+    model = copy.deepcopy(plain)
+    with torch.no_grad(), offload.Engine(model, offload.AdamW(), **tight(model, tmp_path)) as engine:
+        with engine.gather(model.blocks[:3]):
+            pass
+        assert model.queries.isnan().all()  # displaced
+        message = r"model: reader was given a view of parameter queries .* inside 'with engine\.gather"
+        with pytest.raises(offload.StateError, match=message):
+            engine.module.generate(batch(0), VIEWS[view])
+        with engine.gather(model.queries):
+            assert torch.equal(engine.module.generate(batch(0), VIEWS[view]), plain.generate(batch(0), VIEWS[view]))
+        engine(batch(0))
+        same = engine.module.generate(batch(0), lambda parameter: parameter)  # seen where the forward uses it
+        assert torch.equal(same, plain.generate(batch(0), lambda parameter: parameter))
+        assert torch.equal(engine(batch(1)), plain(batch(1)))
+        engine._manager.check()
