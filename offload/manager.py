@@ -219,6 +219,7 @@ class Manager:
         self.schedule.use(index)
         if self.updates is not None:
             self._require_update(shard)
+        assert not self.working.hides(index), shard.describe()
         if index in self.working:
             self.counters.hits += 1
             return

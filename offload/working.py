@@ -162,6 +162,10 @@ class WorkingSet:
             residency.own_references = 1
         self._hidden.add(index)
 
+    def hides(self, index: int) -> bool:
+        """Tell whether the unit's parameters are stand-ins wherever their bytes are."""
+        return index in self._hidden
+
     def show(self, shard: Shard) -> None:
         """Let the unit's parameters be seen again, where they are on the device."""
         self._hidden.discard(shard.unit.index)

@@ -185,7 +185,7 @@ def test_writes_that_are_over_just_after_they_were_asked_for(needed: bool, monke
         updates.finish()
         assert manager.updates is None
         assert not any(index in updates for index in range(UNITS))
-        assert not manager.working._hidden
+        assert not any(manager.working.hides(index) for index in range(UNITS))
 
 
 def test_parameters_in_use_are_not_updated() -> None:
