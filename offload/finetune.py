@@ -52,6 +52,9 @@ class Trainer(Protocol):
     def step(self) -> Any:
         """Update the parameters at an accumulation boundary."""
 
+    def drain(self) -> None:
+        """Wait for what the last step has left to do."""
+
     def train(self, mode: bool = True) -> Any:
         """Switch to training mode."""
 
@@ -157,6 +160,8 @@ def train(
             engine.step()
             del loss_tensor  # the graph holds the activations
         scheduler.step()
+        if number in after:
+            engine.drain()  # else a part of the step would count to the evaluation
         mean = sum(float(value) for value in losses) / len(losses)
         seconds = clock() - begin
         spent += seconds

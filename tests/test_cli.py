@@ -51,9 +51,11 @@ class FakeEngine:
         self.training = True
         self.forwards: list[bool] = []
         self.steps = 0
+        self.drained = True
         self.closed = False
 
     def __call__(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        assert self.training or self.drained, "what a step has left to do would count to the evaluation"
         self.forwards.append(self.training)
         logits = self.table[input_ids]
         loss = None
@@ -68,6 +70,10 @@ class FakeEngine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
+        self.drained = False
+
+    def drain(self) -> None:
+        self.drained = True
 
     def train(self, mode: bool = True) -> None:
         self.training = mode
@@ -82,7 +88,7 @@ class FakeEngine:
         links["nvme_read"] = LinkStats(100 * count, 2.0 * count)
         links["compute"] = LinkStats(0, 1.0 * count)
         sizes = {"device": 1 << 20, "cpu": 2 << 20, "nvme": 3 << 20}
-        return Stats(self.steps, 0, links, 0, 0, 0, 0.0, sizes, sizes, sizes, 1.0)
+        return Stats(self.steps, 0, links, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, sizes, sizes, sizes, 1.0)
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         raise NotImplementedError
