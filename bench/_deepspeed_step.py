@@ -23,7 +23,11 @@ def configuration(placement: str, path: str, largest_numel: int) -> dict[str, An
     param, states = PLACEMENTS[placement]
     offload_param: dict[str, Any] = {"device": param}
     offload_optimizer: dict[str, Any] = {"device": states}
+    stage: dict[str, Any] = {"stage": 3, "offload_param": offload_param, "offload_optimizer": offload_optimizer}
     if param == "nvme":
+        # with the defaults all parameters stay gathered, and their swap buffers occupied: it stops for want of one
+        stage |= {"stage3_max_live_parameters": largest_numel, "stage3_max_reuse_distance": largest_numel}
+        stage |= {"stage3_prefetch_bucket_size": largest_numel // 4}
         offload_param |= {"nvme_path": path, "buffer_count": 5, "buffer_size": largest_numel, "max_in_cpu": 0}
     if states == "nvme":
         offload_optimizer |= {"nvme_path": path, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
@@ -32,7 +36,7 @@ def configuration(placement: str, path: str, largest_numel: int) -> dict[str, An
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
-        "zero_optimization": {"stage": 3, "offload_param": offload_param, "offload_optimizer": offload_optimizer},
+        "zero_optimization": stage,
         "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False},
         "steps_per_print": 1 << 30,
     }
