@@ -87,7 +87,7 @@ class Settings:
 
     engine: str = "io_uring"
     queue_depth: int = 32
-    block_bytes: int = 2 * MIB
+    block_bytes: int = 4 * MIB
     threads: int = 4
 
     @property

@@ -113,7 +113,7 @@ class Aio:
         *,
         engine: str = "auto",
         queue_depth: int = 32,
-        block_bytes: int = 2 << 20,
+        block_bytes: int = 4 << 20,
         threads: int = 4,
         deadline_s: float = 60.0,
         faults: Iterable[Fault] = (),

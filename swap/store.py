@@ -77,7 +77,7 @@ class SwapStore:
         faults: Iterable[Fault] | None = None,
         disk: Disk | None = None,
         queue_depth: int = 32,
-        block_bytes: int = 2 << 20,
+        block_bytes: int = 4 << 20,
         threads: int = 4,
     ) -> None:
         """Create and preallocate the swap files, or open those of a durable store that exists.
