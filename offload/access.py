@@ -186,13 +186,15 @@ class Leases:
         store, key = self._copies.require_store(), chunk_key(shard, number)
         return store.get(key, address, size_bytes) if key in store else None
 
-    def write_chunk(self, unit: Unit, role: Role, number: int, address: int, size_bytes: int) -> Ticket:
-        """Start writing chunk `number` from host `address` to its home."""
+    def write_chunk(
+        self, unit: Unit, role: Role, number: int, address: int, size_bytes: int, *, aside: bool = False
+    ) -> Ticket:
+        """Start writing chunk `number` from host `address` to its home, or beside what it has there."""
         shard = self._record(unit, role)
         if shard.home is Tier.DEVICE:
             mover, at = self._on_gpu(shard, number)
             return mover.upload(address, at, size_bytes)
-        return self._copies.require_store().put(chunk_key(shard, number), address, size_bytes)
+        return self._copies.require_store().put(chunk_key(shard, number, aside=aside), address, size_bytes)
 
     def _record(self, unit: Unit, role: Role) -> Shard:
         if role is not Role.MASTER:

@@ -123,11 +123,27 @@ class Copies:
         elif shard.state is not State.EMPTY:
             self.change(shard, Event.DISCARD)
         if shard.home is Tier.NVME:
-            store = self.require_store()
-            for number in range(len(shard.unit.chunks(self.plan.chunk_numel))):
-                key = chunk_key(shard, number)
-                if key in store:
-                    store.delete(key)
+            self._delete_chunks(shard, aside=False)
+
+    def take_aside(self, shards: Sequence[Shard]) -> None:
+        """Let what was written aside be the content of `shards`, which are at home on NVMe; the old one is deleted."""
+        for shard in shards:  # the states have one record: all names first
+            self.change(shard, Event.OVERWRITE_HOME)
+            self._delete_chunks(shard, aside=False)
+        for shard in shards:
+            shard.side = not shard.side
+
+    def drop_aside(self, shards: Sequence[Shard]) -> None:
+        """Delete what was written aside."""
+        for shard in shards:
+            self._delete_chunks(shard, aside=True)
+
+    def _delete_chunks(self, shard: Shard, *, aside: bool) -> None:
+        store = self.require_store()
+        for number in range(len(shard.unit.chunks(self.plan.chunk_numel))):
+            key = chunk_key(shard, number, aside=aside)
+            if key in store:
+                store.delete(key)
 
     # --- buffers of working copies ----------------------------------------------------------------------------------
 
@@ -284,10 +300,13 @@ def _key(shard: Shard) -> tuple[int, Role]:
     return shard.unit.index, shard.role
 
 
-def chunk_key(shard: Shard, number: int) -> tuple[int, str, int]:
-    """Return the name of a shard's chunk in the swap store; the state roles are one record, named by MASTER."""
+def chunk_key(shard: Shard, number: int, *, aside: bool = False) -> tuple[int, str, int]:
+    """Return the name of a shard's chunk in the swap store, or of what is written aside of it.
+
+    The state roles are one record, named by MASTER.
+    """
     role = Role.MASTER if shard.role in STATE_ROLES else shard.role
-    return shard.unit.index, role.value, number
+    return shard.unit.index, role.value + "'" * (shard.side is not aside), number
 
 
 def touch(buffer: Buffer) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 from offload import cpu_adam
 from offload.activations import Activations
 from offload.config import Config, OptimizerSpec
+from offload.early import Calm, EarlyUpdates
 from offload.errors import ConfigError, NonFiniteError, StateError
 from offload.hooks import Hooks, tensors_in
 from offload.interrupt import Deferral
@@ -31,6 +32,7 @@ from offload.optimizer import (
     GradientNorm,
     LossScaler,
     OffloadOptimizer,
+    Recipe,
     StepCounts,
     begin_step,
     clip_factor,
@@ -140,7 +142,9 @@ class Engine:
         self._in_backward = False
         self._last_loss: weakref.ref[torch.Tensor] | None = None
         self._grad_norm: float | None = None
-        self._overlap = True  # updates are made while the next forward computes; else inside the step
+        self._overlap = True  # updates are made while backward and the next forward compute; else inside the step
+        self._calm = Calm()
+        self._early: EarlyUpdates | None = None
 
         self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer)
         self._loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
@@ -168,6 +172,8 @@ class Engine:
         self._hooks.check_interrupt = self._deferral.check
         self._tensors = ModuleTensors(model, self._tree, self._hooks, self._require_open)
         self._tensors.attach()
+        if self.plan.early_bytes and self.optimizer is not None:
+            self._early = EarlyUpdates(manager, self._guess, safe_point=self._deferral)
         self._loader.move_buffers(self.device)
         manager.prefetch()
         logger.info("plan:\n%s", self.plan)
@@ -316,27 +322,23 @@ class Engine:
                 "the engine and make a new one"
             )
         self._activations.close_pass()
-        manager.finish_updates()  # of units that were not used since the last step
+        manager.finish_step()  # of units that were not used since the last step
         manager.working.refuse_changes()
         manager.gradients.settle()
         norm = measure(manager)
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
-        averaged = 1.0 / (self.config.gradient_accumulation_steps * self._scaler.scale)
+        averaged = self._averaging()
+        guessed = self._early is not None and self._early.guessed
         if norm.bad:
+            self._calm.note(clipped=True, guessed=guessed)
             return self._skip(norm, averaged)
         self._grad_norm = norm.squares**0.5 * averaged
-        factor = clip_factor(self._grad_norm, self.config.max_grad_norm) * averaged
-        groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
+        factor = clip_factor(self._grad_norm, self.config.max_grad_norm)
+        self._calm.note(clipped=factor != 1.0, guessed=guessed)
         manager.restart_schedule()
-        begin_step(
-            manager,
-            self._step_counts,
-            groups,
-            rule=offloaded.rule,
-            grad_scale=factor,
-            safe_point=self._deferral,
-        )
+        recipe = self._recipe(factor * averaged)
+        begin_step(manager, self._step_counts, recipe, self._early, safe_point=self._deferral)
         self._steps += 1
         self._micro_batch = 0
         self._scaler.succeeded()
@@ -346,6 +348,22 @@ class Engine:
             manager.updates.begin()
         manager.prefetch()
         return True
+
+    def _averaging(self) -> float:
+        """Return what makes the mean over micro-batches of a sum of scaled gradients."""
+        return 1.0 / (self.config.gradient_accumulation_steps * self._scaler.scale)
+
+    def _guess(self) -> Recipe | None:
+        """Return what the step will do if it clips nothing, None where that is unlikely."""
+        if not self._overlap or not (self._calm or self.config.max_grad_norm is None):
+            return None
+        return self._recipe(self._averaging())
+
+    def _recipe(self, grad_scale: float) -> Recipe:
+        manager, offloaded = self._require_open(), self.optimizer
+        assert offloaded is not None
+        groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
+        return Recipe(manager, self._step_counts, groups, rule=offloaded.rule, grad_scale=grad_scale)
 
     def _skip(self, norm: GradientNorm, averaged: float) -> bool:
         """Leave everything as it is: a gradient is not finite."""
@@ -474,6 +492,8 @@ class Engine:
             update_stalls=self._counters.update_stalls,
             update_seconds=self._counters.update_seconds,
             update_stall_seconds=self._counters.update_stall_seconds,
+            early_units=self._counters.early_units,
+            early_units_dropped=self._counters.early_units_dropped,
             used_bytes=used,
             peak_bytes=peak,
             budget_bytes={tier.value: budget.limit_bytes for tier, budget in self._budgets.items()},

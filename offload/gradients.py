@@ -33,11 +33,13 @@ class Gradient:
         arrived: per slot, whether a gradient has come since the last step.
         missing: slots whose gradient has not come in the current backward.
         sums: per slot, the sum of squares and number of non-finite elements of the final gradient, None until known.
+        final_adds: gradients that were taken, or are about to be, with no further micro-batch to come.
     """
 
     arrived: list[bool]
     missing: set[int]
     sums: list[tuple[float, int] | None]
+    final_adds: int = 0
 
     @classmethod
     def of(cls, unit: Unit) -> Gradient:
@@ -57,6 +59,9 @@ class Gradients:
         self._gradients = {unit.index: Gradient.of(unit) for unit in units if unit.trainable}
         self._held: set[int] = set()  # units whose gradients belong to a step that has not used them yet
         self.release_held: Callable[[], None] = lambda: None  # makes that step use them
+        self.on_complete: Callable[[int], None] = lambda index: None  # all of a unit's gradient has come
+        self.on_change: Callable[[int], None] = lambda index: None  # more is added to what was complete
+        self.on_drop: Callable[[], None] = lambda: None  # all are about to be forgotten
 
     def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool) -> None:
         """Add one parameter's gradient to what has arrived since the last step.
@@ -69,6 +74,11 @@ class Gradients:
         """
         if self._held:  # of units that the forward has not used: their buffers are about to be written
             self.release_held()
+        if final:
+            known = self._gradients[index]
+            known.final_adds += 1
+            if known.final_adds > len(known.arrived):
+                self.on_change(index)
         gradient = gradient.contiguous()
         self._mover.read_tensor(gradient, lambda address: self._add(index, slot, address, final=final))
 
@@ -90,6 +100,13 @@ class Gradients:
             gradient.missing = set(range(len(shard.unit.slots)))
             if shard.home is Tier.NVME:
                 self._copies.start_flush(shard)
+            if final:
+                self.on_complete(index)
+
+    def is_whole(self, index: int) -> bool:
+        """Tell whether each parameter's gradient has come once since the last micro-batch, and all are there."""
+        gradient = self._gradients[index]
+        return gradient.final_adds == len(gradient.arrived) and all(gradient.arrived)
 
     def sums(self, index: int) -> list[tuple[float, int] | None]:
         """Return per slot (sum of squares, non-finite elements) of the step's gradient; None where none has arrived.
@@ -116,6 +133,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients that have arrived since the last step."""
         self.settle()
+        self.on_drop()
         for index in self._gradients:
             shard = self._copies.of(index, Role.GRAD)
             if index not in self._held:

@@ -461,6 +461,7 @@ class Hooks:
                     f"{tuple(gradient.shape)}; the module was converted after it was wrapped, pass dtype= to the engine"
                 )
             self._manager.gradients.add(unit, slot, gradient, final=self.final_micro_batch())
+            self._manager.advance_updates()
 
         return hook
 

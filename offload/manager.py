@@ -66,6 +66,16 @@ class Updates(Protocol):
         """Raise what went wrong, if anything did."""
 
 
+class Early(Protocol):
+    """Updates that are made during backward, aside of the content, in case the step will make them as well."""
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+
+    def withdraw_all(self) -> None:
+        """Undo them."""
+
+
 class Manager:
     """Memory of one engine. See the module's text.
 
@@ -76,6 +86,7 @@ class Manager:
         streams_parameters: whether any unit's parameters come and go.
         resets: times that all leases were dropped.
         updates: what the last step has left to do; None when that is done.
+        early: what the next step may have no need to do; None where nothing is done early.
     """
 
     def __init__(
@@ -99,6 +110,7 @@ class Manager:
         self.deadline_s = deadline_s
         self.resets = 0
         self.updates: Updates | None = None
+        self.early: Early | None = None
         self.versions = [0] * len(self.units)
         order = [unit.index for unit in self.units]
         self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
@@ -128,7 +140,7 @@ class Manager:
         self.gradients = Gradients(
             self.units, self.copies, self.mover, accumulate=plan.request.accumulate, deadline_s=deadline_s
         )
-        self.gradients.release_held = self.finish_updates
+        self.gradients.release_held = self.finish_step
         self.working.finish_open_updates = self._finish_open_updates
         if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
             store.register_buffer(host.base_address, host.size_bytes)
@@ -166,6 +178,18 @@ class Manager:
                     f"parameters of {unit.name}: cannot be written while they are in use; leave the engine.gather "
                     "block, or the forward, first"
                 )
+
+    def refuse_in_use(self, units: Iterable[Unit]) -> None:
+        """Check that the parameters of `units` can be updated.
+
+        Raises:
+            StateError: somebody uses them, or views device memory that would be replaced; names the unit.
+        """
+        units = list(units)
+        self.refuse_leased(units)
+        if self.device.type != "cpu":
+            for unit in units:
+                self.working.refuse_borrowed(self._params[unit.index])
 
     def discard_working_copy(self, index: int) -> None:
         """Drop what was changed in a working copy: the home holds the content."""
@@ -249,15 +273,34 @@ class Manager:
         """Let the step go on as far as nothing has to be waited for."""
         if self.updates is not None:
             self.updates.advance()
+        if self.early is not None:
+            self.early.advance()
 
-    def finish_updates(self) -> None:
-        """Finish the step: whoever looks at parameters, states or gradients from outside comes through here.
+    def finish_step(self) -> None:
+        """Finish the last step.
 
         Raises:
             swap.SwapError: an I/O error. Where nothing was lost by it, this may be called again.
         """
         if self.updates is not None:
             self.updates.finish()
+
+    def finish_updates(self) -> None:
+        """Finish the last step and leave the next: whoever looks at the shards from outside comes through here.
+
+        Raises:
+            swap.SwapError: an I/O error. Where nothing was lost by it, this may be called again.
+        """
+        self.finish_step()
+        if self.early is not None:
+            self.early.withdraw_all()
+
+    def working_address(self, index: int) -> int | None:
+        """Return the address of a unit's parameters on a device that is the CPU, None where they are not there."""
+        shard = self._params[index]
+        if self.device.type != "cpu" or shard.state is not State.RESIDENT or shard.work_buffer is None:
+            return None
+        return shard.work_buffer.address
 
     def _finish_open_updates(self) -> None:
         if self.updates is not None:
@@ -328,6 +371,8 @@ class Manager:
 
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
+        if self.early is not None:
+            self.early.withdraw_all()
         self.copies.close()
         self.mover.close()
         busy = [*self.working.close(), *self.copies.strays()]

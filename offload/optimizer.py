@@ -1,14 +1,15 @@
 """Optimizers over offloaded shards: one definition of the step, wherever the bytes live.
 
 Owns the optimizer's public face (a ``torch.optim.Optimizer``), the global norm, clipping, loss scaling and the update
-itself as a visit of chunks, which :mod:`offload.pending` calls when a unit's turn has come. The arithmetic of an
-element is in ``csrc/cpu_adam``. Where a parameter's bytes are is none of its business.
+itself as a visit of chunks, which :mod:`offload.early` and :mod:`offload.pending` call when a unit's turn has come. The
+arithmetic of an element is in ``csrc/cpu_adam``. Where a parameter's bytes are is none of its business.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from offload import cpu_adam
 from offload.config import Config, OptimizerSpec
+from offload.early import EarlyUpdates
 from offload.errors import ConfigError, StateError
 from offload.gradients import KERNEL_DTYPE
 from offload.manager import Manager
@@ -247,70 +249,78 @@ class _Segment:
         return self.end == other.begin and self.shift == other.shift and self.hyper is other.hyper
 
 
-def begin_step(
-    manager: Manager,
-    counts: StepCounts,
-    groups: dict[int, list[dict[str, Any] | None]],
-    *,
-    rule: Rule,
-    grad_scale: float,
-    safe_point: contextlib.AbstractContextManager[object],
-) -> None:
-    """Take one optimizer step with the gradients that have arrived; the updates are made when they are needed.
+class Recipe:
+    """What a step does to each unit. All that decides on the result is read when it is made.
 
-    All that decides on the result is read now: what happens to groups and gradients afterwards changes nothing.
-
-    Args:
-        manager: owner of the shards.
-        counts: updates so far; raised by one for what is updated.
-        groups: param group per slot.
-        rule: the optimizer.
-        grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
-        safe_point: held while an update is half done.
-
-    Raises:
-        ConfigError: a hyper-parameter is out of its range.
-        StateError: parameters are in use. Nothing was changed in either case.
+    What happens to groups afterwards changes nothing.
     """
-    segments: dict[int, list[_Segment]] = {}
-    updated: list[Unit] = []
-    hyper_of: dict[tuple[int, int], cpu_adam.Hyper] = {}
-    states, accumulate = manager.plan.request.states, manager.plan.request.accumulate
-    exact_ends = states.kind is cpu_adam.StateKind.INT8  # what lies behind a parameter must not scale its last block
-    for unit in trainable_units(manager.units):
-        arrived_here = manager.gradients.arrived(unit.index)
+
+    def __init__(
+        self,
+        manager: Manager,
+        counts: StepCounts,
+        groups: dict[int, list[dict[str, Any] | None]],
+        *,
+        rule: Rule,
+        grad_scale: float,
+    ) -> None:
+        """Read the hyper-parameters.
+
+        Args:
+            manager: owner of the shards.
+            counts: updates so far.
+            groups: param group per slot.
+            rule: the optimizer.
+            grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
+        """
+        self._manager = manager
+        self._counts = counts
+        self._groups = groups
+        self._hyper_of: dict[tuple[int, int], cpu_adam.Hyper] = {}
+        self._make = functools.partial(rule.hyper, grad_scale=grad_scale)
+        self._ranges: dict[int, list[_Segment]] = {}
+
+    def updated(self, unit: Unit) -> list[int]:
+        """Return the slots of a unit that are updated: those with a gradient that the optimizer has."""
+        arrived, groups = self._manager.gradients.arrived(unit.index), self._groups[unit.index]
+        return [slot for slot, group in enumerate(groups) if arrived[slot] and group is not None]
+
+    def ranges(self, unit: Unit) -> list[_Segment]:
+        """Return the ranges of a unit that are updated, in order.
+
+        Raises:
+            ConfigError: a hyper-parameter is out of its range.
+        """
+        known = self._ranges.get(unit.index)
+        if known is not None:
+            return known
+        exact_ends = self._states.kind is cpu_adam.StateKind.INT8  # behind a parameter nothing may scale its last block
         ranges: list[_Segment] = []
-        for position, slot in enumerate(unit.slots):
-            group = groups[unit.index][position]
-            if not arrived_here[position] or group is None:
-                continue
-            count = counts.counts[unit.index][position] + 1
-            key = (id(group), count)
-            hyper = hyper_of.get(key)
-            if hyper is None:
-                hyper = hyper_of[key] = rule.hyper(group, count, grad_scale)
+        for position in self.updated(unit):
+            slot = unit.slots[position]
             end = unit.slots[position + 1].offset_numel if position + 1 < len(unit.slots) else unit.numel
             segment = _Segment(
                 slot.offset_numel,
                 slot.end_numel if exact_ends else end,
                 slot.global_numel - slot.offset_numel,
-                hyper,
+                self._hyper(unit, position),
             )
             if ranges and ranges[-1].goes_on_in(segment):
                 ranges[-1] = dataclasses.replace(ranges[-1], end=segment.end)
             else:
                 ranges.append(segment)
-        if ranges:
-            segments[unit.index] = ranges
-            updated.append(unit)
+        self._ranges[unit.index] = ranges
+        return ranges
 
-    def visit(chunk: Chunk) -> None:
+    def visit(self, chunk: Chunk) -> None:
+        """Update a chunk of a unit that :meth:`ranges` was asked for."""
         begin = time.perf_counter()
-        done = 0
-        for segment in segments[chunk.unit.index]:
+        manager, done = self._manager, 0
+        for segment in self._ranges[chunk.unit.index]:
             start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
             if start < stop:
-                _update_range(chunk, start, stop, segment, states, accumulate=accumulate)
+                accumulate = manager.plan.request.accumulate
+                _update_range(chunk, start, stop, segment, self._states, accumulate=accumulate)
                 done += stop - start
         size = sum(
             manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
@@ -318,15 +328,54 @@ def begin_step(
         )
         manager.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
 
-    arrived_at = {unit.index: list(manager.gradients.arrived(unit.index)) for unit in updated}
+    @property
+    def _states(self) -> States:
+        return self._manager.plan.request.states
+
+    def _hyper(self, unit: Unit, position: int) -> cpu_adam.Hyper:
+        group = self._groups[unit.index][position]
+        assert group is not None
+        count = self._counts.counts[unit.index][position] + 1
+        key = (id(group), count)
+        hyper = self._hyper_of.get(key)
+        if hyper is None:
+            hyper = self._hyper_of[key] = self._make(group, count)
+        return hyper
+
+
+def begin_step(
+    manager: Manager,
+    counts: StepCounts,
+    recipe: Recipe,
+    early: EarlyUpdates | None,
+    *,
+    safe_point: contextlib.AbstractContextManager[object],
+) -> None:
+    """Take one optimizer step with the gradients that have arrived; the updates are made when they are needed.
+
+    Args:
+        manager: owner of the shards.
+        counts: updates so far; raised by one for what is updated.
+        recipe: what is done.
+        early: updates that were made in backward.
+        safe_point: held while an update is half done.
+
+    Raises:
+        ConfigError: a hyper-parameter is out of its range.
+        StateError: parameters are in use. Nothing was changed in either case.
+    """
+    updated = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
+    counted = {unit.index: recipe.updated(unit) for unit in updated}
+    manager.refuse_in_use(updated)
+    taken = early.settle(recipe) if early is not None else set()
+    left = [unit for unit in updated if unit.index not in taken]
     order = manager.order_of_use()
-    updated.sort(key=lambda unit: (not _stays(manager, unit), order[unit.index]))
-    pending = PendingUpdates(manager, updated, visit, safe_point=safe_point)
-    for unit in updated:
-        for position, arrived in enumerate(arrived_at[unit.index]):
-            if arrived and groups[unit.index][position] is not None:
-                counts.counts[unit.index][position] += 1
-    for unit in updated:
+    left.sort(key=lambda unit: (not _stays(manager, unit), order[unit.index]))
+    pending = PendingUpdates(manager, left, recipe.visit, safe_point=safe_point)
+    for index, slots in counted.items():
+        for slot in slots:
+            counts.counts[index][slot] += 1
+    for unit in left:
         if _stays(manager, unit):
             pending.require(unit.index)
 

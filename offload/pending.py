@@ -98,10 +98,7 @@ class PendingUpdates:
         """
         assert manager.updates is None
         shards = [manager.copies.of(unit.index, Role.PARAM) for unit in units]
-        manager.refuse_leased(units)
-        if manager.device.type != "cpu":
-            for shard in shards:
-                manager.working.refuse_borrowed(shard)
+        manager.refuse_in_use(units)
         self._manager = manager
         self._visit = visit
         self._safe_point = safe_point

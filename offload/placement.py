@@ -148,6 +148,7 @@ class Plan:
         chunk_numel, staging_slots, staging_slot_bytes: the optimizer's pipeline buffers in HOST.
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
+        early_bytes: room in NVME for updates that are made before it is known whether they count.
     """
 
     request: Request
@@ -162,6 +163,14 @@ class Plan:
     staging_slot_bytes: int
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
+    early_bytes: int = 0
+
+    def aside_bytes(self, unit: Unit) -> int:
+        """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none.
+
+        There is where parameters and states are at home on NVMe, and the gradient waits for the step in memory.
+        """
+        return _aside_bytes(self.request, unit, self.homes[unit.index], self.chunk_numel)
 
     def role_bytes(self, unit: Unit, role: Role) -> int:
         """Return the bytes of a shard, whole pages."""
@@ -328,13 +337,15 @@ def _plan(request: Request) -> Plan:
         nvme += NVME_SLACK_CHUNKS * (sizes["slot"] + request.alignment_bytes)
     if nvme > request.budgets[Tier.NVME]:
         raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
+    homes = tuple(Homes(param_at[u.index], grad_at.get(u.index), state_at.get(u.index)) for u in units)
+    aside = sum(_aside_bytes(request, u, home, sizes["chunk"]) for u, home in zip(units, homes, strict=True))
+    early = min(aside, request.budgets[Tier.NVME] - nvme) // request.alignment_bytes * request.alignment_bytes
 
     host = sizes["staging"] + sizes["pool"] + sizes["fetch"] + sizes["down"]
     host += sum(size for i, size in grads.items() if grad_at[i] is Tier.HOST)
     host += sum(size for i, size in params.items() if param_at[i] is Tier.HOST)
     host += sum(size for i, size in states.items() if state_at[i] is Tier.HOST)
     device = on_device + working
-    homes = tuple(Homes(param_at[u.index], grad_at.get(u.index), state_at.get(u.index)) for u in units)
     return Plan(
         request=request,
         homes=homes,
@@ -346,8 +357,9 @@ def _plan(request: Request) -> Plan:
         chunk_numel=sizes["chunk"],
         staging_slots=STAGING_SLOTS if sizes["staging"] else 0,
         staging_slot_bytes=sizes["slot"],
-        arena_bytes={Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme},
+        arena_bytes={Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme + early},
         step_bytes=_step_bytes(request, homes, sizes["chunk"]),
+        early_bytes=early,
     )
 
 
@@ -382,6 +394,12 @@ def _padded(request: Request, unit: Unit, roles: Sequence[Role], chunk: int) -> 
     align = request.alignment_bytes
     sizes = (sum(_exact_bytes(request, unit, role, end - begin) for role in roles) for begin, end in unit.chunks(chunk))
     return sum(-(-size // align) * align for size in sizes)
+
+
+def _aside_bytes(request: Request, unit: Unit, homes: Homes, chunk: int) -> int:
+    if not (unit.trainable and homes.param is homes.states is Tier.NVME and homes.grad is Tier.HOST):
+        return 0
+    return _padded(request, unit, (Role.PARAM,), chunk) + _padded(request, unit, STATE_ROLES, chunk)
 
 
 def _step_bytes(request: Request, homes: Sequence[Homes], chunk: int) -> dict[str, int]:
@@ -494,6 +512,9 @@ def render(plan: Plan) -> str:
     lines.append(f"activations and temporaries: {format_bytes(plan.activation_bytes)} of the device budget")
     moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in plan.step_bytes.items() if size)
     lines.append(f"moved per step (one micro-batch, nothing cached): {moved or 'nothing'}")
+    if plan.early_bytes:
+        room = format_bytes(plan.early_bytes)
+        lines.append(f"updates during backward: {room} of the nvme buffers, beside the old content")
     if plan.step_bytes["nvme_write"]:
         lines.append(f"drive wear: {plan.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps")
     return "\n".join(lines)

@@ -201,6 +201,7 @@ class Shard:
         work_buffer: the working copy's bytes while it has one or a transfer is filling one.
         readers: READ leases, on whichever copy.
         writing: a WRITE lease is out.
+        side: which of its two names the content has in the swap store; what is written aside has the other one.
     """
 
     unit: Unit
@@ -212,6 +213,7 @@ class Shard:
     work_buffer: Buffer | None = None
     readers: int = 0
     writing: bool = False
+    side: bool = False
 
     def describe(self) -> str:
         """One line for state dumps."""

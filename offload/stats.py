@@ -40,6 +40,8 @@ class Stats:
         update_chunks: pieces of units that steps have updated; `update_stalls` of them were waited for, the others had
             arrived while something else was computed.
         update_seconds: seconds spent on updates, `update_stall_seconds` of them waiting for the drive.
+        early_units: units that were updated during backward; `early_units_dropped` more for nothing, because the step
+            clipped or something else was not as guessed.
         used_bytes, peak_bytes: bytes per tier (``device``, ``cpu``, ``nvme``); activations are in ``device``.
         budget_bytes: the hard limits.
         loss_scale: current loss scale (1.0 unless float16).
@@ -56,6 +58,8 @@ class Stats:
     update_stalls: int
     update_seconds: float
     update_stall_seconds: float
+    early_units: int
+    early_units_dropped: int
     used_bytes: Mapping[str, int]
     peak_bytes: Mapping[str, int]
     budget_bytes: Mapping[str, int]
@@ -82,6 +86,8 @@ class Counters:
         self.update_stalls = 0
         self.update_seconds = 0.0
         self.update_stall_seconds = 0.0
+        self.early_units = 0
+        self.early_units_dropped = 0
 
     @property
     def waits_seconds(self) -> float:

@@ -125,9 +125,21 @@ class Pipeline:
     At most :data:`IN_FLIGHT_AHEAD` chunks may be started and not worked on.
     """
 
-    def __init__(self, manager: Manager, *, reads: frozenset[Role], writes: frozenset[Role] = frozenset()) -> None:
-        """Prepare; `reads` and `writes` as in :func:`stream`."""
+    def __init__(
+        self,
+        manager: Manager,
+        *,
+        reads: frozenset[Role],
+        writes: frozenset[Role] = frozenset(),
+        aside: bool = False,
+    ) -> None:
+        """Prepare; `reads` and `writes` as in :func:`stream`.
+
+        With `aside`, what is written goes beside the content, which stays as it is: PARAM and the states are at home
+        on NVMe then, and PARAM is not leased.
+        """
         self._manager = manager
+        self._aside = aside
         self._reads = reads
         self._writes = writes
         self._turn = 0
@@ -135,7 +147,10 @@ class Pipeline:
 
     def open(self, unit: Unit, leases: Leases) -> list[Chunk]:
         """Lease what is needed of a unit; returns its chunks."""
-        access = leases.open(unit, reads=self._reads, writes=self._writes)
+        if self._aside:
+            access = leases.open(unit, reads=self._reads - {Role.PARAM}, writes=frozenset())
+        else:
+            access = leases.open(unit, reads=self._reads, writes=self._writes)
         spans = _ranges(self._manager, unit, access, self._reads | self._writes)
         return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
 
@@ -181,6 +196,10 @@ class Pipeline:
         for role in (Role.PARAM, Role.GRAD):
             if role in chunk.staged and role in self._reads:
                 size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+                here = manager.working_address(unit.index) if self._aside and role is Role.PARAM else None
+                if here is not None:
+                    ctypes.memmove(chunk.addresses[role], here + manager.chunk_bytes(unit, role, 0, chunk.begin), size)
+                    continue
                 ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size)
                 if ticket is not None:
                     chunk.reading.append(ticket)
@@ -207,7 +226,9 @@ class Pipeline:
             shard = manager.shard(unit.index, role)
             assert shard is not None
             if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
-                ticket = chunk.leases.write_chunk(unit, role, chunk.number, chunk.addresses[role], size)
+                ticket = chunk.leases.write_chunk(
+                    unit, role, chunk.number, chunk.addresses[role], size, aside=self._aside
+                )
                 chunk.writing.append(ticket)
                 if role is Role.PARAM:
                     chunk.writing_param.append(ticket)
@@ -218,7 +239,9 @@ class Pipeline:
         if record:
             size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
             address = chunk.addresses[record[0]]
-            chunk.writing.append(chunk.leases.write_chunk(unit, Role.MASTER, chunk.number, address, size))
+            chunk.writing.append(
+                chunk.leases.write_chunk(unit, Role.MASTER, chunk.number, address, size, aside=self._aside)
+            )
 
 
 def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:

@@ -53,6 +53,7 @@ def make_plan_with(
     accumulate: bool = False,
     pool_buffers: int = 2,
     states: States = ADAM_STATES,
+    early_bytes: int = 0,
 ) -> Plan:
     """Return a plan with exactly these homes, and the arenas they need."""
     everything = dict.fromkeys(Tier, 1 << 40)
@@ -93,6 +94,7 @@ def make_plan_with(
         staging_slot_bytes=slot,
         arena_bytes=arena,
         step_bytes={},
+        early_bytes=early_bytes,
     )
 
 

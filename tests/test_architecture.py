@@ -29,7 +29,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("manager",),
     ("access",),
     ("stream",),
-    ("pending",),
+    ("early", "pending"),
     ("hooks", "optimizer", "checkpoint"),
     ("loading", "tensors"),
     ("engine",),

@@ -19,6 +19,7 @@ from offload.placement import (
     STAGING_SLOTS,
     STATE_ROLES,
     WORKING_UNITS,
+    Homes,
     Plan,
     Request,
     States,
@@ -137,7 +138,16 @@ def check_plan(plan: Plan) -> None:
             if home is Tier.NVME:
                 chunks = [end - begin for begin, end in unit.chunks(plan.chunk_numel)]
                 records += sum(pages(exact_size(plan, unit, numel, *roles)) for numel in chunks)
-    assert plan.arena_bytes[Tier.NVME] == (records + slack if records else 0)
+    aside = 0  # the new content of what is updated during backward, as long as the old one is there
+    for unit, homes in zip(units, plan.homes, strict=True):
+        eligible = unit.trainable and homes == Homes(Tier.NVME, Tier.HOST, Tier.NVME)
+        chunks = [end - begin for begin, end in unit.chunks(plan.chunk_numel)]
+        sizes = [pages(exact_size(plan, unit, n, *roles)) for n in chunks for roles in ([Role.PARAM], STATE_ROLES)]
+        assert plan.aside_bytes(unit) == (sum(sizes) if eligible else 0)
+        aside += plan.aside_bytes(unit)
+    certain = records + slack if records else 0
+    assert plan.early_bytes == min(aside, (request.budgets[Tier.NVME] - certain) // PAGE * PAGE)
+    assert plan.arena_bytes[Tier.NVME] == certain + plan.early_bytes
     for tier in Tier:
         assert 0 <= plan.arena_bytes[tier] <= request.budgets[tier]
         assert plan.arena_bytes[tier] % PAGE == 0

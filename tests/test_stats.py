@@ -24,6 +24,8 @@ def snapshot(links: dict[str, LinkStats]) -> Stats:
         update_stalls=0,
         update_seconds=0.0,
         update_stall_seconds=0.0,
+        early_units=0,
+        early_units_dropped=0,
         used_bytes=zero,
         peak_bytes=zero,
         budget_bytes=zero,

@@ -1,0 +1,583 @@
+"""Updates during backward: what is begun when, what becomes of a guess, and that no result depends on it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke
+from harness import WIDTH, assert_same_tensors, batch, everything_on_device, loss_of, one_torch_thread, tight
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from offload import AdamW, Engine, cpu_adam
+from offload.early import MOST_CALM_STEPS, Calm, EarlyUpdates
+from offload.errors import ConfigError, NonFiniteError
+from offload.manager import Manager
+from offload.placement import Homes, Plan
+from offload.shard import Role, State, Unit
+from offload.stream import ALL_STATES, Chunk, stream
+from offload.tiers import Tier
+from swap import SwapError
+from swap.faults import Fault, FaultTarget
+
+CHUNK = 4096
+UNITS = 3
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+ON_NVME = Homes(N, H, N)
+ROLES = frozenset({Role.PARAM}) | ALL_STATES
+
+# --- the order of events ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class FakeRecipe:
+    """Counts up the first byte of each role that it visits; `version` is what a unit's update is made from."""
+
+    store: FakeStore
+    version: str = "guess"
+    refused: bool = False
+
+    def ranges(self, unit: Unit) -> object:
+        if self.refused:
+            raise ConfigError("lr: expected at least 0")
+        return (self.version, unit.index)
+
+    def visit(self, chunk: Chunk) -> None:
+        self.store.events.append(("visit", (chunk.unit.index, chunk.number)))
+        for role in ROLES & chunk.addresses.keys():
+            first = peek(chunk.addresses[role], 1)[0]
+            poke(chunk.addresses[role], bytes([first + 1]))
+
+
+@dataclasses.dataclass
+class Bench:
+    """A manager with all content in place, and early updates over it; nothing has arrived yet."""
+
+    manager: Manager
+    store: FakeStore
+    early: EarlyUpdates
+    recipe: FakeRecipe
+    asked: list[None]
+
+    def add(self, index: int, *, final: bool = True) -> None:
+        """Let a unit's gradient arrive, and pass by as the hooks do."""
+        self.manager.gradients.add(index, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=final)
+        self.manager.advance_updates()
+
+    def arrive(self) -> None:
+        """Let everything that is in flight be over."""
+        for ticket in list(self.store.flying):
+            with contextlib.suppress(SwapError):
+                ticket.wait()
+
+    def make_all(self) -> None:
+        """Pass by until nothing is left to do."""
+        for _ in range(8 * UNITS):
+            self.arrive()
+            self.manager.advance_updates()
+        self.arrive()
+
+    def happened(self, what: str) -> list[Any]:
+        return [key for kind, key in self.store.events if kind == what]
+
+    def content(self) -> dict[Any, bytes]:
+        """What the shards hold, by the names that they have when nothing was ever taken."""
+        return {(key[0], key[1].rstrip("'"), key[2]): data for key, data in self.store.objects.items()}
+
+
+@contextlib.contextmanager
+def watching(
+    home: Homes = ON_NVME, *, room: Callable[[Plan, Unit], int] = lambda plan, unit: UNITS * plan.aside_bytes(unit)
+) -> Iterator[Bench]:
+    units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS)]
+    store = FakeStore()
+    plan = make_plan_with(units, [home] * UNITS, chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
+    plan = dataclasses.replace(plan, early_bytes=room(plan, units[0]))
+    manager = make_manager(plan, store)
+    recipe, asked = FakeRecipe(store), []
+
+    def guess() -> FakeRecipe:
+        asked.append(None)
+        return recipe
+
+    try:
+        stream(manager, units, lambda chunk: None, reads=frozenset(), writes=ROLES)
+        store.events.clear()
+        early = EarlyUpdates(manager, guess, safe_point=contextlib.nullcontext())
+        bench = Bench(manager, store, early, recipe, asked)
+        yield bench
+        bench.arrive()
+    finally:
+        manager.close()
+
+
+def test_a_unit_is_begun_when_its_gradient_is_complete_while_others_are_still_to_come() -> None:
+    with watching() as bench:
+        bench.add(2)
+        assert bench.happened("get")[:2] == [(2, "param", 0), (2, "master", 0)]
+        assert not bench.happened("get over") and not bench.happened("visit"), "it waits for nothing"
+        bench.arrive()
+        bench.add(1)
+        assert bench.happened("visit") == [(2, 0), (2, 1)]
+        assert (2, "param'", 0) in bench.happened("put") and (2, "master'", 0) in bench.happened("put")
+        assert bench.asked == [None], "one guess for the whole step"
+        bench.arrive()
+        bench.manager.check()
+
+
+def test_nothing_is_begun_before_the_last_micro_batch() -> None:
+    with watching() as bench:
+        bench.add(2, final=False)
+        assert bench.store.events == [] and not bench.asked
+        bench.add(2)
+        assert bench.happened("get")
+
+
+def test_what_was_guessed_right_becomes_the_content() -> None:
+    with watching() as bench:
+        before = bench.content()
+        for index in (2, 1, 0):
+            bench.add(index)
+        bench.make_all()
+        used = bench.store.used_bytes
+        versions = list(bench.manager.versions)
+        assert bench.early.settle(bench.recipe) == {0, 1, 2}
+        assert bench.store.used_bytes == used / 2, "the old content is deleted"
+        after = bench.content()
+        assert after.keys() == before.keys()
+        for key, data in after.items():
+            assert data[0] == before[key][0] + 1 and data[1:2048] == before[key][1:2048]
+        assert [now - then for now, then in zip(bench.manager.versions, versions, strict=True)] == [1, 1, 1]
+        assert all(shard.readers == 0 for shard in bench.manager.copies)
+        assert bench.manager.counters.early_units == 3 and bench.manager.counters.early_units_dropped == 0
+        bench.manager.check()
+
+
+def test_the_content_goes_on_from_there() -> None:
+    """Names change with every step that is taken, and reads follow."""
+    with watching() as bench:
+        first = bench.content()[0, "param", 0][0]
+        for step in range(1, 4):
+            for index in (2, 1, 0):
+                bench.add(index)
+            bench.make_all()
+            assert bench.early.settle(bench.recipe) == {0, 1, 2}
+            bench.manager.gradients.drop()
+            seen: list[int] = []
+            stream(
+                bench.manager,
+                bench.manager.units[:1],
+                lambda chunk, seen=seen: seen.append(peek(chunk.addresses[Role.PARAM], 1)[0]),
+                reads=frozenset({Role.PARAM}),
+            )
+            assert seen[0] == first + step
+
+
+def test_what_was_guessed_wrong_changes_nothing() -> None:
+    with watching() as bench:
+        before = dict(bench.store.objects)
+        for index in (2, 1, 0):
+            bench.add(index)
+        bench.make_all()
+        assert bench.early.settle(FakeRecipe(bench.store, version="clipped")) == set()
+        assert bench.store.objects == before
+        assert bench.manager.counters.early_units == 0 and bench.manager.counters.early_units_dropped == 3
+        bench.manager.check()
+
+
+def test_what_is_under_way_at_the_step_is_given_up() -> None:
+    with watching() as bench:
+        before = dict(bench.store.objects)
+        bench.add(2)
+        bench.arrive()
+        bench.manager.advance_updates()
+        assert bench.happened("visit")[0] == (2, 0)
+        bench.add(1)
+        taken = bench.early.settle(bench.recipe)
+        assert taken == {2}
+        assert {key for key in bench.store.objects if key[0] != 2} == {key for key in before if key[0] != 2}
+        assert not bench.store.flying
+
+
+@pytest.mark.parametrize("when", ["waiting", "under way", "done"])
+def test_a_gradient_that_changes_withdraws_its_unit(when: str) -> None:
+    with watching() as bench:
+        before = dict(bench.store.objects)
+        if when == "waiting":
+            bench.add(0)
+        bench.add(2)
+        if when == "done":
+            bench.make_all()
+        bench.manager.gradients.add(2, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+        assert {key: data for key, data in bench.store.objects.items() if key[0] == 2} == {
+            key: data for key, data in before.items() if key[0] == 2
+        }
+        bench.make_all()
+        assert 2 not in bench.early.settle(bench.recipe)
+        bench.manager.check()
+
+
+@pytest.mark.parametrize("who", ["stream", "drop", "reset", "finish_updates"])
+def test_whoever_looks_or_drops_withdraws_all(who: str) -> None:
+    with watching() as bench:
+        before = dict(bench.store.objects)
+        for index in (2, 1, 0):
+            bench.add(index)
+        bench.arrive()
+        bench.manager.advance_updates()
+        if who == "stream":
+            stream(bench.manager, bench.manager.units, lambda chunk: None, reads=frozenset({Role.PARAM}))
+        elif who == "drop":
+            bench.manager.gradients.drop()
+        elif who == "reset":
+            bench.manager.reset()
+        else:
+            bench.manager.finish_updates()
+        assert bench.store.objects == before and not bench.store.flying
+        assert bench.early.settle(bench.recipe) == set()
+        bench.manager.check()
+
+
+@pytest.mark.parametrize("home", [Homes(H, H, N), Homes(N, H, H), Homes(N, N, N), Homes(D, H, N)], ids=str)
+def test_only_where_the_old_content_stays_and_the_gradient_waits(home: Homes) -> None:
+    with watching(home, room=lambda plan, unit: 1 << 30) as bench:
+        for index in range(UNITS):
+            bench.add(index)
+        bench.make_all()
+        assert bench.early.settle(bench.recipe) == set()
+        assert not bench.happened("visit")
+
+
+def test_room_is_never_exceeded() -> None:
+    """Room for one and a half units: one is updated early."""
+    with watching(room=lambda plan, unit: plan.aside_bytes(unit) * 3 // 2) as bench:
+        for _ in range(2):
+            settled = bench.store.used_bytes
+            for index in (2, 1, 0):
+                bench.add(index)
+            bench.make_all()
+            assert bench.store.used_bytes - settled == bench.manager.plan.aside_bytes(bench.manager.units[0])
+            assert bench.early.settle(bench.recipe) == {2}
+            bench.manager.gradients.drop()
+
+
+def test_a_unit_that_somebody_looks_at_is_updated_in_place() -> None:
+    with watching() as bench:
+        bench.manager.acquire(1)
+        bench.manager.release(1)
+        kept = bench.manager.working.storage(1)
+        view = torch.empty(0, dtype=torch.uint8).set_(kept)
+        for index in (2, 1, 0):
+            bench.add(index)
+        bench.make_all()
+        assert bench.early.settle(bench.recipe) == {0, 2}
+        assert view.numel() and bench.manager.copies.of(1, Role.PARAM).state is State.RESIDENT
+        del view, kept
+
+
+def test_resident_parameters_are_not_read_again() -> None:
+    with watching() as bench:
+        bench.manager.acquire(2)
+        bench.manager.release(2)
+        bench.store.events.clear()
+        bench.add(2)
+        bench.make_all()
+        assert bench.happened("get") == [(2, "master", 0), (2, "master", 1)]
+        assert bench.early.settle(bench.recipe) == {2}
+        assert 2 not in bench.manager.working, "the copy on the device was of before the step"
+        assert bench.content()[2, "param", 0][0] == 1
+
+
+@pytest.mark.parametrize("kind", ["get", "put"])
+def test_an_error_is_met_by_whoever_makes_the_update_afterwards(kind: str) -> None:
+    with watching() as bench:
+        before = dict(bench.store.objects)
+        bench.store.fail = lambda what, key, count: SwapError("injected", errno=5) if what == kind else None
+        for index in (2, 1, 0):
+            bench.add(index)
+            bench.arrive()
+        bench.make_all()
+        bench.store.fail = lambda what, key, count: None
+        assert bench.early.settle(bench.recipe) == set()
+        assert bench.store.objects == before
+        bench.manager.check()
+
+
+def test_a_hyper_parameter_out_of_range_is_the_steps_business() -> None:
+    with watching() as bench:
+        bench.recipe.refused = True
+        bench.add(2)
+        assert bench.store.events == []
+
+
+def test_more_calm_steps_are_wanted_after_each_wrong_guess() -> None:
+    calm = Calm()
+    assert not calm, "nothing is known yet"
+    calm.note(clipped=False, guessed=False)
+    assert calm
+    needed = []
+    for _ in range(6):  # a guess that is wrong whenever one is made
+        calm.note(clipped=True, guessed=True)
+        steps = 0
+        while not calm:
+            calm.note(clipped=False, guessed=False)
+            steps += 1
+        needed.append(steps)
+    assert needed == [2, 4, 8, MOST_CALM_STEPS, MOST_CALM_STEPS, MOST_CALM_STEPS]
+    for _ in range(4):
+        calm.note(clipped=False, guessed=True)
+    calm.note(clipped=True, guessed=False)
+    assert not calm
+    calm.note(clipped=False, guessed=False)
+    assert calm, "right guesses have made it trust again"
+
+
+# --- through the engine -----------------------------------------------------------------------------------------------
+
+
+def make(dtype: torch.dtype = torch.float32, depth: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(depth)]).to(dtype)
+
+
+def train(engine: Engine, number: int, scale: float = 1.0) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(batch(number).to(dtype)).float().sub(1).pow(4).mean() * scale)
+
+
+def everything(engine: Engine) -> dict[str, torch.Tensor]:
+    assert engine.optimizer is not None
+    found = dict(engine.state_dict())
+    for position, state in engine.optimizer.state_dict()["state"].items():
+        found.update({f"{position}.{name}": value for name, value in state.items()})
+    return found
+
+
+def early_units(engine: Engine) -> tuple[int, int]:
+    stats = engine.stats()
+    return stats.early_units, stats.early_units_dropped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.usefixtures("single_torch_thread")
+def test_guesses_right_and_wrong_change_no_bit(
+    dtype: torch.dtype, state_dtype: str, accumulation: int, tmp_path: Path
+) -> None:
+    """Gradients of every fourth batch are 1000 times as large: that step clips, or overflows in fp16."""
+
+    def run(**where: Any) -> tuple[dict[str, torch.Tensor], list[float | None], tuple[int, int], int]:
+        scales = {"initial_loss_scale": 2.0**8} if dtype is torch.float16 else {}
+        with Engine(
+            make(dtype),
+            AdamW(lr=1e-2),
+            max_grad_norm=50.0,
+            state_dtype=state_dtype,
+            gradient_accumulation_steps=accumulation,
+            **scales,
+            **where,
+        ) as engine:
+            norms = []
+            for number in range(8 * accumulation):
+                train(engine, number, 1000.0 if number // accumulation % 4 == 3 else 1.0)
+                if engine.step():
+                    norms.append(engine.grad_norm)
+                engine._manager.check()
+            return everything(engine), norms, early_units(engine), engine.stats().skipped_steps
+
+    truth, norms, none, skipped = run(**everything_on_device())
+    ours, our_norms, (taken, dropped), our_skipped = run(**tight(make(dtype), tmp_path))
+    assert_same_tensors(ours, truth)
+    assert (our_norms, our_skipped) == (norms, skipped)
+    assert none == (0, 0) and taken > 0 and dropped > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_updates_are_begun_during_backward(tmp_path: Path) -> None:
+    """When the first layer's gradient is computed, the last layer has been updated."""
+    model = make()
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        seen = []
+        store = engine._manager.store
+        assert store is not None
+
+        def pass_by(*_: object) -> None:
+            store.drain()
+            engine._manager.advance_updates()
+
+        model[1].register_full_backward_hook(pass_by)
+        model[0].weight.register_hook(lambda gradient: seen.append(engine.stats().update_chunks))
+        for number in range(3):
+            train(engine, number)
+            before = engine.stats().early_units
+            engine.step()
+        assert engine.stats().early_units > before
+        assert seen[-1] - seen[-2] >= 1
+
+
+def test_a_learning_rate_that_changes_before_the_step_counts(tmp_path: Path) -> None:
+    results = []
+    for where in (everything_on_device(), tight(make(), tmp_path)):
+        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
+            assert engine.optimizer is not None
+            for number in range(4):
+                train(engine, number)
+                engine.optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+                engine.step()
+            results.append(everything(engine))
+            taken, dropped = early_units(engine)
+    assert_same_tensors(*results)
+    assert dropped > 0 and taken <= 5, "only the first step had the learning rate that was guessed"
+
+
+@pytest.mark.parametrize("between", ["states", "zero", "backward", "load", "gather", "evaluate", "nan", "close"])
+def test_what_comes_between_backward_and_step(between: str, tmp_path: Path) -> None:
+    results = []
+    for where in (everything_on_device(), tight(make(), tmp_path)):
+        model = make()
+        with Engine(model, AdamW(lr=1e-2), **where) as engine:
+            train(engine, 0)
+            engine.step()
+            saved = {name: value.clone() for name, value in engine.state_dict().items()}
+            train(engine, 1)
+            if between == "states":
+                results.append(everything(engine))
+            elif between == "zero":
+                engine.zero_grad()
+                train(engine, 2)
+            elif between == "backward":
+                train(engine, 2)
+            elif between == "load":
+                engine.load_state_dict({name: value + 1 for name, value in saved.items()})
+            elif between == "gather":
+                with engine.gather(model[2].weight, modify=True), torch.no_grad():
+                    model[2].weight.mul_(2)
+            elif between == "evaluate":
+                with torch.no_grad():
+                    results.append({"loss": loss_of(engine, 3)})
+            elif between == "nan":
+                engine.zero_grad()
+                infinite = model[0].weight.register_hook(lambda gradient: gradient * torch.inf)
+                train(engine, 2)
+                infinite.remove()
+                with pytest.raises(NonFiniteError):
+                    engine.step()
+                train(engine, 1)
+            if between != "close":
+                engine.step()
+                train(engine, 4)
+                engine.step()
+                results.append(everything(engine))
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+    assert_same_tensors(*({key: value for r in half for key, value in r.items()} for half in halves(results)))
+    assert not list(tmp_path.iterdir())
+
+
+def halves(results: list[dict[str, torch.Tensor]]) -> tuple[list[Any], list[Any]]:
+    middle = len(results) // 2
+    return results[:middle], results[middle:]
+
+
+@pytest.mark.parametrize("target", [FaultTarget.READS, FaultTarget.WRITES])
+def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_path: Path) -> None:
+    """Fail the n-th: the step makes what is missing, bit for bit the same."""
+
+    def run(fail: int | None, **where: Any) -> tuple[dict[str, torch.Tensor], bool]:
+        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
+            train(engine, 0)
+            engine.step()
+            engine.drain()
+            loss = loss_of(engine, 1)
+            store = engine._manager.store
+            if fail is not None:
+                assert store is not None
+                store.inject(Fault(nth=fail, target=target))
+            try:
+                engine.backward(loss)
+            except SwapError:  # it was a parameter's that backward needs: the micro-batch is run again
+                assert target is FaultTarget.READS
+                train(engine, 1)
+            if store is not None:
+                with contextlib.suppress(SwapError):  # whoever needs what has failed meets the error
+                    store.drain()
+                engine._manager.advance_updates()
+                store.clear_faults()
+            engine.step()
+            return everything(engine), early_units(engine)[1] > 0
+
+    dropped = 0
+    with one_torch_thread():
+        truth, _ = run(None, **everything_on_device())
+        for fail in range(1, 9):
+            ours, some = run(fail, **tight(make(), tmp_path))
+            assert_same_tensors(ours, truth)
+            dropped += some
+    assert dropped, "an early update was among what failed"
+
+
+@pytest.mark.usefixtures("single_torch_thread")
+def test_interrupt_in_an_update_during_backward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes through when the update is done; the micro-batch is run again, and nothing else."""
+    real, calls = cpu_adam.step, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            signal.raise_signal(signal.SIGINT)
+        real(*arguments)
+
+    results = []
+    for where in (everything_on_device(), tight(make(), tmp_path)):
+        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
+            train(engine, 0)
+            engine.step()
+            engine.drain()
+            if engine._early is not None:
+                monkeypatch.setattr(cpu_adam, "step", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    for _ in range(100):  # passing by makes an update at some time
+                        train(engine, 1)
+                        engine.zero_grad()
+                monkeypatch.undo()
+                assert calls >= 1
+            for number in (1, 2):
+                train(engine, number)
+                engine.step()
+            engine._manager.check()
+            results.append(everything(engine))
+    assert_same_tensors(*results)
+
+
+@given(
+    clips=st.lists(st.booleans(), min_size=1, max_size=8),
+    depth=st.integers(1, 6),
+    units=st.integers(3, 5),
+    nvme=st.sampled_from(["256MiB", "17MiB"]),
+)
+def test_any_sequence_of_steps_gives_the_same(
+    clips: list[bool], depth: int, units: int, nvme: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("swap", numbered=True)
+
+    def run(**where: Any) -> dict[str, torch.Tensor]:
+        with Engine(make(depth=depth), AdamW(lr=1e-2), max_grad_norm=50.0, **where) as engine:
+            for number, clip in enumerate(clips):
+                train(engine, number, 1000.0 if clip else 1.0)
+                engine.step()
+                engine._manager.check()
+            return everything(engine)
+
+    with one_torch_thread():
+        where = tight(make(depth=depth), path, units=units)
+        where["max_memory"]["nvme"] = nvme
+        assert_same_tensors(run(**where), run(**everything_on_device()))
