@@ -18,7 +18,7 @@ def available() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def configuration(placement: str, path: str, largest_numel: int) -> dict[str, Any]:
+def configuration(placement: str, path: str, largest_numel: int, max_grad_norm: float) -> dict[str, Any]:
     """Return the configuration of a run with clipping, states and parameters offloaded as `placement` says."""
     param, states = PLACEMENTS[placement]
     offload_param: dict[str, Any] = {"device": param}
@@ -33,7 +33,7 @@ def configuration(placement: str, path: str, largest_numel: int) -> dict[str, An
         offload_optimizer |= {"nvme_path": path, "buffer_count": 4, "pipeline_read": True, "pipeline_write": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "weight_decay": 0.1}},
         "zero_optimization": stage,
@@ -43,7 +43,7 @@ def configuration(placement: str, path: str, largest_numel: int) -> dict[str, An
 
 
 def run(
-    model: torch.nn.Module, data: list[dict[str, Any]], placement: str, path: str
+    model: torch.nn.Module, data: list[dict[str, Any]], placement: str, path: str, max_grad_norm: float
 ) -> tuple[list[float], list[float]]:
     """Train with DeepSpeed; returns seconds and losses per step."""
     os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -53,9 +53,8 @@ def run(
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     largest = max(parameter.numel() for parameter in model.parameters())
-    engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=configuration(placement, path, largest)
-    )
+    options = configuration(placement, path, largest, max_grad_norm)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=options)
     seconds, losses = [], []
     for batch in data:
         begin = time.perf_counter()

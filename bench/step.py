@@ -4,7 +4,8 @@ Each placement runs in a process of its own (for its resident set), several time
 the bound max(compute + CPU Adam, time the drive was busy) beside the measurement. ``nvme`` makes its updates while the
 next forward computes, ``nvme, in turn`` inside the step: the same work and the same numbers, one after the other.
 ``plain`` is an ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its
-ZeRO-3 runs beside (``--no-peers`` leaves it out).
+ZeRO-3 runs beside (``--no-peers`` leaves it out). The tokens are random, so the norm is above the usual limit of 1 in
+every step; with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during backward as well.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def batches(vocabulary: int, tokens: int, count: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row, "use_cache": False} for row in ids]
 
 
-def run_plain(model: torch.nn.Module, data: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+def run_plain(
+    model: torch.nn.Module, data: list[dict[str, Any]], max_grad_norm: float
+) -> tuple[list[float], list[float]]:
     """Train with torch alone; returns seconds and losses per step."""
     parameters = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
@@ -63,7 +66,7 @@ def run_plain(model: torch.nn.Module, data: list[dict[str, Any]]) -> tuple[list[
         for parameter, master in zip(parameters, masters, strict=True):
             assert parameter.grad is not None
             master.grad, parameter.grad = parameter.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        torch.nn.utils.clip_grad_norm_(masters, max_grad_norm)
         optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(parameters, masters, strict=True):
@@ -73,7 +76,7 @@ def run_plain(model: torch.nn.Module, data: list[dict[str, Any]]) -> tuple[list[
     return seconds, losses
 
 
-def run_one(placement: str, path: str, steps: int, tokens: int, tiny: bool) -> dict[str, Any]:
+def run_one(placement: str, path: str, *, steps: int, tokens: int, max_grad_norm: float, tiny: bool) -> dict[str, Any]:
     """Run one placement in this process."""
     import offload
 
@@ -86,17 +89,17 @@ def run_one(placement: str, path: str, steps: int, tokens: int, tiny: bool) -> d
     data = batches(vocabulary, tokens, steps)
     result: dict[str, Any] = {}
     if placement == "plain":
-        seconds, losses = run_plain(model, data)
+        seconds, losses = run_plain(model, data, max_grad_norm)
     elif placement in _deepspeed_step.PLACEMENTS:
         with tempfile.TemporaryDirectory(dir=path) as swap:
-            seconds, losses = _deepspeed_step.run(model, data, placement, swap)
+            seconds, losses = _deepspeed_step.run(model, data, placement, swap, max_grad_norm)
     else:
         engine = offload.Engine(
             model,
             offload.AdamW(lr=1e-5, weight_decay=0.1),
             device="cpu",
             nvme_path=path,
-            max_grad_norm=1.0,
+            max_grad_norm=max_grad_norm,
             **OPTIONS[placement],
         )
         engine._overlap = placement != IN_TURN
@@ -112,7 +115,7 @@ def run_one(placement: str, path: str, steps: int, tokens: int, tiny: bool) -> d
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
         after = engine.stats()
-        for name in ("update_chunks", "update_stalls", "update_seconds", "update_stall_seconds"):
+        for name in ("update_chunks", "update_stalls", "update_seconds", "update_stall_seconds", "early_units"):
             result[name] = (getattr(after, name) - getattr(before, name)) / (steps - 1)
         for link, stats in after.links.items():
             result[link] = {
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, one round")
     parser.add_argument("--json", help="write the result here")
@@ -143,7 +147,14 @@ def main() -> None:
     if arguments.smoke:
         arguments.rounds, arguments.steps, arguments.tokens = 1, 3, 32
     if arguments.one:
-        one = run_one(arguments.one, arguments.path, arguments.steps, arguments.tokens, arguments.smoke)
+        one = run_one(
+            arguments.one,
+            arguments.path,
+            steps=arguments.steps,
+            tokens=arguments.tokens,
+            max_grad_norm=arguments.max_grad_norm,
+            tiny=arguments.smoke,
+        )
         print(json.dumps(one))
         return
 
@@ -154,6 +165,7 @@ def main() -> None:
         for name in runs:
             command = [sys.executable, __file__, "--one", name, "--path", arguments.path]
             command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
+            command += ["--max-grad-norm", str(arguments.max_grad_norm)]
             command += ["--smoke"] if arguments.smoke else []
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
             if done.returncode:
@@ -184,7 +196,7 @@ def main() -> None:
             "nvme_bytes": moved,
             "planned": last.get("planned"),
             "losses": last["losses"],
-            **{name: last[name] for name in last if name.startswith("update_")},
+            **{name: last[name] for name in last if name.startswith(("update_", "early_"))},
         }
         waited = statistics.median(run.get("update_stall_seconds", 0.0) for run in results)
         print(
@@ -197,7 +209,8 @@ def main() -> None:
         print(f"{peer}: {times:.2f} of our time; our peak is {share:.2f} of its")
     same = all(table[name]["losses"] == table["device"]["losses"] for name in OPTIONS)
     print(f"losses of device, cpu and nvme equal to the last bit: {same}")
-    emit(arguments.json, {"tokens": arguments.tokens, "rounds": arguments.rounds, "placements": table, "equal": same})
+    conditions = {"tokens": arguments.tokens, "max_grad_norm": arguments.max_grad_norm, "rounds": arguments.rounds}
+    emit(arguments.json, conditions | {"placements": table, "equal": same})
     if not same:
         sys.exit("placement changed a loss")
 
