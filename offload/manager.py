@@ -33,6 +33,7 @@ from swap import SwapStore
 logger = logging.getLogger(__name__)
 
 PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
+PATIENCE = 4  # acquisitions of one unit after which room for a prefetch is looked for again
 
 
 class Updates(Protocol):
@@ -125,6 +126,8 @@ class Manager:
         self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
         self.streams_parameters = Role.PARAM in self.copies.regions
         self._prefetches = prefetch and self.streams_parameters
+        self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
+        self._patience = 0
         self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
         for buffer in self.staging:
             touch(buffer)
@@ -232,10 +235,15 @@ class Manager:
         """Start fetching the units used next, as far as units used later give way."""
         if not self._prefetches:
             return
+        here = (self.schedule, self.schedule.position)
+        if here == self._no_room_at and self._patience:  # a unit has many modules: little has changed since the last
+            self._patience -= 1
+            return
         for index in self.schedule.upcoming(PREFETCH_WINDOW):
             shard = self._params[index]
             if shard.state is State.STORED and shard.home is not Tier.DEVICE and self._may_fetch(shard):
                 if not self.working.start_fetch(shard, self.schedule, required=False):
+                    self._no_room_at, self._patience = here, PATIENCE - 1
                     return
 
     def _make_resident(self, shard: Shard) -> None:

@@ -33,6 +33,11 @@ class Schedule:
         """The uses that are predicted for a step."""
         return tuple(self._trace)
 
+    @property
+    def position(self) -> int:
+        """Uses of this cycle so far, as far as they were predicted."""
+        return self._position
+
     def use(self, unit: int) -> None:
         """Record that `unit` is used now and move on."""
         if self._recorded and self._recorded[-1] == unit:
