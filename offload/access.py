@@ -205,5 +205,5 @@ class Leases:
         """Return the mover, and the device address of a chunk of a shard whose home is there."""
         mover = self._manager.mover
         assert isinstance(mover, CudaMover) and shard.home_buffer is not None
-        size = self._manager.chunk_bytes(shard.unit, shard.role, 0, self._manager.plan.chunk_numel)
-        return mover, shard.home_buffer.address + size * number
+        begin = shard.unit.chunks(self._manager.plan.chunk_numel)[number][0]
+        return mover, shard.home_buffer.address + self._manager.chunk_bytes(shard.unit, shard.role, 0, begin)

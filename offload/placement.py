@@ -385,7 +385,8 @@ def _chunk(request: Request) -> int:
 def _slot_bytes(request: Request, chunk: int) -> int:
     """Return bytes of one staging slot: a chunk in every role that may have to pass through it."""
     roles = (Role.PARAM, Role.GRAD, *STATE_ROLES)
-    sizes = (sum(_exact_bytes(request, unit, role, chunk) for role in roles) for unit in request.units)
+    longest = [(unit, unit.chunk_limit(chunk)) for unit in request.units]
+    sizes = (sum(_exact_bytes(request, unit, role, numel) for role in roles) for unit, numel in longest)
     return whole_pages(max(sizes, default=0))
 
 

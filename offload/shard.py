@@ -147,6 +147,7 @@ class Unit:
         trainable: has gradients and optimizer states.
         numel: elements including padding, a multiple of :data:`PAD_NUMEL`.
         slots: the parameters.
+        whole: no chunk divides a parameter.
     """
 
     index: int
@@ -156,6 +157,7 @@ class Unit:
     trainable: bool
     numel: int
     slots: tuple[Slot, ...]
+    whole: bool = False
 
     @property
     def param_bytes(self) -> int:
@@ -164,22 +166,43 @@ class Unit:
 
     def chunks(self, chunk_numel: int) -> list[tuple[int, int]]:
         """Return the element ranges [begin, end) in which the unit is updated and swapped."""
-        return [(begin, min(begin + chunk_numel, self.numel)) for begin in range(0, self.numel, chunk_numel)]
+        if not self.whole:
+            return [(begin, min(begin + chunk_numel, self.numel)) for begin in range(0, self.numel, chunk_numel)]
+        pieces = self._pieces()
+        limit = max(chunk_numel, *(end - begin for begin, end in pieces))
+        ranges = [pieces[0]]
+        for begin, end in pieces[1:]:
+            if end - ranges[-1][0] <= limit:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((begin, end))
+        return ranges
+
+    def chunk_limit(self, chunk_numel: int) -> int:
+        """Return the most elements that a chunk has room for."""
+        return max(chunk_numel, *(end - begin for begin, end in self._pieces())) if self.whole else chunk_numel
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Return the smallest ranges that begin on a page in every role, and divide no parameter."""
+        begins = {slot.offset_numel for slot in self.slots if slot.offset_numel % PAD_NUMEL == 0}
+        starts = sorted({0} | (begins - {self.numel}))
+        return list(zip(starts, [*starts[1:], self.numel], strict=True))
 
 
-def aligned_numel(numel: int) -> int:
+def aligned_numel(numel: int, multiple: int = SLOT_ALIGN_NUMEL) -> int:
     """Return the elements that a parameter of `numel` takes in its unit."""
-    return -(-numel // SLOT_ALIGN_NUMEL) * SLOT_ALIGN_NUMEL
+    return -(-numel // multiple) * multiple
 
 
 def lay_out(
-    sizes: Sequence[tuple[str, tuple[int, ...]]], global_numels: Sequence[int] | None = None
+    sizes: Sequence[tuple[str, tuple[int, ...]]], global_numels: Sequence[int] | None = None, *, whole: bool = False
 ) -> tuple[tuple[Slot, ...], int]:
     """Place parameters one behind the other.
 
     Args:
         sizes: (name, shape) of each parameter.
         global_numels: index of each one's first element in the model; None where the unit is all of it.
+        whole: no chunk will divide a parameter, so that those of a page and more begin on one.
 
     Returns:
         The slots, and the unit's padded number of elements.
@@ -187,8 +210,10 @@ def lay_out(
     slots, offset = [], 0
     for position, (name, shape) in enumerate(sizes):
         numel = math.prod(shape)
+        if whole and numel >= PAD_NUMEL:
+            offset = aligned_numel(offset, PAD_NUMEL)
         slots.append(Slot(name, shape, numel, offset, offset if global_numels is None else global_numels[position]))
-        offset += aligned_numel(numel)
+        offset += aligned_numel(numel, PAD_NUMEL if whole and numel >= PAD_NUMEL else SLOT_ALIGN_NUMEL)
     return tuple(slots), max(-(-offset // PAD_NUMEL), 1) * PAD_NUMEL
 
 

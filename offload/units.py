@@ -62,7 +62,12 @@ def model_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
 
 
 def find_units(
-    model: nn.Module, *, max_unit_bytes: int, dtype: torch.dtype | None = None, train: bool = True
+    model: nn.Module,
+    *,
+    max_unit_bytes: int,
+    dtype: torch.dtype | None = None,
+    train: bool = True,
+    whole: bool = False,
 ) -> UnitTree:
     """Group the parameters of `model` into units.
 
@@ -71,6 +76,7 @@ def find_units(
         max_unit_bytes: split modules with more parameter bytes than this where they have children.
         dtype: dtype that floating point parameters will be cast to; None keeps each one's.
         train: parameters that require a gradient get one; else all count as frozen.
+        whole: trainable parameters are updated as a whole each.
 
     Raises:
         ConfigError: the model has no parameters, or a trainable one has a dtype that cannot be trained.
@@ -127,10 +133,14 @@ def find_units(
             trainable = train and parameter.requires_grad
             kinds.setdefault((_stored_dtype(parameter, dtype), trainable), []).append(parameter)
         for (stored, trainable), part in kinds.items():
-            slots, numel = lay_out([(names[id(p)], tuple(p.shape)) for p in part], [starts[id(p)] for p in part])
+            shapes = [(names[id(p)], tuple(p.shape)) for p in part]
+            undivided = whole and trainable
+            slots, numel = lay_out(shapes, [starts[id(p)] for p in part], whole=undivided)
             suffix = "" if len(kinds) == 1 else f" [{dtype_name(stored)}{'' if trainable else ', frozen'}]"
             index = len(units)
-            units.append(Unit(index, path + suffix, dtype_name(stored), stored.itemsize, trainable, numel, slots))
+            units.append(
+                Unit(index, path + suffix, dtype_name(stored), stored.itemsize, trainable, numel, slots, undivided)
+            )
             members.append(part)
             roots.setdefault(module, []).append(index)
             unit_of.update((id(p), index) for p in part)

@@ -26,6 +26,7 @@ from offload.shard import (
     State,
     Unit,
     advance,
+    aligned_numel,
     check,
     lay_out,
 )
@@ -297,3 +298,23 @@ def test_chunks_cover_a_unit_without_gaps(numel: int, chunk: int) -> None:
 def test_bytes_of_a_unit() -> None:
     assert UNIT.param_bytes == 2 * PAD_NUMEL
     assert "blocks.0/param: resident, home cpu" in make(State.RESIDENT).describe()
+
+
+@given(sizes=st.lists(st.integers(0, 3 * PAD_NUMEL), min_size=1, max_size=12), chunk=st.integers(1, 5 * PAD_NUMEL))
+def test_chunks_of_an_undivided_unit_hold_whole_parameters(sizes: list[int], chunk: int) -> None:
+    """They cover the unit, begin on pages of every role, hold whole parameters, and are no longer than is needed."""
+    slots, numel = lay_out([(f"p{number}", (size,)) for number, size in enumerate(sizes)], whole=True)
+    unit = Unit(0, "u", "bfloat16", 2, True, numel, slots, whole=True)
+    ranges = unit.chunks(chunk)
+    assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])] and ranges[-1][1] == numel
+    for begin, end in ranges:
+        assert begin % PAD_NUMEL == end % PAD_NUMEL == 0 and begin < end
+        assert end - begin <= unit.chunk_limit(chunk)
+    for before, slot in zip([None, *slots], slots, strict=False):
+        assert before is None or before.end_numel <= slot.offset_numel
+        assert slot.offset_numel % SLOT_ALIGN_NUMEL == 0
+        assert any(begin <= slot.offset_numel and slot.end_numel <= end for begin, end in ranges)
+    # what is less than a page is packed: a large parameter costs less than two pages more than its own, however many
+    large = [size for size in sizes if size >= PAD_NUMEL]
+    packed = sum(aligned_numel(size) for size in sizes if size < PAD_NUMEL)
+    assert numel <= sum(aligned_numel(size, PAD_NUMEL) + PAD_NUMEL for size in large) + packed + PAD_NUMEL
