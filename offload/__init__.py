@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.config import SGD, Adagrad, Adam, AdamW, Config, Lion
+    from offload.config import LAMB, SGD, Adagrad, Adam, AdamW, Config, Lion
     from offload.engine import Engine
     from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
     from offload.placement import Plan
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LAMB": "config",
     "SGD": "config",
     "Adagrad": "config",
     "Lion": "config",
@@ -38,6 +39,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "LAMB",
     "SGD",
     "Adagrad",
     "Adam",

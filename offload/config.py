@@ -160,7 +160,25 @@ class Adagrad:
         check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
 
 
-OptimizerSpec = AdamW | SGD | Lion | Adagrad
+@dataclasses.dataclass(frozen=True, slots=True)
+class LAMB:
+    """Hyper-parameters of LAMB: AdamW whose update of each parameter gets the parameter's norm; for large batches.
+
+    Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2, with bias correction.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 1e-2
+
+    def __post_init__(self) -> None:
+        check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
+        if self.eps == 0:
+            raise ConfigError("LAMB: eps is out of range: expected a number above 0 but got 0; take 1e-6")
+
+
+OptimizerSpec = AdamW | SGD | Lion | Adagrad | LAMB
 
 
 def check_hyper_parameters(values: Mapping[str, Any], *, subject: str) -> None:

@@ -83,7 +83,7 @@ class Engine:
 
         Args:
             model: any module, on the CPU; parameters may be on the meta device (see ``Config.init_weights``).
-            optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``), or a
+            optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``, ``LAMB``), or a
                 ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adagrad`` over the model's parameters, which is taken
                 over; None for an engine that only evaluates.
             config: options as Config, dict or JSON file.
@@ -113,6 +113,7 @@ class Engine:
             max_unit_bytes=limit or max(limits[Tier.DEVICE] // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT),
             dtype=getattr(torch, self.config.dtype) if self.config.dtype else None,
             train=optimizer is not None,
+            whole=rule is not None and rule.whole,
         )
         self._hooks = Hooks(model, self._tree, self.device)
         self.plan: Plan = make_plan(

@@ -24,7 +24,7 @@ from offload.gradients import KERNEL_DTYPE
 from offload.manager import Manager
 from offload.pending import PendingUpdates
 from offload.placement import States
-from offload.rules import STATE_SEED, Rule, rule_of
+from offload.rules import STATE_SEED, Rule, StepOf, rule_of
 from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk
 from offload.tiers import Tier
@@ -242,7 +242,7 @@ class _Segment:
     begin: int
     end: int
     shift: int
-    hyper: cpu_adam.Hyper
+    hyper: StepOf
 
     def goes_on_in(self, other: _Segment) -> bool:
         """Tell whether the two are one."""
@@ -276,7 +276,8 @@ class Recipe:
         self._manager = manager
         self._counts = counts
         self._groups = groups
-        self._hyper_of: dict[tuple[int, int], cpu_adam.Hyper] = {}
+        self._hyper_of: dict[tuple[int, int], StepOf] = {}
+        self._whole = rule.whole
         self._make = functools.partial(rule.hyper, grad_scale=grad_scale)
         self._ranges: dict[int, list[_Segment]] = {}
 
@@ -294,7 +295,8 @@ class Recipe:
         known = self._ranges.get(unit.index)
         if known is not None:
             return known
-        exact_ends = self._states.kind is cpu_adam.StateKind.INT8  # behind a parameter nothing may scale its last block
+        # What lies behind a parameter must not scale its last block, or count for its norm.
+        exact_ends = self._whole or self._states.kind is cpu_adam.StateKind.INT8
         ranges: list[_Segment] = []
         for position in self.updated(unit):
             slot = unit.slots[position]
@@ -305,7 +307,7 @@ class Recipe:
                 slot.global_numel - slot.offset_numel,
                 self._hyper(unit, position),
             )
-            if ranges and ranges[-1].goes_on_in(segment):
+            if ranges and not self._whole and ranges[-1].goes_on_in(segment):
                 ranges[-1] = dataclasses.replace(ranges[-1], end=segment.end)
             else:
                 ranges.append(segment)
@@ -332,7 +334,7 @@ class Recipe:
     def _states(self) -> States:
         return self._manager.plan.request.states
 
-    def _hyper(self, unit: Unit, position: int) -> cpu_adam.Hyper:
+    def _hyper(self, unit: Unit, position: int) -> StepOf:
         group = self._groups[unit.index][position]
         assert group is not None
         count = self._counts.counts[unit.index][position] + 1
@@ -408,4 +410,8 @@ def _update_range(chunk: Chunk, start: int, stop: int, segment: _Segment, states
         seed=STATE_SEED,
         offset=start + segment.shift,
     )
-    cpu_adam.step(arrays, segment.hyper)
+    if isinstance(segment.hyper, cpu_adam.LambHyper):  # all of a parameter is here: see Rule.whole
+        sums = cpu_adam.lamb_moments(arrays, segment.hyper)
+        cpu_adam.lamb_apply(arrays, segment.hyper, segment.hyper.step_size(*sums))
+    else:
+        cpu_adam.step(arrays, segment.hyper)

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
-from offload.config import SGD, Adagrad, Adam, AdamW, Lion, OptimizerSpec, check_hyper_parameters
-from offload.cpu_adam import AdagradHyper, AdamHyper, Hyper, LionHyper, MomentumHyper, SgdHyper, StateKind
+from offload.config import LAMB, SGD, Adagrad, Adam, AdamW, Lion, OptimizerSpec, check_hyper_parameters
+from offload.cpu_adam import AdagradHyper, AdamHyper, Hyper, LambHyper, LionHyper, MomentumHyper, SgdHyper, StateKind
 from offload.errors import ConfigError
 from offload.placement import States
 
 STATE_SEED = 0x0FF10AD  # of the bits that round states; a constant: a run is reproducible whatever the options
+
+
+StepOf = Hyper | LambHyper  # hyper-parameters of one step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,14 +33,16 @@ class Rule:
             gradient.
         counts_steps: torch keeps ``step`` with the states.
         compressible: the states may be stored in fewer than 32 bits.
+        whole: a parameter is updated as a whole: something depends on all of it.
     """
 
     names: tuple[str, ...]
-    make: Callable[[Mapping[str, Any], int, float], Hyper]
+    make: Callable[[Mapping[str, Any], int, float], StepOf]
     counts_steps: bool = True
     compressible: bool = False
+    whole: bool = False
 
-    def hyper(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+    def hyper(self, group: Mapping[str, Any], step: int, grad_scale: float) -> StepOf:
         """Return the hyper-parameters of a step.
 
         Raises:
@@ -110,6 +115,19 @@ def _lion(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
     return LionHyper(float(group["lr"]), beta1, beta2, float(group["weight_decay"]), step, grad_scale)
 
 
+def _lamb(group: Mapping[str, Any], step: int, grad_scale: float) -> LambHyper:
+    beta1, beta2 = map(float, group["betas"])
+    return LambHyper(
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        step=step,
+        grad_scale=grad_scale,
+    )
+
+
 def _adagrad(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
     return AdagradHyper(
         lr=float(group["lr"]),
@@ -127,6 +145,7 @@ PLAIN_SGD = Rule(SgdHyper.STATES, _sgd, counts_steps=False)
 MOMENTUM_SGD = Rule(MomentumHyper.STATES, _momentum, counts_steps=False)
 LION = Rule(LionHyper.STATES, _lion)
 ADAGRAD = Rule(AdagradHyper.STATES, _adagrad)
+LAMB_RULE = Rule(LambHyper.STATES, _lamb, whole=True)
 
 _TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _REFUSED = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
@@ -174,7 +193,9 @@ def _rule_of_spec(spec: OptimizerSpec) -> Rule:
             return LION
         case Adagrad():
             return ADAGRAD
+        case LAMB():
+            return LAMB_RULE
     raise ConfigError(
-        f"optimizer: expected an instance of offload.AdamW, Adam, SGD, Lion or Adagrad, or of torch.optim.AdamW, Adam, "
-        f"SGD or Adagrad but got {spec!r}"
+        f"optimizer: expected an instance of offload.AdamW, Adam, SGD, Lion, Adagrad or LAMB, or of torch.optim.AdamW, "
+        f"Adam, SGD or Adagrad but got {spec!r}"
     )

@@ -55,9 +55,17 @@ def one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def working_bytes(model: nn.Module, *, units: int = 3, unit_bytes: int = UNIT_BYTES, dtype: str | None = None) -> int:
-    """Return the page-rounded bytes of the `units` largest units."""
-    tree = find_units(model, max_unit_bytes=unit_bytes, dtype=getattr(torch, dtype) if dtype else None)
+def working_bytes(
+    model: nn.Module,
+    *,
+    units: int = 3,
+    unit_bytes: int = UNIT_BYTES,
+    dtype: str | None = None,
+    whole: bool = False,
+) -> int:
+    """Return the page-rounded bytes of the `units` largest units (`whole` where no chunk may divide a parameter)."""
+    cast = getattr(torch, dtype) if dtype else None
+    tree = find_units(model, max_unit_bytes=unit_bytes, dtype=cast, whole=whole)
     sizes = sorted((-(-unit.param_bytes // PAGE) * PAGE for unit in tree.units), reverse=True)
     return sum(sizes[:units])
 
@@ -67,9 +75,9 @@ def everything_on_device() -> dict[str, Any]:
     return {"device": "cpu", "max_memory": {"device": "64MiB", "cpu": "64MiB"}}
 
 
-def host(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> dict[str, Any]:
+def host(model: nn.Module, *, unit_bytes: int = UNIT_BYTES, whole: bool = False) -> dict[str, Any]:
     """Options: all at home in host memory, room for three units on the device."""
-    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes)
+    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes, whole=whole)
     return {
         "device": "cpu",
         "max_memory": {"device": device, "cpu": "64MiB"},
@@ -80,9 +88,12 @@ def host(model: nn.Module, *, unit_bytes: int = UNIT_BYTES) -> dict[str, Any]:
     }
 
 
-def nvme(model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES, units: int = 3, **more: Any) -> dict[str, Any]:
+def nvme(
+    model: nn.Module, path: Path, *, unit_bytes: int = UNIT_BYTES, units: int = 3, whole: bool = False, **more: Any
+) -> dict[str, Any]:
     """Options: parameters and states on NVMe, room for three units on the device; and `more`."""
-    device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes, units=units, dtype=more.get("dtype"))
+    needed = working_bytes(model, unit_bytes=unit_bytes, units=units, dtype=more.get("dtype"), whole=whole)
+    device = ACTIVATION_BYTES + needed
     return {
         "device": "cpu",
         "max_memory": {"device": device, "cpu": "16MiB", "nvme": "256MiB"},

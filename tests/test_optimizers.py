@@ -28,7 +28,7 @@ from models import architecture
 from torch import nn
 
 import offload
-from offload import SGD, Adagrad, Adam, AdamW, Engine, Lion, cpu_adam
+from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion, cpu_adam
 from offload.checkpoint import gather_states, scatter_parameters, scatter_states
 from offload.cpu_adam import StateKind
 from offload.manager import Manager
@@ -46,6 +46,7 @@ OPTIMIZERS = {
     "momentum": SGD(lr=1e-2, momentum=0.9, dampening=0.1),
     "lion": Lion(lr=1e-3, weight_decay=0.1),
     "adagrad": Adagrad(lr=1e-2, lr_decay=0.1),
+    "lamb": LAMB(lr=1e-2, weight_decay=0.1),
 }
 # blocks of 130 K elements: several chunks; parameters of 104 and 312, which end inside a block of 128 elements
 GPT2 = architecture(
@@ -84,12 +85,12 @@ def assert_differs(ours: Outcome, theirs: Outcome) -> None:
     assert any(not torch.equal(ours.parameters[name], value) for name, value in theirs.parameters.items())
 
 
-def elsewhere(model: nn.Module, path: Path) -> dict[str, dict[str, Any]]:
+def elsewhere(model: nn.Module, path: Path, *, whole: bool = False) -> dict[str, dict[str, Any]]:
     """Return placements of :data:`GPT2` that differ in homes, units, chunks and threads."""
-    large = nvme(model, path, unit_bytes=1 << 20)
+    large = nvme(model, path, unit_bytes=1 << 20, whole=whole)
     return {
-        "host": host(model, unit_bytes=128 << 10),
-        "nvme, small units": {**nvme(model, path, unit_bytes=48 << 10), "threads": 1},
+        "host": host(model, unit_bytes=128 << 10, whole=whole),
+        "nvme, small units": {**nvme(model, path, unit_bytes=48 << 10, whole=whole), "threads": 1},
         "nvme, chunks": {**large, "chunk_numel": 65536, "threads": 3},
     }
 
@@ -278,6 +279,33 @@ class PlainLion(torch.optim.Optimizer):
                 m.mul_(beta2).add_((1 - beta2) * p.grad)
 
 
+class PlainLamb(torch.optim.Optimizer):
+    """Algorithm 2 of the paper with phi(x) = x, in torch.
+
+    m, v, bc1, bc2 as in Adam; u = (m / bc1) / (sqrt(v / bc2) + eps) + weight_decay * p; p -= lr * |p| / |u| * u, with
+    norms over the whole parameter, and a ratio of 1 where one of them is 0.
+    """
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                step = state["step"] = state.get("step", 0) + 1
+                m = state.setdefault("exp_avg", torch.zeros_like(p))
+                v = state.setdefault("exp_avg_sq", torch.zeros_like(p))
+                m.mul_(beta1).add_((1 - beta1) * p.grad)
+                v.mul_(beta2).add_((1 - beta2) * p.grad**2)
+                corrected = (v / (1 - beta2**step)).sqrt() + group["eps"]
+                u = m / (1 - beta1**step) / corrected + group["weight_decay"] * p
+                lengths = p.norm(), u.norm()
+                p.sub_(group["lr"] * (lengths[0] / lengths[1] if all(lengths) else 1.0) * u)
+
+
 PARITY: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": (SGD(lr=1e-2, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1)),
     "momentum": (
@@ -295,6 +323,10 @@ PARITY: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
     "lion": (
         Lion(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
         lambda p: PlainLion(p, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    ),
+    "lamb": (
+        LAMB(lr=1e-2, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1),
+        lambda p: PlainLamb(p, lr=1e-2, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.1),
     ),
 }
 
@@ -320,7 +352,7 @@ def test_an_optimizer_is_that_of_torch(name: str, tmp_path: Path) -> None:
             assert torch.allclose(states[position][key], value, rtol=1e-4, atol=1e-7), key
 
 
-@pytest.mark.parametrize("name", [name for name in PARITY if name != "lion"])
+@pytest.mark.parametrize("name", [name for name in PARITY if name not in ("lion", "lamb")])
 def test_an_optimizer_of_torch_is_taken_over_and_given_back(name: str, tmp_path: Path) -> None:
     """Two steps in torch, two in the engine, two in torch: as six in torch."""
     _, make = PARITY[name]
@@ -367,12 +399,32 @@ def test_placement_never_changes_an_optimizers_result(name: str, dtype: str, tmp
         assert_equal(run(net(DTYPES[dtype]), numbers, **options, **placement), truth)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("sgd", "bf16"), ("sgd", "fp32"), ("momentum", "fp16"), ("lion", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("sgd", "bf16"), ("sgd", "fp32"), ("momentum", "fp16"), ("lion", "bf16"), ("lamb", "bf16")],
+)
 def test_state_dict_round_trip_of_an_optimizer(name: str, dtype: str, tmp_path: Path) -> None:
     check_round_trip(OPTIMIZERS[name], DTYPES[dtype], tmp_path)
 
 
-@pytest.mark.parametrize(("name", "size"), [("sgd", 2), ("momentum", 6), ("lion", 6), ("adagrad", 6)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lamb_has_the_norm_of_whole_parameters_wherever_they_are(dtype: str, tmp_path: Path) -> None:
+    """Chunks of 65536 elements would divide parameters of the larger units; these end with one."""
+    data = [GPT2.batch(number) for number in range(4)]
+    options: dict[str, Any] = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "initial_loss_scale": 256.0}
+    options["optimizer"] = LAMB(lr=1e-2, weight_decay=0.1)
+    truth = run(gpt2(DTYPES[dtype]), data, **options, **everything_on_device())
+    assert len(truth.norms) == 2
+    model = gpt2(DTYPES[dtype])
+    placements = elsewhere(model, tmp_path, whole=True)
+    for placement in placements.values():
+        ours = run(gpt2(DTYPES[dtype]), data, **options, **placement)
+        assert_equal(ours, truth)
+    slots = [slot for unit in ours.plan.request.units for slot in unit.slots]
+    assert any(slot.offset_numel < ours.plan.chunk_numel == 65536 < slot.end_numel for slot in slots)
+
+
+@pytest.mark.parametrize(("name", "size"), [("sgd", 2), ("momentum", 6), ("lion", 6), ("adagrad", 6), ("lamb", 10)])
 def test_states_cost_what_an_optimizer_has(name: str, size: int) -> None:
     model = net(torch.bfloat16)
     with Engine(model, OPTIMIZERS[name], **everything_on_device()) as engine:
@@ -412,7 +464,13 @@ def test_momentum_in_all_groups_or_in_none() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [(SGD, {"momentum": -0.1}), (SGD, {"nesterov": True}), (Lion, {"betas": (0.9, 1.0)}), (Adagrad, {"lr_decay": -1})],
+    [
+        (SGD, {"momentum": -0.1}),
+        (SGD, {"nesterov": True}),
+        (Lion, {"betas": (0.9, 1.0)}),
+        (Adagrad, {"lr_decay": -1}),
+        (LAMB, {"eps": 0}),
+    ],
 )
 def test_options_out_of_range_are_refused(spec: Any, options: dict[str, Any]) -> None:
     with pytest.raises(offload.ConfigError, match=next(iter(options))):
