@@ -119,6 +119,7 @@ class Manager:
 
         for tier in Tier:
             budgets[tier].reserve("arena", plan.arena_bytes[tier])
+        budgets[Tier.HOST].reserve("optimizer", plan.request.own_bytes)
         cpu, host_device = torch.device("cpu"), device.type == "cpu"
         host = Arena(Tier.HOST, plan.arena_bytes[Tier.HOST], cpu, page_locked=not host_device)
         self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, plan.arena_bytes[Tier.DEVICE], device), Tier.HOST: host}
@@ -389,8 +390,8 @@ class Manager:
         for arena in self._arenas.values():
             arena.close(busy)
         for tier in Tier:
-            held = self.budgets[tier].reservations().get("arena", 0)
-            self.budgets[tier].release("arena", held)
+            for name in ("arena", "optimizer"):
+                self.budgets[tier].release(name, self.budgets[tier].reservations().get(name, 0))
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ Bytes per parameter (16-bit parameters p, gradients g): p 2, g 2 (4 when several
 2 (bf16) or fp32 master 4 (fp16) or none (fp32), each of the optimizer's states 4 (as bfloat16 2, as int8 1, and 2 per
 128 elements for both). What sits on NVMe is read and written once per step (parameters: read for forward and backward,
 and where the device is a GPU for the update, and written); so host memory is given first to gradients (which would be
-written and read again), then to parameters (three passes or four), then to states (two passes).
+written and read again), then to parameters (three passes or four), then to states (two passes). An optimizer whose own
+class makes the steps takes host memory beside all this, for temporaries and small states.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ SMALL_UNITS_SHARE = 0.05
 NVME_SLACK_CHUNKS = 16
 _ENOUGH_BYTES = 1 << 60
 
-STATE_ROLES = (Role.MASTER, Role.EXP_AVG, Role.EXP_AVG_SQ, Role.SCALES)  # in the order of a record
+MOMENTS = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.STATE_3, Role.STATE_4, Role.STATE_5, Role.STATE_6)
+STATE_ROLES = (Role.MASTER, *MOMENTS, Role.SCALES)  # in the order of a record
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class States:
     """What an optimizer remembers of each element, beside the master weight.
 
     Attributes:
-        names: the states' names as in torch, at most two.
+        names: the states' names as in torch, at most as many as there are :data:`MOMENTS`.
         kind: how they are stored.
     """
 
@@ -50,7 +52,33 @@ class States:
 
     def roles(self) -> tuple[tuple[Role, str], ...]:
         """Return the role and the name of each state."""
-        return tuple(zip((Role.EXP_AVG, Role.EXP_AVG_SQ), self.names, strict=False))
+        return tuple(zip(MOMENTS, self.names, strict=False))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnBytes:
+    """Host memory that an optimizer whose own class makes the steps takes outside the arenas.
+
+    Attributes:
+        name: of the class.
+        kept_bytes: states that are not of their parameter's shape: they stay in host memory.
+        step_bytes: fp32 copies and temporaries while the parameter that needs most is updated.
+    """
+
+    name: str
+    kept_bytes: int
+    step_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of both, whole pages."""
+        return whole_pages(self.kept_bytes + self.step_bytes)
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.step_bytes)} of temporaries while {self.name} updates its largest parameter, "
+            f"{format_bytes(self.kept_bytes)} of its small states"
+        )
 
 
 ADAM_STATES = States()
@@ -76,8 +104,7 @@ def role_bytes(unit: Unit, role: Role, numel: int, *, accumulate: bool, states: 
         return numel * {"bfloat16": 2, "float16": 4, "float32": 0}[unit.dtype]
     if role is Role.SCALES:
         return states.kind.units_bytes(numel)
-    position = 0 if role is Role.EXP_AVG else 1
-    return numel * states.kind.itemsize if position < len(states.names) else 0
+    return numel * states.kind.itemsize if MOMENTS.index(role) < len(states.names) else 0
 
 
 def whole_pages(size_bytes: int) -> int:
@@ -100,6 +127,7 @@ class Request:
         alignment_bytes: granularity of the swap files.
         states: what the optimizer remembers of each element, and in which format.
         held_together: sets of units (their indices) that nested forwards have in use at once.
+        own: what the optimizer takes where its own class makes the steps, else None.
     """
 
     units: Sequence[Unit]
@@ -113,6 +141,12 @@ class Request:
     alignment_bytes: int = BUFFER_ALIGNMENT_BYTES
     states: States = ADAM_STATES
     held_together: Sequence[frozenset[int]] = ()
+    own: OwnBytes | None = None
+
+    @property
+    def own_bytes(self) -> int:
+        """Host memory outside the arenas that the optimizer takes."""
+        return self.own.total_bytes if self.own else 0
 
     def widest(self, units: Iterable[Unit]) -> list[Unit]:
         """Return those of `units` that must fit the device together.
@@ -275,6 +309,7 @@ def _plan(request: Request) -> Plan:
     def fill_host(nvme_allowed: bool) -> tuple[dict[int, Tier], dict[int, Tier], dict[int, Tier], dict[str, int]]:
         """Give host memory away in order of worth; raise where NVMe would be needed but is not there."""
         chunk = _chunk(request)
+        also = f" and {request.own}" if request.own else ""
         grad_at, param_at, state_at = dict(grad_home), dict(param_home), dict(state_home)
         sizes = {"staging": 0, "pool": 0, "fetch": 0, "down": 0, "chunk": chunk, "slot": 0}
         if nvme_allowed or not request.device_is_host:  # parameters of a GPU pass through staging, too
@@ -284,7 +319,7 @@ def _plan(request: Request) -> Plan:
                 sizes["fetch"] = 2 * max(params.values())
             if not request.device_is_host:
                 sizes["down"] = max((params[index] for index in grads), default=0)
-        left = host_budget - sizes["staging"] - sizes["fetch"] - sizes["down"]
+        left = host_budget - sizes["staging"] - sizes["fetch"] - sizes["down"] - request.own_bytes
         kinds = [
             ("parameters", params, param_at, request.param_tier),
             ("optimizer states", states, state_at, request.optimizer_tier),
@@ -294,13 +329,13 @@ def _plan(request: Request) -> Plan:
                 left -= sum(size for index, size in wanted.items() if index not in placed)
                 placed.update((index, Tier.HOST) for index in wanted if index not in placed)
                 if left < 0:
-                    raise _TooSmall(Tier.HOST, f'{kind} (forced to "cpu") and buffers')
+                    raise _TooSmall(Tier.HOST, f'{kind} (forced to "cpu") and buffers{also}')
         waiting = [size for index, size in grads.items() if index not in grad_at]
         if nvme_allowed and waiting and sum(waiting) > left:
             sizes["pool"] = GRAD_POOL_BUFFERS * max(waiting)
             left -= sizes["pool"]
         if left < 0:
-            raise _TooSmall(Tier.HOST, "the buffers of the NVMe pipeline")
+            raise _TooSmall(Tier.HOST, f"the buffers of the NVMe pipeline{also}" if sizes["slot"] else f"buffers{also}")
         for kind, wanted, placed, forced in [("gradients", grads, grad_at, None), *kinds]:
             for index, size in wanted.items():
                 if index in placed:
@@ -311,7 +346,7 @@ def _plan(request: Request) -> Plan:
                 elif nvme_allowed:
                     placed[index] = Tier.NVME
                 else:
-                    raise _TooSmall(Tier.HOST, f"{kind} without an NVMe tier")
+                    raise _TooSmall(Tier.HOST, f"{kind} without an NVMe tier{also}")
         return grad_at, param_at, state_at, sizes
 
     placed = None
@@ -398,6 +433,8 @@ def _padded(request: Request, unit: Unit, roles: Sequence[Role], chunk: int) -> 
 
 
 def _aside_bytes(request: Request, unit: Unit, homes: Homes, chunk: int) -> int:
+    if request.own is not None:  # what its class keeps in host memory cannot be put aside
+        return 0
     if not (unit.trainable and homes.param is homes.states is Tier.NVME and homes.grad is Tier.HOST):
         return 0
     return _padded(request, unit, (Role.PARAM,), chunk) + _padded(request, unit, STATE_ROLES, chunk)
@@ -493,7 +530,8 @@ def render(plan: Plan) -> str:
             if plan.homes[u.index].states is tier
         )
         rest = buffers[tier] - (0 if tier is Tier.DEVICE else param + grad + states)
-        sizes = (param, grad, states, rest, plan.arena_bytes[tier], request.budgets[tier])
+        own = request.own_bytes if tier is Tier.HOST else 0
+        sizes = (param, grad, states, rest + own, plan.arena_bytes[tier] + own, request.budgets[tier])
         rows.append((tier.value, *(format_bytes(size) if size else "-" for size in sizes)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
@@ -510,6 +548,9 @@ def render(plan: Plan) -> str:
         )
         names = " and ".join(request.states.names)
         lines.append(f"{names} in {request.states.kind.value} (lossy): {share} bytes per parameter instead of 8")
+    if request.own:
+        lines.append(f"optimizer: torch's own {request.own.name} on fp32 tensors in host memory, slower than a kernel")
+        lines.append(f"outside the tiers, in the cpu budget: {request.own}")
     lines.append(f"activations and temporaries: {format_bytes(plan.activation_bytes)} of the device budget")
     moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in plan.step_bytes.items() if size)
     lines.append(f"moved per step (one micro-batch, nothing cached): {moved or 'nothing'}")

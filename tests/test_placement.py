@@ -15,11 +15,13 @@ from offload.kernels_ranges import StateKind
 from offload.placement import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,
+    MOMENTS,
     NVME_SLACK_CHUNKS,
     STAGING_SLOTS,
     STATE_ROLES,
     WORKING_UNITS,
     Homes,
+    OwnBytes,
     Plan,
     Request,
     States,
@@ -34,9 +36,9 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
 
 
-def make_unit(index: int, numel: int, dtype: str = "bfloat16", trainable: bool = True) -> Unit:
-    slots, padded = lay_out([(f"u{index}.weight", (numel,))])
-    return Unit(index, f"u{index}", dtype, ITEMSIZE[dtype], trainable, padded, slots)
+def make_unit(index: int, numel: int, dtype: str = "bfloat16", trainable: bool = True, *, whole: bool = False) -> Unit:
+    slots, padded = lay_out([(f"u{index}.weight", (numel,))], whole=whole)
+    return Unit(index, f"u{index}", dtype, ITEMSIZE[dtype], trainable, padded, slots, whole)
 
 
 def budgets(device: int, host: int, nvme: int = 0) -> dict[Tier, int]:
@@ -49,13 +51,15 @@ def unit_lists(draw: st.DrawFn) -> list[Unit]:
     sizes = draw(st.lists(small | st.integers(1, 6_000_000), min_size=1, max_size=8))
     kinds = st.sampled_from([(dtype, True) for dtype in ("bfloat16", "float16", "float32")] + [("int8", False)])
     kinds = kinds | st.just(("bfloat16", False))
-    return [make_unit(index, size, *draw(kinds)) for index, size in enumerate(sizes)]
+    whole = draw(st.booleans())
+    made = ((index, size, *draw(kinds)) for index, size in enumerate(sizes))
+    return [make_unit(*unit, whole=whole and unit[-1]) for unit in made]
 
 
 sizes_in_bytes = st.integers(0, 80 * MIB) | st.integers(0, 4000).map(lambda pages: pages * PAGE)
 
 
-names = st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), ()])
+names = st.sampled_from([("exp_avg", "exp_avg_sq"), ("momentum_buffer",), (), tuple("abcdef")])
 states = st.builds(States, kind=st.sampled_from(StateKind)) | st.builds(States, names)
 
 
@@ -76,6 +80,7 @@ def requests(draw: st.DrawFn) -> Request:
         chunk_numel=draw(st.none() | st.integers(1, 300_000)),
         states=draw(states),
         held_together=draw(st.lists(st.frozensets(st.integers(0, len(units) - 1)), max_size=3)),
+        own=draw(st.none() | st.builds(OwnBytes, st.just("Muon"), st.integers(0, MIB), st.integers(0, 20 * MIB))),
     )
 
 
@@ -95,8 +100,7 @@ def exact_size(plan: Plan, unit: Unit, numel: int, *roles: Role) -> int:
         Role.PARAM: ITEMSIZE[unit.dtype],
         Role.GRAD: 4 if accumulate else ITEMSIZE[unit.dtype],
         Role.MASTER: {"bfloat16": 2, "float16": 4}.get(unit.dtype, 0),
-        Role.EXP_AVG: state * (len(states.names) > 0),
-        Role.EXP_AVG_SQ: state * (len(states.names) > 1),
+        **{role: state * (len(states.names) > position) for position, role in enumerate(MOMENTS)},
         Role.SCALES: 2 / 128 * (states.kind is StateKind.INT8),
     }
     return sum(int(numel * per_element[role]) for role in roles if unit.trainable or role is Role.PARAM)
@@ -140,7 +144,7 @@ def check_plan(plan: Plan) -> None:
                 records += sum(pages(exact_size(plan, unit, numel, *roles)) for numel in chunks)
     aside = 0  # the new content of what is updated during backward, as long as the old one is there
     for unit, homes in zip(units, plan.homes, strict=True):
-        eligible = unit.trainable and homes == Homes(Tier.NVME, Tier.HOST, Tier.NVME)
+        eligible = unit.trainable and homes == Homes(Tier.NVME, Tier.HOST, Tier.NVME) and request.own is None
         chunks = [end - begin for begin, end in unit.chunks(plan.chunk_numel)]
         sizes = [pages(exact_size(plan, unit, n, *roles)) for n in chunks for roles in ([Role.PARAM], STATE_ROLES)]
         assert plan.aside_bytes(unit) == (sum(sizes) if eligible else 0)
@@ -148,8 +152,11 @@ def check_plan(plan: Plan) -> None:
     certain = records + slack if records else 0
     assert plan.early_bytes == min(aside, (request.budgets[Tier.NVME] - certain) // PAGE * PAGE)
     assert plan.arena_bytes[Tier.NVME] == certain + plan.early_bytes
+    own = request.own
+    if own is not None:  # whole pages
+        assert request.own_bytes == pages(own.kept_bytes + own.step_bytes)
     for tier in Tier:
-        assert 0 <= plan.arena_bytes[tier] <= request.budgets[tier]
+        assert 0 <= plan.arena_bytes[tier] <= request.budgets[tier] - request.own_bytes * (tier is Tier.HOST)
         assert plan.arena_bytes[tier] % PAGE == 0
     assert plan.activation_bytes + plan.arena_bytes[Tier.DEVICE] == request.budgets[Tier.DEVICE]
     if request.activation_bytes is not None:
@@ -169,7 +176,9 @@ def check_plan(plan: Plan) -> None:
     if records or not request.device_is_host:
         assert plan.staging_slots == STAGING_SLOTS
         every = (Role.PARAM, Role.GRAD, *STATE_ROLES)
-        assert plan.staging_slot_bytes == pages(max(exact_size(plan, u, plan.chunk_numel, *every) for u in units))
+        assert plan.staging_slot_bytes == pages(
+            max(exact_size(plan, u, u.chunk_limit(plan.chunk_numel), *every) for u in units)
+        )
     spilled = [size(plan, u, Role.GRAD) for u in units if plan.homes[u.index].grad is Tier.NVME]
     assert plan.grad_pool_bytes >= 2 * max(spilled, default=0)
     through = [u.param_bytes for u in units if plan.homes[u.index].param is Tier.NVME]
@@ -247,7 +256,7 @@ def test_bytes_per_element_by_role() -> None:
         assert tuple(role_bytes(unit, role, 1, accumulate=accumulate) for role, accumulate in roles) == sizes
     frozen = make_unit(0, 10, "bfloat16", False)
     assert role_bytes(frozen, Role.PARAM, 1, accumulate=True) == 2
-    assert [role_bytes(frozen, role, 1, accumulate=True) for role in (Role.GRAD, *STATE_ROLES)] == [0] * 5
+    assert [role_bytes(frozen, role, 1, accumulate=True) for role in (Role.GRAD, *STATE_ROLES)] == [0] * 9
 
 
 def test_plenty_of_device_memory_keeps_everything_there() -> None:
@@ -466,3 +475,27 @@ def test_the_plan_prints_as_a_table() -> None:
 def test_the_table_of_a_plan_without_nvme_has_no_wear() -> None:
     text = str(make_plan(Request(BLOCKS, budgets(GIB, GIB))))
     assert "drive wear" not in text and "frozen" not in text
+
+
+def test_what_an_optimizers_own_class_takes_is_in_the_plan_and_named_in_the_refusal() -> None:
+    """All in host memory but for a working region: 8 x 14 MiB of all roles, and 7 MiB of its own."""
+    own = OwnBytes("RMSprop", MIB - 1, 6 * MIB)
+    request = Request(BLOCKS, budgets(6 * MIB, 8 * 14 * MIB + 6 * MIB), activation_bytes=0, own=own)
+    with pytest.raises(BudgetError, match=r"6\.00 MiB of temporaries while RMSprop updates its largest") as caught:
+        make_plan(request)
+    assert named_budgets(caught.value) == {Tier.HOST: 8 * 14 * MIB + 7 * MIB}
+    plan = make_plan(dataclasses.replace(request, budgets=request.budgets | named_budgets(caught.value)))
+    check_plan(plan)
+    assert plan.arena_bytes[Tier.HOST] == 8 * 14 * MIB
+    text = str(plan)
+    assert "torch's own RMSprop on fp32 tensors in host memory, slower" in text
+    assert "6.00 MiB of temporaries while RMSprop updates its largest parameter, 1024.00 KiB of its small" in text
+    assert "119.00 MiB  119.00 MiB" in text  # total and budget of host memory
+
+
+def test_an_undivided_parameter_makes_staging_as_large_as_it_is() -> None:
+    """A chunk is 64 Ki elements otherwise; four slots of 14 bytes per element."""
+    units = [make_unit(0, MIB, whole=True), make_unit(1, 1000, whole=True)]
+    plan = make_plan(Request(units, budgets(6 * MIB, GIB, GIB), Tier.NVME, Tier.NVME, chunk_numel=1))
+    check_plan(plan)
+    assert plan.staging_slot_bytes == 14 * MIB
