@@ -107,9 +107,11 @@ class Activations:
         budget: of the device.
         region: what gives way.
         meter: measures the resident set; None where activations do not live in it (a GPU), or it cannot be read.
+        beside_bytes: of the host budget, outside its arena: what updates inside a forward take is resident, too. While
+            they take less, the measurement lets the device have it; the two budgets together are kept.
     """
 
-    def __init__(self, budget: Budget, region: Elastic, meter: ResidentSet | None) -> None:
+    def __init__(self, budget: Budget, region: Elastic, meter: ResidentSet | None, *, beside_bytes: int = 0) -> None:
         self.freed: collections.deque[int] = collections.deque()
         self._budget = budget
         self._region = region
@@ -129,7 +131,7 @@ class Activations:
         self._high_water_bytes = 0
         if meter is not None:
             trim_heap()  # what loading the model has left behind
-            self._floor_bytes = meter.now_bytes() - region.size_bytes
+            self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes
             self._high_water_bytes = meter.high_water_bytes()
 
     # --- as booked --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 
 from offload import cpu_adam
 from offload.errors import ConfigError
+from offload.generic import Placed, Where, recorded
 from offload.manager import Manager
 from offload.optimizer import StepCounts
 from offload.placement import States
@@ -21,8 +22,6 @@ from offload.rules import STATE_SEED
 from offload.shard import Role, Slot, State, Unit
 from offload.stream import ALL_STATES, Chunk, stream
 from offload.tiers import storage_at, view_at
-
-Where = tuple[int, int]  # unit index, slot index
 
 
 def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dict[Where, torch.Tensor]:
@@ -152,30 +151,42 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
     a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters that have never been
     updated are left out, as in torch.
     """
-    result: dict[Where, dict[str, Any]] = {}
+    manager.finish_updates()  # they count, too
     states = manager.plan.request.states
-    units = [unit for unit in manager.units if unit.trainable and any(counts.counts[unit.index])]
-    for unit in units:
-        for index, slot in enumerate(unit.slots):
-            count = counts.counts[unit.index][index]
-            if count:
-                entry: dict[str, Any] = {"step": torch.tensor(float(count))}
-                for name in _state_names(unit, states):
-                    entry[name] = torch.empty(slot.shape, dtype=torch.float32)
-                result[unit.index, index] = entry
+    result = _remembered(counts, states)
+    moved: dict[Where, dict[str, torch.Tensor]] = {}
+    for (index, position), entry in result.items():
+        unit = manager.units[index]
+        names = [name for name, value in entry.items() if value is Placed.MARK]
+        names += ["master"] * (unit.dtype != "float32")
+        moved[index, position] = {name: torch.empty(unit.slots[position].shape) for name in names}
+        entry.update(moved[index, position])
+    units = _units_of(manager, set(result))
 
     def visit(chunk: Chunk) -> None:
         for index, slot, start, stop in _overlaps(chunk):
-            entry = result.get((chunk.unit.index, index))
-            if entry is None:
+            tensors = moved.get((chunk.unit.index, index))
+            if tensors is None:
                 continue
             skip = start - slot.offset_numel
-            _move_states(chunk, slot, start, stop, states, entry, save_at_step=None)
-            if "master" in entry:
-                _read_master(chunk, start, stop - start, entry["master"].data_ptr() + skip * 4)
+            _move_states(chunk, slot, start, stop, states, tensors, save_at_step=None)
+            if "master" in tensors:
+                _read_master(chunk, start, stop - start, tensors["master"].data_ptr() + skip * 4)
 
     stream(manager, units, visit, reads=ALL_STATES | {Role.PARAM})
     return result
+
+
+def _remembered(counts: StepCounts, states: States) -> dict[Where, dict[str, Any]]:
+    """Return the states of parameters that have been updated; those that are placed as a mark."""
+    if counts.records is not None:
+        return dict(counts.records.items())
+    return {
+        (index, position): {"step": torch.tensor(float(count)), **dict.fromkeys(states.names, Placed.MARK)}
+        for index, updates in counts.counts.items()
+        for position, count in enumerate(updates)
+        if count
+    }
 
 
 def _read_master(chunk: Chunk, start: int, numel: int, target: int) -> None:
@@ -200,14 +211,16 @@ def _move_states(
 ) -> None:
     """Copy states of a slot's elements [start, stop) to `values` (fp32), or back with the number of the last step."""
     numel, skip = stop - start, start - slot.offset_numel
-    addresses = tuple(values[name].data_ptr() + skip * 4 for name in states.names)
+    addresses = {name: values[name].data_ptr() + skip * 4 for name in states.names if name in values}
     found, scales = chunk.states_at(start, states)
     if states.kind is cpu_adam.StateKind.FLOAT32:
-        for value, state in zip(addresses, found, strict=True):
-            source, target = (state, value) if save_at_step is None else (value, state)
-            ctypes.memmove(target, source, numel * 4)
+        for name, state in zip(states.names, found, strict=True):
+            if name in addresses:  # what an optimizer's own class has not made yet is not there
+                value = addresses[name]
+                source, target = (state, value) if save_at_step is None else (value, state)
+                ctypes.memmove(target, source, numel * 4)
         return
-    common: dict[str, Any] = {"values": addresses, "states": found, "units": scales, "numel": numel}
+    common: dict[str, Any] = {"values": tuple(addresses.values()), "states": found, "units": scales, "numel": numel}
     common["offset"] = slot.global_numel + skip
     if save_at_step is None:
         cpu_adam.load_states(states.kind, **common)
@@ -215,39 +228,37 @@ def _move_states(
         cpu_adam.save_states(states.kind, seed=STATE_SEED, step=save_at_step, **common)
 
 
-def _state_names(unit: Unit, states: States) -> tuple[str, ...]:
-    return states.names if unit.dtype == "float32" else (*states.names, "master")
-
-
 def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, Mapping[str, Any]]) -> None:
     """Write optimizer states home; a missing ``master`` keeps the parameter's present one.
 
     A ``master`` of another dtype than fp32 counts as missing: torch's optimizers cast it to the parameter's, and leave
-    it as it was while the parameter moves on.
+    it as it was while the parameter moves on. States that are not placed are kept in fp32, too, as torch does.
 
     Raises:
         ConfigError: a shape does not fit, a state or ``step`` is missing, or a parameter is frozen; nothing is
             written then.
     """
-    states = manager.plan.request.states
+    states, records = manager.plan.request.states, counts.records
+    required = {"step", *states.names} if records is None else records.required
     sources: dict[Where, dict[str, torch.Tensor]] = {}
     for (index, position), entry in values.items():
-        slot = manager.units[index].slots[position]
-        if not manager.units[index].trainable:
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        if not unit.trainable:
             raise ConfigError(f"{slot.name}: expected no optimizer state, for it is frozen")
-        if "step" not in entry:
-            raise ConfigError(f"{slot.name}: optimizer state lacks 'step'")
-        tensors = {}
-        for name in _state_names(manager.units[index], states):
-            if name == "master" and (name not in entry or entry[name].dtype != torch.float32):
-                continue
+        for name in sorted(required, key=lambda name: (name != "step", name)):
             if name not in entry:
                 raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
-            if tuple(entry[name].shape) != slot.shape:
-                raise ConfigError(
-                    f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(entry[name].shape)}"
-                )
-            tensors[name] = entry[name].detach().to("cpu", torch.float32).contiguous()
+        tensors = {}
+        for name in (*states.names, "master"):
+            value = entry.get(name)
+            if name == "master" and (unit.dtype == "float32" or value is None or value.dtype != torch.float32):
+                continue
+            if not isinstance(value, torch.Tensor):
+                continue  # only an optimizer's own class may lack one, or have something else
+            if tuple(value.shape) != slot.shape:
+                raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(value.shape)}")
+            tensors[name] = value.detach().to("cpu", torch.float32).contiguous()
         sources[index, position] = tensors
 
     def visit(chunk: Chunk) -> None:
@@ -257,7 +268,7 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
             if tensors is None:
                 continue
             numel, skip = stop - start, (start - slot.offset_numel) * 4
-            step = int(values[unit.index, index]["step"])
+            step = _count(values[unit.index, index], counts)
             _move_states(chunk, slot, start, stop, states, tensors, save_at_step=step)
             if "master" in tensors:
                 _write_parameter(
@@ -267,7 +278,14 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
     roles = ALL_STATES | {Role.PARAM}
     stream(manager, _units_of(manager, set(sources)), visit, reads=roles, writes=roles)
     for (index, position), entry in values.items():
-        counts.counts[index][position] = int(entry["step"])
+        counts.counts[index][position] = _count(entry, counts)
+        if records is not None:
+            records.put((index, position), recorded(entry, sources[index, position]))
+
+
+def _count(state: Mapping[str, Any], counts: StepCounts) -> int:
+    """Return the updates that a parameter has had; an optimizer's own class counts for itself, if it does."""
+    return int(state["step"]) if counts.records is None else 1
 
 
 def _units_of(manager: Manager, wanted: set[Where] | None) -> list[Unit]:

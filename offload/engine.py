@@ -83,9 +83,10 @@ class Engine:
 
         Args:
             model: any module, on the CPU; parameters may be on the meta device (see ``Config.init_weights``).
-            optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``, ``LAMB``), or a
-                ``torch.optim.AdamW``, ``Adam``, ``SGD`` or ``Adagrad`` over the model's parameters, which is taken
-                over; None for an engine that only evaluates.
+            optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``, ``LAMB``), or an
+                optimizer of torch over the model's parameters, which is taken over: kernels step like
+                ``torch.optim.AdamW``, ``Adam``, ``SGD`` and ``Adagrad``, other classes make their steps themselves,
+                slower; None for an engine that only evaluates.
             config: options as Config, dict or JSON file.
             **options: options of :class:`offload.Config`, on top of `config`.
 
@@ -105,13 +106,14 @@ class Engine:
         self._closed = False
         self._deferral = Deferral()
 
-        rule = None if optimizer is None else rule_of(optimizer)
+        cast = getattr(torch, self.config.dtype) if self.config.dtype else None
+        rule = None if optimizer is None else rule_of(optimizer, cast)
         limits = resolve_budgets(self.config.budgets(), self.device, free_bytes(self.config.paths()))
         limit = self.config.bytes_of("unit_bytes")
         self._tree = find_units(
             model,
             max_unit_bytes=limit or max(limits[Tier.DEVICE] // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT),
-            dtype=getattr(torch, self.config.dtype) if self.config.dtype else None,
+            dtype=cast,
             train=optimizer is not None,
             whole=rule is not None and rule.whole,
         )
@@ -128,13 +130,16 @@ class Engine:
                 chunk_numel=self.config.chunk_numel,
                 states=rule.states(cpu_adam.StateKind(self.config.state_dtype)) if rule else ADAM_STATES,
                 held_together=self._tree.held_together(model, more_than=WORKING_UNITS),
+                own=rule.own.size if rule and rule.own else None,
             )
         )
         if self.config.threads is not None:
             cpu_adam.set_num_threads(self.config.threads)
         self._counters = Counters()
         self._budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
-        self._step_counts = StepCounts(self._tree.units)
+        self._step_counts = StepCounts(self._tree.units, rule.own if rule else None)
+        if self._step_counts.records is not None:
+            self._step_counts.records.charge = lambda size: self._budgets[Tier.HOST].reserve("optimizer", size)
         trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in self._tree.units)
         self._scaler = LossScaler(self.config, enabled=trains_fp16)
         self._steps = 0
@@ -147,7 +152,7 @@ class Engine:
         self._calm = Calm()
         self._early: EarlyUpdates | None = None
 
-        self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer)
+        self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer, rule)
         self._loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
         manager = open_tiers(self.plan, self.config, self.device, self._budgets, self._hooks, self._counters)
         self._manager = manager
@@ -166,7 +171,9 @@ class Engine:
                 unloaded.update(self._loader.unload(manager))
             raise
         meter = open_resident_set() if self.device.type == "cpu" else None
-        self._activations = Activations(self._budgets[Tier.DEVICE], manager.working, meter)
+        self._activations = Activations(
+            self._budgets[Tier.DEVICE], manager.working, meter, beside_bytes=self.plan.request.own_bytes
+        )
         self._hooks.attach(manager, self._activations)
         self._hooks.final_micro_batch = self.is_gradient_accumulation_boundary
         self._hooks.refuse_gradient = self._refuse_gradient

@@ -231,6 +231,11 @@ def tie_optimizer(
         checkpoint.scatter_states(manager(), counts, values)
 
     def replace(states: dict[torch.Tensor, dict[str, Any]]) -> None:
+        if counts.records is not None:
+            manager().finish_updates()
+            scatter(states)
+            counts.records.keep_only([hooks.slot_of(parameter) for parameter in states])
+            return
         everything = dict(states)
         for index, updates in counts.counts.items():  # what is not in the dict starts anew, as in torch
             for slot, count in enumerate(updates):
@@ -248,8 +253,13 @@ def tie_optimizer(
     offloaded.scatter_state = replace
     if isinstance(given, torch.optim.Optimizer) and given.state:
         # Not a `master` that an engine's state dict has left there: in torch, the parameter itself is what is updated.
-        # Adagrad's are there before the first step, and say nothing then.
-        updated = {p: state for p, state in given.state.items() if state and state.get("step", 1)}
+        # Adagrad's are there before the first step, and say nothing then, but to its own class.
+        own = counts.records is not None
+        updated = {
+            p: state
+            for p, state in given.state.items()
+            if state and (state.get("step", 1) or (own and p.requires_grad))
+        }
         scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()})
         given.state.clear()
 

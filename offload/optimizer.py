@@ -20,10 +20,12 @@ from offload import cpu_adam
 from offload.config import Config, OptimizerSpec
 from offload.early import EarlyUpdates
 from offload.errors import ConfigError, StateError
+from offload.generic import Records
 from offload.gradients import KERNEL_DTYPE
 from offload.manager import Manager
 from offload.pending import PendingUpdates
 from offload.placement import States
+from offload.probe import OwnClass, OwnHyper
 from offload.rules import STATE_SEED, Rule, StepOf, rule_of
 from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk
@@ -42,17 +44,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self,
         parameters: Sequence[torch.nn.Parameter],
         spec: OptimizerSpec | torch.optim.Optimizer,
+        rule: Rule | None = None,
     ) -> None:
         """Take over hyper-parameters and groups.
 
         Args:
             parameters: the model's parameters.
             spec: hyper-parameters for all trainable ones, or a torch optimizer whose groups are shared from now on.
+            rule: of `spec`, where it is known.
 
         Raises:
             ConfigError: an optimizer class or option that is not supported, or parameters of another model.
         """
-        self.rule: Rule = rule_of(spec)
+        self.rule: Rule = rule or rule_of(spec)
         self._replaced: torch.optim.Optimizer | None = None
         self.on_step: Callable[[], object] = lambda: None
         self.on_zero_grad: Callable[[], None] = lambda: None
@@ -221,10 +225,16 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 class StepCounts:
-    """Updates that each parameter has had: bias correction counts only those, as in torch."""
+    """Updates that each parameter has had: bias correction counts only those, as in torch.
 
-    def __init__(self, units: Iterable[Unit]) -> None:
+    Attributes:
+        counts: per trainable unit and slot.
+        records: what an optimizer's own class remembers, where it makes the steps, else None.
+    """
+
+    def __init__(self, units: Iterable[Unit], own: OwnClass | None = None) -> None:
         self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(units)}
+        self.records = Records(own) if own else None
 
 
 def group_of_slots(
@@ -322,7 +332,11 @@ class Recipe:
             start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
             if start < stop:
                 accumulate = manager.plan.request.accumulate
-                _update_range(chunk, start, stop, segment, self._states, accumulate=accumulate)
+                if isinstance(segment.hyper, OwnHyper):
+                    assert self._counts.records is not None
+                    self._counts.records.update(chunk, start, segment.hyper, self._states, accumulate=accumulate)
+                else:
+                    _update_range(chunk, start, stop, segment, self._states, accumulate=accumulate)
                 done += stop - start
         size = sum(
             manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
@@ -414,4 +428,5 @@ def _update_range(chunk: Chunk, start: int, stop: int, segment: _Segment, states
         sums = cpu_adam.lamb_moments(arrays, segment.hyper)
         cpu_adam.lamb_apply(arrays, segment.hyper, segment.hyper.step_size(*sums))
     else:
+        assert not isinstance(segment.hyper, OwnHyper)
         cpu_adam.step(arrays, segment.hyper)

@@ -7,6 +7,7 @@ follows from it. The formulas are in :mod:`offload.kernels_hyper`. Next: :mod:`o
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,11 +17,12 @@ from offload.config import LAMB, SGD, Adagrad, Adam, AdamW, Lion, OptimizerSpec,
 from offload.cpu_adam import AdagradHyper, AdamHyper, Hyper, LambHyper, LionHyper, MomentumHyper, SgdHyper, StateKind
 from offload.errors import ConfigError
 from offload.placement import States
+from offload.probe import OwnClass, OwnHyper, options_of, own_class
 
 STATE_SEED = 0x0FF10AD  # of the bits that round states; a constant: a run is reproducible whatever the options
 
 
-StepOf = Hyper | LambHyper  # hyper-parameters of one step
+StepOf = Hyper | LambHyper | OwnHyper  # hyper-parameters of one step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Rule:
         counts_steps: torch keeps ``step`` with the states.
         compressible: the states may be stored in fewer than 32 bits.
         whole: a parameter is updated as a whole: something depends on all of it.
+        own: the class that makes the steps; None where a kernel does.
     """
 
     names: tuple[str, ...]
@@ -41,6 +44,7 @@ class Rule:
     counts_steps: bool = True
     compressible: bool = False
     whole: bool = False
+    own: OwnClass | None = None
 
     def hyper(self, group: Mapping[str, Any], step: int, grad_scale: float) -> StepOf:
         """Return the hyper-parameters of a step.
@@ -48,7 +52,8 @@ class Rule:
         Raises:
             ConfigError: one is out of its range, or needs a state that the optimizer has been made without.
         """
-        check_hyper_parameters(group, subject="param group")
+        if self.own is None:
+            check_hyper_parameters(group, subject="param group")
         return self.make(group, step, grad_scale)
 
     def states(self, kind: StateKind) -> States:
@@ -147,38 +152,59 @@ LION = Rule(LionHyper.STATES, _lion)
 ADAGRAD = Rule(AdagradHyper.STATES, _adagrad)
 LAMB_RULE = Rule(LambHyper.STATES, _lamb, whole=True)
 
-_TORCH = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-_REFUSED = ("amsgrad", "maximize", "differentiable", "initial_accumulator_value")
+# Whose steps the kernels make; from which options on they do not.
+_KERNELS: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+_OWN_OPTIONS = ("amsgrad", "maximize", "initial_accumulator_value")
 
 
-def rule_of(spec: OptimizerSpec | torch.optim.Optimizer) -> Rule:
+def rule_of(spec: OptimizerSpec | torch.optim.Optimizer, dtype: torch.dtype | None = None) -> Rule:
     """Return the rule of an optimizer that the user gave.
 
+    Args:
+        spec: hyper-parameters, or any optimizer of torch.
+        dtype: what parameters will be cast to; None where they keep theirs.
+
     Raises:
-        ConfigError: an optimizer class or option that is not supported.
+        ConfigError: not an optimizer, or one whose class or option is not supported.
     """
     if not isinstance(spec, torch.optim.Optimizer):
         return _rule_of_spec(spec)
-    if not isinstance(spec, _TORCH):
-        raise ConfigError(
-            f"optimizer: expected one of torch.optim.AdamW, Adam, SGD or Adagrad, or of offload.AdamW, Adam, SGD, Lion "
-            f"or Adagrad but got {type(spec).__name__}; other optimizers are not supported yet"
-        )
-    for group in spec.param_groups:
-        for option in _REFUSED:
-            if group.get(option):
-                raise ConfigError(
-                    f"optimizer: {option}={group[option]} is not supported; make the optimizer without it"
-                )
-    if isinstance(spec, torch.optim.SGD):
+    if any(group.get("differentiable") for group in spec.param_groups):
+        raise ConfigError("optimizer: differentiable=True is not supported; make the optimizer without it")
+    kind = _kernel_class(spec)
+    if kind is None:
+        return _own_rule(own_class(spec, dtype))
+    if kind is torch.optim.SGD:
         rule = MOMENTUM_SGD if any(group["momentum"] for group in spec.param_groups) else PLAIN_SGD
         for group in spec.param_groups:
             rule.hyper(group, 1, 1.0)
         return rule
-    if isinstance(spec, torch.optim.Adagrad):
+    if kind is torch.optim.Adagrad:
         return ADAGRAD
-    decoupled = isinstance(spec, torch.optim.AdamW) or bool(spec.defaults.get("decoupled_weight_decay"))
+    decoupled = kind is torch.optim.AdamW or bool(spec.defaults.get("decoupled_weight_decay"))
     return ADAMW if decoupled else ADAM
+
+
+def _kernel_class(spec: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    """Return the class of torch that a kernel steps like, None where it would not do the same as the optimizer's."""
+    if any(group.get(option) for group in spec.param_groups for option in _OWN_OPTIONS):
+        return None
+    kind = next((kind for kind in _KERNELS if isinstance(spec, kind)), None)
+    if kind is None or inspect.unwrap(type(spec).step) is not inspect.unwrap(kind.step):
+        return None
+    return kind
+
+
+def _own_rule(own: OwnClass) -> Rule:
+    def make(group: Mapping[str, Any], step: int, grad_scale: float) -> OwnHyper:
+        return OwnHyper(options_of(group), grad_scale)
+
+    return Rule(own.names, make, whole=True, own=own)
 
 
 def _rule_of_spec(spec: OptimizerSpec) -> Rule:
@@ -196,6 +222,6 @@ def _rule_of_spec(spec: OptimizerSpec) -> Rule:
         case LAMB():
             return LAMB_RULE
     raise ConfigError(
-        f"optimizer: expected an instance of offload.AdamW, Adam, SGD, Lion, Adagrad or LAMB, or of torch.optim.AdamW, "
-        f"Adam, SGD or Adagrad but got {spec!r}"
+        f"optimizer: expected an instance of offload.AdamW, Adam, SGD, Lion, Adagrad or LAMB, or of a class of "
+        f"torch.optim but got {spec!r}"
     )

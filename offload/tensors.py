@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload import checkpoint
-from offload.checkpoint import Where
 from offload.errors import ConfigError, StateError
+from offload.generic import Where
 from offload.hooks import Hooks
 from offload.manager import Manager
 from offload.units import UnitTree
