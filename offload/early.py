@@ -106,9 +106,10 @@ class EarlyUpdates:
         self._complete: deque[int] = deque()  # units whose gradients may be used; filled by the thread that takes them
         self._recipe: Recipe | None = None
         self._asked = False  # whether there is a recipe for this step
+        self._begun = False  # whether anything was begun for this step
         self._room_bytes = manager.plan.early_bytes
         self._pipeline = self._new_pipeline()
-        self._waiting: deque[_Update] = deque()
+        self._waiting: list[_Update] = []
         self._open: deque[_Update] = deque()
         self._done: list[_Update] = []
         manager.early = self
@@ -119,7 +120,7 @@ class EarlyUpdates:
     @property
     def guessed(self) -> bool:
         """Whether any update was begun since the last step."""
-        return self._room_bytes < self._manager.plan.early_bytes
+        return self._begun
 
     # --- during backward --------------------------------------------------------------------------------------------
 
@@ -136,9 +137,9 @@ class EarlyUpdates:
                 while self._complete:
                     self._offer(self._complete.popleft())
                 for _ in range(IN_FLIGHT_AHEAD):
-                    if not self._work():
+                    if not self._work(wait=False):
                         break
-                self._start()
+                self._start(wait=False)
         except OSError as error:
             logger.warning("early updates: %s", error)
             self.withdraw_all()
@@ -162,10 +163,22 @@ class EarlyUpdates:
     # --- the step ---------------------------------------------------------------------------------------------------
 
     def settle(self, recipe: Recipe) -> set[int]:
-        """Keep what the step would do as well and undo the rest; returns the units that need no update any more."""
+        """Keep what the step would do as well and undo the rest; returns the units that need no update any more.
+
+        What is under way is finished first: these units came last in backward, so they come first in the forward.
+        """
         self._complete.clear()
-        for update in [*self._waiting, *self._open]:
-            self._drop(update)
+        self._waiting.clear()
+        for update in list(self._open):
+            if update.made_from != recipe.ranges(update.unit):
+                self._drop(update)
+        try:
+            while self._open:
+                self._work(wait=True)
+        except OSError as error:
+            logger.warning("early updates: %s", error)
+            for update in list(self._open):
+                self._drop(update)
         taken = set()
         for update in list(self._done):
             if self._may_take(update, recipe):
@@ -223,21 +236,26 @@ class EarlyUpdates:
             self._room_bytes -= size
             self._waiting.append(_Update(unit, made_from, Leases(manager)))
 
-    def _work(self) -> bool:
-        """Work on the chunk whose turn it is; returns False where there is none, or it would have to be waited for."""
-        self._start()
+    def _work(self, *, wait: bool) -> bool:
+        """Work on the chunk whose turn it is; returns False where there is none, or only waiting would bring it."""
+        self._start(wait=wait)
         if not self._open:
             return False
         update = self._open[0]
         if update.started == update.worked:
             return False
         chunk = update.chunks[update.worked]
-        if not all(ticket.done() for ticket in chunk.reading):
+        there = all(ticket.done() for ticket in chunk.reading)
+        if not there and not wait:
             return False
-        TicketGroup(chunk.reading).wait(self._manager.deadline_s)  # it is over: for what went wrong
+        counters = self._manager.counters
+        begin = time.perf_counter()
+        TicketGroup(chunk.reading).wait(self._manager.deadline_s)  # also where it is over: for what went wrong
+        counters.update_stall_seconds += time.perf_counter() - begin
         assert self._recipe is not None
         self._pipeline.work(chunk, self._recipe.visit)
-        self._manager.counters.update_chunks += 1
+        counters.update_chunks += 1
+        counters.update_stalls += not there
         update.worked += 1
         if update.worked == len(update.chunks):
             self._open.popleft()
@@ -245,22 +263,35 @@ class EarlyUpdates:
             update.leases.stop_reading()
         return True
 
-    def _start(self) -> None:
+    def _start(self, *, wait: bool) -> None:
         """Start the reads of chunks whose turn is near."""
         while sum(update.started - update.worked for update in self._open) < IN_FLIGHT_AHEAD:
             leaving = self._pipeline.leaving()
-            if not all(ticket.done() for ticket in leaving):
+            if not wait and not all(ticket.done() for ticket in leaving):
                 return
-            TicketGroup(leaving).wait(self._manager.deadline_s)  # it is over: for what went wrong
+            TicketGroup(leaving).wait(self._manager.deadline_s)  # also where it is over: for what went wrong
             if not self._open or self._open[-1].started == len(self._open[-1].chunks):
                 if not self._waiting:
                     return
-                update = self._waiting[0]
-                update.chunks = self._pipeline.open(update.unit, update.leases)
-                self._open.append(self._waiting.popleft())
+                self._begin(self._waiting.pop())  # the last one: its parameters are most likely still there
+                continue
             update = self._open[-1]
             self._pipeline.start(update.chunks[update.started])
             update.started += 1
+
+    def _begin(self, update: _Update) -> None:
+        """Begin an update; not where that would read parameters that the next forward reads in any case."""
+        manager, param = self._manager, self._param(update.unit)
+        if manager.updates_in_place(param) and param.state is not State.RESIDENT:
+            self._room_bytes += manager.plan.aside_bytes(update.unit)
+            return
+        self._begun = True
+        try:
+            update.chunks = self._pipeline.open(update.unit, update.leases)
+        except BaseException:
+            update.leases.stop_reading()
+            raise
+        self._open.append(update)
 
     def _drop(self, update: _Update) -> None:
         """Undo an update. Its room is not used again before the next step: the drive has enough to do."""
@@ -276,7 +307,7 @@ class EarlyUpdates:
         """Be ready for the next step."""
         assert not (self._waiting or self._open or self._done)
         self._recipe = None
-        self._asked = False
+        self._asked = self._begun = False
         self._room_bytes = self._manager.plan.early_bytes
         self._pipeline = self._new_pipeline()
 

@@ -213,9 +213,10 @@ def view_at(
 ) -> torch.Tensor:
     """Return a tensor over a part of `storage`; contiguous unless `stride` is given.
 
-    Modes of the user do not see it: selective checkpointing, for one, wants the same operations in a repetition.
+    Modes of the user do not see it: selective checkpointing, for one, wants the same operations in a repetition, and a
+    tensor that is made in inference mode could not be used for training afterwards.
     """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
         set_storage: Callable[..., torch.Tensor] = tensor.set_
         if stride is None:

@@ -1070,3 +1070,19 @@ def test_the_plan_counts_units_that_are_in_use_at_once(tmp_path: Path) -> None:
     actual = run(nested(), [0, 1, 2], loss_of=loss_of, **tight(nested(), tmp_path, units=5))
     assert_equal(actual, expected)
     assert actual.plan.working_bytes == working_bytes(nested(), units=5, unit_bytes=LINEAR_BYTES)
+
+
+@pytest.mark.parametrize("where", ["device", "nvme"])
+def test_evaluation_in_inference_mode_leaves_nothing_behind(where: str, tmp_path: Path) -> None:
+    """What is fetched in inference mode is used for training afterwards."""
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+    with Engine(model, AdamW(), **(everything_on_device() if where == "device" else tight(model, tmp_path))) as engine:
+        if engine._early is not None:
+            engine._early._guess = lambda: None  # all updates are made after the step
+        for number in range(4):
+            with torch.inference_mode():
+                evaluated = loss_of(engine, number)
+            trained = loss_of(engine, number)
+            assert torch.equal(evaluated, trained)
+            engine.backward(trained)
+            engine.step()  # the rest of which is made in the next evaluation
