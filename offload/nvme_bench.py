@@ -13,9 +13,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +130,28 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of single reads: on an idle drive, or (urgent ones) while write-back keeps it busy."""
+    """Seconds of single reads by round: on an idle drive, or (urgent ones) while write-back keeps it busy."""
 
     engine: str
     object_bytes: int
     under_writes: bool
-    seconds: tuple[float, ...]
+    rounds: tuple[tuple[float, ...], ...]
+
+    @property
+    def medians(self) -> list[float]:
+        """Of every round: half were faster."""
+        return [statistics.median(seconds) for seconds in self.rounds]
 
     @property
     def median_seconds(self) -> float:
-        """Half were faster."""
-        return statistics.median(self.seconds)
+        """The median round's."""
+        return statistics.median(self.medians)
 
     @property
     def p99_seconds(self) -> float:
         """All but one in a hundred were faster."""
-        return sorted(self.seconds)[min(len(self.seconds) - 1, len(self.seconds) * 99 // 100)]
+        seconds = sorted(itertools.chain.from_iterable(self.rounds))
+        return seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -427,22 +434,24 @@ class _Run:
         self.report.suggested = suggest(self.report.sweep)
         self.note(notes)
 
-    def latency(self, engine: str, write_bytes: int) -> None:
-        """Measure single reads, idle and under write-back, with one engine."""
-        settings = Settings(engine=engine)
+    def latency(self, engines: Sequence[str], write_bytes: int) -> None:
+        """Measure single reads, idle and under write-back; engines take turns."""
         counts = [(64 << 10, 200), (MIB, 200), (OBJECT_BYTES, 20)]
         if self.options.smoke:
             counts = [(MIB, 4)]
-        with self._left_out(engine):
-            for object_bytes, count in counts:
-                self.step(f"latency: {engine}, {size_text(object_bytes)}")
-                seconds = idle_latencies(settings, self.place, object_bytes, count)
-                self.report.latencies.append(Latency(engine, object_bytes, False, tuple(seconds)))
-            self.step(f"latency under write-back: {engine}")
-            seconds = latencies_under_writes(settings, self.place, MIB, write_bytes)
-            self.written_bytes += write_bytes
-            if seconds:
-                self.report.latencies.append(Latency(engine, MIB, True, tuple(seconds)))
+        taken: dict[tuple[str, int, bool], list[tuple[float, ...]]] = {}
+        for number in range(self.rounds):
+            for engine in engines if number % 2 else reversed(engines):
+                settings = Settings(engine=engine)
+                self.step(f"latency: {engine}")
+                with self._left_out(engine):
+                    for object_bytes, count in counts:
+                        seconds = idle_latencies(settings, self.place, object_bytes, count)
+                        taken.setdefault((engine, object_bytes, False), []).append(tuple(seconds))
+                    seconds = latencies_under_writes(settings, self.place, MIB, write_bytes)
+                    self.written_bytes += write_bytes
+                    taken.setdefault((engine, MIB, True), []).append(tuple(seconds))
+        self.report.latencies += [Latency(*key, tuple(rounds)) for key, rounds in sorted(taken.items())]
 
     def first_write(self, contenders: Sequence[Contender], workload: Workload) -> None:
         """Measure writes to a new file: to blocks reserved for it, which counts; DeepSpeed's grows as it is written."""
@@ -534,15 +543,14 @@ def _bench_path(options: Options, path: Path, size: int, progress: Progress) -> 
             1
             + run.rounds * (3 * rows + 2 * len(small) * len(contenders) + len(contenders) + 10)
             + 2 * len(choices) * min(run.rounds, 3)
-            + len(engines) * 4
+            + len(engines) * run.rounds
         )
         _main_cases(run, [*contenders, *ordinary])
         for object_bytes, total_bytes in small:
             for pattern in (Pattern.READ, Pattern.WRITE):
                 workload = Workload(pattern=pattern, total_bytes=total_bytes, object_bytes=object_bytes)
                 run.case(f"{pattern.value}, tensors of {size_text(object_bytes)}", contenders, workload, FIO)
-        for engine in engines:
-            run.latency(engine, one.sample_bytes)
+        run.latency(engines, one.sample_bytes)
     with Workspace([path], size, min(sweep_memory, _spare_memory())) as run.place:
         _fill(run)
         run.sweep(choices, max(OBJECT_BYTES, one.sample_bytes // 4))
@@ -735,8 +743,8 @@ def figures_of(report: PathReport) -> list[Figure]:
         cost, base = _cost(report, mine), _cost(report, other)
         if cost is not None and base:
             found.append(Figure(f"CPU of {mine} / {other}", cost / base, bound, at_most=True))
-    for engine, (idle, busy) in _fetch_latencies(report).items():
-        found.append(Figure(f"fetch of 1 MiB under write-back / idle, {engine}", busy / idle, 3.0, at_most=True))
+    for engine, ratio in _fetch_ratios(report).items():
+        found.append(Figure(f"fetch of 1 MiB under write-back / idle, {engine}", ratio, 3.0, at_most=True))
     return found
 
 
@@ -746,12 +754,11 @@ def _cost(report: PathReport, contender: str) -> float | None:
     return statistics.median(row.cpu_seconds_per_gb for row in rows) if rows else None
 
 
-def _fetch_latencies(report: PathReport) -> Mapping[str, tuple[float, float]]:
-    """Return (idle, under write-back) medians of 1 MiB by engine."""
-    medians = {
-        (latency.engine, latency.under_writes): latency.median_seconds
-        for latency in report.latencies
-        if latency.object_bytes == MIB
+def _fetch_ratios(report: PathReport) -> dict[str, float]:
+    """Return by engine how much longer a read of 1 MiB takes under write-back: the median of the ratios in a round."""
+    medians = {(one.engine, one.under_writes): one.medians for one in report.latencies if one.object_bytes == MIB}
+    return {
+        engine: statistics.median(busy / idle for busy, idle in zip(rounds, medians[engine, False], strict=True))
+        for (engine, under_writes), rounds in medians.items()
+        if under_writes
     }
-    engines = {engine for engine, _ in medians if {(engine, False), (engine, True)} <= medians.keys()}
-    return {engine: (medians[engine, False], medians[engine, True]) for engine in sorted(engines)}

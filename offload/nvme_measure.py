@@ -428,10 +428,10 @@ def latencies_under_writes(settings: Settings, place: Workspace, object_bytes: i
     reads = Workload(pattern=Pattern.READ, total_bytes=object_bytes, object_bytes=object_bytes)
     plan = plan_operations(writes, files, place.base_address, half)
     fetch = plan_operations(reads, files, place.base_address + half, half)[0]
-    seconds = []
+    seconds: list[float] = []
     with open_engine(settings, place, registered=False) as aio:
         tickets = [submit(aio, operation) for operation in plan]
-        while not all(ticket.done() for ticket in tickets[-2:]):
+        while not seconds or not all(ticket.done() for ticket in tickets[-2:]):
             seconds.append(_seconds_of(aio, fetch, Priority.URGENT))
         for ticket in tickets:
             ticket.wait()
