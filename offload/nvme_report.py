@@ -115,7 +115,7 @@ def wear_text(wear: Wear) -> str:
 
 
 def report_json(report: Report) -> dict[str, Any]:
-    """Return the report as plain values: every sample, and the medians that the table shows. Holds no date."""
+    """Return the report as plain values: samples (of latencies their rounds' medians) and medians. Holds no date."""
     return {
         "bench": "nvme",
         "commit": report.commit,
@@ -131,6 +131,7 @@ def _path_json(one: PathReport) -> dict[str, Any]:
     for plain, row in zip(values["rows"], one.rows, strict=True):
         plain |= {"bandwidth_gb_s": row.bandwidth_gb_s, "cpu_seconds_per_gb": row.cpu_seconds_per_gb}
     for plain, latency in zip(values["latencies"], one.latencies, strict=True):
+        plain["rounds"] = latency.medians
         plain |= {"median_seconds": latency.median_seconds, "p99_seconds": latency.p99_seconds}
     for plain, figure in zip(values["figures"], one.figures, strict=True):
         plain["reached"] = figure.reached
