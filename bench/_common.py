@@ -18,25 +18,36 @@ def model_directory() -> Path:
     return Path(os.environ.get("OFFLOAD_MODEL", cache / "offload" / "smollm2-135m"))
 
 
-def load_model(*, tiny: bool) -> tuple[torch.nn.Module, int]:
-    """Return the real 135 M model, or with `tiny` a random one of the same architecture; and its vocabulary size."""
+# hidden and feed-forward size, layers, vocabulary, heads for keys and values, tied embedding
+_RANDOM = {
+    "tiny": (64, 128, 3, 256, 1, True),
+    "real": (576, 1536, 30, 49152, 3, True),
+    "large": (2048, 5632, 20, 32000, 16, False),
+}
+
+
+def load_model(name: str) -> tuple[torch.nn.Module, int]:
+    """Return a bf16 model and its vocabulary size: ``real`` (135 M), or a random Llama: ``tiny`` or ``large`` (1.1 B).
+
+    Where the real one has not been prepared, a random one of the same architecture takes its place.
+    """
     import transformers
 
-    if not tiny and model_directory().exists():
+    if name == "real" and model_directory().exists():
         model = transformers.AutoModelForCausalLM.from_pretrained(model_directory(), dtype=torch.bfloat16)
         return model, model.config.vocab_size
     torch.manual_seed(0)
-    sizes = (64, 128, 3, 256) if tiny else (576, 1536, 30, 49152)
+    hidden, feed_forward, layers, vocabulary, kv_heads, tied = _RANDOM[name]
     config = transformers.LlamaConfig(
-        hidden_size=sizes[0],
-        intermediate_size=sizes[1],
-        num_hidden_layers=sizes[2],
-        vocab_size=sizes[3],
-        num_attention_heads=sizes[0] // 64 or 1,
-        num_key_value_heads=max(sizes[0] // 192, 1),
-        tie_word_embeddings=True,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        vocab_size=vocabulary,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
     )
-    return transformers.LlamaForCausalLM(config), sizes[3]
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), vocabulary
 
 
 def emit(path: str | None, result: dict[str, Any]) -> None:

@@ -124,8 +124,8 @@ def turns(settings: Settings, *, tiny: bool) -> Iterator[tuple[int, dict[str, fl
     """Yield per step its number, each contender's loss, and where it is due each one's held-out loss."""
     models, steps = {}, {}
     for name in (PLAIN, *FORMATS):
-        model, vocabulary = load_model(tiny=tiny)
-        models[name] = model.to(torch.bfloat16).train()
+        model, vocabulary = load_model("tiny" if tiny else "real")
+        models[name] = model.train()
         steps[name] = plain(model, settings) if name == PLAIN else offloaded(model, settings, FORMATS[name])
     if tiny:
         windows = random_windows(vocabulary, settings)

@@ -101,9 +101,9 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, two rounds")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
-    model, vocabulary = load_model(tiny=arguments.smoke)
+    model, vocabulary = load_model("tiny" if arguments.smoke else "real")
     rounds = 2 if arguments.smoke else arguments.rounds
-    model.to(torch.bfloat16).train()
+    model.train()
     ids = torch.randint(0, vocabulary, (1, arguments.tokens), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     sides: dict[str, Callable[[dict[str, Any]], float]] = {

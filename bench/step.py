@@ -6,6 +6,7 @@ next forward computes, ``nvme, in turn`` inside the step: the same work and the 
 ``plain`` is an ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its
 ZeRO-3 runs beside (``--no-peers`` leaves it out). The tokens are random, so the norm is above the usual limit of 1 in
 every step; with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during backward as well.
+``--model large`` is a random Llama of 1.1 B; what needs more memory than there is can be left out (``--placements``).
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ import torch
 from _common import emit, load_model
 from memory import MIB, reset_peak, rss_bytes
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "device": {"max_memory": {"device": "4GiB", "cpu": "256MiB"}},
-    "cpu": {
-        "max_memory": {"device": "900MiB", "cpu": "2GiB"},
-        "offload_param": "cpu",
-        "offload_optimizer": "cpu",
-        "activation_memory": "700MiB",
-    },
-    "nvme": {
-        "max_memory": {"device": "900MiB", "cpu": "400MiB", "nvme": "4GiB"},
-        "offload_param": "nvme",
-        "offload_optimizer": "nvme",
-        "activation_memory": "700MiB",
-    },
-}
 IN_TURN = "nvme, in turn"
-OPTIONS[IN_TURN] = OPTIONS["nvme"]
+OURS = ("device", "cpu", "nvme", IN_TURN)
+PEERS = tuple(_deepspeed_step.PLACEMENTS)
+
+
+def options(placement: str, *, large: bool) -> dict[str, Any]:
+    """Return the engine's options for a placement."""
+    if placement == "device":
+        return {"max_memory": {"device": "20GiB" if large else "4GiB", "cpu": "256MiB"}}
+    tier = "cpu" if placement == "cpu" else "nvme"
+    host = {"cpu": "16GiB" if large else "2GiB", "nvme": "3GiB" if large else "400MiB"}[tier]
+    return {
+        "max_memory": {"device": "3GiB" if large else "900MiB", "cpu": host, "nvme": "40GiB" if large else "4GiB"},
+        "offload_param": tier,
+        "offload_optimizer": tier,
+        "activation_memory": "2.25GiB" if large else "700MiB",
+    }
 
 
 def batches(vocabulary: int, tokens: int, count: int) -> list[dict[str, Any]]:
@@ -76,13 +77,13 @@ def run_plain(
     return seconds, losses
 
 
-def run_one(placement: str, path: str, *, steps: int, tokens: int, max_grad_norm: float, tiny: bool) -> dict[str, Any]:
+def run_one(placement: str, path: str, *, steps: int, tokens: int, max_grad_norm: float, name: str) -> dict[str, Any]:
     """Run one placement in this process."""
     import offload
 
     torch.ones(2, 2) @ torch.ones(2, 2)
-    model, vocabulary = load_model(tiny=tiny)
-    model.to(torch.bfloat16).train()
+    model, vocabulary = load_model(name)
+    model.train()
     own = sum(p.numel() * p.element_size() for p in model.parameters())
     base = rss_bytes() - own  # libraries, not the model
     reset_peak()
@@ -100,7 +101,7 @@ def run_one(placement: str, path: str, *, steps: int, tokens: int, max_grad_norm
             device="cpu",
             nvme_path=path,
             max_grad_norm=max_grad_norm,
-            **OPTIONS[placement],
+            **options(placement, large=name == "large"),
         )
         engine._overlap = placement != IN_TURN
         seconds, losses = [], []
@@ -141,8 +142,10 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, one round")
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--no-peers", action="store_true", help="without DeepSpeed")
-    peers = list(_deepspeed_step.PLACEMENTS)
-    parser.add_argument("--one", choices=["plain", *OPTIONS, *peers], help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=["real", "large"], default="real", help="135 M, or 1.1 B")
+    everything = ["plain", *OURS, *PEERS]
+    parser.add_argument("--placements", nargs="+", choices=everything, default=everything, metavar="PLACEMENT")
+    parser.add_argument("--one", choices=everything, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.steps, arguments.tokens = 1, 3, 32
@@ -153,19 +156,19 @@ def main() -> None:
             steps=arguments.steps,
             tokens=arguments.tokens,
             max_grad_norm=arguments.max_grad_norm,
-            tiny=arguments.smoke,
+            name="tiny" if arguments.smoke else arguments.model,
         )
         print(json.dumps(one))
         return
 
-    if arguments.no_peers or not _deepspeed_step.available():
-        peers = []
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("plain", *OPTIONS, *peers)}
+    left_out = PEERS if arguments.no_peers or not _deepspeed_step.available() else ()
+    placements = [name for name in arguments.placements if name not in left_out]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in placements}
     for _ in range(arguments.rounds):
         for name in runs:
             command = [sys.executable, __file__, "--one", name, "--path", arguments.path]
             command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
-            command += ["--max-grad-norm", str(arguments.max_grad_norm)]
+            command += ["--max-grad-norm", str(arguments.max_grad_norm), "--model", arguments.model]
             command += ["--smoke"] if arguments.smoke else []
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
             if done.returncode:
@@ -173,7 +176,7 @@ def main() -> None:
             runs[name].append(json.loads(done.stdout.splitlines()[-1]))
 
     table: dict[str, dict[str, Any]] = {}
-    plain = statistics.median(run["step_seconds"] for run in runs["plain"])
+    plain = statistics.median(run["step_seconds"] for run in runs["plain"]) if "plain" in runs else float("nan")
     print(
         f"{'placement':<16}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'waited':>8}{'peak MiB':>10}"
         f"{'NVMe MiB':>10}  loss"
@@ -183,15 +186,15 @@ def main() -> None:
         peak = max(run["peak_bytes"] for run in results)
         last = results[-1]
         bound, moved = float("nan"), 0.0
-        if name in OPTIONS:
+        if name in OURS:
             work = statistics.median(run["compute"]["seconds"] + run["cpu_adam"]["seconds"] for run in results)
             moved = last["nvme_read"]["bytes"] + last["nvme_write"]["bytes"]
             drive = statistics.median(max(run["nvme_read"]["seconds"], run["nvme_write"]["seconds"]) for run in results)
             bound = max(work, drive)
         table[name] = {
             "step_seconds": seconds,
-            "ratio_to_plain": seconds / plain,
-            "bound_seconds": bound,
+            "ratio_to_plain": seconds / plain if "plain" in runs else None,
+            "bound_seconds": bound if name in OURS else None,
             "peak_bytes": peak,
             "nvme_bytes": moved,
             "planned": last.get("planned"),
@@ -203,13 +206,14 @@ def main() -> None:
             f"{name:<16}{seconds:>8.3f}{seconds / plain:>8.2f}{bound:>8.3f}{seconds / bound:>8.2f}{waited:>8.3f}"
             f"{peak / MIB:>10.0f}{moved / MIB:>10.0f}  {last['losses'][-1]:.6f}"
         )
-    for peer, ours in zip(peers, ("cpu", "nvme"), strict=False):
-        times = table[peer]["step_seconds"] / table[ours]["step_seconds"]
-        share = table[ours]["peak_bytes"] / table[peer]["peak_bytes"]
-        print(f"{peer}: {times:.2f} of our time; our peak is {share:.2f} of its")
-    same = all(table[name]["losses"] == table["device"]["losses"] for name in OPTIONS)
-    print(f"losses of device, cpu and nvme equal to the last bit: {same}")
-    conditions = {"tokens": arguments.tokens, "max_grad_norm": arguments.max_grad_norm, "rounds": arguments.rounds}
+    for peer, ours in zip(PEERS, ("cpu", "nvme"), strict=True):
+        if {peer, ours} <= table.keys():
+            times = table[peer]["step_seconds"] / table[ours]["step_seconds"]
+            share = table[ours]["peak_bytes"] / table[peer]["peak_bytes"]
+            print(f"{peer}: {times:.2f} of our time; our peak is {share:.2f} of its")
+    same = len({tuple(table[name]["losses"]) for name in OURS if name in table}) <= 1
+    print(f"losses of {', '.join(name for name in OURS if name in table)} equal to the last bit: {same}")
+    conditions = {name: vars(arguments)[name] for name in ("model", "tokens", "max_grad_norm", "rounds")}
     emit(arguments.json, conditions | {"placements": table, "equal": same})
     if not same:
         sys.exit("placement changed a loss")
