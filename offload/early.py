@@ -27,7 +27,7 @@ from offload.errors import ConfigError
 from offload.manager import Manager
 from offload.placement import STATE_ROLES
 from offload.shard import Role, Shard, State, Unit
-from offload.stream import ALL_STATES, IN_FLIGHT_AHEAD, Chunk, Pipeline, come_to_rest
+from offload.stream import ALL_STATES, Chunk, Pipeline, come_to_rest
 from offload.transfer import TicketGroup
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class EarlyUpdates:
             with self._safe_point:
                 while self._complete:
                     self._offer(self._complete.popleft())
-                for _ in range(IN_FLIGHT_AHEAD):
+                for _ in range(self._pipeline.ahead):
                     if not self._work(wait=False):
                         break
                 self._start(wait=False)
@@ -265,7 +265,7 @@ class EarlyUpdates:
 
     def _start(self, *, wait: bool) -> None:
         """Start the reads of chunks whose turn is near."""
-        while sum(update.started - update.worked for update in self._open) < IN_FLIGHT_AHEAD:
+        while sum(update.started - update.worked for update in self._open) < self._pipeline.ahead:
             leaving = self._pipeline.leaving()
             if not wait and not all(ticket.done() for ticket in leaving):
                 return

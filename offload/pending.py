@@ -24,7 +24,7 @@ from offload.access import Leases
 from offload.errors import StateError
 from offload.manager import Manager
 from offload.shard import Role, State, Unit
-from offload.stream import ALL_STATES, IN_FLIGHT_AHEAD, Chunk, Pipeline, come_to_rest
+from offload.stream import ALL_STATES, Chunk, Pipeline, come_to_rest
 from offload.transfer import Ticket, TicketGroup
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class PendingUpdates:
         """Work on what has arrived, and start what there is room for. What fails is met by whoever needs it."""
         if self.failure is None:
             with self._working(), _tolerant():
-                for _ in range(IN_FLIGHT_AHEAD):
+                for _ in range(self._pipeline.ahead):
                     if not self._work(Pace.READY):
                         return
                 self._start(Pace.READY)  # the drive has something to do in the meantime
@@ -227,7 +227,7 @@ class PendingUpdates:
         """Start the reads of chunks whose turn is near."""
         while True:
             ahead = sum(update.started - update.worked for update in self._open)
-            if ahead >= IN_FLIGHT_AHEAD:
+            if ahead >= self._pipeline.ahead:
                 return
             waits = pace is not Pace.READY and not ahead  # there is nothing else to go on with
             leaving = self._pipeline.leaving()

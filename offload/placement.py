@@ -23,7 +23,8 @@ from offload.shard import Role, Unit
 from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
 
 WORKING_UNITS = 3  # computing, arriving, leaving
-STAGING_SLOTS = 4  # reading, reading, computing, writing
+STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
+MOST_STAGING_SLOTS = 8  # where host memory is left: the more, the longer the drive goes on while nobody passes by
 GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
 MIN_CHUNK_NUMEL = 64 * 1024
 MAX_CHUNK_NUMEL = 2 * 1024 * 1024
@@ -311,10 +312,11 @@ def _plan(request: Request) -> Plan:
         chunk = _chunk(request)
         also = f" and {request.own}" if request.own else ""
         grad_at, param_at, state_at = dict(grad_home), dict(param_home), dict(state_home)
-        sizes = {"staging": 0, "pool": 0, "fetch": 0, "down": 0, "chunk": chunk, "slot": 0}
+        sizes = {"staging": 0, "pool": 0, "fetch": 0, "down": 0, "chunk": chunk, "slot": 0, "slots": 0}
         if nvme_allowed or not request.device_is_host:  # parameters of a GPU pass through staging, too
             sizes["slot"] = _slot_bytes(request, chunk)
-            sizes["staging"] = STAGING_SLOTS * sizes["slot"]
+            sizes["slots"] = STAGING_SLOTS if sizes["slot"] else 0
+            sizes["staging"] = sizes["slots"] * sizes["slot"]
             if nvme_allowed and not request.device_is_host:
                 sizes["fetch"] = 2 * max(params.values())
             if not request.device_is_host:
@@ -347,6 +349,10 @@ def _plan(request: Request) -> Plan:
                     placed[index] = Tier.NVME
                 else:
                     raise _TooSmall(Tier.HOST, f"{kind} without an NVMe tier{also}")
+        if nvme_allowed and sizes["slots"]:
+            worth = min(int(_trainable_numel(request) * STAGING_SHARE) // sizes["slot"], MOST_STAGING_SLOTS)
+            sizes["slots"] += max(min(left // sizes["slot"], worth - STAGING_SLOTS), 0)
+            sizes["staging"] = sizes["slots"] * sizes["slot"]
         return grad_at, param_at, state_at, sizes
 
     placed = None
@@ -390,7 +396,7 @@ def _plan(request: Request) -> Plan:
         fetch_staging_bytes=sizes["fetch"],
         grad_staging_bytes=sizes["down"],
         chunk_numel=sizes["chunk"],
-        staging_slots=STAGING_SLOTS if sizes["staging"] else 0,
+        staging_slots=sizes["slots"],
         staging_slot_bytes=sizes["slot"],
         arena_bytes={Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme + early},
         step_bytes=_step_bytes(request, homes, sizes["chunk"]),
@@ -410,11 +416,16 @@ def _chunk(request: Request) -> int:
     """Return elements per optimizer chunk: a multiple of the smallest one, bounded by memory and the largest unit."""
     if request.chunk_numel is not None:
         return -(-request.chunk_numel // MIN_CHUNK_NUMEL) * MIN_CHUNK_NUMEL
-    total = sum(unit.numel for unit in request.units if unit.trainable)
     smallest = STAGING_SLOTS * max(_slot_bytes(request, MIN_CHUNK_NUMEL), 1)
     largest = max((unit.numel for unit in request.units), default=0)
-    wanted = min(int(total * STAGING_SHARE) // smallest, min(MAX_CHUNK_NUMEL, largest) // MIN_CHUNK_NUMEL)
+    wanted = min(
+        int(_trainable_numel(request) * STAGING_SHARE) // smallest, min(MAX_CHUNK_NUMEL, largest) // MIN_CHUNK_NUMEL
+    )
     return max(wanted, 1) * MIN_CHUNK_NUMEL
+
+
+def _trainable_numel(request: Request) -> int:
+    return sum(unit.numel for unit in request.units if unit.trainable)
 
 
 def _slot_bytes(request: Request, chunk: int) -> int:

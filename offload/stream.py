@@ -1,9 +1,9 @@
 """Runs over shards chunk by chunk, wherever they live: reads, work and writes as a pipeline.
 
-Owns the pipeline over the staging buffers: while one chunk is computed on, the next two are arriving from NVMe and the
-previous one is leaving, so both queues of the drive are busy at once. What lives in memory is used in place, and a unit
-of which nothing moves is one chunk. The
-optimizer step, checkpoints and loading are all visits of this one stream. Knows no hyper-parameters.
+Owns the pipeline over the staging buffers: while one chunk is computed on, the next ones are arriving from NVMe and the
+previous ones are leaving, so both queues of the drive are busy at once. What lives in memory is used in place, and a
+unit of which nothing moves is one chunk. The optimizer step, checkpoints and loading are all visits of this one stream.
+Knows no hyper-parameters.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable
 from offload import cpu_adam
 from offload.access import Access, Leases
 from offload.manager import Manager
-from offload.placement import STATE_ROLES, States, whole_pages
+from offload.placement import STAGING_SLOTS, STATE_ROLES, States, whole_pages
 from offload.shard import Role, Unit
 from offload.transfer import Ticket
 
 ALL_STATES = frozenset(STATE_ROLES)
-IN_FLIGHT_AHEAD = 2  # of four staging slots: one computing, one being written
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,11 +91,11 @@ def stream(
     try:
         for unit in units:
             chunks += pipeline.open(unit, leases)
-        for chunk in chunks[:IN_FLIGHT_AHEAD]:
+        for chunk in chunks[: pipeline.ahead]:
             pipeline.start(chunk)
         for index, chunk in enumerate(chunks):
-            if index + IN_FLIGHT_AHEAD < len(chunks):
-                pipeline.start(chunks[index + IN_FLIGHT_AHEAD])
+            if index + pipeline.ahead < len(chunks):
+                pipeline.start(chunks[index + pipeline.ahead])
             for ticket in chunk.reading:
                 ticket.wait(manager.deadline_s)
             written.add(chunk.unit.index)
@@ -122,7 +121,8 @@ def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
 class Pipeline:
     """The staging slots, which chunks take in turn: started, worked on and gone in one order.
 
-    At most :data:`IN_FLIGHT_AHEAD` chunks may be started and not worked on.
+    Attributes:
+        ahead: so many chunks may be started and not worked on: half of the slots, the others are being written.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class Pipeline:
         self._reads = reads
         self._writes = writes
         self._turn = 0
+        self.ahead = max(len(manager.staging), STAGING_SLOTS) // 2
         self._slots: deque[Chunk] = deque(maxlen=max(len(manager.staging), 1))  # chunks in slots, the oldest first
 
     def open(self, unit: Unit, leases: Leases) -> list[Chunk]:

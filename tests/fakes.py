@@ -54,6 +54,7 @@ def make_plan_with(
     pool_buffers: int = 2,
     states: States = ADAM_STATES,
     early_bytes: int = 0,
+    staging_slots: int = STAGING_SLOTS,
 ) -> Plan:
     """Return a plan with exactly these homes, and the arenas they need."""
     everything = dict.fromkeys(Tier, 1 << 40)
@@ -75,7 +76,7 @@ def make_plan_with(
             spilled = max(spilled, size(unit, Role.GRAD) if home.grad is Tier.NVME else 0)
     every = (Role.PARAM, Role.GRAD, *STATE_ROLES)
     slot = whole_pages(max(sum(span(unit, role, chunk_numel) for role in every) for unit in units))
-    staging = STAGING_SLOTS * slot
+    staging = staging_slots * slot
     arena = {
         Tier.DEVICE: used[Tier.DEVICE] + working_bytes,
         Tier.HOST: used[Tier.HOST] + staging + pool_buffers * spilled,
@@ -90,7 +91,7 @@ def make_plan_with(
         fetch_staging_bytes=0,
         grad_staging_bytes=0,
         chunk_numel=chunk_numel,
-        staging_slots=STAGING_SLOTS,
+        staging_slots=staging_slots,
         staging_slot_bytes=slot,
         arena_bytes=arena,
         step_bytes={},

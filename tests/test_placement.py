@@ -16,7 +16,9 @@ from offload.placement import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,
     MOMENTS,
+    MOST_STAGING_SLOTS,
     NVME_SLACK_CHUNKS,
+    STAGING_SHARE,
     STAGING_SLOTS,
     STATE_ROLES,
     WORKING_UNITS,
@@ -174,7 +176,10 @@ def check_plan(plan: Plan) -> None:
     else:
         assert 0 <= plan.chunk_numel - request.chunk_numel < MIN_CHUNK_NUMEL
     if records or not request.device_is_host:
-        assert plan.staging_slots == STAGING_SLOTS
+        assert STAGING_SLOTS <= plan.staging_slots <= MOST_STAGING_SLOTS
+        worth = min(STAGING_SHARE * sum(u.numel for u in units if u.trainable), request.budgets[Tier.HOST])
+        extra = (plan.staging_slots - STAGING_SLOTS) * plan.staging_slot_bytes
+        assert extra == 0 or plan.staging_slots * plan.staging_slot_bytes <= worth
         every = (Role.PARAM, Role.GRAD, *STATE_ROLES)
         assert plan.staging_slot_bytes == pages(
             max(exact_size(plan, u, u.chunk_limit(plan.chunk_numel), *every) for u in units)
@@ -264,6 +269,22 @@ def test_plenty_of_device_memory_keeps_everything_there() -> None:
     assert all((h.param, h.grad, h.states) == (Tier.DEVICE,) * 3 for h in plan.homes)
     assert plan.arena_bytes == {Tier.DEVICE: 8 * 14 * MIB, Tier.HOST: 0, Tier.NVME: 0}
     assert plan.working_bytes == plan.staging_slots == 0
+
+
+def test_staging_of_a_large_model_is_deeper_where_host_memory_is_left() -> None:
+    """A slot has 14 bytes for each of 2 Mi elements; 0.2 bytes per parameter are worth so much."""
+
+    def slots(parameters: int, spare_slots: float) -> int:
+        units = [make_unit(index, 4 * MIB) for index in range(parameters // (4 * MIB))]
+        need = sum(2 * unit.numel for unit in units) + int((STAGING_SLOTS + spare_slots) * 28 * MIB)
+        plan = make_plan(Request(units, budgets(GIB, need, 64 * GIB), Tier.NVME, Tier.NVME))
+        check_plan(plan)
+        assert plan.chunk_numel == 2 * MIB and plan.arena_bytes[Tier.HOST] <= need
+        assert all(home.grad is Tier.HOST for home in plan.homes)
+        return plan.staging_slots
+
+    assert [slots(2 << 30, spare) for spare in (0, 0.9, 1, 3.5, 4, 100)] == [4, 4, 5, 7, 8, 8]
+    assert slots(1 << 30, 100) == 7 and slots(600 << 20, 100) == 4
 
 
 def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:

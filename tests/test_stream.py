@@ -123,10 +123,10 @@ def test_reading_writes_nothing() -> None:
         assert not any(what.startswith("put") for what, _ in store.events)
 
 
-def run_logged(chunks: int) -> tuple[list[tuple[str, Any]], dict[int, int]]:
+def run_logged(chunks: int, slots: int) -> tuple[list[tuple[str, Any]], dict[int, int]]:
     """Update a unit with everything on NVMe; returns the events, chunk numbers as keys, and when chunks are visited."""
     units = [make_unit(0, [chunks * CHUNK])]
-    with managing(units, [Homes(N, H, N)]) as (manager, store):
+    with managing(units, [Homes(N, H, N)], staging_slots=slots) as (manager, store):
         write(manager, units, 1)
         store.events.clear()
 
@@ -138,9 +138,10 @@ def run_logged(chunks: int) -> tuple[list[tuple[str, Any]], dict[int, int]]:
     return events, {number: events.index(("visit", number)) for number in range(chunks)}
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 9])
-def test_reads_run_ahead_and_writes_are_not_waited_for(chunks: int) -> None:
-    events, visits = run_logged(chunks)
+@pytest.mark.parametrize("slots", [4, 5, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 5, 9, 20])
+def test_reads_run_ahead_and_writes_are_not_waited_for(chunks: int, slots: int) -> None:
+    events, visits = run_logged(chunks, slots)
     last = {event: position for position, event in enumerate(events)}
     first = {event: len(events) - 1 - position for position, event in enumerate(reversed(events))}
     for number in range(chunks):
@@ -149,10 +150,10 @@ def test_reads_run_ahead_and_writes_are_not_waited_for(chunks: int) -> None:
             assert last["get", number + 1] < visits[number]  # the next one is arriving
             assert first["get over", number + 1] > last["put", number]  # and not waited for before this one leaves
             assert first["put over", number] > visits[number + 1]  # which is not waited for before the next is done
-        if number + 2 < chunks:
-            assert last["get", number + 2] < visits[number]
-        if number + 4 < chunks:  # four slots: the fifth chunk takes the first one's, after its writes
-            assert last["put over", number] < first["get", number + 4]
+        if number + slots // 2 < chunks:
+            assert last["get", number + slots // 2] < visits[number]
+        if number + slots < chunks:  # of four slots the fifth chunk takes the first one's, after its writes
+            assert last["put over", number] < first["get", number + slots]
     assert [event for event in events if event[0] == "visit"] == [("visit", number) for number in range(chunks)]
     assert sum(what == "get" for what, _ in events) == 2 * chunks  # the parameter, and the states as one record
     assert sum(what == "put" for what, _ in events) == 2 * chunks
