@@ -121,14 +121,22 @@ class ModuleTensors:
             for index in indices:
                 manager.acquire(index)
                 taken.append(index)
-            versions = {where: parameter._version for where, parameter in places.items()}
+            seen = {where: _Seen(parameter, keep=modify) for where, parameter in places.items()}
             try:
                 with self._hooks.watch():
                     yield
             finally:
-                changed = [where for where, parameter in places.items() if parameter._version != versions[where]]
+                rebound = [where for where, one in seen.items() if not one.take_back()]
+                changed = [where for where, one in seen.items() if one.changed()]
+                seen.clear()  # a view of a unit keeps it where it is
                 for index in taken:
                     self._hooks.accept_changes(self._tree.units[index])
+            if rebound:
+                parameter = places[rebound[0]]
+                raise StateError(
+                    f"gather: {self._name(rebound[0])} was replaced by a tensor of another shape, dtype or device than "
+                    f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; nothing was kept"
+                )
             if modify:
                 values = {where: places[where].detach().clone() for where in changed}
         finally:
@@ -141,11 +149,11 @@ class ModuleTensors:
         if values:
             checkpoint.scatter_parameters(manager, values, keep_masters=False)
         elif changed:
-            index, slot = changed[0]
-            raise StateError(
-                f"gather: parameter {self._tree.units[index].slots[slot].name} was changed in place; pass modify=True "
-                "to keep changes"
-            )
+            raise StateError(f"gather: {self._name(changed[0])} was changed; pass modify=True to keep changes")
+
+    def _name(self, where: Where) -> str:
+        index, slot = where
+        return f"parameter {self._tree.units[index].slots[slot].name}"
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Replace the parameters of `module` and of all modules below it."""
@@ -170,6 +178,40 @@ class ModuleTensors:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     tensors[prefix + name] = buffer
         return tensors
+
+
+class _Seen:
+    """A gathered parameter as it was, to tell whether it has been changed."""
+
+    def __init__(self, parameter: nn.Parameter, *, keep: bool) -> None:
+        """Note content and storage; with `keep` also bytes, for torch does not count changes through ``.data``."""
+        self._parameter = parameter
+        self._version = parameter._version
+        self._own = parameter.detach()
+        self._before = self._own.clone() if keep else None
+        self._replaced = False
+
+    def take_back(self) -> bool:
+        """Give the parameter its own storage again, with the content of what took its place; False if it cannot be."""
+        now = self._parameter.detach()
+        self._replaced = now.data_ptr() != self._own.data_ptr()
+        if not self._replaced:
+            return True
+        fits = (now.shape, now.dtype, now.device) == (self._own.shape, self._own.dtype, self._own.device)
+        if fits:
+            self._own.copy_(now)
+        self._parameter.data = self._own
+        return fits
+
+    def changed(self) -> bool:
+        """Tell whether the content is another one, or may be."""
+        if self._replaced or self._parameter._version != self._version:
+            return True
+        return self._before is not None and not torch.equal(_bits(self._before), _bits(self._own))
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32 if values.element_size() == 4 else torch.int16)
 
 
 def _refuse_load(*_: object) -> None:

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from harness import (
     assert_same_tensors,
     batch,
     everything_on_device,
+    host,
     loss_of,
     nvme,
     run,
@@ -592,6 +593,68 @@ def test_gather_reads_and_modifies(engine: Engine) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
     assert torch.equal(step(engine, 0), plain_step(plain, optimizer, 0))
     assert_close(engine.state_dict(), plain.state_dict())
+
+
+def replace_data(weight: nn.Parameter) -> None:
+    weight.data = 2 * weight.data
+
+
+@pytest.mark.parametrize(
+    "double",
+    [
+        lambda weight: weight.data.mul_(2),
+        lambda weight: weight.detach().numpy().__imul__(2),
+        replace_data,
+    ],
+    ids=["data", "numpy", "replaced"],
+)
+def test_gather_sees_changes_that_torch_does_not_count(
+    engine: Engine, double: Callable[[nn.Parameter], object]
+) -> None:
+    name, block = "blocks.4.weight", engine.module.blocks[4]
+    step(engine, 0)
+    before = engine.state_dict()
+    with engine.gather(block, modify=True):
+        double(block.weight)
+    after = engine.state_dict()
+    assert torch.equal(after[name], 2 * before[name])
+    assert_same_tensors({**after, name: before[name]}, before)  # the others are as they were
+    plain = net()
+    plain.load_state_dict(after)
+    assert torch.equal(loss_of(engine, 1), loss_of(plain, 1))
+    with pytest.raises(KeyError), engine.gather(block, modify=True):
+        double(block.weight)
+        raise KeyError
+    assert_same_tensors(engine.state_dict(), after)
+    step(engine, 2)
+
+
+@pytest.mark.parametrize("options", [lambda model: everything_on_device(), host], ids=["device", "host"])
+def test_gather_keeps_such_changes_in_every_master(options: Callable[[nn.Module], dict[str, Any]]) -> None:
+    model = net().to(torch.bfloat16)
+    with Engine(model, AdamW(lr=1e-2, eps=EPS), **options(model)) as engine:
+        engine.backward(engine(torch.ones(2, WIDTH, dtype=torch.bfloat16)).float().square().sum())
+        engine.step()
+        with engine.gather(model.blocks[4], modify=True):
+            model.blocks[4].weight.data.mul_(2)
+        number = [name for name, _ in model.named_parameters()].index("blocks.4.weight")
+        master = engine.optimizer.state_dict()["state"][number]["master"]
+        assert torch.equal(master, engine.state_dict()["blocks.4.weight"].float())
+
+
+def test_gather_refuses_a_parameter_that_became_another(engine: Engine) -> None:
+    block = engine.module.blocks[4]
+    before = engine.state_dict()
+    for other in (torch.ones(3), block.weight.detach().double()):
+        with (
+            pytest.raises(offload.StateError, match=r"blocks\.4\.bias was replaced.*another shape, dtype"),
+            engine.gather(block, modify=True),
+        ):
+            block.bias.data = other
+    assert_same_tensors(engine.state_dict(), before)
+    with pytest.raises(offload.StateError, match=r"blocks\.4\.bias was changed; pass modify"), engine.gather(block):
+        block.bias.data = torch.ones(WIDTH)
+    step(engine, 0)
 
 
 def test_a_loss_on_gathered_parameters(engine: Engine) -> None:
