@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -73,13 +74,32 @@ class OffloadOptimizer(torch.optim.Optimizer):
                             f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; "
                             "make the optimizer from model.parameters() of the same model"
                         )
-            spec.register_step_pre_hook(_refuse_replaced)
-            self._replaced = spec
+            self._replace(spec)
         else:
             trainable = [p for p in parameters if p.requires_grad]
             if not trainable:
                 raise ConfigError("model: expected parameters that require a gradient but all are frozen")
             super().__init__(trainable, dataclasses.asdict(spec))
+
+    def _replace(self, spec: torch.optim.Optimizer) -> None:
+        """Let the optimizer whose place is taken do nothing on its own: gradients and states are elsewhere."""
+        self._replaced = spec
+        reference = weakref.ref(self)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            successor = reference()
+            if successor is not None:
+                successor.zero_grad(set_to_none)
+
+        def state_dict(replaced: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
+            successor = reference()
+            taken_over_again = replaced.zero_grad is not zero_grad
+            return own if successor is None or taken_over_again else successor.state_dict()
+
+        spec.zero_grad = zero_grad  # type: ignore[method-assign]
+        spec.register_state_dict_post_hook(state_dict)
+        spec.register_load_state_dict_pre_hook(_refuse_replaced_load)
+        spec.register_step_pre_hook(_refuse_replaced)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -140,6 +160,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     raise StateError(
         "optimizer: the engine has taken this optimizer over; call engine.step() or engine.optimizer.step()"
+    )
+
+
+def _refuse_replaced_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    raise StateError(
+        "optimizer: the engine has taken this optimizer over; call engine.optimizer.load_state_dict(state_dict)"
     )
 
 

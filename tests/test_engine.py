@@ -389,6 +389,35 @@ def test_optimizer_is_a_torch_optimizer(engine: Engine) -> None:
     assert given == {id(p) for p in engine.module.parameters()}
 
 
+def test_a_torch_optimizer_that_was_taken_over_is_no_trap(tmp_path: Path) -> None:
+    """Code that still holds it gets the engine's states, drops the engine's gradients, and cannot load past it."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
+    with Engine(model, optimizer, **tight(model, tmp_path)) as engine:
+        step(engine, 0)
+        saved = optimizer.state_dict()
+        assert engine.optimizer is not None and saved["state"].keys() == set(range(len(list(model.parameters()))))
+        for position, state in engine.optimizer.state_dict()["state"].items():
+            assert_same_tensors(saved["state"][position], state)
+        with pytest.raises(offload.StateError, match=r"engine\.optimizer\.load_state_dict"):
+            optimizer.load_state_dict(saved)
+        assert optimizer.param_groups is engine.optimizer.param_groups
+        with pytest.raises(offload.StateError, match=r"engine\.step"):
+            optimizer.step()
+        before = engine.state_dict()
+        engine.backward(loss_of(engine, 1))
+        optimizer.zero_grad()
+        with pytest.raises(offload.StateError, match="none has arrived"):
+            engine.step()
+        assert_same_tensors(engine.state_dict(), before)
+    with Engine(model, optimizer, **everything_on_device()) as again:  # and taken over once more
+        step(again, 0)
+        assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+    del engine, again
+    gc.collect()
+    assert optimizer.state_dict()["state"] == {}
+
+
 def test_state_of_a_torch_optimizer_is_taken_over(tmp_path: Path) -> None:
     plain = net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=EPS)
