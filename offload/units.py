@@ -8,6 +8,7 @@ architecture is named. Knows torch modules only as a tree of parameters. Next: :
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -79,7 +80,8 @@ def find_units(
         whole: trainable parameters are updated as a whole each.
 
     Raises:
-        ConfigError: the model has no parameters, or a trainable one has a dtype that cannot be trained.
+        ConfigError: the model has no parameters, or a trainable one has a dtype that cannot be trained or shares its
+            memory with another one.
     """
     names: dict[int, str] = {}
     starts: dict[int, int] = {}  # global index of the first element
@@ -96,6 +98,8 @@ def find_units(
             )
     if not names:
         raise ConfigError(f"model {type(model).__name__}: expected parameters but it has none")
+    if train:
+        _refuse_shared_memory(model)
 
     total = model_bytes(model, dtype)
     groups: list[tuple[str, nn.Module, list[nn.Parameter]]] = []
@@ -154,6 +158,23 @@ def find_units(
         leases[module] = tuple(dict.fromkeys(needed))
         module_names[module] = name
     return UnitTree(units, members, leases, module_names)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse two parameters on the same bytes: they would become two, and be trained apart."""
+    ranges = []
+    for name, parameter in model.named_parameters():
+        span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        if not parameter.is_meta and parameter.numel() == span:  # without gaps
+            place = (str(parameter.device), parameter.data_ptr(), parameter.nbytes)
+            ranges.append((*place, name, parameter.requires_grad))
+    ranges.sort()
+    for (device, begin, size, name, trained), (other_device, other_begin, _, other, other_trained) in pairwise(ranges):
+        if device == other_device and other_begin < begin + size and (trained or other_trained):
+            raise ConfigError(
+                f"parameters {name} and {other}: expected memory of their own but they share it; tie them by making "
+                "them one nn.Parameter, or clone one"
+            )
 
 
 def _is_list(module: nn.Module) -> bool:

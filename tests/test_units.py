@@ -296,3 +296,20 @@ def trees(draw: st.DrawFn, depth: int = 3) -> nn.Module:
 @given(model=trees(), max_bytes=st.integers(1, 3000), dtype=st.sampled_from([None, torch.float16]))
 def test_any_tree_is_covered_exactly_once(model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> None:
     check_tree(model, find_units(model, max_unit_bytes=max_bytes, dtype=dtype), dtype)
+
+
+def test_parameters_on_the_same_bytes_are_refused() -> None:
+    """Torch trains them as one; here each would have a place of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    with pytest.raises(ConfigError, match=r"parameters 0\.weight and 1\.weight.*one nn\.Parameter"):
+        find_units(model, max_unit_bytes=1 << 20)
+    find_units(model, max_unit_bytes=1 << 20, train=False)
+    whole = torch.zeros(32)
+    model[0].weight, model[1].weight = nn.Parameter(whole[:16].view(4, 4)), nn.Parameter(whole[16:].view(4, 4).t())
+    find_units(model, max_unit_bytes=1 << 20)  # neighbours, as a flattened RNN has them
+    model[1].weight = nn.Parameter(whole[8:24].view(4, 4), requires_grad=False)
+    with pytest.raises(ConfigError, match="share"):
+        find_units(model, max_unit_bytes=1 << 20)
+    model[0].weight.requires_grad_(False)
+    find_units(model, max_unit_bytes=1 << 20)
