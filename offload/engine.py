@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,7 @@ class Engine:
                     self._activations.close_pass()
                 return output
             except BaseException:
-                self._hooks.unwind()
-                self._activations.abandon_pass()
+                _clean_up(self._hooks.unwind, self._activations.abandon_pass)
                 raise
             finally:
                 self._count_compute(begin, stalled)
@@ -247,11 +246,9 @@ class Engine:
                 self._activations.close_pass()
                 self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
             except BaseException:
-                self._hooks.unwind()
-                self._hooks.clear_gradients()
-                self._activations.abandon_pass()
-                manager.reset()
                 self._micro_batch = 0
+                hooks = self._hooks
+                _clean_up(hooks.unwind, hooks.clear_gradients, self._activations.abandon_pass, manager.reset)
                 raise
             finally:
                 self._in_backward = False
@@ -530,7 +527,7 @@ class Engine:
             room = self._budgets[Tier.HOST].limit_bytes
             room += self._budgets[Tier.DEVICE].limit_bytes if self.device.type == "cpu" else 0
             restore = self._unusable is None and total <= room
-        self._hooks.unwind()
+        _clean_up(self._hooks.unwind)
         if not restore:
             manager.updates = None  # nobody will see what they would have made
         with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
@@ -604,6 +601,24 @@ class Engine:
     def _count_compute(self, begin: float, stalled_before: float) -> None:
         stalled = self._counters.waits_seconds - stalled_before
         self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
+
+
+def _clean_up(*steps: Callable[[], None]) -> None:
+    """Take all steps, whatever fails on the way: the first error, which is on its way up, is what the user gets.
+
+    Raises:
+        BaseException: an interrupt came meanwhile.
+    """
+    interrupt: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as failure:
+            logger.warning("clean-up after an error: %s: %s", type(failure).__name__, failure)
+        except BaseException as another:
+            interrupt = another
+    if interrupt is not None:
+        raise interrupt
 
 
 def _refuse_forward(module: nn.Module, args: object) -> None:

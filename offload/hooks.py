@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -38,6 +39,8 @@ from offload.units import UnitTree
 
 # Modules that some engine manages, so that a second one can be refused.
 _managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+_NO_GRAPH_TASK = -1  # torch's number where no backward pass is running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class Hooks:
         self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
         self._away: set[int] = set()  # units whose parameters are stand-ins
         self._rebound: dict[int, str] = {}  # parameter of a unit that somebody has rebound while it was a stand-in
-        self._stack: list[tuple[nn.Module, tuple[int, ...], contextlib.ExitStack | None]] = []
+        self._stack: list[tuple[nn.Module, tuple[int, ...], _InForce]] = []
         self._watching = 0
         self._handles: list[RemovableHandle] = []
         self._manager: Manager | None = None
@@ -216,16 +219,16 @@ class Hooks:
 
     def unwind(self) -> None:
         """Leave every forward that an interrupt has torn out of."""
-        while self._stack:
-            self._leave()
+        with contextlib.ExitStack() as last:  # all of them, whatever fails on the way
+            for _ in self._stack:
+                last.callback(self._leave)
 
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._manager is not None
-        if module is self._model() and self._stack and not in_backward():
-            if all(entered is not module for entered, _, _ in self._stack):
-                self.unwind()  # an interrupt has torn out of a forward that was not called through the engine
+        if self._stack and not in_backward() and self._is_stale(module):
+            self.unwind()  # an interrupt has torn out of what was not called through the engine
         self.check_interrupt()
         assert self._activations is not None
         if _torch_transforms():
@@ -253,10 +256,15 @@ class Hooks:
         except BaseException:
             for index in units[:leased]:
                 self._manager.release(index)
-            if contexts is not None:
-                contexts.close()
+            contexts.leave()
             raise
         self._stack.append((module, units, contexts))
+
+    def _is_stale(self, module: nn.Module) -> bool:
+        """Tell whether what is on the stack cannot be under way where a forward of `module` begins, in no backward."""
+        if self._stack[-1][2].graph_task != _NO_GRAPH_TASK:
+            return True
+        return module is self._model() and all(entered is not module for entered, _, _ in self._stack)
 
     def _refuse_stand_ins(self, module: nn.Module, values: object) -> None:
         """Refuse views of stand-ins: a method of the model other than forward took them, where nobody sees it.
@@ -273,7 +281,7 @@ class Hooks:
                     "parameter was not on the device; call what did so inside 'with engine.gather(that parameter):'"
                 )
 
-    def _enter(self) -> contextlib.ExitStack | None:
+    def _enter(self) -> _InForce:
         """Enter what must be active inside a forward, and inside the forward that a backward pass repeats.
 
         A segment of gradient checkpointing brings saved-tensor hooks of its own, which hide those of the outermost
@@ -286,14 +294,12 @@ class Hooks:
         owner = getattr(hidden[0], "__self__", None) if hidden is not None else None
         ours = owner is self or (isinstance(owner, _Over) and owner.hooks is self)
         seeing = bool(self._stack or self._watching) and (not in_backward() or self._sees())
-        if ours and seeing:
-            return None
-        contexts = contextlib.ExitStack()
+        contexts = _InForce()
         if not ours:
             over = self if hidden is None else _Over(self, *hidden)
-            contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
+            contexts.enter(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
         if not seeing:
-            contexts.enter_context(self._seeing())
+            contexts.enter(self._seeing())
         return contexts
 
     def _sees(self) -> bool:
@@ -357,11 +363,12 @@ class Hooks:
 
     def _leave(self) -> None:
         _, units, contexts = self._stack.pop()
-        if self._manager is not None:
-            for index in units:
-                self._manager.release(index)
-        if contexts is not None:
-            contexts.close()
+        try:
+            if self._manager is not None:
+                for index in units:
+                    self._manager.release(index)
+        finally:
+            contexts.leave()
 
     def use_unannounced(self, indices: list[int], call: Callable[[], Any]) -> Any:
         """Run `call`, which uses the parameters of the units `indices`; not all of them are here.
@@ -498,6 +505,42 @@ class _Theirs:
     unpack: Callable[[Any], torch.Tensor]
 
 
+class _InForce:
+    """What one forward has put on torch's stacks of saved-tensor hooks and modes, and takes off again.
+
+    An interrupt tears out of a module without its forward hook. What is on the stacks then lies there until
+    :meth:`Hooks.unwind`, and contexts that were left meanwhile have taken off the uppermost instead of their own: so as
+    many are taken off as were put there, whosever they are. But every thread has its own stacks, and torch puts them
+    back when a node of a backward pass ends, or fails: what is on the present stacks then is not touched.
+    """
+
+    __slots__ = ("_contexts", "_thread", "graph_task")
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.graph_task: int = torch._C._current_graph_task_id()
+        self._contexts: list[contextlib.AbstractContextManager[object]] = []
+
+    def enter(self, context: contextlib.AbstractContextManager[object]) -> None:
+        """Enter a context that :meth:`leave` leaves."""
+        context.__enter__()
+        self._contexts.append(context)
+
+    def leave(self) -> None:
+        """Leave all contexts that are still in force."""
+        here = self._thread == threading.get_ident() and self.graph_task == torch._C._current_graph_task_id()
+        while self._contexts:
+            context = self._contexts.pop()
+            if isinstance(context, torch.autograd.graph.saved_tensors_hooks):
+                there = here and _top_hooks() is not None
+            elif isinstance(context, TorchFunctionMode):
+                there = here and torch._C._len_torch_function_stack() > 0
+            else:
+                there = True
+            if there:
+                context.__exit__(None, None, None)
+
+
 class _SeeParameters(TorchFunctionMode):
     """Brings parameters to the device that are used without their module's forward."""
 
@@ -619,7 +662,7 @@ def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.T
 def in_backward() -> bool:
     """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
     task: int = torch._C._current_graph_task_id()
-    return task != -1
+    return task != _NO_GRAPH_TASK
 
 
 def _torch_transforms() -> bool:

@@ -34,9 +34,11 @@ from harness import (
     tight,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import AdamW, Engine, cpu_adam
+from offload.hooks import in_backward
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
 STEPS = 3
@@ -792,6 +794,119 @@ def test_interrupt_in_an_update_comes_through_when_nothing_is_half_done(
     monkeypatch.undo()
     assert calls >= nth
     assert engine.stats().step == 2
+    step(engine, 2)
+    assert_same_tensors(results(engine), undisturbed)
+
+
+class Checkpointed(Net):
+    """The blocks in segments of two, which backward repeats; or in one that repeats these."""
+
+    nested = False
+
+    def forward(self, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
+        return checkpoint(self._segments, x, use_reentrant=False) if self.nested else self._segments(x)
+
+    def _segments(self, x: torch.Tensor) -> torch.Tensor:
+        for at in range(0, len(self.blocks), 2):
+            x = checkpoint(self._segment, x, at, use_reentrant=False)
+        return x
+
+    def _segment(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        for block in self.blocks[at : at + 2]:
+            x = torch.tanh(block(x)) + x
+        return x
+
+
+def saved_tensor_hooks_in_force() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+@pytest.mark.parametrize("through", ["engine", "plain"])
+@pytest.mark.parametrize("where", ["forward", "recomputation"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_interrupt_in_a_checkpointed_segment(
+    nested: bool, where: str, through: str, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Torch calls no forward hook then, and has thrown away what was in force in the failed backward."""
+
+    def interrupt(*args: object) -> None:
+        if in_backward() == (where == "recomputation"):
+            raise KeyboardInterrupt
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def run(engine: Engine) -> None:
+        if through == "engine":
+            engine.backward(loss_of(engine, number))
+        else:
+            loss_of(engine.module, number).backward()
+
+    torch.manual_seed(0)
+    model = Checkpointed()
+    model.nested = nested
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        for number in range(STEPS):
+            with torch.autograd.graph.saved_tensors_hooks(keep, keep):  # of the user, and of no concern to us
+                with engine.gather(model.blocks[0].weight), pytest.raises(KeyboardInterrupt):
+                    handle = model.blocks[number].register_forward_pre_hook(interrupt)
+                    run(engine)
+                handle.remove()
+                if through == "plain":
+                    engine.zero_grad()
+                assert saved_tensor_hooks_in_force() == (keep, keep)
+            assert saved_tensor_hooks_in_force() is None
+            assert torch._C._len_torch_function_stack() == 0
+            engine._manager.check()  # type: ignore[union-attr]
+            run(engine)
+            assert engine.step()
+        assert_same_tensors(results(engine), undisturbed)
+    assert_nothing_left(tmp_path)
+
+
+def test_an_interrupted_plain_backward_is_noticed_by_the_next_forward(
+    undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Also where that is a part of the model."""
+    torch.manual_seed(0)
+    model = Checkpointed()
+    interrupted = True
+
+    def interrupt(*args: object) -> None:
+        if interrupted and in_backward():
+            raise KeyboardInterrupt
+
+    model.blocks[5].register_forward_pre_hook(interrupt)
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        for number in range(STEPS):
+            interrupted = True
+            with pytest.raises(KeyboardInterrupt):
+                loss_of(model, number).backward()
+            interrupted = False
+            assert engine._hooks._stack
+            model.blocks[2](batch(number))
+            assert not engine._hooks._stack
+            assert saved_tensor_hooks_in_force() is None
+            step(engine, number)
+        assert_same_tensors(results(engine), undisturbed)
+
+
+def test_every_error_of_the_clean_up_leaves_the_first_one(
+    engine: Engine, undisturbed: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the clean-up is made; an interrupt that comes meanwhile is raised at its end."""
+
+    step(engine, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine._activations), "abandon_pass", lambda _: _raise(failures.pop()))
+        for failure, expected in ((RuntimeError("second"), KeyError), (KeyboardInterrupt(), KeyboardInterrupt)):
+            failures = [failure]
+            _hooked(engine, "backward", lambda: _raise(KeyError("mine")))
+            with pytest.raises(expected):
+                engine.backward(loss_of(engine, 1))
+            assert not failures
+            assert not any(sum(engine._manager.gradients.arrived(unit.index)) for unit in engine._tree.units)  # type: ignore[union-attr]
+    step(engine, 1)
     step(engine, 2)
     assert_same_tensors(results(engine), undisturbed)
 
