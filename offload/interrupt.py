@@ -4,11 +4,18 @@ Owns the deferral of SIGINT while the engine works: the signal is noted, and han
 before at the next safe point (between modules, between gradients, after a step). A second Ctrl-C while the first one
 waits is handed on at once. Only the main thread receives signals; elsewhere, and where no Python handler is installed,
 nothing is changed. The handler is put back when the engine's call ends.
+
+A handler may raise between any two instructions, also in those that install ours and put the former one back:
+
+* Whoever hands a signal on at once has put the former handler back before, so that it does not matter what is skipped.
+* What is left where some other exception has skipped the end of a ``with`` block (a timeout's alarm) is found at the
+  next one: the function that the block was in is not running any more.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -16,22 +23,26 @@ from typing import Any
 
 
 class Deferral:
-    """Context manager that holds SIGINT back; may be nested and used again."""
+    """Holds SIGINT back inside a ``with`` statement; may be nested and used again."""
 
     def __init__(self) -> None:
-        self._handler: Callable[[int, FrameType | None], Any] | None = None
-        self._depth = 0
+        self._handler: Callable[[int, FrameType | None], Any] | None = None  # the former one
+        self._inside: list[FrameType] = []  # the frames of the `with` statements, outermost first
         self._pending = False
 
     def __enter__(self) -> Deferral:
         """Start holding SIGINT back."""
         if threading.current_thread() is threading.main_thread():
-            self._depth += 1
-            handler = signal.getsignal(signal.SIGINT)
-            if self._depth == 1 and callable(handler):
-                self._handler = handler
-                self._pending = False
-                signal.signal(signal.SIGINT, self._note)
+            caller = sys._getframe(1)
+            if self._inside:
+                while self._inside and not _is_running(self._inside[-1], caller):
+                    self._inside.pop()
+                if not self._inside:
+                    self._put_back()
+            if self._inside:
+                self._inside.append(caller)
+            else:
+                self._begin(caller)
         return self
 
     def __exit__(
@@ -39,15 +50,16 @@ class Deferral:
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        self._depth -= 1
-        if self._depth or self._handler is None:
+        caller = sys._getframe(1)
+        while self._inside and self._inside.pop() is not caller:
+            pass
+        if self._inside:
             return
-        handler, self._handler = self._handler, None
-        signal.signal(signal.SIGINT, handler)
-        if self._pending:
+        self._put_back()
+        if self._pending and self._handler is not None:
             self._pending = False
             if error is None:
-                handler(signal.SIGINT, None)
+                self._handler(signal.SIGINT, None)
 
     def check(self) -> None:
         """Hand on a signal that came meanwhile: nothing is half done here."""
@@ -55,7 +67,42 @@ class Deferral:
             self._pending = False
             self._handler(signal.SIGINT, None)
 
+    def _begin(self, caller: FrameType) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if handler != self._note:  # else it was left there, and the former one is known
+            self._handler = handler if callable(handler) else None
+        self._pending = False
+        try:
+            self._inside.append(caller)
+            if self._handler is not None:
+                signal.signal(signal.SIGINT, self._note)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        """Install the former handler, if ours is there."""
+        try:
+            if self._handler is not None and signal.getsignal(signal.SIGINT) == self._note:
+                signal.signal(signal.SIGINT, self._handler)
+        finally:
+            self._inside = []
+
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._pending and self._handler is not None:
-            self._handler(number, frame)
-        self._pending = True
+        if self._inside and not self._pending:
+            self._pending = True
+            return
+        assert self._handler is not None
+        inside, pending = self._inside, self._pending
+        self._pending = False
+        self._put_back()
+        self._handler(number, frame)
+        if inside and signal.getsignal(signal.SIGINT) == self._handler:  # it did not raise: go on
+            self._inside, self._pending = inside, pending
+            signal.signal(signal.SIGINT, self._note)
+
+
+def _is_running(frame: FrameType, innermost: FrameType | None) -> bool:
+    while innermost is not None and innermost is not frame:
+        innermost = innermost.f_back
+    return innermost is frame
