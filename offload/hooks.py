@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -553,7 +555,7 @@ class _SeeParameters(TorchFunctionMode):
         used = self.hooks.units_used(args)
         if kwargs:
             used += self.hooks.units_used(kwargs.values())
-        if self.hooks.all_resident(used) or _only_metadata(func):
+        if self.hooks.all_resident(used) or _only_metadata(func) or _collects_state(func, sys._getframe(1)):
             return func(*args, **kwargs)
         return self.hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
 
@@ -593,6 +595,14 @@ def _only_metadata(func: Any) -> bool:
     if name == "__get__":
         return not any(getattr(func, "__self__", None) is getter for getter in _CONTENT_GETTERS)
     return func in _METADATA_METHODS
+
+
+def _collects_state(func: Any, caller: FrameType) -> bool:
+    """Tell whether this is torch making a state dict: its values are replaced by real ones when it has them all.
+
+    Fetched one by one for it, they would all stay on the device until then.
+    """
+    return func is torch.Tensor.detach and caller.f_code is nn.Module._save_to_state_dict.__code__
 
 
 def _refuse_unfit(tree: UnitTree) -> None:

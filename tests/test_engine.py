@@ -686,6 +686,25 @@ def test_gather_refuses_a_parameter_that_became_another(engine: Engine) -> None:
     step(engine, 0)
 
 
+def test_a_state_dict_made_while_parameters_are_watched(engine: Engine, tmp_path: Path) -> None:
+    """In gather and in hooks of a forward or backward: torch looks at each parameter, and nothing is fetched for it."""
+    truth, block = dict(net().named_parameters()), engine.module.blocks[4]
+    made: list[dict[str, torch.Tensor]] = []
+
+    def make(*_: object) -> None:
+        made.extend((engine.state_dict(), dict(engine.module.state_dict())))
+        made.append({**made[-1], **block.state_dict(prefix="blocks.4.")})
+
+    with engine.gather(block):
+        make()
+    block.register_forward_pre_hook(make)
+    block.register_full_backward_hook(make)
+    step(engine, 0)
+    assert len(made) == 9
+    for state in made:
+        assert_same_tensors({name: state[name] for name in truth}, truth)
+
+
 def test_a_loss_on_gathered_parameters(engine: Engine) -> None:
     """A penalty computed outside any forward needs gather; without it the stand-ins' NaN is noticed, never used."""
     weight = engine.module.blocks[2].weight
