@@ -77,6 +77,8 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
         wide = unit.trainable and stored in (torch.bfloat16, torch.float16) and value.dtype != stored
         sources[index, position] = value.to(torch.float32 if wide else stored).contiguous()
 
+    manager.finish_updates()  # a first one makes masters
+
     def visit(chunk: Chunk) -> None:
         for index, slot, start, stop in _overlaps(chunk):
             source = sources.get((chunk.unit.index, index))

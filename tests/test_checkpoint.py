@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import FakeStore, make_manager, make_plan_with, make_unit
+from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, tight
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import to_bfloat16_half_up
+from torch import nn
 
+from offload import AdamW, Engine
 from offload.checkpoint import gather_parameters, gather_states, scatter_parameters, scatter_states
 from offload.errors import ConfigError, StateError
 from offload.manager import Manager
@@ -284,3 +288,66 @@ def test_states_of_frozen_parameters_are_refused() -> None:
 def test_what_was_never_loaded_is_refused(tier: Tier) -> None:
     with managing([make_unit(0, [100])], [Homes(tier, H, H)]) as (manager, _), pytest.raises(StateError, match="u0"):
         gather_parameters(manager)
+
+
+# --- between the steps of an engine ---------------------------------------------------------------------------------
+
+HALF = ["bfloat16", "float16"]
+PLACES: dict[str, Callable[..., dict[str, Any]]] = {
+    "device": lambda model, path, **more: {**everything_on_device(), **more},
+    "host": lambda model, path, **more: {**host(model, unit_bytes=4608), **more},
+    "nvme": tight,
+}
+
+
+class Net(nn.Module):
+    """Blocks that are used one after the other, and one that is used when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.late = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, late: bool = False) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return self.late(x) if late else x
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def train(engine: Engine, numbers: Sequence[int], *, late: bool = False) -> list[torch.Tensor]:
+    dtype = next(engine.module.parameters()).dtype
+    losses = []
+    for number in numbers:
+        loss = engine(batch(number).to(dtype), late).float().sub(1).pow(4).mean()
+        engine.backward(loss)
+        assert engine.step()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_values_loaded_while_the_first_updates_are_made_replace_the_masters(dtype: str, tmp_path: Path) -> None:
+    """The first step makes masters, also where loading finishes it; what is loaded then counts, wherever things are."""
+    found = []
+    for name, place in PLACES.items():
+        model = net(getattr(torch, dtype))
+        path = tmp_path / name
+        path.mkdir()
+        with Engine(model, AdamW(lr=1e-2), **place(model, path, initial_loss_scale=8.0)) as engine:
+            assert engine.optimizer is not None
+            value = engine.state_dict()["blocks.5.weight"]
+            train(engine, [0])
+            engine.load_state_dict({"blocks.5.weight": value}, strict=False)
+            states = engine.optimizer.state_dict()["state"]
+            assert torch.equal(states[10]["master"], value.float())
+            engine.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+            train(engine, [1])  # of no length
+            assert torch.equal(engine.state_dict()["blocks.5.weight"], value)
+            found.append({f"{at}.{key}": value for at, state in states.items() for key, value in state.items()})
+    for other in found[1:]:
+        assert_same_tensors(found[0], other)
