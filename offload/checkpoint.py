@@ -37,7 +37,7 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
         dtype = getattr(torch, unit.dtype)
         for index, slot in enumerate(unit.slots):
             if wanted is None or (unit.index, index) in wanted:
-                result[unit.index, index] = torch.empty(slot.shape, dtype=dtype)
+                result[unit.index, index] = torch.empty(slot.shape, dtype=dtype, device="cpu")
 
     def visit(chunk: Chunk) -> None:
         size = chunk.unit.itemsize
@@ -161,7 +161,8 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
         unit = manager.units[index]
         names = [name for name, value in entry.items() if value is Placed.MARK]
         names += ["master"] * (unit.dtype != "float32")
-        moved[index, position] = {name: torch.empty(unit.slots[position].shape) for name in names}
+        shape = unit.slots[position].shape
+        moved[index, position] = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name in names}
         entry.update(moved[index, position])
     units = _units_of(manager, set(result))
 
@@ -184,7 +185,10 @@ def _remembered(counts: StepCounts, states: States) -> dict[Where, dict[str, Any
     if counts.records is not None:
         return dict(counts.records.items())
     return {
-        (index, position): {"step": torch.tensor(float(count)), **dict.fromkeys(states.names, Placed.MARK)}
+        (index, position): {
+            "step": torch.tensor(float(count), dtype=torch.float32, device="cpu"),
+            **dict.fromkeys(states.names, Placed.MARK),
+        }
         for index, updates in counts.counts.items()
         for position, count in enumerate(updates)
         if count

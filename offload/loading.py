@@ -241,7 +241,7 @@ def tie_optimizer(
             for slot, count in enumerate(updates):
                 parameter = tree.parameters[index][slot]
                 if count and parameter not in states:
-                    zeros = torch.zeros(tree.units[index].slots[slot].shape)
+                    zeros = torch.zeros(tree.units[index].slots[slot].shape, dtype=torch.float32, device="cpu")
                     everything[parameter] = {"step": 0, **dict.fromkeys(offloaded.rule.names, zeros)}
         scatter(everything)
 
@@ -273,7 +273,7 @@ def _poison(dtype: torch.dtype) -> float | int | None:
 
 def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
     """Return CPU memory for a meta tensor, full of :func:`_poison`."""
-    return torch.full(tensor.shape, _poison(tensor.dtype) or 0, dtype=tensor.dtype)
+    return torch.full(tensor.shape, _poison(tensor.dtype) or 0, dtype=tensor.dtype, device="cpu")
 
 
 def _check_initialised(name: str, tensor: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +351,37 @@ def test_values_loaded_while_the_first_updates_are_made_replace_the_masters(dtyp
             found.append({f"{at}.{key}": value for at, state in states.items() for key, value in state.items()})
     for other in found[1:]:
         assert_same_tensors(found[0], other)
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"])
+def test_defaults_of_torch_change_nothing(default: torch.dtype | str, tmp_path: Path) -> None:
+    """States and parameters come out, and go in, as ever: whatever dtype or device torch would choose."""
+    model = net(torch.bfloat16)
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        assert engine.optimizer is not None
+        train(engine, [0, 1])
+        parameters, packed = engine.state_dict(), engine.optimizer.state_dict()
+        before = torch.get_default_dtype()
+        with torch.device(default) if isinstance(default, str) else nullcontext():
+            if isinstance(default, torch.dtype):
+                torch.set_default_dtype(default)
+            try:
+                again = engine.optimizer.state_dict()
+                assert_same_tensors(engine.state_dict(), parameters)
+                engine.optimizer.load_state_dict({**packed, "state": {0: packed["state"][0]}})  # the others start anew
+                engine.optimizer.load_state_dict(again)
+            finally:
+                torch.set_default_dtype(before)
+        for found in (again, engine.optimizer.state_dict()):
+            for position, state in packed["state"].items():
+                assert_same_tensors(found["state"][position], state)
+                assert all(value.dtype == torch.float32 for value in found["state"][position].values())
+
+
+def test_a_model_on_the_meta_device_is_made_while_that_is_the_default() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        engine = Engine(model, AdamW(), **everything_on_device())
+    with engine:
+        assert all(value.device.type == "cpu" for value in engine.state_dict().values())
+        assert engine(batch(0)).isfinite().all()
