@@ -241,8 +241,11 @@ def tie_optimizer(
             for slot, count in enumerate(updates):
                 parameter = tree.parameters[index][slot]
                 if count and parameter not in states:
-                    zeros = torch.zeros(tree.units[index].slots[slot].shape, dtype=torch.float32, device="cpu")
-                    everything[parameter] = {"step": 0, **dict.fromkeys(offloaded.rule.names, zeros)}
+                    shape = tree.units[index].slots[slot].shape
+                    zeros = {  # one each: compressed states are made of both moments, which must not overlap
+                        name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name in offloaded.rule.names
+                    }
+                    everything[parameter] = {"step": 0, **zeros}
         scatter(everything)
 
     def gather() -> dict[torch.Tensor, dict[str, Any]]:

@@ -385,3 +385,25 @@ def test_a_model_on_the_meta_device_is_made_while_that_is_the_default() -> None:
     with engine:
         assert all(value.device.type == "cpu" for value in engine.state_dict().values())
         assert engine(batch(0)).isfinite().all()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
+def test_states_that_are_not_in_the_dict_start_anew(state_dtype: str, place: str, tmp_path: Path) -> None:
+    """All of them, and some of them: the run is that of an engine that has never made the steps."""
+    model = net()
+    with Engine(model, AdamW(lr=1e-2), **PLACES[place](model, tmp_path, state_dtype=state_dtype)) as engine:
+        assert engine.optimizer is not None
+        first, nothing = engine.state_dict(), engine.optimizer.state_dict()
+        truth = train(engine, range(3))
+        engine.load_state_dict(first)
+        engine.optimizer.load_state_dict(nothing)
+        assert engine.optimizer.state_dict()["state"] == {}
+        assert all(torch.equal(*pair) for pair in zip(truth, train(engine, range(3)), strict=True))
+        packed = engine.optimizer.state_dict()
+        del packed["state"][3]
+        engine.optimizer.load_state_dict(packed)
+        left = engine.optimizer.state_dict()["state"]
+        assert left.keys() == packed["state"].keys()
+        for position, state in left.items():
+            assert_same_tensors(state, packed["state"][position])
