@@ -7,7 +7,7 @@ parameter's home is of no interest here. Tensors come out on the CPU, contiguous
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,8 +90,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
         given = [sources.get((unit.index, index)) for index in range(len(unit.slots))]
         whole = all(source is not None for source in given)
         wide = any(source is not None and source.dtype.itemsize > unit.itemsize for source in given)
-        master = manager.shard(unit.index, Role.MASTER)
-        fresh = master is None or master.state is State.EMPTY
+        fresh = not _has_masters(manager, unit)
         reads: frozenset[Role] = frozenset() if whole else frozenset({Role.PARAM})
         writes = frozenset({Role.PARAM})
         if unit.trainable and unit.dtype != "float32" and (wide or not fresh):
@@ -180,6 +179,48 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
     return result
 
 
+def gather_masters(manager: Manager, updated: Container[Where]) -> dict[Where, torch.Tensor | None]:
+    """Return the fp32 masters of 16-bit parameters that are not among `updated`; None where it is the parameter itself.
+
+    Which of the two it is depends on the values only, not on whether the shards have been made yet.
+    """
+    manager.finish_updates()
+    result: dict[Where, torch.Tensor | None] = {}
+    found: dict[Where, torch.Tensor] = {}
+    for unit in manager.units:
+        if not unit.trainable or unit.dtype == "float32":
+            continue
+        for position, slot in enumerate(unit.slots):
+            where = unit.index, position
+            if where in updated:
+                continue
+            result[where] = None
+            if _has_masters(manager, unit):
+                found[where] = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
+
+    def visit(chunk: Chunk) -> None:
+        for index, slot, start, stop in _overlaps(chunk):
+            where = chunk.unit.index, index
+            if where not in found:
+                continue
+            part = found[where].view(-1)[start - slot.offset_numel : stop - slot.offset_numel]
+            _read_master(chunk, start, stop - start, part.data_ptr())
+            address = chunk.at(Role.PARAM, start, 2)
+            stored = storage_at(address, part.numel() * 2, torch.device("cpu"))
+            values = view_at(stored, getattr(torch, chunk.unit.dtype), 0, (part.numel(),)).float()
+            if not torch.allclose(part, values, rtol=0.0, atol=0.0, equal_nan=True):
+                result[where] = found[where]
+
+    stream(manager, _units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM})
+    return result
+
+
+def _has_masters(manager: Manager, unit: Unit) -> bool:
+    """Tell whether the unit has masters that are not its parameters by definition."""
+    shard = manager.shard(unit.index, Role.MASTER)
+    return shard is not None and shard.state is not State.EMPTY
+
+
 def _remembered(counts: StepCounts, states: States) -> dict[Where, dict[str, Any]]:
     """Return the states of parameters that have been updated; those that are placed as a mark."""
     if counts.records is not None:
@@ -234,11 +275,22 @@ def _move_states(
         cpu_adam.save_states(states.kind, seed=STATE_SEED, step=save_at_step, **common)
 
 
-def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, Mapping[str, Any]]) -> None:
+def scatter_states(
+    manager: Manager,
+    counts: StepCounts,
+    values: Mapping[Where, Mapping[str, Any]],
+    masters: Mapping[Where, torch.Tensor | None] | None = None,
+) -> None:
     """Write optimizer states home; a missing ``master`` keeps the parameter's present one.
 
     A ``master`` of another dtype than fp32 counts as missing: torch's optimizers cast it to the parameter's, and leave
     it as it was while the parameter moves on. States that are not placed are kept in fp32, too, as torch does.
+
+    Args:
+        manager: owner of the shards.
+        counts: updates so far.
+        values: states by parameter.
+        masters: what :func:`gather_masters` returned, of parameters without a state; of 16-bit ones it is written.
 
     Raises:
         ConfigError: a shape does not fit, a state or ``step`` is missing, or a parameter is frozen; nothing is
@@ -266,23 +318,44 @@ def scatter_states(manager: Manager, counts: StepCounts, values: Mapping[Where, 
                 raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(value.shape)}")
             tensors[name] = value.detach().to("cpu", torch.float32).contiguous()
         sources[index, position] = tensors
+    given: dict[Where, torch.Tensor | None] = {}
+    for (index, position), master in (masters or {}).items():
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        if not unit.trainable or unit.dtype == "float32" or "master" in sources.get((index, position), {}):
+            continue
+        if master is not None:
+            if tuple(master.shape) != slot.shape:
+                raise ConfigError(f"{slot.name}: expected master of shape {slot.shape} but got {tuple(master.shape)}")
+            if master.dtype != torch.float32:
+                continue
+            master = master.detach().to("cpu").contiguous()
+        given[index, position] = master
+    manager.refuse_leased(_units_of(manager, set(sources) | set(given)))
+    manager.finish_updates()  # a first one makes masters
+    given = {
+        where: master
+        for where, master in given.items()
+        if master is not None or _has_masters(manager, manager.units[where[0]])
+    }
 
     def visit(chunk: Chunk) -> None:
         unit = chunk.unit
         for index, slot, start, stop in _overlaps(chunk):
-            tensors = sources.get((unit.index, index))
-            if tensors is None:
-                continue
+            where = unit.index, index
             numel, skip = stop - start, (start - slot.offset_numel) * 4
-            step = _count(values[unit.index, index], counts)
-            _move_states(chunk, slot, start, stop, states, tensors, save_at_step=step)
-            if "master" in tensors:
-                _write_parameter(
-                    chunk, start, numel, tensors["master"].data_ptr() + skip, torch.float32, keep_masters=False
-                )
+            tensors = sources.get(where, {})
+            if where in sources:
+                step = _count(values[where], counts)
+                _move_states(chunk, slot, start, stop, states, tensors, save_at_step=step)
+            master = tensors.get("master", given.get(where))
+            if master is not None:
+                _write_parameter(chunk, start, numel, master.data_ptr() + skip, torch.float32, keep_masters=False)
+            elif where in given:
+                _set_masters(chunk, start, numel, chunk.at(Role.PARAM, start, 2), all_of_them=True)
 
     roles = ALL_STATES | {Role.PARAM}
-    stream(manager, _units_of(manager, set(sources)), visit, reads=roles, writes=roles)
+    stream(manager, _units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles)
     for (index, position), entry in values.items():
         counts.counts[index][position] = _count(entry, counts)
         if records is not None:

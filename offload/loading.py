@@ -19,7 +19,7 @@ from offload.config import Config, OptimizerSpec
 from offload.errors import ConfigError, StateError
 from offload.hooks import Hooks
 from offload.manager import Manager
-from offload.optimizer import OffloadOptimizer, StepCounts
+from offload.optimizer import MastersOf, OffloadOptimizer, StatesOf, StepCounts
 from offload.placement import Plan
 from offload.stats import Counters
 from offload.tiers import Budget, Tier
@@ -221,19 +221,21 @@ def tie_optimizer(
         ConfigError: a state does not fit its parameter.
     """
 
-    def scatter(states: dict[torch.Tensor, dict[str, Any]]) -> None:
-        values = {}
-        for parameter, state in states.items():
-            where = hooks.slot_of(parameter)
-            if where is None:
-                raise StateError("optimizer state: belongs to a parameter that is not the model's")
-            values[where] = offloaded.rule.with_step(state)
-        checkpoint.scatter_states(manager(), counts, values)
+    def place_of(parameter: torch.Tensor) -> tuple[int, int]:
+        where = hooks.slot_of(parameter)
+        if where is None:
+            raise StateError("optimizer state: belongs to a parameter that is not the model's")
+        return where
 
-    def replace(states: dict[torch.Tensor, dict[str, Any]]) -> None:
+    def scatter(states: StatesOf, masters: MastersOf) -> None:
+        values = {place_of(parameter): offloaded.rule.with_step(state) for parameter, state in states.items()}
+        own = {place_of(parameter): master for parameter, master in masters.items()}
+        checkpoint.scatter_states(manager(), counts, values, own)
+
+    def replace(states: StatesOf, masters: MastersOf) -> None:
         if counts.records is not None:
             manager().finish_updates()
-            scatter(states)
+            scatter(states, masters)
             counts.records.keep_only([hooks.slot_of(parameter) for parameter in states])
             return
         everything = dict(states)
@@ -246,11 +248,15 @@ def tie_optimizer(
                         name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name in offloaded.rule.names
                     }
                     everything[parameter] = {"step": 0, **zeros}
-        scatter(everything)
+        scatter(everything, masters)
 
-    def gather() -> dict[torch.Tensor, dict[str, Any]]:
+    def gather() -> tuple[StatesOf, MastersOf]:
         states = checkpoint.gather_states(manager(), counts)
-        return {tree.parameters[index][slot]: state for (index, slot), state in states.items()}
+        masters = checkpoint.gather_masters(manager(), states)
+        return (
+            {tree.parameters[index][slot]: state for (index, slot), state in states.items()},
+            {tree.parameters[index][slot]: master for (index, slot), master in masters.items()},
+        )
 
     offloaded.gather_state = gather
     offloaded.scatter_state = replace
@@ -263,7 +269,7 @@ def tie_optimizer(
             for p, state in given.state.items()
             if state and (state.get("step", 1) or (own and p.requires_grad))
         }
-        scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()})
+        scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()}, {})
         given.state.clear()
 
 

@@ -32,6 +32,9 @@ from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk
 from offload.tiers import Tier
 
+StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
+MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
+
 CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 
 
@@ -61,8 +64,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._replaced: torch.optim.Optimizer | None = None
         self.on_step: Callable[[], object] = lambda: None
         self.on_zero_grad: Callable[[], None] = lambda: None
-        self.gather_state: Callable[[], dict[torch.Tensor, dict[str, Any]]] = dict
-        self.scatter_state: Callable[[dict[torch.Tensor, dict[str, Any]]], None] = lambda state: None
+        self.gather_state: Callable[[], tuple[StatesOf, MastersOf]] = lambda: ({}, {})
+        self.scatter_state: Callable[[StatesOf, MastersOf], None] = lambda states, masters: None
         known = {id(p) for p in parameters}
         if isinstance(spec, torch.optim.Optimizer):
             super().__init__([{**group} for group in spec.param_groups], dict(spec.defaults))
@@ -123,10 +126,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.on_zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and states in torch's format, states as fp32 CPU tensors of the parameters' shapes."""
+        """Return groups and states in torch's format, states as fp32 CPU tensors of the parameters' shapes.
+
+        As in torch, parameters that have never been updated have no state. The fp32 masters of 16-bit ones among them
+        are beside the states, in ``masters``, which torch ignores; None where the parameter itself is the master.
+        """
         packed = super().state_dict()
         positions = {parameter: position for position, parameter in enumerate(self._parameters())}
-        packed["state"] = {positions[parameter]: state for parameter, state in self.gather_state().items()}
+        states, masters = self.gather_state()
+        packed["state"] = {positions[parameter]: state for parameter, state in states.items()}
+        own = {positions[parameter]: master for parameter, master in masters.items() if parameter in positions}
+        if own:
+            packed["masters"] = own
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,7 +151,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         loaded, self.param_groups = self.param_groups, groups  # the same objects: schedulers hold them
         parameters = self._parameters()
-        self.scatter_state({parameters[position]: state for position, state in state_dict["state"].items()})
+        self.scatter_state(
+            {parameters[position]: state for position, state in state_dict["state"].items()},
+            {parameters[position]: master for position, master in state_dict.get("masters", {}).items()},
+        )
         for group, values in zip(groups, loaded, strict=True):
             group.update(values)
 

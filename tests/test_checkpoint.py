@@ -407,3 +407,66 @@ def test_states_that_are_not_in_the_dict_start_anew(state_dtype: str, place: str
         assert left.keys() == packed["state"].keys()
         for position, state in left.items():
             assert_same_tensors(state, packed["state"][position])
+
+
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("made_in", ["float32", "16 bits"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_run_goes_on_exactly_from_before_a_first_update(
+    dtype: str, made_in: str, place: str, first: str, tmp_path: Path
+) -> None:
+    """The masters are in the state dict before the first step, and of what has not been used until it was made."""
+
+    def load(engine: Engine, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        assert engine.optimizer is not None
+        loads = [lambda: engine.load_state_dict(saved[0]), lambda: engine.optimizer.load_state_dict(saved[1])]
+        for action in loads if first == "model" else loads[::-1]:
+            action()
+
+    model = net(torch.float32 if made_in == "float32" else getattr(torch, dtype))
+    options = {"dtype": dtype, "initial_loss_scale": 8.0}
+    with Engine(model, AdamW(lr=1e-2), **PLACES[place](model, tmp_path, **options)) as engine:
+        assert engine.optimizer is not None
+        for late in (False, True):
+            saved = engine.state_dict(), engine.optimizer.state_dict()
+            torch.save(saved, tmp_path / "saved")
+            saved = torch.load(tmp_path / "saved", weights_only=True)
+            (tmp_path / "saved").unlink()
+            missing = [position for position in range(14) if position not in saved[1]["state"]]
+            assert missing == (list(range(12, 14)) if late else list(range(14)))
+            masters = saved[1]["masters"]
+            assert list(masters) == missing
+            assert all((master is None) == (made_in != "float32") for master in masters.values())
+            truth = train(engine, range(3), late=late)
+            load(engine, saved)
+            assert all(torch.equal(*pair) for pair in zip(truth, train(engine, range(3), late=late), strict=True))
+    with Engine(net(), AdamW(lr=1e-2), **everything_on_device(), **options) as other:
+        load(other, saved)
+        assert all(torch.equal(*pair) for pair in zip(truth, train(other, range(3), late=True), strict=True))
+        again = torch.optim.AdamW(net().parameters())
+        again.load_state_dict(saved[1])
+        assert len(again.state) == 12
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_state_dict_without_masters_leaves_them(dtype: str, tmp_path: Path) -> None:
+    """As torch makes it: the model's fp32 values, which the engine was made of, stay what is trained."""
+    model = net()
+    values = [value.clone() for value in model.parameters()]
+    with Engine(model, AdamW(), **tight(model, tmp_path, dtype=dtype)) as engine:
+        assert engine.optimizer is not None
+        engine.optimizer.load_state_dict(torch.optim.AdamW(net().parameters()).state_dict())
+        masters = engine.optimizer.state_dict()["masters"]
+        assert all(torch.equal(masters[position], value) for position, value in enumerate(values))
+
+
+def test_masters_are_checked_before_anything_is_written(tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(), **tight(model, tmp_path, dtype="bfloat16")) as engine:
+        assert engine.optimizer is not None
+        packed = engine.optimizer.state_dict()
+        wrong = {**packed, "masters": {**packed["masters"], 0: packed["masters"][0] + 1, 13: torch.zeros(3)}}
+        with pytest.raises(ConfigError, match=r"late\.bias: expected master of shape \(32,\) but got \(3,\)"):
+            engine.optimizer.load_state_dict(wrong)
+        assert torch.equal(engine.optimizer.state_dict()["masters"][0], packed["masters"][0])
