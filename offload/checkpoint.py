@@ -7,6 +7,7 @@ parameter's home is of no interest here. Tensors come out on the CPU, contiguous
 from __future__ import annotations
 
 import ctypes
+import numbers
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from offload.rules import STATE_SEED
 from offload.shard import Role, Slot, State, Unit
 from offload.stream import ALL_STATES, Chunk, stream
 from offload.tiers import storage_at, view_at
+
+MOST_UPDATES = 1 << 53  # which a float counts exactly
 
 
 def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dict[Where, torch.Tensor]:
@@ -61,7 +64,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
             working copy has been changed already.
 
     Raises:
-        ConfigError: a shape does not fit.
+        ConfigError: something is not a tensor that can be copied, or of another shape.
         StateError: one is in use. Nothing was written in either case.
     """
     units = _units_of(manager, set(values))
@@ -70,9 +73,10 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
     for (index, position), value in values.items():
         unit = manager.units[index]
         slot = unit.slots[position]
+        stored = getattr(torch, unit.dtype)
+        _refuse_unreadable(value, slot.name, "a tensor", into=stored)
         if tuple(value.shape) != slot.shape:
             raise ConfigError(f"{slot.name}: expected shape {slot.shape} but got {tuple(value.shape)}")
-        stored = getattr(torch, unit.dtype)
         value = value.detach().to("cpu")
         wide = unit.trainable and stored in (torch.bfloat16, torch.float16) and value.dtype != stored
         sources[index, position] = value.to(torch.float32 if wide else stored).contiguous()
@@ -99,6 +103,26 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
                 reads |= {Role.PARAM}
         keep = keep_masters and not fresh
         stream(manager, [unit], visit, reads=reads, writes=writes)
+
+
+def _refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dtype = torch.float32) -> None:
+    """Check that a value is a tensor whose elements can be copied to `into`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, torch.Tensor):
+        got = f"a value of type {type(value).__name__}; load what state_dict() returned"
+    elif value.is_meta:
+        got = "one on the meta device, which has no content; load it to the CPU first"
+    elif value.is_nested or value.is_quantized or value.layout is not torch.strided:
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+        got = f"one that is {kind}; convert it to an ordinary dense tensor first"
+    elif value.is_complex() and not into.is_complex:
+        got = f"one of {value.dtype}; load real values"
+    else:
+        return
+    raise ConfigError(f"{subject}: expected {expected} but got {got}")
 
 
 def manager_has_parameter(manager: Manager, unit: Unit) -> bool:
@@ -293,12 +317,14 @@ def scatter_states(
         masters: what :func:`gather_masters` returned, of parameters without a state; of 16-bit ones it is written.
 
     Raises:
-        ConfigError: a shape does not fit, a state or ``step`` is missing, or a parameter is frozen; nothing is
-            written then.
+        ConfigError: a shape does not fit, a state or ``step`` is missing or not what it has to be, or a parameter is
+            frozen.
+        StateError: a parameter is in use. Nothing was written in either case.
     """
     states, records = manager.plan.request.states, counts.records
     required = {"step", *states.names} if records is None else records.required
     sources: dict[Where, dict[str, torch.Tensor]] = {}
+    updates: dict[Where, int] = {}
     for (index, position), entry in values.items():
         unit = manager.units[index]
         slot = unit.slots[position]
@@ -308,29 +334,28 @@ def scatter_states(
             if name not in entry:
                 raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
         tensors = {}
-        for name in (*states.names, "master"):
+        for name in states.names:
             value = entry.get(name)
-            if name == "master" and (unit.dtype == "float32" or value is None or value.dtype != torch.float32):
-                continue
-            if not isinstance(value, torch.Tensor):
-                continue  # only an optimizer's own class may lack one, or have something else
-            if tuple(value.shape) != slot.shape:
-                raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(value.shape)}")
-            tensors[name] = value.detach().to("cpu", torch.float32).contiguous()
+            if name in required or isinstance(value, torch.Tensor):  # an own class may lack others, or have anything
+                tensors[name] = _state(value, slot, name)
+        master = entry.get("master")
+        if master is not None and unit.dtype != "float32" and _is_exact(master, slot):
+            tensors["master"] = _state(master, slot, "master")
         sources[index, position] = tensors
+        if "step" in required and "step" not in states.names:
+            updates[index, position] = _updates(entry["step"], slot)
+        if records is not None:
+            updates[index, position] = 1  # the class counts for itself, if it does
     given: dict[Where, torch.Tensor | None] = {}
     for (index, position), master in (masters or {}).items():
         unit = manager.units[index]
         slot = unit.slots[position]
         if not unit.trainable or unit.dtype == "float32" or "master" in sources.get((index, position), {}):
             continue
-        if master is not None:
-            if tuple(master.shape) != slot.shape:
-                raise ConfigError(f"{slot.name}: expected master of shape {slot.shape} but got {tuple(master.shape)}")
-            if master.dtype != torch.float32:
-                continue
-            master = master.detach().to("cpu").contiguous()
-        given[index, position] = master
+        if master is None:
+            given[index, position] = None
+        elif _is_exact(master, slot):
+            given[index, position] = _state(master, slot, "master")
     manager.refuse_leased(_units_of(manager, set(sources) | set(given)))
     manager.finish_updates()  # a first one makes masters
     given = {
@@ -346,8 +371,7 @@ def scatter_states(
             numel, skip = stop - start, (start - slot.offset_numel) * 4
             tensors = sources.get(where, {})
             if where in sources:
-                step = _count(values[where], counts)
-                _move_states(chunk, slot, start, stop, states, tensors, save_at_step=step)
+                _move_states(chunk, slot, start, stop, states, tensors, save_at_step=updates[where])
             master = tensors.get("master", given.get(where))
             if master is not None:
                 _write_parameter(chunk, start, numel, master.data_ptr() + skip, torch.float32, keep_masters=False)
@@ -357,14 +381,39 @@ def scatter_states(
     roles = ALL_STATES | {Role.PARAM}
     stream(manager, _units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles)
     for (index, position), entry in values.items():
-        counts.counts[index][position] = _count(entry, counts)
+        counts.counts[index][position] = updates[index, position]
         if records is not None:
             records.put((index, position), recorded(entry, sources[index, position]))
 
 
-def _count(state: Mapping[str, Any], counts: StepCounts) -> int:
-    """Return the updates that a parameter has had; an optimizer's own class counts for itself, if it does."""
-    return int(state["step"]) if counts.records is None else 1
+def _state(value: Any, slot: Slot, name: str) -> torch.Tensor:
+    """Return a state that comes from outside as it is moved: in fp32, on the CPU."""
+    _refuse_unreadable(value, slot.name, f"{name} of shape {slot.shape}")
+    if tuple(value.shape) != slot.shape:
+        raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(value.shape)}")
+    converted: torch.Tensor = value.detach().to("cpu", torch.float32).contiguous()
+    return converted
+
+
+def _is_exact(master: Any, slot: Slot) -> bool:
+    """Tell whether a ``master`` is one: of fp32."""
+    _refuse_unreadable(master, slot.name, f"master of shape {slot.shape}")
+    return bool(master.dtype == torch.float32)
+
+
+def _updates(step: Any, slot: Slot) -> int:
+    """Return the updates that a parameter has had, from the ``step`` of a state."""
+    value = step
+    if isinstance(step, torch.Tensor) and step.numel() == 1 and not step.is_meta:
+        value = step.item()
+    if isinstance(value, numbers.Real) and 0 <= float(value) < MOST_UPDATES and float(value).is_integer():
+        return int(float(value))
+    if isinstance(step, torch.Tensor) and value is step:
+        value = f"a tensor of shape {tuple(step.shape)} on {step.device}"
+    raise ConfigError(
+        f"{slot.name}: expected step as a whole number of updates, 0 or more, but got {value}; load what state_dict() "
+        "returned"
+    )
 
 
 def _units_of(manager: Manager, wanted: set[Where] | None) -> list[Unit]:

@@ -7,7 +7,7 @@ unit's way home and out, the states of an optimizer that the user brings. Next: 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -265,12 +265,18 @@ def tie_optimizer(
         # Adagrad's are there before the first step, and say nothing then, but to its own class.
         own = counts.records is not None
         updated = {
-            p: state
-            for p, state in given.state.items()
-            if state and (state.get("step", 1) or (own and p.requires_grad))
+            p: state for p, state in given.state.items() if state and (_has_steps(state) or (own and p.requires_grad))
         }
         scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()}, {})
         given.state.clear()
+
+
+def _has_steps(state: Mapping[str, Any]) -> bool:
+    """Tell whether a state says that its parameter has been updated; also where ``step`` is nothing that can count."""
+    step = state.get("step", 1)
+    if isinstance(step, torch.Tensor):
+        return step.is_meta or step.numel() != 1 or bool(step.item())
+    return step is None or bool(step)
 
 
 def _poison(dtype: torch.dtype) -> float | int | None:

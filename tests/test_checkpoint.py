@@ -470,3 +470,178 @@ def test_masters_are_checked_before_anything_is_written(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"late\.bias: expected master of shape \(32,\) but got \(3,\)"):
             engine.optimizer.load_state_dict(wrong)
         assert torch.equal(engine.optimizer.state_dict()["masters"][0], packed["masters"][0])
+
+
+# --- what cannot be loaded ------------------------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def state(**values: Any) -> Change:
+    return lambda packed: packed["state"][0].update(values)
+
+
+def group(**values: Any) -> Change:
+    return lambda packed: packed["param_groups"][0].update(values)
+
+
+def put(part: str, value: Any) -> Change:
+    return lambda packed: packed.update({part: value})
+
+
+WRONG_STATES: list[tuple[Change, str]] = [
+    (state(step=None), "step as a whole number of updates, 0 or more, but got None"),
+    (state(step="3"), "step as a whole number of updates, 0 or more, but got 3"),
+    (state(step=torch.tensor(float("nan"))), "step .* but got nan"),
+    (state(step=float("inf")), "step .* but got inf"),
+    (state(step=torch.zeros(3)), r"step .* but got a tensor of shape \(3,\)"),
+    (state(step=torch.zeros((), device="meta")), "step .* but got a tensor .* on meta"),
+    (state(step=torch.tensor(-5.0)), r"step .* but got -5\.0"),
+    (state(step=2.5), r"step .* but got 2\.5"),
+    (state(exp_avg=None), r"exp_avg of shape \(32, 32\) but got a value of type NoneType"),
+    (state(exp_avg=1.0), "exp_avg of shape .* but got a value of type float"),
+    (state(exp_avg_sq=torch.zeros(32)), r"exp_avg_sq of shape \(32, 32\) but got \(32,\)"),
+    (state(exp_avg=torch.zeros(32, 32, dtype=torch.complex64)), "exp_avg of shape .*complex64; load real values"),
+    (state(exp_avg=torch.zeros(32, 32, device="meta")), "exp_avg of shape .* meta device"),
+    (state(exp_avg=torch.zeros(32, 32).to_sparse()), "exp_avg of shape .*sparse_coo"),
+    (state(master="x"), "master of shape .* but got a value of type str"),
+    (state(master=torch.zeros(3)), r"master of shape .* but got \(3,\)"),
+    (group(lr=-1.0), "lr is out of range: -1"),
+    (group(lr=float("nan")), "lr is out of range: nan"),
+    (group(lr=None), "in param group 0, TypeError"),
+    (group(lr="0.1"), "in param group 0, TypeError"),
+    (group(betas=(0.9,)), "in param group 0, IndexError"),
+    (group(betas=(0.9, 1.5)), r"betas\[1\] is out of range"),
+    (group(params=[0]), r"groups of \[14\] parameters but got \[1\]"),
+    (group(params=[[number] for number in range(14)]), "numbers in 'params'"),
+    (group(params=None), "list of dicts with 'params'"),
+    (put("param_groups", []), r"groups of \[14\] parameters but got \[\]"),
+    (put("param_groups", None), "list of dicts with 'params'"),
+    (put("param_groups", [None]), "list of dicts with 'params'"),
+    (put("state", None), "'state' as a dict but got NoneType"),
+    (put("state", [1]), "'state' as a dict but got list"),
+    (put("masters", 1), "'masters' as a dict but got int"),
+    (lambda packed: packed.pop("state"), r"'state' and 'param_groups' but got the keys \["),
+    (lambda packed: packed.pop("param_groups"), r"'state' and 'param_groups' but got the keys \["),
+    (lambda packed: packed["state"].update({99: packed["state"][0]}), "14 parameters but got 99"),
+    (lambda packed: packed["state"].update({-1: packed["state"][0]}), "14 parameters but got -1"),
+    (lambda packed: packed["state"].update({"0": packed["state"][0]}), "14 parameters but got '0'"),
+    (lambda packed: packed["state"].update({0: None}), "states as dicts but got NoneType"),
+    (lambda packed: packed["masters"].update({99: None}), "'masters' with the numbers .* but got 99"),
+    (lambda packed: packed["masters"].update({12: 1.0}), "master of shape .* but got a value of type float"),
+]
+
+
+def results(engine: Engine) -> dict[str, Any]:
+    """Return all that a checkpoint holds, flat."""
+    assert engine.optimizer is not None
+    found: dict[str, Any] = engine.state_dict()
+    packed = engine.optimizer.state_dict()
+    found.update({f"{at}.{key}": value for at, entry in packed["state"].items() for key, value in entry.items()})
+    found.update({f"{at}.master": value for at, value in packed.get("masters", {}).items() if value is not None})
+    options = [{key: value for key, value in of.items() if key != "params"} for of in packed["param_groups"]]
+    return {**found, "options": torch.tensor([of["lr"] for of in options])}
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_a_wrong_optimizer_state_dict_changes_nothing(state_dtype: str, tmp_path: Path) -> None:
+    """Everything is looked at before anything is written, and the run goes on as if nothing had been tried."""
+    model = net()
+    options = {"dtype": "bfloat16", "state_dtype": state_dtype}
+    with Engine(model, AdamW(lr=1e-2), **everything_on_device(), **options) as whole:
+        train(whole, range(2))
+        truth = results(whole)
+    model = net()
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path, **options)) as engine:
+        assert engine.optimizer is not None
+        train(engine, [0])
+        before, groups = results(engine), engine.optimizer.param_groups
+        for change, text in WRONG_STATES:
+            packed = engine.optimizer.state_dict()
+            for entry in packed["state"].values():
+                entry["exp_avg"].add_(1)  # a part that could be written
+            packed["param_groups"][0]["lr"] = 0.5
+            change(packed)
+            with pytest.raises(ConfigError, match=text):
+                engine.optimizer.load_state_dict(packed)
+            assert engine.optimizer.param_groups is groups
+            assert_same_tensors(results(engine), before)
+        for nothing in ({}, None, []):
+            with pytest.raises(ConfigError, match="expected a dict with 'state' and 'param_groups'"):
+                engine.optimizer.load_state_dict(nothing)  # type: ignore[arg-type]
+        train(engine, [1])
+        assert_same_tensors(results(engine), truth)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (state(square_avg=None), "square_avg of shape .* but got a value of type NoneType"),
+        (state(square_avg=torch.zeros(32, 32, dtype=torch.complex64)), "square_avg of shape .*complex64"),
+        (state(step=None), "step as a whole number"),
+        (group(lr=-1.0), "lr is out of range"),
+    ],
+)
+def test_a_wrong_state_of_an_own_class_changes_nothing(change: Change, text: str, tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, torch.optim.RMSprop(model.parameters()), **host(model, whole=True)) as engine:
+        assert engine.optimizer is not None
+        train(engine, [0])
+        before, packed = results(engine), engine.optimizer.state_dict()
+        packed["state"][1]["square_avg"].add_(1)
+        change(packed)
+        with pytest.raises(ConfigError, match=text):
+            engine.optimizer.load_state_dict(packed)
+        assert_same_tensors(results(engine), before)
+        train(engine, [1])
+
+
+def test_parameters_that_cannot_be_loaded_change_nothing(tmp_path: Path) -> None:
+    units = [make_unit(0, [100, 50], "bfloat16"), make_unit(1, [50], "float32")]
+    with managing(units, [Homes(N, H, N), Homes(H, H, H)]) as (manager, _):
+        values = {(0, 0): random(100, 1), (0, 1): random(50, 2), (1, 0): random(50, 3)}
+        scatter_parameters(manager, values)
+        before = gather_parameters(manager)
+        for wrong, text in (
+            (None, "a tensor but got a value of type NoneType; load what state_dict"),
+            (1.0, "a tensor but got a value of type float"),
+            ([0.0] * 50, "a tensor but got a value of type list"),
+            (torch.zeros(50, dtype=torch.complex64), "a tensor but got one of torch.complex64"),
+            (torch.zeros(50, device="meta"), "meta device"),
+            (torch.zeros(50).to_sparse(), "sparse_coo"),
+            (torch.nested.nested_tensor([torch.zeros(50)], layout=torch.jagged), "nested"),
+        ):
+            for where in ((0, 1), (1, 0)):
+                with pytest.raises(ConfigError, match=rf"u{where[0]}\.p{where[1]}: expected .*{text}"):
+                    scatter_parameters(manager, {(0, 0): random(100, 9), where: wrong})  # type: ignore[dict-item]
+                for at, value in gather_parameters(manager).items():
+                    assert torch.equal(value, before[at])
+
+
+def test_empty_states_and_other_numbers_mean_what_they_mean_in_torch(tmp_path: Path) -> None:
+    """An empty state is none; the numbers are those in the groups of the dict."""
+    model = net()
+    with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
+        assert engine.optimizer is not None
+        train(engine, [0])
+        packed = engine.optimizer.state_dict()
+        names = [f"p{number}" for number in range(14)]
+        named = {names[number]: entry for number, entry in packed["state"].items()}
+        named["p13"] = {}
+        options = {**packed["param_groups"][0], "params": names}
+        train(engine, [1])
+        engine.optimizer.load_state_dict({"state": named, "param_groups": [options]})
+        again = engine.optimizer.state_dict()["state"]
+        assert again.keys() == packed["state"].keys()
+        for number, entry in packed["state"].items():
+            assert_same_tensors(again[number], entry)
+
+
+@pytest.mark.parametrize("step", [None, torch.ones(3), torch.tensor(float("nan"))])
+def test_an_optimizer_with_a_wrong_step_is_not_taken_over(step: Any, tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.blocks[5].bias] = {"step": step, "exp_avg": torch.ones(32), "exp_avg_sq": torch.ones(32)}
+    with pytest.raises(ConfigError, match=r"blocks\.5\.bias: expected step as a whole number"):
+        Engine(model, optimizer, **tight(model, tmp_path))
+    assert torch.equal(model(batch(0)), net()(batch(0)))
