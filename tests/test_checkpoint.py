@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeStore, make_manager, make_plan_with, make_unit
-from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, tight
+from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, nvme, tight
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import to_bfloat16_half_up
 from torch import nn
 
 from offload import AdamW, Engine
-from offload.checkpoint import gather_parameters, gather_states, scatter_parameters, scatter_states
+from offload.checkpoint import gather_masters, gather_parameters, gather_states, scatter_parameters, scatter_states
 from offload.errors import ConfigError, StateError
 from offload.manager import Manager
 from offload.optimizer import StepCounts
@@ -171,6 +171,33 @@ def test_masters_in_a_state_win_over_the_parameters(dtype: str, home: Homes) -> 
         assert back.keys() == {(0, 3)}  # the others have never been updated
         assert torch.equal(back[0, 3]["master"], master)
         assert torch.equal(gather_parameters(manager)[0, 3], rounded(master, dtype))
+
+
+@pytest.mark.parametrize("home", [Homes(D, H, N), Homes(H, H, H), Homes(N, H, N)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_of_what_has_no_state(dtype: str, home: Homes) -> None:
+    """A master that differs in one element, in one of several chunks, is one; None makes it the parameter again."""
+    units = [make_unit(0, SIZES, dtype), make_unit(1, [100], "float32"), make_unit(2, [100], dtype, False)]
+    with managing(units, [home, Homes(H, H, H), Homes(H, None, None)]) as (manager, counts):
+        base = {(0, i): random(size, i).to(getattr(torch, dtype)) for i, size in enumerate(SIZES)}
+        base[0, 1][:3] = torch.tensor([float("inf"), -0.0, float("nan")])
+        scatter_parameters(manager, {**base, (1, 0): random(100, 8), (2, 0): random(100, 9)})
+        assert gather_masters(manager, ()) == dict.fromkeys(base)
+        wide = base[0, 3].float()
+        wide[5] = 1.0 + 2.0**-20
+        scatter_parameters(manager, {(0, 3): wide})
+        found = gather_masters(manager, {(0, 0)})
+        assert found.keys() == {(0, 1), (0, 2), (0, 3)}
+        assert found.pop((0, 3)).equal(wide)  # type: ignore[union-attr]
+        assert set(found.values()) == {None}
+        before = gather_parameters(manager)
+        scatter_states(manager, counts, {}, {(0, 1): None, (0, 3): None})
+        assert gather_masters(manager, ()) == dict.fromkeys(base)
+        scatter_states(manager, counts, {}, {(0, 3): wide})
+        assert torch.equal(gather_masters(manager, ())[0, 3], wide)  # type: ignore[arg-type]
+        for at, value in gather_parameters(manager).items():
+            assert torch.equal(value.nan_to_num(), before[at].nan_to_num())
+        assert counts.counts[0] == [0, 0, 0, 0]
 
 
 def test_other_dtypes_are_converted_through_fp32() -> None:
@@ -447,6 +474,30 @@ def test_a_run_goes_on_exactly_from_before_a_first_update(
         again = torch.optim.AdamW(net().parameters())
         again.load_state_dict(saved[1])
         assert len(again.state) == 12
+
+
+@pytest.mark.parametrize("place", ["device", "nvme"])
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.SGD, torch.optim.Adagrad])
+def test_masters_beside_the_states_of_other_optimizers(
+    kind: type[torch.optim.Optimizer], place: str, tmp_path: Path
+) -> None:
+    """Of one that makes its steps itself, and of kernels; each takes what its engine returned into torch, too."""
+    options = {"momentum": 0.9, "dampening": 0.5} if kind is torch.optim.SGD else {}
+    model = net()
+    where = everything_on_device() if place == "device" else nvme(model, tmp_path, whole=True)
+    with Engine(model, kind(model.parameters(), lr=1e-2, **options), dtype="bfloat16", **where) as engine:
+        assert engine.optimizer is not None
+        saved, packed = engine.state_dict(), engine.optimizer.state_dict()
+        assert packed["state"] == {} and len(packed["masters"]) == 14
+        truth = train(engine, range(3))
+        engine.load_state_dict(saved)
+        engine.optimizer.load_state_dict(packed)
+        assert all(torch.equal(*pair) for pair in zip(truth, train(engine, range(3)), strict=True))
+    plain = net()
+    optimizer = kind(plain.parameters(), lr=1.0, **options)
+    optimizer.load_state_dict(packed)
+    plain(batch(0)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("dtype", HALF)
