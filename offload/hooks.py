@@ -149,6 +149,11 @@ class Hooks:
         for parameter, tensor in zip(self._tree.parameters[unit.index], tensors, strict=True):
             parameter.data = tensor
 
+    @staticmethod
+    def give_back(parameter: nn.Parameter, own: torch.Tensor) -> None:
+        """Let a parameter that was rebound view its own memory again."""
+        parameter.data = own
+
     def clear_gradients(self) -> None:
         """Drop gradients that an interrupt has left at the parameters."""
         for parameters in self._tree.parameters:

@@ -200,7 +200,7 @@ class _Seen:
         fits = (now.shape, now.dtype, now.device) == (self._own.shape, self._own.dtype, self._own.device)
         if fits:
             self._own.copy_(now)
-        self._parameter.data = self._own
+        Hooks.give_back(self._parameter, self._own)
         return fits
 
     def changed(self) -> bool:
