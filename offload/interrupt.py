@@ -9,11 +9,12 @@ A handler may raise between any two instructions, also in those that install our
 
 * Whoever hands a signal on at once has put the former handler back before, so that it does not matter what is skipped.
 * What is left where some other exception has skipped the end of a ``with`` block (a timeout's alarm) is found at the
-  next one: the function that the block was in is not running any more.
+  next one: the function that the block was in is not running any more (of a generator that cannot be told).
 """
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
@@ -103,6 +104,8 @@ class Deferral:
 
 
 def _is_running(frame: FrameType, innermost: FrameType | None) -> bool:
+    if frame.f_code.co_flags & inspect.CO_GENERATOR:  # suspended where a `with` block of its caller runs
+        return True
     while innermost is not None and innermost is not frame:
         innermost = innermost.f_back
     return innermost is frame

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -210,4 +211,32 @@ def test_nothing_is_changed_in_other_threads_and_without_a_python_handler() -> N
             assert signal.getsignal(signal.SIGINT) is handler
         assert signal.getsignal(signal.SIGINT) is handler
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    check_holds(deferral)
+
+
+def test_a_block_around_the_body_of_another_with_statement() -> None:
+    """As the updates of a step have it: its generator is suspended while the body runs."""
+    deferral = Deferral()
+
+    @contextlib.contextmanager
+    def working() -> Iterator[None]:
+        with deferral:
+            yield
+
+    reached = 0
+    with pytest.raises(KeyboardInterrupt):
+        with deferral:
+            with working():
+                with deferral:
+                    interrupted()
+                reached += 1
+            reached += 1
+        raise AssertionError
+    assert reached == 2 and is_default()
+    with pytest.raises(KeyboardInterrupt):
+        with working():
+            with working(), deferral:
+                interrupted()
+            reached += 1
+    assert reached == 3 and is_default()
     check_holds(deferral)
