@@ -165,7 +165,7 @@ def _master(chunk: Chunk, slot: Slot) -> torch.Tensor:
         return _view(chunk, Role.PARAM, slot)
     if chunk.unit.dtype == "float16":
         return _view(chunk, Role.MASTER, slot)
-    joined = torch.empty(slot.shape, dtype=torch.float32)
+    joined = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
     param, rest = (chunk.at(role, slot.offset_numel, 2) for role in (Role.PARAM, Role.MASTER))
     cpu_adam.join_master(param, rest, joined.data_ptr(), slot.numel)
     return joined
@@ -194,7 +194,7 @@ def _write_master(chunk: Chunk, slot: Slot, parameter: torch.Tensor, *, moved: b
 def _gradient(chunk: Chunk, slot: Slot, scale: float, *, accumulate: bool) -> torch.Tensor:
     """Return the final gradient as a tensor of its own."""
     dtype = cpu_adam.Dtype.FLOAT32 if accumulate else KERNEL_DTYPE[chunk.unit.dtype]
-    gradient = torch.empty(slot.shape, dtype=torch.float32)
+    gradient = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
     source = chunk.at(Role.GRAD, slot.offset_numel, dtype.itemsize)
     cpu_adam.convert(source, dtype, gradient.data_ptr(), cpu_adam.Dtype.FLOAT32, slot.numel)
     return gradient if scale == 1.0 else gradient.mul_(scale)

@@ -261,7 +261,7 @@ def _like(state: Mapping[str, Any], shape: torch.Size, wanted: Sequence[int]) ->
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
             fill = value.flatten()[0].item() if value.numel() else 0.0
-            made[key] = torch.full(tuple(wanted), fill, dtype=torch.float32)
+            made[key] = torch.full(tuple(wanted), fill, dtype=torch.float32, device="cpu")
         else:
             made[key] = copy.deepcopy(value)
     return made
@@ -320,7 +320,8 @@ def _try(
 
 
 def _noise(shape: Sequence[int], seed: int) -> torch.Tensor:
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

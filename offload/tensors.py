@@ -84,6 +84,8 @@ class ModuleTensors:
             where = self._hooks.slot_of(tensor)
             if where is not None:
                 values[where] = value
+            elif not isinstance(value, torch.Tensor):
+                raise ConfigError(f"{name}: expected a tensor but got a value of type {type(value).__name__}")
             elif tuple(tensor.shape) != tuple(value.shape):
                 raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
             else:

@@ -789,6 +789,9 @@ def test_batch_norm_statistics_are_the_plain_models(engine: Engine) -> None:
     ours, theirs = engine.state_dict(), plain.state_dict()
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
         assert torch.equal(ours[name], theirs[name])
+    with pytest.raises(offload.ConfigError, match=r"norm\.running_mean: expected a tensor .* NoneType"):
+        engine.load_state_dict({**ours, "norm.running_mean": None})
+    assert_same_tensors(engine.state_dict(), ours)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
