@@ -419,7 +419,7 @@ class Engine:
 
         Args:
             params: a parameter, several, or a module.
-            modify: write what was changed home, masters included.
+            modify: write what was changed home, masters included; takes as much memory again, to see what was changed.
 
         Raises:
             BudgetError: they do not fit the device budget at once.

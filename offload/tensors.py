@@ -137,7 +137,7 @@ class ModuleTensors:
                 parameter = places[rebound[0]]
                 raise StateError(
                     f"gather: {self._name(rebound[0])} was replaced by a tensor of another shape, dtype or device than "
-                    f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; nothing was kept"
+                    f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
                 )
             if modify:
                 values = {where: places[where].detach().clone() for where in changed}
