@@ -342,10 +342,8 @@ def scatter_states(
         if master is not None and unit.dtype != "float32" and _is_exact(master, slot):
             tensors["master"] = _state(master, slot, "master")
         sources[index, position] = tensors
-        if "step" in required and "step" not in states.names:
-            updates[index, position] = _updates(entry["step"], slot)
-        if records is not None:
-            updates[index, position] = 1  # the class counts for itself, if it does
+        counted = _updates(entry["step"], slot) if "step" in required and "step" not in states.names else 0
+        updates[index, position] = counted if records is None else 1  # an own class counts for itself, if it does
     given: dict[Where, torch.Tensor | None] = {}
     for (index, position), master in (masters or {}).items():
         unit = manager.units[index]

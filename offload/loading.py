@@ -234,7 +234,6 @@ def tie_optimizer(
 
     def replace(states: StatesOf, masters: MastersOf) -> None:
         if counts.records is not None:
-            manager().finish_updates()
             scatter(states, masters)
             counts.records.keep_only([hooks.slot_of(parameter) for parameter in states])
             return

@@ -24,6 +24,7 @@ from offload.errors import ConfigError, StateError
 from offload.generic import Records
 from offload.gradients import KERNEL_DTYPE
 from offload.manager import Manager
+from offload.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
 from offload.pending import PendingUpdates
 from offload.placement import States
 from offload.probe import OwnClass, OwnHyper
@@ -34,9 +35,6 @@ from offload.tiers import Tier
 
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
 MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
-
-_SUBJECT = "optimizer state dict"
-_REMEDY = "load what state_dict() of the same kind of optimizer returned"
 
 CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 
@@ -152,19 +150,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateError: parameters are in use, inside ``engine.gather`` or a forward. Nothing was loaded in either case.
         """
         groups, parameters = self.param_groups, self._parameters()
-        state = _part(state_dict, "state")
-        masters = _part(state_dict, "masters") if "masters" in state_dict else {}
-        saved = _saved_groups(state_dict, groups)
+        state = part(state_dict, "state")
+        masters = part(state_dict, "masters") if "masters" in state_dict else {}
+        saved = saved_groups(state_dict, groups)
         for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
             self._check_group({**group, **values, "params": group["params"]}, number)
         numbers_of = [number for group in saved for number in group["params"]]
         states = {}
-        for parameter, entry in _by_parameter(state, "state", numbers_of, parameters).items():
+        for parameter, entry in by_parameter(state, "state", numbers_of, parameters).items():
             if not isinstance(entry, Mapping):
-                raise ConfigError(f"{_SUBJECT}: expected states as dicts but got {type(entry).__name__}; {_REMEDY}")
+                raise ConfigError(f"{SUBJECT}: expected states as dicts but got {type(entry).__name__}; {REMEDY}")
             if entry:  # torch takes an empty one for none, too
                 states[parameter] = dict(entry)
-        own = _by_parameter(masters, "masters", numbers_of, parameters)
+        own = by_parameter(masters, "masters", numbers_of, parameters)
         try:
             super().load_state_dict({"state": {}, "param_groups": saved})
             loaded = self.param_groups
@@ -189,8 +187,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise
         except (TypeError, ValueError, LookupError, RuntimeError) as error:
             raise ConfigError(
-                f"{_SUBJECT}: expected options that {type(self).__name__} can step with but got, in param group "
-                f"{number}, {type(error).__name__}: {error}; {_REMEDY}"
+                f"{SUBJECT}: expected options that {type(self).__name__} can step with but got, in param group "
+                f"{number}, {type(error).__name__}: {error}; {REMEDY}"
             ) from error
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -204,62 +202,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all groups, as torch numbers them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-
-def _part(state_dict: Any, name: str) -> Mapping[Any, Any]:
-    """Return a dict that an optimizer's state dict has.
-
-    Raises:
-        ConfigError: it is not there, or something else.
-    """
-    if not isinstance(state_dict, Mapping) or name not in state_dict or "param_groups" not in state_dict:
-        got = f"the keys {list(state_dict)[:5]}" if isinstance(state_dict, Mapping) else type(state_dict).__name__
-        raise ConfigError(f"{_SUBJECT}: expected a dict with 'state' and 'param_groups' but got {got}; {_REMEDY}")
-    part = state_dict[name]
-    if not isinstance(part, Mapping):
-        raise ConfigError(f"{_SUBJECT}: expected {name!r} as a dict but got {type(part).__name__}; {_REMEDY}")
-    return part
-
-
-def _saved_groups(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups of a state dict, which are like `groups`.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    saved = state_dict["param_groups"]
-    if not isinstance(saved, (list, tuple)) or not all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in saved
-    ):
-        raise ConfigError(f"{_SUBJECT}: expected 'param_groups' as a list of dicts with 'params'; {_REMEDY}")
-    expected, got = [[len(group["params"]) for group in of] for of in (groups, saved)]
-    if expected != got:
-        raise ConfigError(
-            f"{_SUBJECT}: expected groups of {expected} parameters but got {got}; make the optimizer with the groups "
-            "that it was saved with"
-        )
-    return [dict(group) for group in saved]
-
-
-def _by_parameter(
-    values: Mapping[Any, Any], name: str, numbers_of: Sequence[Any], parameters: Sequence[torch.Tensor]
-) -> dict[torch.Tensor, Any]:
-    """Return values by parameter that a state dict has by number.
-
-    Raises:
-        ConfigError: a number is of no parameter.
-    """
-    try:
-        parameter_of = dict(zip(numbers_of, parameters, strict=True))
-    except TypeError as error:
-        raise ConfigError(f"{_SUBJECT}: expected numbers in 'params' of 'param_groups'; {_REMEDY}") from error
-    for number in values:
-        if number not in parameter_of:
-            raise ConfigError(
-                f"{_SUBJECT}: expected {name!r} with the numbers of the groups' {len(parameter_of)} parameters but got "
-                f"{number!r}; {_REMEDY}, with its keys as they were"
-            )
-    return {parameter_of[number]: value for number, value in values.items()}
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

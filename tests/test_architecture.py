@@ -23,7 +23,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("cpu_adam",),
     ("tiers",),
     ("shard", "transfer", "activations"),
-    ("placement", "probe", "rules", "schedule", "units"),
+    ("placement", "probe", "rules", "optimizer_dict", "schedule", "units"),
     ("copies",),
     ("working", "gradients"),
     ("manager",),
