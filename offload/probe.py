@@ -144,8 +144,8 @@ def _maker(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]],
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", "step") and not name.startswith("_optimizer_")
-    }  # `step` is there where a scheduler counts the calls
+        if name not in ("param_groups", "state", "step", "zero_grad") and not name.startswith("_optimizer_")
+    }  # `step` is there where a scheduler counts the calls, `zero_grad` where an engine has taken it over
     try:
         own = copy.deepcopy(own, _Guard(parameters, kind.__name__))
     except ConfigError:

@@ -314,6 +314,34 @@ def autocast() -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16)
 
 
+class Clearing(torch.optim.RMSprop):
+    """A user's own that drops gradients itself."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.zero_grad()
+
+
+def test_a_class_that_clears_gradients_is_taken_over_twice() -> None:
+    """What an engine puts in the place of `zero_grad` is none of the class's."""
+    results = []
+    for times in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = Clearing(model.parameters(), lr=0.1)
+        engines = []
+        for _ in range(times):  # the former ones stay alive
+            engines.append(Engine(model, optimizer, **everything_on_device()))
+            if len(engines) < times:
+                engines[-1].close()
+        for _ in range(2):
+            engines[-1].backward(engines[-1](torch.ones(2, 8)).square().sum())
+            engines[-1].step()
+        results.append(engines[-1].state_dict()["weight"])
+        engines[-1].close()
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, autocast], ids=["no_grad", "autocast"])
 @pytest.mark.parametrize("name", ["adafactor", "muon", "custom"])
 def test_an_update_inside_a_forward_knows_nothing_of_its_contexts(name: str, context: Any, tmp_path: Path) -> None:
