@@ -1,7 +1,8 @@
 """What does a step cost, and how much memory, for each placement? The real 135 M model, 512 tokens, clipping on.
 
 Each placement runs in a process of its own (for its resident set), several times in turn; medians are reported, with
-the bound max(compute + CPU Adam, time the drive was busy) beside the measurement. ``nvme`` makes its updates while the
+the bound max(compute + CPU Adam, bytes moved / what the drive gives) beside the measurement: the drive is measured in
+every round, half reads and half writes, as a step's traffic is. ``nvme`` makes its updates while the
 next forward computes, ``nvme, in turn`` inside the step: the same work and the same numbers, one after the other.
 ``plain`` is an ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its
 ZeRO-3 runs beside (``--no-peers`` leaves it out). The tokens are random, so the norm is above the usual limit of 1 in
@@ -25,6 +26,8 @@ import _deepspeed_step
 import torch
 from _common import emit, load_model
 from memory import MIB, reset_peak, rss_bytes
+
+from offload.nvme_measure import Ours, Pattern, Settings, Workload, Workspace
 
 IN_TURN = "nvme, in turn"
 OURS = ("device", "cpu", "nvme", IN_TURN)
@@ -75,6 +78,16 @@ def run_plain(
         losses.append(loss.item())
         seconds.append(time.perf_counter() - begin)
     return seconds, losses
+
+
+def drive_gb_s(path: str, size: int) -> float:
+    """Measure what the drive gives when half of the bytes are read and half are written, in 1e9 bytes per second."""
+    ours, settings = Ours(), Settings()
+    with Workspace([Path(path)], size, settings.footprint_bytes) as place:
+        for pattern in (Pattern.WRITE, Pattern.MIXED):  # blocks that were never written are another matter
+            work = Workload(pattern=pattern, total_bytes=size, object_bytes=settings.block_bytes)
+            sample = ours.run(work, place)
+    return sample.bandwidth_gb_s
 
 
 def run_one(placement: str, path: str, *, steps: int, tokens: int, max_grad_norm: float, name: str) -> dict[str, Any]:
@@ -164,7 +177,9 @@ def main() -> None:
     left_out = PEERS if arguments.no_peers or not _deepspeed_step.available() else ()
     placements = [name for name in arguments.placements if name not in left_out]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in placements}
+    speeds = []
     for _ in range(arguments.rounds):
+        speeds.append(drive_gb_s(arguments.path, 128 * MIB if arguments.smoke else 1024 * MIB))
         for name in runs:
             command = [sys.executable, __file__, "--one", name, "--path", arguments.path]
             command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
@@ -177,6 +192,8 @@ def main() -> None:
 
     table: dict[str, dict[str, Any]] = {}
     plain = statistics.median(run["step_seconds"] for run in runs["plain"]) if "plain" in runs else float("nan")
+    speed = statistics.median(speeds)
+    print(f"drive: {speed:.2f} GB/s, half read and half written")
     print(
         f"{'placement':<16}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'waited':>8}{'peak MiB':>10}"
         f"{'NVMe MiB':>10}  loss"
@@ -189,8 +206,7 @@ def main() -> None:
         if name in OURS:
             work = statistics.median(run["compute"]["seconds"] + run["cpu_adam"]["seconds"] for run in results)
             moved = last["nvme_read"]["bytes"] + last["nvme_write"]["bytes"]
-            drive = statistics.median(max(run["nvme_read"]["seconds"], run["nvme_write"]["seconds"]) for run in results)
-            bound = max(work, drive)
+            bound = max(work, moved / speed / 1e9)
         table[name] = {
             "step_seconds": seconds,
             "ratio_to_plain": seconds / plain if "plain" in runs else None,
@@ -214,7 +230,7 @@ def main() -> None:
     same = len({tuple(table[name]["losses"]) for name in OURS if name in table}) <= 1
     print(f"losses of {', '.join(name for name in OURS if name in table)} equal to the last bit: {same}")
     conditions = {name: vars(arguments)[name] for name in ("model", "tokens", "max_grad_norm", "rounds")}
-    emit(arguments.json, conditions | {"placements": table, "equal": same})
+    emit(arguments.json, conditions | {"drive_gb_s": speed, "placements": table, "equal": same})
     if not same:
         sys.exit("placement changed a loss")
 

@@ -32,6 +32,7 @@ from swap import (
 )
 
 BLOCK = 4096
+MIB = 1 << 20
 
 
 @pytest.fixture(params=["io_uring", "threads"])
@@ -342,7 +343,7 @@ def test_urgent_overtakes_what_waits(engine: str, fd: int) -> None:
 
 
 def test_urgent_operations_keep_the_queue_short(engine: str, fd: int) -> None:
-    """Writes that never end fill a queue of 4, and then no read gets through; while urgent reads come, 3 are let in.
+    """Writes that never end fill a queue of 4, and then no read gets through; while urgent reads come, 2 are let in.
 
     The engine may need longer between two of the reads than it stays considerate for (50 ms), on a busy machine:
     hence several attempts. Without consideration none of them could succeed.
@@ -372,19 +373,64 @@ def test_urgent_operations_keep_the_queue_short(engine: str, fd: int) -> None:
 
 
 def test_what_was_held_back_for_urgent_operations_goes_out_by_itself(engine: str, fd: int) -> None:
-    """The first 3 writes never end; the others are held back until no urgent operation came for a while."""
+    """The first 2 writes never end; the others are held back until no urgent operation came for a while."""
     memory = Memory(2 * BLOCK)
     os.pwrite(fd, bytes(BLOCK), 0)
-    faults = [Fault(nth=nth, action=FaultAction.HANG, target=FaultTarget.WRITES) for nth in (1, 2, 3)]
+    faults = [Fault(nth=nth, action=FaultAction.HANG, target=FaultTarget.WRITES) for nth in (1, 2)]
     aio = Aio(engine=engine, queue_depth=8, threads=8, block_bytes=BLOCK, faults=faults)
     urgent = aio.read(fd, 0, memory.address, BLOCK, priority=Priority.URGENT)
     writes = [aio.write(fd, BLOCK, memory.address + BLOCK, BLOCK) for _ in range(10)]
     urgent.wait()
-    for ticket in writes[3:]:
+    for ticket in writes[2:]:
         ticket.wait(10)
-    assert [ticket.done() for ticket in writes[:3]] == [False] * 3
+    assert [ticket.done() for ticket in writes[:2]] == [False] * 2
     with pytest.raises(SwapDeadlineError):
         aio.close(0.05)
+
+
+def test_a_long_write_is_cut_while_urgent_operations_come(engine: str, fd: int) -> None:
+    """Of one block of 4 MiB a second request fails: so there is one, and it does not begin where a block does.
+
+    The engine may need longer to begin the write than it stays considerate for (50 ms): hence several attempts.
+    """
+    memory = Memory(4 * MIB + BLOCK)
+    os.pwrite(fd, bytes(BLOCK), 0)
+
+    def attempt() -> int | None:
+        faults = [Fault(nth=2, target=FaultTarget.WRITES)]
+        with Aio(engine=engine, queue_depth=4, threads=4, block_bytes=4 * MIB, faults=faults) as aio:
+            urgent = aio.read(fd, 0, memory.address + 4 * MIB, BLOCK, priority=Priority.URGENT)
+            write = aio.write(fd, BLOCK, memory.address, 4 * MIB)
+            urgent.wait()
+            try:
+                write.wait()
+            except SwapError as error:
+                return error.offset_bytes
+        return None
+
+    found = {attempt() for _ in range(20)}
+    assert found & {BLOCK + MIB, BLOCK + 2 * MIB, BLOCK + 3 * MIB}, found
+    assert found <= {None, *(BLOCK + i * MIB for i in range(4))}
+
+
+def test_what_is_cut_arrives_whole(engine: str, fd: int) -> None:
+    """Two blocks and a bit, written while urgent reads come for a part of the time."""
+    length = 8 * MIB + BLOCK + 1
+    memory, target = Memory(length), Memory(length)
+    data = pattern(length)
+    memory[0:length] = data
+    os.pwrite(fd, bytes(BLOCK), length)
+    with Aio(engine=engine, queue_depth=4, threads=4, block_bytes=4 * MIB) as aio:
+        for reads in range(4):
+            os.pwrite(fd, bytes(length), 0)
+            for _ in range(reads):
+                aio.read(fd, length, target.address, BLOCK, priority=Priority.URGENT).wait()
+            write = aio.write(fd, 0, memory.address, length)
+            for _ in range(reads):
+                aio.read(fd, length, target.address, BLOCK, priority=Priority.URGENT).wait()
+            write.wait()
+            assert os.pread(fd, length, 0) == data
+        assert aio.stats().write_bytes == 4 * length
 
 
 def test_reads_and_writes_alternate(engine: str, fd: int) -> None:

@@ -72,6 +72,7 @@ struct Operation {
 
     // Progress: written by the engine only (its I/O thread, or under its mutex).
     std::size_t chunks_issued = 0;
+    std::size_t piece_begin = 0;  // bytes of the chunk after those that were issued on their own
     unsigned requests_in_flight = 0;
     bool queued = false;
 

@@ -93,12 +93,16 @@ void RequestQueue::leave(Line& line, const OperationPtr& operation) {
     line.pop_front();
 }
 
-bool RequestQueue::hold_back(Lane& lane) const {
-    const std::size_t allowed = std::min(kCourtesyBlocks * block_bytes_, kCourtesyBytes);
-    if (lane.courtesy_until_s == 0 || lane.normal_bytes < allowed) return false;
+// Whether an urgent operation came to the device lately.
+bool RequestQueue::courteous(Lane& lane) const {
+    if (lane.courtesy_until_s == 0) return false;
     if (monotonic_s() < lane.courtesy_until_s) return true;
     lane.courtesy_until_s = 0;
     return false;
+}
+
+bool RequestQueue::hold_back(Lane& lane) const {
+    return lane.normal_bytes >= kCourtesyRequests * courtesy_piece() && courteous(lane);
 }
 
 bool RequestQueue::pop(Request& request) {
@@ -113,11 +117,13 @@ bool RequestQueue::pop(Request& request) {
             continue;
         }
         const std::size_t chunks = chunks_of(*operation);
-        const std::size_t start = chunk_at(operation->chunks_issued, chunks) * block_bytes_;
+        const std::size_t chunk = chunk_at(operation->chunks_issued, chunks) * block_bytes_;
+        const std::size_t start = chunk + operation->piece_begin;
+        const std::size_t left = std::min(chunk + block_bytes_, operation->length) - start;
         request.operation = operation;
         request.address = operation->address + start;
         request.offset = operation->offset + static_cast<std::int64_t>(start);
-        request.length = std::min(block_bytes_, operation->length - start);
+        request.length = !operation->urgent && courteous(*lane) ? std::min(left, courtesy_piece()) : left;
         request.issued_bytes = request.length;
         request.retries = 0;
         if (!operation->urgent) lane->normal_bytes += request.length;
@@ -126,7 +132,8 @@ bool RequestQueue::pop(Request& request) {
         last_kind_ = operation->kind;
         depth_.add();
         ++operation->requests_in_flight;
-        if (++operation->chunks_issued == chunks) leave(*line, operation);
+        operation->piece_begin = request.length == left ? 0 : operation->piece_begin + request.length;
+        if (request.length == left && ++operation->chunks_issued == chunks) leave(*line, operation);
         return true;
     }
 }

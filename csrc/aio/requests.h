@@ -4,6 +4,7 @@
 // alike. Must not know: how a request is carried out. Next: engine.h.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -64,8 +65,8 @@ class QueueDepth {
 ///
 /// A device serves what it holds in its own order, so an urgent request that meets a full queue waits for all
 /// of it.  While urgent operations keep coming to a device (and for a moment after), pop() therefore leaves
-/// only a few MiB of normal requests with it; without urgent ones the queue is as deep as the caller makes
-/// it. Not thread-safe: the caller serialises.
+/// only a few MiB of normal requests with it, cut smaller if need be; without urgent ones the queue is as deep
+/// as the caller makes it. Not thread-safe: the caller serialises.
 class RequestQueue {
   public:
     using Finish = std::function<void(const OperationPtr&)>;
@@ -95,8 +96,8 @@ class RequestQueue {
   private:
     using Line = std::deque<OperationPtr>;
 
-    static constexpr std::size_t kCourtesyBlocks = 3;        // of normal requests with the device meanwhile,
-    static constexpr std::size_t kCourtesyBytes = 3U << 20;  // or as many as begin within this
+    static constexpr std::size_t kCourtesyRequests = 2;      // normal ones with the device meanwhile,
+    static constexpr std::size_t kCourtesyPiece = 1U << 20;  // of so many bytes at most
     static constexpr std::size_t kIdleLanes = 16;            // kept although nothing waits in them
 
     /// What waits for one device.
@@ -118,8 +119,10 @@ class RequestQueue {
 
     Lane& lane_of(std::uint64_t device);
     Place next_place(bool all);
+    bool courteous(Lane& lane) const;
     bool hold_back(Lane& lane) const;
     void leave(Line& line, const OperationPtr& operation);
+    std::size_t courtesy_piece() const { return std::min(block_bytes_, kCourtesyPiece); }
     std::size_t chunks_of(const Operation& operation) const {
         return (operation.length + block_bytes_ - 1) / block_bytes_;
     }
