@@ -65,8 +65,8 @@ class QueueDepth {
 ///
 /// A device serves what it holds in its own order, so an urgent request that meets a full queue waits for all
 /// of it.  While urgent operations keep coming to a device (and for a moment after), pop() therefore leaves
-/// only a few MiB of normal requests with it, cut smaller if need be; without urgent ones the queue is as deep
-/// as the caller makes it. Not thread-safe: the caller serialises.
+/// only a few MiB of normal requests with it, cut smaller if need be; without urgent ones the queue is as
+/// deep as the caller makes it. Not thread-safe: the caller serialises.
 class RequestQueue {
   public:
     using Finish = std::function<void(const OperationPtr&)>;
