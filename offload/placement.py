@@ -24,11 +24,12 @@ from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
 
 WORKING_UNITS = 3  # computing, arriving, leaving
 STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
-MOST_STAGING_SLOTS = 8  # where host memory is left: the more, the longer the drive goes on while nobody passes by
+MOST_STAGING_SLOTS = 16  # where host memory is left: the more, the longer the drive goes on while nobody passes by
 GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
 MIN_CHUNK_NUMEL = 64 * 1024
 MAX_CHUNK_NUMEL = 2 * 1024 * 1024
 STAGING_SHARE = 0.2  # bytes of staging per parameter that are worth their room
+MOST_STAGING_SHARE = 0.27  # the same where host memory is left
 ACTIVATION_SHARE = 0.5
 SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
@@ -314,14 +315,13 @@ def _plan(request: Request) -> Plan:
         grad_at, param_at, state_at = dict(grad_home), dict(param_home), dict(state_home)
         sizes = {"staging": 0, "pool": 0, "fetch": 0, "down": 0, "chunk": chunk, "slot": 0, "slots": 0}
         if nvme_allowed or not request.device_is_host:  # parameters of a GPU pass through staging, too
-            sizes["slot"] = _slot_bytes(request, chunk)
+            sizes["slot"] = _slot_bytes(request, chunk, gradients=False)
             sizes["slots"] = STAGING_SLOTS if sizes["slot"] else 0
-            sizes["staging"] = sizes["slots"] * sizes["slot"]
             if nvme_allowed and not request.device_is_host:
                 sizes["fetch"] = 2 * max(params.values())
             if not request.device_is_host:
                 sizes["down"] = max((params[index] for index in grads), default=0)
-        left = host_budget - sizes["staging"] - sizes["fetch"] - sizes["down"] - request.own_bytes
+        left = host_budget - sizes["slots"] * sizes["slot"] - sizes["fetch"] - sizes["down"] - request.own_bytes
         kinds = [
             ("parameters", params, param_at, request.param_tier),
             ("optimizer states", states, state_at, request.optimizer_tier),
@@ -335,7 +335,8 @@ def _plan(request: Request) -> Plan:
         waiting = [size for index, size in grads.items() if index not in grad_at]
         if nvme_allowed and waiting and sum(waiting) > left:
             sizes["pool"] = GRAD_POOL_BUFFERS * max(waiting)
-            left -= sizes["pool"]
+            narrow, sizes["slot"] = sizes["slot"], _slot_bytes(request, chunk)  # gradients pass through it, too
+            left -= sizes["pool"] + sizes["slots"] * (sizes["slot"] - narrow)
         if left < 0:
             raise _TooSmall(Tier.HOST, f"the buffers of the NVMe pipeline{also}" if sizes["slot"] else f"buffers{also}")
         for kind, wanted, placed, forced in [("gradients", grads, grad_at, None), *kinds]:
@@ -350,9 +351,9 @@ def _plan(request: Request) -> Plan:
                 else:
                     raise _TooSmall(Tier.HOST, f"{kind} without an NVMe tier{also}")
         if nvme_allowed and sizes["slots"]:
-            worth = min(int(_trainable_numel(request) * STAGING_SHARE) // sizes["slot"], MOST_STAGING_SLOTS)
+            worth = min(int(_trainable_numel(request) * MOST_STAGING_SHARE) // sizes["slot"], MOST_STAGING_SLOTS)
             sizes["slots"] += max(min(left // sizes["slot"], worth - STAGING_SLOTS), 0)
-            sizes["staging"] = sizes["slots"] * sizes["slot"]
+        sizes["staging"] = sizes["slots"] * sizes["slot"]
         return grad_at, param_at, state_at, sizes
 
     placed = None
@@ -428,9 +429,9 @@ def _trainable_numel(request: Request) -> int:
     return sum(unit.numel for unit in request.units if unit.trainable)
 
 
-def _slot_bytes(request: Request, chunk: int) -> int:
+def _slot_bytes(request: Request, chunk: int, *, gradients: bool = True) -> int:
     """Return bytes of one staging slot: a chunk in every role that may have to pass through it."""
-    roles = (Role.PARAM, Role.GRAD, *STATE_ROLES)
+    roles = (Role.PARAM, Role.GRAD, *STATE_ROLES) if gradients else (Role.PARAM, *STATE_ROLES)
     longest = [(unit, unit.chunk_limit(chunk)) for unit in request.units]
     sizes = (sum(_exact_bytes(request, unit, role, numel) for role in roles) for unit, numel in longest)
     return whole_pages(max(sizes, default=0))
