@@ -315,7 +315,7 @@ class Hooks:
         Backward may run there, or in a thread of its own.
         """
         assert self._manager is not None
-        if not self._manager.streams_parameters:
+        if not self._manager.hides_parameters:
             return True
         modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
         return any(isinstance(mode, _SeeParameters) and mode.hooks is self for mode in modes)
@@ -326,7 +326,7 @@ class Hooks:
         Attention has a fast path for evaluation, of other operators, that torch takes only where no mode is active.
         """
         assert self._manager is not None
-        return _SeeParameters(self) if self._manager.streams_parameters else _without_fast_path()
+        return _SeeParameters(self) if self._manager.hides_parameters else _without_fast_path()
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
         """Run ``loss.backward(gradient, **options)``, watching.

@@ -84,7 +84,7 @@ class Manager:
         copies, working, gradients: its parts.
         staging: buffers of host memory through which chunks pass.
         versions: per unit, of the parameters' content: raised whenever they are written.
-        streams_parameters: whether any unit's parameters come and go.
+        hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
         resets: times that all leases were dropped.
         updates: what the last step has left to do; None when that is done.
         early: what the next step may have no need to do; None where nothing is done early.
@@ -125,8 +125,10 @@ class Manager:
         self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, plan.arena_bytes[Tier.DEVICE], device), Tier.HOST: host}
         self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
         self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
-        self.streams_parameters = Role.PARAM in self.copies.regions
-        self._prefetches = prefetch and self.streams_parameters
+        streams_parameters = Role.PARAM in self.copies.regions
+        waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
+        self.hides_parameters = streams_parameters or waits_for_updates
+        self._prefetches = prefetch and streams_parameters
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
         self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]

@@ -31,7 +31,6 @@ from offload.probe import OwnClass, OwnHyper
 from offload.rules import STATE_SEED, Rule, StepOf, rule_of
 from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk
-from offload.tiers import Tier
 
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
 MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
@@ -458,21 +457,15 @@ def begin_step(
     manager.refuse_in_use(updated)
     taken = early.settle(recipe) if early is not None else set()
     left = [unit for unit in updated if unit.index not in taken]
-    order = manager.order_of_use()
-    left.sort(key=lambda unit: (not _stays(manager, unit), order[unit.index]))
+    order, stays = manager.order_of_use(), manager.plan.stays
+    left.sort(key=lambda unit: (not stays(unit), order[unit.index]))
     pending = PendingUpdates(manager, left, recipe.visit, safe_point=safe_point)
     for index, slots in counted.items():
         for slot in slots:
             counts.counts[index][slot] += 1
     for unit in left:
-        if _stays(manager, unit):
+        if stays(unit):
             pending.require(unit.index)
-
-
-def _stays(manager: Manager, unit: Unit) -> bool:
-    """Tell whether everything of a unit is on the device: then there is nothing that its update would wait for."""
-    homes = manager.plan.homes[unit.index]
-    return homes.param is Tier.DEVICE and homes.states is Tier.DEVICE
 
 
 def _update_range(chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, accumulate: bool) -> None:

@@ -208,6 +208,11 @@ class Plan:
         """
         return _aside_bytes(self.request, unit, self.homes[unit.index], self.chunk_numel)
 
+    def stays(self, unit: Unit) -> bool:
+        """Tell whether everything of a unit is on the device: then there is nothing that its update would wait for."""
+        homes = self.homes[unit.index]
+        return homes.param is Tier.DEVICE and homes.states is Tier.DEVICE
+
     def role_bytes(self, unit: Unit, role: Role) -> int:
         """Return the bytes of a shard, whole pages."""
         return _bytes(self.request, unit, role)

@@ -75,6 +75,11 @@ def everything_on_device() -> dict[str, Any]:
     return {"device": "cpu", "max_memory": {"device": "64MiB", "cpu": "64MiB"}}
 
 
+def parameters_on_device() -> dict[str, Any]:
+    """Options: parameters in the device's arena, states in host memory: a step leaves updates to the next forward."""
+    return {**everything_on_device(), "offload_param": "none", "offload_optimizer": "cpu"}
+
+
 def host(model: nn.Module, *, unit_bytes: int = UNIT_BYTES, whole: bool = False) -> dict[str, Any]:
     """Options: all at home in host memory, room for three units on the device."""
     device = ACTIVATION_BYTES + working_bytes(model, unit_bytes=unit_bytes, whole=whole)

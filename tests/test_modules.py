@@ -23,6 +23,7 @@ from harness import (
     assert_equal,
     batch,
     everything_on_device,
+    parameters_on_device,
     run,
     tight,
 )
@@ -547,10 +548,9 @@ def test_module(name: str, tmp_path: Path) -> None:
     trained = [p for p in plain.parameters() if p.requires_grad]
     assert steps == {i: float(optimizer.state[p]["step"]) for i, p in enumerate(trained) if p in optimizer.state}
 
-    device = run(
-        build(name), range(STEPS), loss_of=loss_of, optimizer=offload.AdamW(lr=1e-3, eps=EPS), **everything_on_device()
-    )
-    assert_equal(outcome, device)
+    for options in (everything_on_device(), parameters_on_device()):
+        device = run(build(name), range(STEPS), loss_of=loss_of, optimizer=offload.AdamW(lr=1e-3, eps=EPS), **options)
+        assert_equal(outcome, device)
     units = outcome.plan.request.units
     if outcome.plan.working_bytes < sum(unit.param_bytes for unit in units):
         assert outcome.stats.misses + outcome.stats.stalls > 0
