@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -691,6 +692,47 @@ def test_keyboard_interrupt_ends_a_wait() -> None:
     text = textwrap.dedent(script).replace("TESTS", repr(str(Path(__file__).parent)))
     result = subprocess.run([sys.executable, "-c", text], check=True, timeout=60, capture_output=True, text=True)
     assert result.stdout.split() == ["interrupted", "closed"]
+
+
+def test_time_while_the_process_is_stopped_does_not_count() -> None:
+    """Stopped for longer than the deadline; the drive ends after that, within what is left of it."""
+    script = """
+        import os, sys, time
+        sys.path.insert(0, TESTS)
+        from aligned_memory import Memory
+        from swap import Aio, Fault, FaultAction, SwapDeadlineError, wait_all
+        memory = Memory(4096)
+        delays = [Fault(action=FaultAction.DELAY, nth=nth, delay_s=delay) for nth, delay in ((1, 2.7), (2, 2.5))]
+        aio = Aio(faults=[*delays, Fault(action=FaultAction.HANG, nth=3)])
+        fd = os.open("/dev/zero", os.O_RDONLY)
+        tickets = [aio.read(fd, 0, memory.address, 4096) for _ in range(3)]
+        print("waiting", flush=True)
+        wait_all(tickets[:2], 1.5)  # sees the second end after the first one's time is over
+        print("succeeded")
+        begin = time.monotonic()
+        try:
+            tickets[2].wait(0.1)
+        except SwapDeadlineError:
+            print("late" if time.monotonic() - begin > 3 else "missed")
+        try:
+            aio.close(0.05)
+        except TimeoutError:
+            print("closed")
+    """
+    text = textwrap.dedent(script).replace("TESTS", repr(str(Path(__file__).parent)))
+    command = [sys.executable, "-c", text]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        assert child.stdout is not None
+        try:
+            assert child.stdout.readline() == "waiting\n"
+            time.sleep(0.2)
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(2.0)
+            child.send_signal(signal.SIGCONT)
+            output, _ = child.communicate(timeout=30)
+        finally:
+            child.kill()
+    assert output.split() == ["succeeded", "missed", "closed"], output
 
 
 # ---- choice of the engine ----

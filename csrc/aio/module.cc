@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -34,6 +35,8 @@ using swap_aio::OperationPtr;
 using swap_aio::Settings;
 
 constexpr double kSignalCheckS = 0.1;     // Ctrl-C is noticed this often during a wait
+constexpr double kStoppedS = 0.5;         // a part of a wait took so much longer than asked: we were stopped
+constexpr double kGraceS = 1.0;           // after that no deadline is over, for the I/O threads to catch up
 constexpr double kDestructorWaitS = 5.0;  // an engine that was not closed gets this long
 
 [[noreturn]] void raise_os_error(int errno_value, const std::string& text) {
@@ -48,6 +51,9 @@ constexpr double kDestructorWaitS = 5.0;  // an engine that was not closed gets 
                    "asynchronous I/O engine: it belongs to the parent process; open a new one after fork()");
 }
 
+// When a wait last found that the process had been stopped (SIGSTOP, a freezer) and went on.
+std::atomic<double> resumed_s{-kGraceS};
+
 // An operation and the process it belongs to.
 class PyOperation {
   public:
@@ -55,19 +61,31 @@ class PyOperation {
 
     bool done() const { return operation_->done(); }
 
+    // Time during which the process was stopped does not count.  A caller who waits for several operations
+    // until one end cannot know of it: for those that come next there is the grace.
     bool wait(double timeout_s) const {
         if (operation_->done()) return true;
         if (::getpid() != pid_) raise_forked();
-        const double deadline_s = swap_aio::monotonic_s() + timeout_s;
+        double now_s = swap_aio::monotonic_s();
+        double deadline_s = std::max(now_s + timeout_s, resumed_s.load() + kGraceS);
+        bool graced = false;  // once: a machine that is only slow must see its deadlines, too
         for (;;) {
-            const double left_s = deadline_s - swap_aio::monotonic_s();
+            const double slice_s = std::clamp(deadline_s - now_s, 0.0, kSignalCheckS);
+            const double expected_s = now_s + slice_s;
             bool done;
             {
                 py::gil_scoped_release release;
-                done = operation_->wait(std::clamp(left_s, 0.0, kSignalCheckS));
+                done = operation_->wait(slice_s);
+            }
+            now_s = swap_aio::monotonic_s();
+            if (const double lost_s = now_s - expected_s; lost_s > kStoppedS) {
+                resumed_s.store(now_s);
+                deadline_s += lost_s;
+                if (!graced) deadline_s = std::max(deadline_s, now_s + kGraceS);
+                graced = true;
             }
             if (done) return true;
-            if (left_s <= 0) return false;
+            if (now_s >= deadline_s) return false;
             if (PyErr_CheckSignals() != 0) throw py::error_already_set();
         }
     }
