@@ -39,8 +39,10 @@ from offload.shard import Unit
 from offload.tiers import view_at
 from offload.units import UnitTree
 
-# Modules that some engine manages, so that a second one can be refused.
+# Modules that some engine manages, so that a second one can be refused; and whose a parameter is, by its identity,
+# which nothing else can have while its owner lives and keeps it.
 _managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_owners: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 
 _NO_GRAPH_TASK = -1  # torch's number where no backward pass is running
 
@@ -67,6 +69,7 @@ class Hooks:
             raise StateError(
                 f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}); close that one first"
             )
+        _refuse_shared(tree)
         _refuse_unfit(tree)
         self._tree = tree
         self._device = device
@@ -197,6 +200,11 @@ class Hooks:
         """Return (unit, slot) of a parameter of this model."""
         return self._slot_of.get(id(parameter))
 
+    def describe(self, parameter: torch.Tensor) -> str:
+        """Return what a parameter of this model is called here, for messages."""
+        unit, slot = self._slot_of[id(parameter)]
+        return f"{self._tree.units[unit].slots[slot].name} of the engine on {type(self._model()).__name__}"
+
     # --- attach and detach ------------------------------------------------------------------------------------------
 
     def attach(self, manager: Manager, activations: Activations) -> None:
@@ -208,6 +216,7 @@ class Hooks:
             self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
             _managed.add(module)
+        _owners.update(dict.fromkeys(self._slot_of, self))
         for unit, parameters in zip(self._tree.units, self._tree.parameters, strict=True):
             if unit.trainable:
                 for slot, parameter in enumerate(parameters):
@@ -222,6 +231,9 @@ class Hooks:
         self._handles.clear()
         for module in self._leases:
             _managed.discard(module)
+        for identity in self._slot_of:
+            if _owners.get(identity) is self:
+                del _owners[identity]
         self._manager = None
 
     def unwind(self) -> None:
@@ -458,7 +470,8 @@ class Hooks:
 
         def hook(parameter: torch.Tensor) -> None:
             self = reference()
-            assert self is not None
+            if self is None:  # collected with its engine, and could not remove this; somebody else has the parameter
+                return
             gradient, parameter.grad = parameter.grad, None
             refusal = self.refuse_gradient()
             if refusal is not None:
@@ -608,6 +621,18 @@ def _collects_state(func: Any, caller: FrameType) -> bool:
     Fetched one by one for it, they would all stay on the device until then.
     """
     return func is torch.Tensor.detach and caller.f_code is nn.Module._save_to_state_dict.__code__
+
+
+def _refuse_shared(tree: UnitTree) -> None:
+    """Refuse parameters that an engine on other modules has: each would train them with gradients of its own only."""
+    for unit, parameters in zip(tree.units, tree.parameters, strict=True):
+        for slot, parameter in zip(unit.slots, parameters, strict=True):
+            owner = _owners.get(id(parameter))
+            if owner is not None:
+                raise StateError(
+                    f"parameter {slot.name}: expected one that no other engine has but got "
+                    f"{owner.describe(parameter)}; close that engine first, or wrap one module that contains both"
+                )
 
 
 def _refuse_unfit(tree: UnitTree) -> None:

@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ import pytest
 import torch
 from harness import (
     ACTIVATION_BYTES,
+    LINEAR_BYTES,
     WIDTH,
     assert_same_tensors,
     batch,
     everything_on_device,
+    host,
     loss_of,
     one_torch_thread,
     tight,
@@ -242,6 +245,67 @@ def test_a_failed_way_back_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
     assert_nothing_left(tmp_path)
     with pytest.raises(offload.StateError, match="load the model again"):
         Engine(model, AdamW(), **tight(model, tmp_path))
+
+
+class Half(nn.Module):
+    """One of two models with a weight in common."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.trunk.weight = shared
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(torch.tanh(self.trunk(x)))
+
+
+@pytest.mark.parametrize("place", ["device", "host", "nvme"])
+def test_a_parameter_of_two_engines(place: str, tmp_path: Path) -> None:
+    def options(model: nn.Module) -> dict[str, Any]:
+        if place == "device":
+            return everything_on_device()
+        return host(model, unit_bytes=LINEAR_BYTES) if place == "host" else tight(model, tmp_path)
+
+    torch.manual_seed(0)
+    shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+    one, two = Half(shared), Half(shared)
+    refused = pytest.raises(
+        offload.StateError,
+        match=r"^parameter trunk\.weight: expected one that no other engine has but got trunk\.weight of the engine on "
+        r"Half; close that engine first, or wrap one module that contains both$",
+    )
+    before = {name: value.clone() for name, value in two.own.state_dict().items()}
+    wanted = options(two)
+    with Engine(one, AdamW(), **options(one)) as engine:
+        with refused:
+            Engine(two, AdamW(), **wanted)
+        with refused:
+            Engine(two, **wanted)
+        assert_same_tensors(two.own.state_dict(), before)
+        assert not two.own._forward_pre_hooks
+        step(engine, 0)
+    with Engine(two, AdamW(), **wanted) as engine:
+        step(engine, 0)
+        with refused:
+            Engine(one, AdamW(), **options(two))
+    both = nn.Sequential(one, two)
+    with Engine(both, AdamW(), **options(both)) as engine:
+        step(engine, 0)
+
+
+def test_a_parameter_of_an_engine_that_was_collected() -> None:
+    """It belongs to nobody then; what it held went with the engine."""
+    shared = nn.Parameter(torch.ones(WIDTH, WIDTH))
+    engine = Engine(Half(shared), AdamW(), **everything_on_device())
+    step(engine, 0)
+    seen = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert seen() is None
+    shared.data = torch.ones(WIDTH, WIDTH) / WIDTH
+    with Engine(Half(shared), AdamW(), **everything_on_device()) as engine:
+        step(engine, 0)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
