@@ -134,6 +134,12 @@ class Activations:
             self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes
             self._high_water_bytes = meter.high_water_bytes()
 
+    def close(self) -> None:
+        """Close the meter: nothing is measured any more. Idempotent."""
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
+
     # --- as booked --------------------------------------------------------------------------------------------------
 
     def charge(self, tensor: torch.Tensor) -> int:

@@ -171,10 +171,15 @@ class Engine:
                 unloaded.update(self._loader.unload(manager))
             raise
         meter = open_resident_set() if self.device.type == "cpu" else None
-        self._activations = Activations(
-            self._budgets[Tier.DEVICE], manager.working, meter, beside_bytes=self.plan.request.own_bytes
-        )
-        self._hooks.attach(manager, self._activations)
+        try:
+            self._activations = Activations(
+                self._budgets[Tier.DEVICE], manager.working, meter, beside_bytes=self.plan.request.own_bytes
+            )
+            self._hooks.attach(manager, self._activations)
+        except BaseException:
+            if meter is not None:
+                meter.close()
+            raise
         self._hooks.final_micro_batch = self.is_gradient_accumulation_boundary
         self._hooks.refuse_gradient = self._refuse_gradient
         self._hooks.check_interrupt = self._deferral.check
@@ -538,6 +543,7 @@ class Engine:
             last.callback(self._leave_module, restored)
             last.callback(manager.close)
             last.callback(self._hooks.detach)
+            last.callback(self._activations.close)
             if restore:
                 restored.update(self._loader.unload(manager))
 

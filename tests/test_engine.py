@@ -1094,6 +1094,26 @@ def test_an_unclosed_engine_is_collected(tmp_path: Path) -> None:
     assert files() == 0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_meter_is_closed_with_the_engine(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meters() -> int:
+        return sum(os.readlink(f"/proc/self/fd/{fd}").endswith("/statm") for fd in _descriptors())
+
+    gc.collect()
+    before = meters()
+    if fails:
+        monkeypatch.setattr(offload.hooks.Hooks, "attach", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as caught:
+            Engine(net(), AdamW(), **everything_on_device())
+        assert caught.value is not None  # which keeps the engine
+    else:
+        engine = Engine(net(), AdamW(), **everything_on_device())
+        step(engine, 0)
+        assert meters() == before + 1
+        engine.close()
+    assert meters() == before
+
+
 def _descriptors() -> list[str]:
     """Return open descriptors; the one of the listing itself is gone."""
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
