@@ -412,7 +412,8 @@ class Engine:
         the optimizer's state is loaded before or after.
 
         Raises:
-            ConfigError: names or shapes do not fit (with `strict`, missing and unexpected names too).
+            ConfigError: it is no mapping, or names or shapes do not fit (with `strict`, missing and unexpected names
+                too).
             StateError: parameters are in use, inside :meth:`gather` or a forward. Nothing was loaded in either case.
         """
         self._tensors.load(state_dict, strict=strict)
@@ -428,6 +429,7 @@ class Engine:
 
         Raises:
             BudgetError: they do not fit the device budget at once.
+            ConfigError: `params` is something else.
             StateError: a parameter is not this engine's, or is in use already and to be modified, or one was changed
                 in place without `modify`; where there is a copy at home, the change is undone then, as it is after an
                 exception inside the block.

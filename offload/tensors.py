@@ -69,8 +69,13 @@ class ModuleTensors:
     def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
         manager = self._manager()
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(
+                f"state dict: expected a mapping of names to tensors but got a value of type "
+                f"{type(state_dict).__name__}; load what state_dict() returned"
+            )
         own = self._by_name()
-        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys(), key=str)
         if strict and (missing or unexpected):
             raise ConfigError(
                 f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
@@ -99,18 +104,7 @@ class ModuleTensors:
     def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
         """Give parameters real data on the device inside the ``with`` block; see ``Engine.gather``."""
         manager = self._manager()
-        if isinstance(params, nn.Parameter):
-            params = [params]
-        elif isinstance(params, nn.Module):
-            params = list(params.parameters())
-        places = {}
-        for parameter in params:
-            where = self._hooks.slot_of(parameter)
-            if where is None:
-                raise StateError(
-                    f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
-                )
-            places[where] = parameter
+        places = self._places(params)
         manager.finish_updates()  # what is changed must not be on its way home
         indices = dict.fromkeys(index for index, _ in places)
         if modify:
@@ -152,6 +146,28 @@ class ModuleTensors:
             checkpoint.scatter_parameters(manager, values, keep_masters=False)
         elif changed:
             raise StateError(f"gather: {self._name(changed[0])} was changed; pass modify=True to keep changes")
+
+    def _places(self, params: object) -> dict[Where, nn.Parameter]:
+        """Return the parameters that are to be gathered by their place."""
+        expected = "gather: expected a parameter, several, or a module but got"
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, torch.Tensor):
+            params = [params]
+        elif not isinstance(params, Iterable):
+            raise ConfigError(f"{expected} a value of type {type(params).__name__}; pass some of the model's own")
+        places = {}
+        for parameter in params:
+            if not isinstance(parameter, torch.Tensor):
+                got = f"a value of type {type(parameter).__name__} in a {type(params).__name__}"
+                raise ConfigError(f"{expected} {got}; pass some of the model's own")
+            where = self._hooks.slot_of(parameter)
+            if where is None:
+                raise StateError(
+                    f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
+                )
+            places[where] = self._tree.parameters[where[0]][where[1]]
+        return places
 
     def _name(self, where: Where) -> str:
         index, slot = where

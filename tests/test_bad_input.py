@@ -675,6 +675,34 @@ def written_while_in_use(engine: Engine) -> None:
         engine.step()
 
 
+def values_that_are_no_parameters(engine: Engine) -> None:
+    expected = "gather: expected a parameter, several, or a module but got a value of type "
+    weight = engine.module.blocks[3].weight
+    for value, got in [
+        (None, "NoneType"),
+        (1, "int"),
+        ([1], "int in a list"),
+        ([weight, None], "NoneType in a list"),
+        ("blocks", "str in a str"),
+        (dict(engine.module.named_parameters()), "str in a dict"),
+    ]:
+        for modify in (False, True):
+            with pytest.raises(offload.ConfigError, match=f"{expected}{got}; pass"):
+                engine.gather(value, modify=modify).__enter__()  # type: ignore[arg-type]
+    with pytest.raises(
+        offload.StateError, match=rf"gather: a parameter of shape \({WIDTH},\) is not one of this engine"
+    ):
+        engine.gather(torch.ones(WIDTH)).__enter__()
+    for value in (None, 1, [1], "blocks", [("blocks.3.bias", weight)]):
+        text = (
+            f"state dict: expected a mapping of names to tensors but got a value of type {type(value).__name__}; load"
+        )
+        with pytest.raises(offload.ConfigError, match=text):
+            engine.load_state_dict(value)  # type: ignore[arg-type]
+    with pytest.raises(offload.ConfigError, match=r"unexpected \[1, 'x'\]"):
+        engine.load_state_dict({**engine.state_dict(), "x": weight, 1: weight})  # type: ignore[dict-item]
+
+
 def saved_tensor_changed_in_place(engine: Engine) -> None:
     """Torch itself looks only where no hooks are; the gradient would be wrong."""
     x = batch(0)
@@ -780,6 +808,7 @@ DISTURBANCES = [
     wrapped_twice,
     copied_or_pickled,
     written_while_in_use,
+    values_that_are_no_parameters,
     saved_tensor_changed_in_place,
     traced,
     compiled,
