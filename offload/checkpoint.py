@@ -61,7 +61,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
         manager: owner of the shards.
         values: new values, of any floating dtype for floating parameters; moments stay as they are.
         keep_masters: 16-bit values that equal the present parameter leave its fp32 master alone. False where the
-            working copy has been changed already.
+            present one may have been changed by others.
 
     Raises:
         ConfigError: something is not a tensor that can be copied, or of another shape.

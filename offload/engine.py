@@ -425,14 +425,16 @@ class Engine:
 
         Args:
             params: a parameter, several, or a module.
-            modify: write what was changed home, masters included; takes as much memory again, to see what was changed.
+            modify: write what was changed home; the fp32 masters of 16-bit elements that change become their new
+                values, the others stay. Takes as much memory again as their units, to see what was changed; after an
+                exception inside the block all is as before.
 
         Raises:
             BudgetError: they do not fit the device budget at once.
             ConfigError: `params` is something else.
             StateError: a parameter is not this engine's, or is in use already and to be modified, or one was changed
-                in place without `modify`; where there is a copy at home, the change is undone then, as it is after an
-                exception inside the block.
+                in place without `modify` or without being gathered; what may be changed is kept. The change is undone
+                with `modify`, and where there is a copy at home; elsewhere the next step refuses it again.
         """
         return self._tensors.gather(params, modify=modify)
 

@@ -7,6 +7,7 @@ bytes are is :mod:`offload.checkpoint`'s business. Next: :mod:`offload.engine`, 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from offload.generic import Where
 from offload.hooks import Hooks
 from offload.manager import Manager
 from offload.units import UnitTree
+
+SWAP_NUMEL = 1 << 20  # elements that change places at once
 
 
 class ModuleTensors:
@@ -39,6 +42,7 @@ class ModuleTensors:
         self._hooks = hooks
         self._manager = manager
         self._handles: list[RemovableHandle] = []
+        self._gathered: Counter[Where] = Counter()  # by blocks that are under way
 
     def attach(self) -> None:
         """Let ``module.state_dict()`` return real tensors, and refuse ``module.load_state_dict()``."""
@@ -111,41 +115,63 @@ class ModuleTensors:
             manager.refuse_leased(self._tree.units[index] for index in indices)
         taken: list[int] = []
         resets = manager.resets
+        stale: set[Where] = set()
         values = {}
-        changed: list[Where] = []
+        refused: list[Where] = []  # changed, but not to be modified
+        left: list[Where] = []  # of these, what is not undone yet
+        whole = False
         try:
             for index in indices:
                 manager.acquire(index)
                 taken.append(index)
-            seen = {where: _Seen(parameter, keep=modify) for where, parameter in places.items()}
+            stale = self._refuse_changes(places)
+            seen = {
+                (index, slot): _Seen(parameter, keep=modify)
+                for index in indices
+                for slot, parameter in enumerate(self._tree.parameters[index])
+                if (index, slot) in places or not self._gathered[index, slot]
+            }
+            mine = [where for where in seen if modify and where in places]
+            self._gathered.update(places.keys())
             try:
                 with self._hooks.watch():
                     yield
+                whole = True
             finally:
-                rebound = [where for where, one in seen.items() if not one.take_back()]
-                changed = [where for where, one in seen.items() if one.changed()]
+                self._gathered.subtract(places.keys())
+                rebound = [where for where in mine if not seen[where].take_back()]
+                changed = [where for where in mine if where in stale or seen[where].changed()]
+                values = {where: seen[where].take_out() for where in changed}  # all is as it was, whatever happens next
+                refused = [where for where, one in seen.items() if where not in mine and one.refuse()]
+                left = [where for where in refused if not modify and seen[where].written()]
                 seen.clear()  # a view of a unit keeps it where it is
-                for index in taken:
+                for index in {index for index, _ in (*changed, *refused)}:
                     self._hooks.accept_changes(self._tree.units[index])
             if rebound:
+                whole = False
                 parameter = places[rebound[0]]
                 raise StateError(
                     f"gather: {self._name(rebound[0])} was replaced by a tensor of another shape, dtype or device than "
                     f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
                 )
-            if modify:
-                values = {where: places[where].detach().clone() for where in changed}
         finally:
             if manager.resets == resets:  # else an error in between has returned all leases
                 for index in taken:
                     manager.release(index)
-            if not values:
-                for index in {index for index, _ in changed}:
-                    manager.discard_working_copy(index)
+            for index in {index for index, _ in left}:
+                manager.discard_working_copy(index)
+            self._mark_changed(where for where in left if where[0] in manager.working)
+            if not whole:
+                self._mark_changed(where for where in values if where in stale)
         if values:
-            checkpoint.scatter_parameters(manager, values, keep_masters=False)
-        elif changed:
-            raise StateError(f"gather: {self._name(changed[0])} was changed; pass modify=True to keep changes")
+            checkpoint.scatter_parameters(manager, values, keep_masters=not stale)
+        for where in sorted(refused, key=lambda where: where not in places):
+            if where in places:
+                raise StateError(f"gather: {self._name(where)} was changed; pass modify=True to keep changes")
+            raise StateError(
+                f"gather: {self._name(where)} was changed but not gathered, and the change would be lost; gather it "
+                "too, with modify=True"
+            )
 
     def _places(self, params: object) -> dict[Where, nn.Parameter]:
         """Return the parameters that are to be gathered by their place."""
@@ -168,6 +194,30 @@ class ModuleTensors:
                 )
             places[where] = self._tree.parameters[where[0]][where[1]]
         return places
+
+    def _refuse_changes(self, places: Mapping[Where, nn.Parameter]) -> set[Where]:
+        """Refuse changes from before in the units of `places`; returns the places that have them, or may."""
+        stale: set[Where] = set()
+        for index in {index for index, _ in places}:
+            unit = self._tree.units[index]
+            if any(self._gathered[index, slot] for slot in range(len(unit.slots))):
+                continue  # they may be from the block around this one, which looks for itself
+            name = self._hooks.changed(unit)
+            if name is None:
+                continue
+            first = [slot.name for slot in unit.slots].index(name)
+            if (index, first) not in places:
+                raise StateError(
+                    f"parameter {name}: was changed in place or rebound outside the engine, and would be lost; change "
+                    "it inside engine.gather(parameter, modify=True)"
+                )
+            stale.update(where for where in places if where[0] == index and where[1] >= first)
+        return stale
+
+    def _mark_changed(self, places: Iterable[Where]) -> None:
+        """Let parameters count as changed outside of gather: the next step refuses them."""
+        for index, slot in places:
+            torch.autograd.graph.increment_version(self._tree.parameters[index][slot])
 
     def _name(self, where: Where) -> str:
         index, slot = where
@@ -199,7 +249,7 @@ class ModuleTensors:
 
 
 class _Seen:
-    """A gathered parameter as it was, to tell whether it has been changed."""
+    """A parameter as it was when it was gathered, to tell whether it has been changed."""
 
     def __init__(self, parameter: nn.Parameter, *, keep: bool) -> None:
         """Note content and storage; with `keep` also bytes, for torch does not count changes through ``.data``."""
@@ -221,15 +271,40 @@ class _Seen:
         Hooks.give_back(self._parameter, self._own)
         return fits
 
+    def written(self) -> bool:
+        """Tell whether torch has counted a change of the content."""
+        return self._parameter._version != self._version
+
     def changed(self) -> bool:
         """Tell whether the content is another one, or may be."""
-        if self._replaced or self._parameter._version != self._version:
+        if self._replaced or self.written():
             return True
         return self._before is not None and not torch.equal(_bits(self._before), _bits(self._own))
 
+    def take_out(self) -> torch.Tensor:
+        """Return the present content, and let the parameter have the kept one again."""
+        assert self._before is not None
+        here, kept = self._own.view(-1), self._before.view(-1)
+        for begin in range(0, kept.numel(), SWAP_NUMEL):
+            part = here[begin : begin + SWAP_NUMEL].clone()
+            here[begin : begin + SWAP_NUMEL] = kept[begin : begin + SWAP_NUMEL]
+            kept[begin : begin + SWAP_NUMEL] = part
+        return self._before
+
+    def refuse(self) -> bool:
+        """Tell whether the parameter was changed; undo that, with what was kept."""
+        self._replaced = self._parameter.data_ptr() != self._own.data_ptr()
+        if self._replaced:
+            Hooks.give_back(self._parameter, self._own)
+        if not self.changed():
+            return False
+        if self._before is not None:
+            self._own.copy_(self._before)
+        return True
+
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    return values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+    return values.view(-1).view({4: torch.int32, 2: torch.int16}.get(values.element_size(), torch.uint8))
 
 
 def _refuse_load(*_: object) -> None:

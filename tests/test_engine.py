@@ -671,6 +671,140 @@ def test_gather_keeps_such_changes_in_every_master(options: Callable[[nn.Module]
         assert torch.equal(master, engine.state_dict()["blocks.4.weight"].float())
 
 
+PLACES: dict[str, Callable[..., dict[str, Any]]] = {
+    "device": lambda model, path: everything_on_device(),
+    "host": lambda model, path: host(model, unit_bytes=LINEAR_BYTES),
+    "nvme": tight,
+}
+
+
+def everything(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return parameters, buffers and states, masters included."""
+    assert engine.optimizer is not None
+    found = engine.state_dict()
+    for number, state in engine.optimizer.state_dict()["state"].items():
+        found.update({f"{number}.{name}": value for name, value in state.items()})
+    return found
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("modify", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", PLACES)
+def test_gather_refuses_changes_of_what_was_not_gathered(
+    place: str, dtype: torch.dtype, modify: bool, raises: bool, tmp_path: Path
+) -> None:
+    """The change is refused by name and undone; what is changed with it, and may be, is kept."""
+    model = half_net().to(dtype)
+    block = model.blocks[4]
+    options = {"initial_loss_scale": 8.0, **PLACES[place](model, tmp_path)}
+    with Engine(model, AdamW(lr=1e-2, eps=EPS), **options) as engine:
+        x = batch(0).to(dtype)
+        engine.backward(engine(x).float().pow(2).mean())
+        assert engine.step()
+        before = everything(engine)
+        refused = pytest.raises(offload.StateError, match=r"parameter blocks\.4\.bias was changed but not gathered")
+        with pytest.raises(KeyError) if raises else refused, engine.gather(block.weight, modify=modify):
+            with torch.no_grad():
+                block.bias.fill_(5)
+                if modify:
+                    block.weight.fill_(2)
+            if raises:
+                raise KeyError
+        if place == "device" and not modify:  # there is no other copy
+            with pytest.raises(offload.StateError, match=r"parameter blocks\.4\.bias: was changed in place"):
+                engine.backward(engine(x).float().pow(2).mean())
+                engine.step()
+            return
+        after = everything(engine)
+        if modify and not raises:
+            number = [name for name, _ in model.named_parameters()].index("blocks.4.weight")
+            for name in {"blocks.4.weight", f"{number}.master"} & before.keys():
+                assert torch.equal(after[name], torch.full_like(before[name], 2))
+                before[name] = after[name]
+        assert_same_tensors(after, before)
+        engine.backward(engine(x).float().pow(2).mean())
+        assert engine.step()
+        engine._manager.check()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_from_before_is_not_accepted_by_gather(place: str, tmp_path: Path) -> None:
+    """Of a neighbour it is refused; of the parameter itself it is kept with `modify`, and else left to be refused."""
+    model = half_net().to(torch.bfloat16)
+    block = model.blocks[0]
+    with Engine(model, AdamW(lr=1e-2, eps=EPS), **PLACES[place](model, tmp_path)) as engine:
+        x = batch(0).bfloat16()
+        engine.backward(engine(x).float().pow(2).mean())
+        assert engine.step()
+        with engine.gather(block):
+            pass
+        with torch.no_grad():
+            block.bias.fill_(5)
+        refused = pytest.raises(offload.StateError, match=r"parameter blocks\.0\.bias: was changed in place or rebound")
+        with refused, engine.gather(block.weight):
+            pass
+        with engine.gather(block):
+            assert block.bias[0] == 5
+        with pytest.raises(KeyError), engine.gather(block, modify=True):
+            raise KeyError
+        with refused:
+            engine.backward(engine(x).float().pow(2).mean())
+            engine.step()
+        engine.zero_grad()
+        with engine.gather(block.bias, modify=True):
+            pass
+        number = [name for name, _ in model.named_parameters()].index("blocks.0.bias")
+        found = everything(engine)
+        assert torch.equal(found["blocks.0.bias"], torch.full((WIDTH,), 5.0, dtype=torch.bfloat16))
+        assert torch.equal(found[f"{number}.master"], torch.full((WIDTH,), 5.0))
+        engine.backward(engine(x).float().pow(2).mean())
+        assert engine.step()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gathers_within_each_other(place: str, tmp_path: Path) -> None:
+    """Each block sees its own parameters changed, and no other block's as strange."""
+    model = net()
+    first, second = model.blocks[0], model.blocks[1]
+    with Engine(model, AdamW(), **PLACES[place](model, tmp_path)) as engine:
+        before = engine.state_dict()
+        with engine.gather(first.weight, modify=True), torch.no_grad():
+            first.weight.fill_(2)
+            with engine.gather(first.bias), engine.gather(second, modify=True):
+                assert torch.equal(first.bias, before["blocks.0.bias"])
+                first.weight[0] = 3
+                second.bias.fill_(4)
+        before["blocks.0.weight"].fill_(2)[0] = 3
+        before["blocks.1.bias"].fill_(4)
+        assert_same_tensors(engine.state_dict(), before)
+        step(engine, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("place", PLACES)
+def test_gather_keeps_masters_of_elements_that_do_not_change(place: str, dtype: str, tmp_path: Path) -> None:
+    """As loading the same values does; also of what is written with the value that it has."""
+    model = half_net().to(getattr(torch, dtype))
+    options = {"initial_loss_scale": 8.0, **PLACES[place](model, tmp_path)}
+    with Engine(model, AdamW(lr=1e-2, eps=EPS), **options) as engine:
+        engine.backward(engine(batch(0).to(model.norm.weight.dtype)).float().pow(2).mean())
+        assert engine.step()
+        before, block = everything(engine), model.blocks[4]
+        names = [name for name, _ in model.named_parameters()]
+        weight, bias = (f"{names.index(f'blocks.4.{name}')}.master" for name in ("weight", "bias"))
+        assert not torch.equal(before[weight][1:], before["blocks.4.weight"][1:].float())
+        with engine.gather(block, modify=True), torch.no_grad():
+            block.weight[0].zero_()
+            block.weight.data[2, 3] = 7
+            block.bias.mul_(1)
+        for name in ("blocks.4.weight", weight):
+            before[name][0] = 0
+            before[name][2, 3] = 7
+        assert not torch.equal(before[bias], before["blocks.4.bias"].float())
+        assert_same_tensors(everything(engine), before)
+
+
 def test_gather_refuses_a_parameter_that_became_another(engine: Engine) -> None:
     block = engine.module.blocks[4]
     before = engine.state_dict()
