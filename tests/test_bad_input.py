@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import AdamW, Engine, cpu_adam
+from offload import AdamW, Engine, cpu_adam, placement
 from offload.hooks import in_backward
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
@@ -1081,12 +1081,22 @@ def test_hanging_read_ends_at_the_deadline_with_a_dump(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spill", [False, True], ids=["gradients in memory", "gradients on nvme"])
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_every_single_transfer_may_fail(
-    stride: int, spill: bool, target: FaultTarget, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    stride: int,
+    spill: bool,
+    target: FaultTarget,
+    tmp_path: Path,
+    undisturbed: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fail the Nth transfer of a training, for every N: the engine is usable and exact, or unusable and says so."""
     options = tight(net(), tmp_path)
     if spill:
-        # Staging (4 slots x 16 B x 64 Ki elements) and three gradients of a unit (16 KiB each): the others spill.
+        # Staging (4 slots x 16 B x 64 Ki elements) and three gradients of a unit (16 KiB each): the others spill. Slots
+        # without room for gradients would leave so much that none of such a small model has to.
+        slot_bytes = placement._slot_bytes
+        monkeypatch.setattr(
+            placement, "_slot_bytes", lambda request, chunk, *, gradients=True: slot_bytes(request, chunk)
+        )
         options["max_memory"]["cpu"] = 4 * 16 * 65536 + 3 * 16384
 
     def train(engine: Engine) -> int:
