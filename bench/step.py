@@ -2,12 +2,12 @@
 
 Each placement runs in a process of its own (for its resident set), several times in turn; medians are reported, with
 the bound max(compute + CPU Adam, bytes moved / what the drive gives) beside the measurement: the drive is measured in
-every round, half reads and half writes, as a step's traffic is. ``nvme`` makes its updates while the
-next forward computes, ``nvme, in turn`` inside the step: the same work and the same numbers, one after the other.
-``plain`` is an ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its
-ZeRO-3 runs beside (``--no-peers`` leaves it out). The tokens are random, so the norm is above the usual limit of 1 in
-every step; with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during backward as well.
-``--model large`` is a random Llama of 1.1 B; what needs more memory than there is can be left out (``--placements``).
+every round, half reads and half writes, as a step's traffic is. ``nvme`` makes its updates while the next forward
+computes, ``nvme, in turn`` inside the step: the same work and the same numbers, one after the other. ``plain`` is an
+ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its ZeRO-3 runs
+beside (``--no-peers`` leaves it out). The tokens are random, so the norm is above the usual limit of 1 in every step;
+with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during backward as well. ``--model
+large`` is a random Llama of 1.1 B; what needs more memory than there is can be left out (``--placements``).
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in placements}
     speeds = []
     for _ in range(arguments.rounds):
-        speeds.append(drive_gb_s(arguments.path, 128 * MIB if arguments.smoke else 1024 * MIB))
+        if {"nvme", IN_TURN} & runs.keys():
+            speeds.append(drive_gb_s(arguments.path, 128 * MIB if arguments.smoke else 1024 * MIB))
         for name in runs:
             command = [sys.executable, __file__, "--one", name, "--path", arguments.path]
             command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
@@ -192,8 +193,9 @@ def main() -> None:
 
     table: dict[str, dict[str, Any]] = {}
     plain = statistics.median(run["step_seconds"] for run in runs["plain"]) if "plain" in runs else float("nan")
-    speed = statistics.median(speeds)
-    print(f"drive: {speed:.2f} GB/s, half read and half written")
+    speed = statistics.median(speeds) if speeds else None
+    if speed is not None:
+        print(f"drive: {speed:.2f} GB/s, half read and half written")
     print(
         f"{'placement':<16}{'s/step':>8}{'/plain':>8}{'bound':>8}{'/bound':>8}{'waited':>8}{'peak MiB':>10}"
         f"{'NVMe MiB':>10}  loss"
@@ -206,7 +208,7 @@ def main() -> None:
         if name in OURS:
             work = statistics.median(run["compute"]["seconds"] + run["cpu_adam"]["seconds"] for run in results)
             moved = last["nvme_read"]["bytes"] + last["nvme_write"]["bytes"]
-            bound = max(work, moved / speed / 1e9)
+            bound = work if speed is None else max(work, moved / speed / 1e9)
         table[name] = {
             "step_seconds": seconds,
             "ratio_to_plain": seconds / plain if "plain" in runs else None,
