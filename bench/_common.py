@@ -11,11 +11,31 @@ from typing import Any
 
 import torch
 
+from offload.finetune_text import Settings, Windows, make_windows, read_text
+
 
 def model_directory() -> Path:
     """Return where ``make prepare`` has put the real model."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return Path(os.environ.get("OFFLOAD_MODEL", cache / "offload" / "smollm2-135m"))
+    return Path(os.environ.get("OFFLOAD_MODEL", _cache() / "smollm2-135m"))
+
+
+def text_file() -> Path:
+    """Return where ``make prepare`` has put the real text."""
+    return _cache() / "text" / "corpus.txt"
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "offload"
+
+
+def text_windows(settings: Settings) -> Windows:
+    """Return token windows of a text, cut by the model's own tokenizer."""
+    from offload.finetune import load_tokenizer
+
+    encode = load_tokenizer(settings.model)
+    return make_windows(
+        lambda text: encode(text, add_special_tokens=False)["input_ids"], read_text(settings.text), settings
+    )
 
 
 # hidden and feed-forward size, layers, vocabulary, heads for keys and values, tied embedding
@@ -24,6 +44,11 @@ _RANDOM = {
     "real": (576, 1536, 30, 49152, 3, True),
     "large": (2048, 5632, 20, 32000, 16, False),
 }
+
+
+def vocabulary_size(name: str) -> int:
+    """Return the number of tokens that a model knows."""
+    return _RANDOM[name][3]
 
 
 def load_model(name: str) -> tuple[torch.nn.Module, int]:

@@ -8,7 +8,6 @@ every training loss as JSON and both as a plot. docs/numerics.md has the plot of
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -16,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import emit, load_model, model_directory
+from _common import emit, load_model, model_directory, text_file, text_windows
 
 import offload
-from offload.finetune import learning_rate_factor, load_tokenizer
-from offload.finetune_text import Settings, Windows, batches, make_windows, read_text
+from offload.finetune import learning_rate_factor
+from offload.finetune_text import Settings, Windows, batches
 
 PLAIN = "plain PyTorch, fp32 masters"
 FORMATS = {"float32 states (exact)": "float32", "bfloat16 states": "bfloat16", "int8 states": "int8"}
@@ -130,10 +129,7 @@ def turns(settings: Settings, *, tiny: bool) -> Iterator[tuple[int, dict[str, fl
     if tiny:
         windows = random_windows(vocabulary, settings)
     else:
-        encode = load_tokenizer(settings.model)
-        windows = make_windows(
-            lambda text: encode(text, add_special_tokens=False)["input_ids"], read_text(settings.text), settings
-        )
+        windows = text_windows(settings)
     due = {round(settings.steps * i / settings.evaluations) for i in range(settings.evaluations + 1)}
     supply = batches(windows.train, settings, CPU)
     for number in range(settings.steps + 1):
@@ -143,12 +139,11 @@ def turns(settings: Settings, *, tiny: bool) -> Iterator[tuple[int, dict[str, fl
 
 
 def main() -> None:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "offload"
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=128, help="of a step")
     parser.add_argument("--lr", type=float, default=5e-5)
-    parser.add_argument("--text", type=Path, default=cache / "text" / "corpus.txt")
+    parser.add_argument("--text", type=Path, default=text_file())
     parser.add_argument("--plot", help="write the plot here")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, a few steps")
     parser.add_argument("--json", help="write the result here")

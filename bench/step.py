@@ -1,13 +1,14 @@
-"""What does a step cost, and how much memory, for each placement? The real 135 M model, 512 tokens, clipping on.
+"""What does a step cost, and how much memory, for each placement? A real 135 M model and text, 512 tokens, clipping on.
 
 Each placement runs in a process of its own (for its resident set), several times in turn; medians are reported, with
 the bound max(compute + CPU Adam, bytes moved / what the drive gives) beside the measurement: the drive is measured in
 every round, half reads and half writes, as a step's traffic is. ``nvme`` makes its updates while the next forward
 computes, ``nvme, in turn`` inside the step: the same work and the same numbers, one after the other. ``plain`` is an
 ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its ZeRO-3 runs
-beside (``--no-peers`` leaves it out). The tokens are random, so the norm is above the usual limit of 1 in every step;
-with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during backward as well. ``--model
-large`` is a random Llama of 1.1 B; what needs more memory than there is can be left out (``--placements``).
+beside (``--no-peers`` leaves it out). The norm is above the usual limit of 1 in every step, on the real text as on the
+random tokens of a random model; with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during
+backward as well. ``--model large`` is a random Llama of 1.1 B; what needs more memory than there is can be left out
+(``--placements``).
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from typing import Any
 
 import _deepspeed_step
 import torch
-from _common import emit, load_model
+from _common import emit, load_model, model_directory, text_file, text_windows, vocabulary_size
 from memory import MIB, reset_peak, rss_bytes
 
+from offload.finetune_text import Settings as TextSettings
 from offload.nvme_measure import Ours, Pattern, Settings, Workload, Workspace
 
 IN_TURN = "nvme, in turn"
@@ -48,11 +50,12 @@ def options(placement: str, *, large: bool) -> dict[str, Any]:
     }
 
 
-def batches(vocabulary: int, tokens: int, count: int) -> list[dict[str, Any]]:
-    """Return token batches that every placement sees alike."""
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, vocabulary, (1, tokens), generator=generator) for _ in range(count)]
-    return [{"input_ids": row, "labels": row, "use_cache": False} for row in ids]
+def token_windows(name: str, tokens: int, count: int) -> torch.Tensor:
+    """Return (count, tokens) token numbers: of the real text for the real model, else random ones."""
+    if name == "real" and model_directory().exists() and text_file().exists():
+        settings = TextSettings(model=model_directory(), text=text_file(), sequence_length=tokens)
+        return text_windows(settings).train[:count].clone()
+    return torch.randint(0, vocabulary_size(name), (count, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def run_plain(
@@ -90,17 +93,18 @@ def drive_gb_s(path: str, size: int) -> float:
     return sample.bandwidth_gb_s
 
 
-def run_one(placement: str, path: str, *, steps: int, tokens: int, max_grad_norm: float, name: str) -> dict[str, Any]:
-    """Run one placement in this process."""
+def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, name: str) -> dict[str, Any]:
+    """Run one placement in this process, a step for each of the token windows in the file `windows`."""
     import offload
 
     torch.ones(2, 2) @ torch.ones(2, 2)
-    model, vocabulary = load_model(name)
+    model, _ = load_model(name)
     model.train()
+    data = [{"input_ids": row, "labels": row, "use_cache": False} for row in torch.load(windows)[:, None]]
+    steps = len(data)
     own = sum(p.numel() * p.element_size() for p in model.parameters())
     base = rss_bytes() - own  # libraries, not the model
     reset_peak()
-    data = batches(vocabulary, tokens, steps)
     result: dict[str, Any] = {}
     if placement == "plain":
         seconds, losses = run_plain(model, data, max_grad_norm)
@@ -159,37 +163,41 @@ def main() -> None:
     everything = ["plain", *OURS, *PEERS]
     parser.add_argument("--placements", nargs="+", choices=everything, default=everything, metavar="PLACEMENT")
     parser.add_argument("--one", choices=everything, help=argparse.SUPPRESS)
+    parser.add_argument("--windows", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.rounds, arguments.steps, arguments.tokens = 1, 3, 32
+    name = "tiny" if arguments.smoke else arguments.model
     if arguments.one:
         one = run_one(
             arguments.one,
             arguments.path,
-            steps=arguments.steps,
-            tokens=arguments.tokens,
+            windows=arguments.windows,
             max_grad_norm=arguments.max_grad_norm,
-            name="tiny" if arguments.smoke else arguments.model,
+            name=name,
         )
         print(json.dumps(one))
         return
 
     left_out = PEERS if arguments.no_peers or not _deepspeed_step.available() else ()
     placements = [name for name in arguments.placements if name not in left_out]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in placements}
+    runs: dict[str, list[dict[str, Any]]] = {placement: [] for placement in placements}
     speeds = []
-    for _ in range(arguments.rounds):
-        if {"nvme", IN_TURN} & runs.keys():
-            speeds.append(drive_gb_s(arguments.path, 128 * MIB if arguments.smoke else 1024 * MIB))
-        for name in runs:
-            command = [sys.executable, __file__, "--one", name, "--path", arguments.path]
-            command += ["--steps", str(arguments.steps), "--tokens", str(arguments.tokens)]
-            command += ["--max-grad-norm", str(arguments.max_grad_norm), "--model", arguments.model]
-            command += ["--smoke"] if arguments.smoke else []
-            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
-            if done.returncode:
-                sys.exit(f"{name}: {done.stderr[-2000:]}")
-            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+    with tempfile.NamedTemporaryFile(suffix=".pt") as windows:
+        torch.save(token_windows(name, arguments.tokens, arguments.steps), windows)
+        windows.flush()
+        for _ in range(arguments.rounds):
+            if {"nvme", IN_TURN} & runs.keys():
+                speeds.append(drive_gb_s(arguments.path, 128 * MIB if arguments.smoke else 1024 * MIB))
+            for placement in runs:
+                command = [sys.executable, __file__, "--one", placement, "--path", arguments.path]
+                command += ["--windows", windows.name, "--model", arguments.model]
+                command += ["--max-grad-norm", str(arguments.max_grad_norm)]
+                command += ["--smoke"] if arguments.smoke else []
+                done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
+                if done.returncode:
+                    sys.exit(f"{placement}: {done.stderr[-2000:]}")
+                runs[placement].append(json.loads(done.stdout.splitlines()[-1]))
 
     table: dict[str, dict[str, Any]] = {}
     plain = statistics.median(run["step_seconds"] for run in runs["plain"]) if "plain" in runs else float("nan")
