@@ -174,8 +174,10 @@ class Leases:
 
     # --- chunks that come through staging ---------------------------------------------------------------------------
 
-    def read_chunk(self, unit: Unit, role: Role, number: int, address: int, size_bytes: int) -> Ticket | None:
-        """Start bringing chunk `number` to host `address`; None where it has never been written.
+    def read_chunk(
+        self, unit: Unit, role: Role, number: int, address: int, size_bytes: int, *, urgent: bool = False
+    ) -> Ticket | None:
+        """Start bringing chunk `number` to host `address`, before what is not urgent; None if it was never written.
 
         The state roles are one record per chunk, named by :attr:`Role.MASTER`.
         """
@@ -184,7 +186,7 @@ class Leases:
             mover, at = self._on_gpu(shard, number)
             return mover.download(at, address, size_bytes)
         store, key = self._copies.require_store(), chunk_key(shard, number)
-        return store.get(key, address, size_bytes) if key in store else None
+        return store.get(key, address, size_bytes, urgent=urgent) if key in store else None
 
     def write_chunk(
         self, unit: Unit, role: Role, number: int, address: int, size_bytes: int, *, aside: bool = False

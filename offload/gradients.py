@@ -58,7 +58,7 @@ class Gradients:
         self._deadline_s = deadline_s
         self._gradients = {unit.index: Gradient.of(unit) for unit in units if unit.trainable}
         self._held: set[int] = set()  # units whose gradients belong to a step that has not used them yet
-        self.release_held: Callable[[], None] = lambda: None  # makes that step use them
+        self.finish_step: Callable[[], None] = lambda: None  # makes that step use them, and leave idle buffers
         self.on_complete: Callable[[int], None] = lambda index: None  # all of a unit's gradient has come
         self.on_change: Callable[[int], None] = lambda index: None  # more is added to what was complete
         self.on_drop: Callable[[], None] = lambda: None  # all are about to be forgotten
@@ -72,8 +72,7 @@ class Gradients:
             gradient: (slot shape) in the unit's dtype, on the device.
             final: no further micro-batch follows before the step, so the sum of squares is taken now.
         """
-        if self._held:  # of units that the forward has not used: their buffers are about to be written
-            self.release_held()
+        self.finish_step()  # of units that the forward has not used: their buffers are about to be written
         if final:
             known = self._gradients[index]
             known.final_adds += 1
@@ -140,15 +139,26 @@ class Gradients:
                 self._copies.discard(shard)
             self._gradients[index] = Gradient.of(shard.unit)
 
-    def hold(self, indices: Container[int]) -> None:
-        """Close a step: forget what has arrived, but keep the gradients of units `indices` until :meth:`release`."""
+    def hold(self, indices: Container[int]) -> list[Buffer]:
+        """Close a step: forget what has arrived, but keep the gradients of units `indices` until :meth:`release`.
+
+        Returns:
+            Host memory of gradients that nothing is kept of: idle, and the step's until it has ended.
+        """
         self._held = {index for index in self._gradients if index in indices}
         self.drop()
+        return [buffer for index in self._gradients if index not in self._held for buffer in self._idle(index)]
 
-    def release(self, index: int) -> None:
-        """Let the gradient of a unit that was held go: the step has used it."""
+    def release(self, index: int) -> list[Buffer]:
+        """Let the gradient of a unit that was held go: the step has used it; returns its memory as :meth:`hold`."""
         self._held.discard(index)
         self._copies.discard(self._copies.of(index, Role.GRAD))
+        return self._idle(index)
+
+    def _idle(self, index: int) -> list[Buffer]:
+        """Return the host memory that only this gradient is ever in."""
+        shard = self._copies.of(index, Role.GRAD)
+        return [shard.home_buffer] if shard.home is Tier.HOST and shard.home_buffer is not None else []
 
     def _dtype(self, unit: Unit) -> cpu_adam.Dtype:
         return cpu_adam.Dtype.FLOAT32 if self._accumulate else KERNEL_DTYPE[unit.dtype]

@@ -131,6 +131,7 @@ class Manager:
         self._prefetches = prefetch and streams_parameters
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
+        self._prefetch_limit_bytes = plan.staging_slots * plan.staging_slot_bytes  # while updates are under way
         self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
         for buffer in self.staging:
             touch(buffer)
@@ -146,7 +147,7 @@ class Manager:
         self.gradients = Gradients(
             self.units, self.copies, self.mover, accumulate=plan.request.accumulate, deadline_s=deadline_s
         )
-        self.gradients.release_held = self.finish_step
+        self.gradients.finish_step = self.finish_step
         self.working.finish_open_updates = self._finish_open_updates
         if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
             store.register_buffer(host.base_address, host.size_bytes)
@@ -245,9 +246,16 @@ class Manager:
         for index in self.schedule.upcoming(PREFETCH_WINDOW):
             shard = self._params[index]
             if shard.state is State.STORED and shard.home is not Tier.DEVICE and self._may_fetch(shard):
+                if self.updates is not None and self._late_bytes() >= self._prefetch_limit_bytes:
+                    return  # they are waited for first
                 if not self.working.start_fetch(shard, self.schedule, required=False):
                     self._no_room_at, self._patience = here, PATIENCE - 1
                     return
+
+    def _late_bytes(self) -> int:
+        """Return the bytes of parameters that are under way."""
+        fetched = (shard for shard in self.copies.in_flight(Role.PARAM) if shard.state is State.FETCHING)
+        return sum(shard.size_bytes for shard in fetched if self.copies.is_late(shard))
 
     def _make_resident(self, shard: Shard) -> None:
         index = shard.unit.index

@@ -110,7 +110,7 @@ class PendingUpdates:
         self._unread: Chunk | None = None  # whose read has failed, and is to be repeated
         self.failure: BaseException | None = None
         self._reported = False
-        manager.gradients.hold(self._old)
+        self._pipeline.widen(manager.gradients.hold(self._old))
         for shard in shards:
             manager.versions[shard.unit.index] += 1
             manager.working.hide(shard)
@@ -151,9 +151,9 @@ class PendingUpdates:
                 self._start(Pace.READY)  # the drive has something to do in the meantime
 
     def begin(self) -> None:
-        """Start the first reads."""
+        """Start the first reads: the forward that begins next waits for them."""
         with self._working(), _tolerant():
-            self._start(Pace.READY)
+            self._start(Pace.READY, urgent=True)
 
     def finish_open(self) -> None:
         """Make the updates that are under way, and wait until they are home: what they occupy can go."""
@@ -219,15 +219,15 @@ class PendingUpdates:
             self._open.popleft()
             self._closing.append(update)
             update.leases.stop_reading()
-            self._manager.gradients.release(update.unit.index)
+            self._pipeline.widen(self._manager.gradients.release(update.unit.index))
             self._leave(update)
         return True
 
-    def _start(self, pace: Pace) -> None:
+    def _start(self, pace: Pace, *, urgent: bool = False) -> None:
         """Start the reads of chunks whose turn is near."""
         while True:
             ahead = sum(update.started - update.worked for update in self._open)
-            if ahead >= self._pipeline.ahead:
+            if not self._pipeline.has_room(ahead):
                 return
             waits = pace is not Pace.READY and not ahead  # there is nothing else to go on with
             leaving = self._pipeline.leaving()
@@ -242,15 +242,22 @@ class PendingUpdates:
                 self._begin(self._waiting[0])
                 self._waiting.popleft()
             update = self._open[-1]
-            self._pipeline.start(update.chunks[update.started])
+            self._pipeline.start(update.chunks[update.started], urgent=urgent or pace is Pace.NEXT)
             update.started += 1
 
     def _may_begin(self, unit: Unit) -> bool:
-        """Tell whether a unit can be begun without waiting, and its parameters are where they are best updated."""
-        copies = self._manager.copies
+        """Tell whether a unit can be begun without waiting, and its parameters are where they are best updated.
+
+        There they stay until they are home: more than two units must leave half of the working region to the forward.
+        """
+        manager, copies = self._manager, self._manager.copies
         param, gradient = copies.of(unit.index, Role.PARAM), copies.of(unit.index, Role.GRAD)
-        if param.state is State.STORED and self._manager.updates_in_place(param):
-            return False
+        if manager.updates_in_place(param):
+            begun = [update.unit.param_bytes for update in (*self._open, *self._closing)]
+            if param.state is State.STORED:
+                return False
+            if len(begun) > 1 and sum(begun) + unit.param_bytes > manager.plan.working_bytes // 2:
+                return False
         return not copies.is_late(param) and not copies.is_late(gradient)
 
     def _begin(self, unit: Unit) -> None:

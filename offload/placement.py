@@ -34,6 +34,7 @@ ACTIVATION_SHARE = 0.5
 SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
 NVME_SLACK_CHUNKS = 16
+MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
 _ENOUGH_BYTES = 1 << 60
 
 MOMENTS = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.STATE_3, Role.STATE_4, Role.STATE_5, Role.STATE_6)
@@ -200,6 +201,12 @@ class Plan:
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
     early_bytes: int = 0
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that the optimizer's pipeline may have: the swap files have room for a new version of each chunk."""
+        size = self.staging_slot_bytes + self.request.alignment_bytes
+        return min(NVME_SLACK_CHUNKS + self.early_bytes // size, MOST_SLOTS)
 
     def aside_bytes(self, unit: Unit) -> int:
         """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none.

@@ -19,6 +19,7 @@ from offload.access import Access, Leases
 from offload.manager import Manager
 from offload.placement import STAGING_SLOTS, STATE_ROLES, States, whole_pages
 from offload.shard import Role, Unit
+from offload.tiers import Buffer
 from offload.transfer import Ticket
 
 ALL_STATES = frozenset(STATE_ROLES)
@@ -119,11 +120,7 @@ def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
 
 
 class Pipeline:
-    """The staging slots, which chunks take in turn: started, worked on and gone in one order.
-
-    Attributes:
-        ahead: so many chunks may be started and not worked on: half of the slots, the others are being written.
-    """
+    """Slots of host memory, which chunks take in turn: started, worked on and gone in one order."""
 
     def __init__(
         self,
@@ -142,9 +139,22 @@ class Pipeline:
         self._aside = aside
         self._reads = reads
         self._writes = writes
-        self._turn = 0
-        self.ahead = max(len(manager.staging), STAGING_SLOTS) // 2
-        self._slots: deque[Chunk] = deque(maxlen=max(len(manager.staging), 1))  # chunks in slots, the oldest first
+        self._free = deque(buffer.address for buffer in manager.staging)  # slots that were never used
+        self._taken: deque[tuple[Chunk, int]] = deque()  # chunks and their slots, the oldest first
+
+    @property
+    def ahead(self) -> int:
+        """So many chunks may be started and not worked on: half of the slots, the others are being written."""
+        return max(len(self._free) + len(self._taken), STAGING_SLOTS) // 2
+
+    def widen(self, buffers: Iterable[Buffer]) -> None:
+        """Use host memory that is idle as further slots, as many as there may be."""
+        plan = self._manager.plan
+        size = plan.staging_slot_bytes
+        for buffer in buffers if size else ():
+            for address in range(buffer.address, buffer.address + buffer.size_bytes - size + 1, size):
+                if len(self._free) + len(self._taken) < plan.most_slots:
+                    self._free.append(address)
 
     def open(self, unit: Unit, leases: Leases) -> list[Chunk]:
         """Lease what is needed of a unit; returns its chunks."""
@@ -155,13 +165,19 @@ class Pipeline:
         spans = _ranges(self._manager, unit, access, self._reads | self._writes)
         return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
 
+    def has_room(self, started: int) -> bool:
+        """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
+        return bool(self._free) or started < self.ahead
+
     def leaving(self) -> list[Ticket]:
         """Return the writes that must be over before the next chunk can have a slot."""
-        full = self._slots and len(self._slots) == len(self._manager.staging)
-        return self._slots[0].writing if full else []
+        return self._taken[0][0].writing if self._taken and not self._free else []
 
-    def start(self, chunk: Chunk) -> None:
-        """Give the chunk its addresses; start the reads of what comes through staging."""
+    def start(self, chunk: Chunk, *, urgent: bool = False) -> None:
+        """Give the chunk its addresses; start the reads of what comes through staging.
+
+        They come before what is not `urgent`, as long as no write has to make room.
+        """
         manager, unit = self._manager, chunk.unit
         staged = []
         for role in _roles(manager, unit, self._reads | self._writes):
@@ -175,24 +191,24 @@ class Pipeline:
         for ticket in self.leaving():  # the slot's previous user was worked on long ago
             ticket.wait(manager.deadline_s)
         chunk.staged = frozenset(staged)
-        address = manager.staging[self._turn % len(manager.staging)].address
-        self._turn += 1
-        self._slots.append(chunk)
+        urgent = urgent and bool(self._free)
+        address = self._free.popleft() if self._free else self._taken.popleft()[1]
+        self._taken.append((chunk, address))
         for role in staged:
             chunk.addresses[role] = address
             address += manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
-        self.read(chunk)
+        self.read(chunk, urgent=urgent)
 
-    def read(self, chunk: Chunk) -> None:
+    def read(self, chunk: Chunk, *, urgent: bool = False) -> None:
         """Start the reads of a chunk that has its addresses."""
         chunk.reading = []
         try:
-            self._read(chunk)
+            self._read(chunk, urgent=urgent)
         except BaseException:
             come_to_rest([chunk], self._manager.deadline_s)
             raise
 
-    def _read(self, chunk: Chunk) -> None:
+    def _read(self, chunk: Chunk, *, urgent: bool) -> None:
         manager, unit, access = self._manager, chunk.unit, chunk.access
         for role in (Role.PARAM, Role.GRAD):
             if role in chunk.staged and role in self._reads:
@@ -201,13 +217,14 @@ class Pipeline:
                 if here is not None:
                     ctypes.memmove(chunk.addresses[role], here + manager.chunk_bytes(unit, role, 0, chunk.begin), size)
                     continue
-                ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size)
+                ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size, urgent=urgent)
                 if ticket is not None:
                     chunk.reading.append(ticket)
         record = [role for role in STATE_ROLES if role in chunk.staged and role in self._reads]
         if record and not access.fresh_states:
             size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
-            ticket = chunk.leases.read_chunk(unit, Role.MASTER, chunk.number, chunk.addresses[record[0]], size)
+            address = chunk.addresses[record[0]]
+            ticket = chunk.leases.read_chunk(unit, Role.MASTER, chunk.number, address, size, urgent=urgent)
             if ticket is not None:
                 chunk.reading.append(ticket)
 

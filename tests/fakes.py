@@ -149,6 +149,7 @@ class FakeStore:
     Ranges in flight are checked as well, and everything is logged in `events` as (what, key).
 
     Attributes:
+        urgent: keys of the reads that were.
         fail: called with ("get" or "put", key, how many of this kind came before); an exception it returns is raised
             by the ticket's wait.
         before_wait: called with a ticket that is waited for; what it raises leaves the ticket in flight.
@@ -160,6 +161,7 @@ class FakeStore:
         self.objects: dict[Hashable, bytes] = {}
         self.events: list[tuple[str, Any]] = []
         self.flying: list[FakeTicket] = []
+        self.urgent: list[Hashable] = []
         self.fail: Callable[[str, Hashable, int], BaseException | None] = lambda kind, key, count: None
         self.before_wait: Callable[[FakeTicket], None] = lambda ticket: None
         self._counts = {"get": 0, "put": 0}
@@ -176,6 +178,7 @@ class FakeStore:
 
     def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> FakeTicket:
         assert length <= len(self.objects[key]) and offset == 0
+        self.urgent += [key] * urgent
         return self._start("get", key, address, length)
 
     def delete(self, key: Hashable) -> None:

@@ -42,15 +42,21 @@ def noted(store: FakeStore) -> Callable[[Chunk], None]:
 
 @contextlib.contextmanager
 def pending(
-    home: Homes = ON_NVME, working: int = 0, *, resident: int = 0
+    home: Homes = ON_NVME, working: int = 0, *, resident: int = 0, chunks: int = 2, early_bytes: int = 0
 ) -> Iterator[tuple[Manager, FakeStore, PendingUpdates]]:
-    """A step over units of two chunks with all content in place and gradients there; nothing of it has been done.
+    """A step over units of some chunks with all content in place and gradients there; nothing of it has been done.
 
     The device has room for `working` units, and `resident` are there.
     """
-    units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS)]
+    units = [make_unit(index, [chunks * CHUNK]) for index in range(UNITS)]
     store = FakeStore()
-    plan = make_plan_with(units, [home] * UNITS, chunk_numel=CHUNK, working_bytes=working * units[0].param_bytes)
+    plan = make_plan_with(
+        units,
+        [home] * UNITS,
+        chunk_numel=CHUNK,
+        working_bytes=working * units[0].param_bytes,
+        early_bytes=early_bytes,
+    )
     manager = make_manager(plan, store, prefetch=resident == 0)
     try:
         stream(manager, units, lambda chunk: None, reads=frozenset(), writes=ROLES)
@@ -58,8 +64,9 @@ def pending(
             manager.acquire(unit.index)
             manager.release(unit.index)
         for unit in units:
-            manager.gradients.add(unit.index, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+            manager.gradients.add(unit.index, 0, torch.ones(chunks * CHUNK, dtype=torch.bfloat16), final=True)
         store.events.clear()
+        store.urgent.clear()
         yield manager, store, PendingUpdates(manager, units, noted(store), safe_point=contextlib.nullcontext())
     finally:
         arrive_quietly(store)
@@ -88,15 +95,28 @@ def test_nothing_is_done_before_somebody_needs_it() -> None:
 
 
 def test_passing_by_works_on_what_has_arrived() -> None:
+    chunks = [(index, number) for index in range(2) for number in range(2)]
     with pending(working=UNITS, resident=2) as (_, store, updates):
         updates.begin()
+        assert happened(store, "get") == [(index, "master", number) for index, number in chunks], "into all four slots"
         arrive(store)
         updates.advance()
-        assert happened(store, "visit") == [(0, 0), (0, 1)]
-        assert happened(store, "get")[2:] == [(1, "master", 0), (1, "master", 1)]
+        assert happened(store, "visit") == chunks[:2], "no longer than for half of the slots"
+        updates.advance()
+        assert happened(store, "visit") == chunks
         before = len(store.events)
         updates.advance()
         assert not [event for event in store.events[before:] if event[0] in ("visit", "get over", "put over")]
+
+
+def test_reads_that_are_waited_for_come_first_unless_a_write_makes_room() -> None:
+    with pending(working=UNITS, resident=2) as (_, store, updates):
+        updates.begin()
+        first_four = happened(store, "get")
+        assert store.urgent == first_four, "the forward that begins next waits for them"
+        updates.require(3)
+        assert len([key for key in happened(store, "get") if key[1] == "master"]) == 2 * UNITS
+        assert [key for key in store.urgent if key[1] == "master"] == first_four, "the others need their slots"
 
 
 def test_a_unit_waits_for_its_own_update_only() -> None:
@@ -121,6 +141,22 @@ def test_a_unit_waits_for_its_own_update_only() -> None:
         assert all(not shard.writing and not shard.readers for shard in manager.copies)
         assert not store.flying
         manager.check()
+
+
+def test_prefetching_leaves_the_drive_to_updates() -> None:
+    """Parameters of 128 KiB each beside staging of 4 * 56 KiB: the second one under way is one too many."""
+    with pending(working=UNITS, chunks=16) as (manager, store, updates):
+
+        def coming() -> list[int]:
+            params = (manager.copies.of(index, Role.PARAM) for index in range(UNITS))
+            return [shard.unit.index for shard in params if shard.state is State.FETCHING]
+
+        updates.begin()
+        manager.prefetch()
+        assert len(coming()) == 2
+        arrive(store)
+        manager.prefetch()
+        assert len(coming()) == 3, "the region is full; what has come is in nobody's way"
 
 
 def test_a_parameter_is_read_once_for_its_update_and_its_use() -> None:
@@ -150,6 +186,49 @@ def test_a_gradient_of_the_next_step_finishes_the_last_one_first() -> None:
         assert manager.updates is None
         assert happened(store, "visit")[-1] == (3, 1)
         assert manager.gradients.arrived(3) == [True]
+
+
+def in_gradient_memory(manager: Manager, store: FakeStore) -> set[int]:
+    """Units whose gradients' memory is read into or written from."""
+    buffers = {index: manager.copies.of(index, Role.GRAD).home_buffer for index in range(UNITS)}
+    return {
+        index
+        for index, buffer in buffers.items()
+        for ticket in store.flying
+        if buffer is not None and buffer.address <= ticket.address < buffer.address + buffer.size_bytes
+    }
+
+
+def test_memory_of_gradients_that_were_used_takes_further_chunks() -> None:
+    """Bytes of a slot: 2 + 2 + 2 + 4 + 4 of each of 4096 elements; a gradient of 16 chunks is as long as 2 slots."""
+    with pending(chunks=16) as (manager, store, updates):
+        assert manager.plan.staging_slot_bytes == 14 * CHUNK
+        updates.require(0)
+        assert in_gradient_memory(manager, store) == set(), "unit 0 was the first to give its memory"
+        updates.require(1)
+        assert in_gradient_memory(manager, store) == {0}, "that of unit 1 is free now, the others' is not"
+        updates.finish()
+        assert happened(store, "visit") == [(index, number) for index in range(UNITS) for number in range(16)]
+        manager.check()
+
+
+def test_memory_of_a_gradient_is_left_before_the_next_one_comes() -> None:
+    with pending(chunks=16) as (manager, store, updates):
+        updates.require(3)
+        assert in_gradient_memory(manager, store) and not updates._waiting, "only writes are left"
+        manager.gradients.add(0, 0, torch.ones(16 * CHUNK, dtype=torch.bfloat16), final=True)
+        assert manager.updates is None and not store.flying
+
+
+@pytest.mark.parametrize(("spare", "slots"), [(0, 16), (1, 17), (1000, 64)])
+def test_there_are_no_more_slots_than_new_versions_have_room(spare: int, slots: int) -> None:
+    """Of 16 the plan takes care; beside them, what updates in backward do not need while others are made after it."""
+    size = 14 * CHUNK + 4096
+    with pending(chunks=120, early_bytes=spare * size) as (manager, store, updates):
+        assert manager.plan.most_slots == slots
+        updates.finish()
+        pipeline = updates._pipeline
+        assert len(pipeline._free) + len(pipeline._taken) == slots
 
 
 def test_whoever_streams_finishes_first() -> None:
