@@ -40,13 +40,19 @@ def options(placement: str, *, large: bool) -> dict[str, Any]:
     """Return the engine's options for a placement."""
     if placement == "device":
         return {"max_memory": {"device": "20GiB" if large else "4GiB", "cpu": "256MiB"}}
+    if placement == "cpu":
+        budgets = {"device": "4GiB", "cpu": "16GiB"} if large else {"device": "1.5GiB", "cpu": "2GiB"}
+        activations = "3GiB" if large else "1.25GiB"
+    else:  # as little as the step is made in
+        budgets = {"device": "3GiB", "cpu": "3GiB"} if large else {"device": "900MiB", "cpu": "400MiB"}
+        budgets["nvme"] = "40GiB" if large else "4GiB"
+        activations = "2.25GiB" if large else "700MiB"
     tier = "cpu" if placement == "cpu" else "nvme"
-    host = {"cpu": "16GiB" if large else "2GiB", "nvme": "3GiB" if large else "400MiB"}[tier]
     return {
-        "max_memory": {"device": "3GiB" if large else "900MiB", "cpu": host, "nvme": "40GiB" if large else "4GiB"},
+        "max_memory": budgets,
         "offload_param": tier,
         "offload_optimizer": tier,
-        "activation_memory": "2.25GiB" if large else "700MiB",
+        "activation_memory": activations,
     }
 
 
