@@ -33,7 +33,7 @@ LEAST_GROWTH_SHARE = 1 / 8  # of the region: less is not worth a change
 HOLES_FACTOR = 1.3  # what the allocator may make of a peak when holes are left to it, which is faster
 WORTH_SAMPLING_BYTES = 256 << 10
 WORTH_TRIMMING_BYTES = 16 << 20
-LOOK_EVERY_S = 0.5e-3  # compute allocates a few MiB at most in between
+LOOK_EVERY_S = 1e-3  # compute allocates a few MiB at most in between
 
 
 class Elastic(Protocol):

@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,8 +47,7 @@ _owners: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 _NO_GRAPH_TASK = -1  # torch's number where no backward pass is running
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SavedView:
+class SavedView(NamedTuple):
     """What autograd keeps instead of a tensor that views a unit."""
 
     unit: int
@@ -573,7 +572,7 @@ class _SeeParameters(TorchFunctionMode):
         used = self.hooks.units_used(args)
         if kwargs:
             used += self.hooks.units_used(kwargs.values())
-        if self.hooks.all_resident(used) or _only_metadata(func) or _collects_state(func, sys._getframe(1)):
+        if not used or self.hooks.all_resident(used) or _only_metadata(func) or _collects_state(func, sys._getframe(1)):
             return func(*args, **kwargs)
         return self.hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
 

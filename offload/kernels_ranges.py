@@ -6,8 +6,8 @@ computed. Next to read: :mod:`offload.cpu_adam`, which re-exports the public nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 STATE_BLOCK = 128  # elements; kStateBlock in csrc/cpu_adam/kernels.h
 
@@ -62,8 +62,7 @@ _STATE_SIZES = {StateKind.FLOAT32: 4, StateKind.BFLOAT16: 2, StateKind.INT8: 1}
 _STATE_CODES = {StateKind.FLOAT32: 0, StateKind.BFLOAT16: 1, StateKind.INT8: 2}  # kernels.h
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """One array that a kernel touches: `entries` of `itemsize` bytes at an address that is a multiple of it."""
 
     name: str

@@ -131,6 +131,7 @@ class Manager:
         self._prefetches = prefetch and streams_parameters
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
+        self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
         self._prefetch_limit_bytes = plan.staging_slots * plan.staging_slot_bytes  # while updates are under way
         self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
         for buffer in self.staging:
@@ -424,7 +425,11 @@ class Manager:
 
     def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
         """Return the bytes of elements [begin, end) in `role`; `begin` is where a block of 8-bit states starts."""
-        return self.plan.chunk_bytes(unit, role, end - begin)
+        key = (unit.index, role, end - begin)
+        size_bytes = self._sizes.get(key)
+        if size_bytes is None:
+            size_bytes = self._sizes[key] = self.plan.chunk_bytes(unit, role, end - begin)
+        return size_bytes
 
     def used_bytes(self) -> dict[str, int]:
         """Return bytes in use per tier: device arena and activations, host arena, occupied swap space."""

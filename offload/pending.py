@@ -50,15 +50,15 @@ class _Update:
     chunks: list[Chunk]
     started: int = 0
     worked: int = 0
+    through_staging: bool = False  # PARAM has to be read from its home again
+    leaving: list[Ticket] = dataclasses.field(default_factory=list)  # the writes, when all chunks are done
+    leaving_param: list[Ticket] = dataclasses.field(default_factory=list)  # of them
 
-    @property
-    def through_staging(self) -> bool:
-        """Whether PARAM has to be read from its home again."""
-        return any(Role.PARAM in chunk.staged for chunk in self.chunks)
-
-    def leaving(self, *, param: bool = False) -> list[Ticket]:
-        """Return the writes, or those of PARAM."""
-        return [ticket for chunk in self.chunks for ticket in (chunk.writing_param if param else chunk.writing)]
+    def note_end(self) -> None:
+        """Note that all chunks are done."""
+        self.through_staging = any(Role.PARAM in chunk.staged for chunk in self.chunks)
+        self.leaving = [ticket for chunk in self.chunks for ticket in chunk.writing]
+        self.leaving_param = [ticket for chunk in self.chunks for ticket in chunk.writing_param]
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ class PendingUpdates:
             while index in self._old:
                 closing = [update for update in self._closing if update.unit.index == index]
                 for update in closing:
-                    self._leave(update, update.leaving(param=True))
+                    self._leave(update, update.leaving_param)
                 if not closing:
                     self._work(Pace.NEXT)
             with _tolerant():
@@ -217,6 +217,7 @@ class PendingUpdates:
         update.worked += 1
         if update.worked == len(update.chunks):
             self._open.popleft()
+            update.note_end()
             self._closing.append(update)
             update.leases.stop_reading()
             self._pipeline.widen(self._manager.gradients.release(update.unit.index))
@@ -308,16 +309,16 @@ class PendingUpdates:
 
     def _leave_all(self) -> None:
         for update in list(self._closing):
-            self._leave(update, update.leaving())
+            self._leave(update, update.leaving)
 
     def _leave(self, update: _Update, wait_for: Sequence[Ticket] = ()) -> None:
         """Let a unit that is updated be used as soon as it may be, and forget it when it is home."""
         index, manager = update.unit.index, self._manager
         param = manager.copies.of(index, Role.PARAM)
         self._wait_for_writes(wait_for)
-        home = self._are_over(update.leaving())  # asked first: whatever is over afterwards, this unit is not forgotten
-        if index in self._old and (home or not update.through_staging or self._are_over(update.leaving(param=True))):
-            update.leases.hand_over({Role.PARAM}, () if update.through_staging else update.leaving())
+        home = self._are_over(update.leaving)  # asked first: whatever is over afterwards, this unit is not forgotten
+        if index in self._old and (home or not update.through_staging or self._are_over(update.leaving_param)):
+            update.leases.hand_over({Role.PARAM}, () if update.through_staging else update.leaving)
             self._old.discard(index)
             manager.working.show(param)
         if home:
@@ -327,8 +328,8 @@ class PendingUpdates:
             self._closing.remove(update)
 
     def _are_over(self, writes: Sequence[Ticket]) -> bool:
-        """Tell whether all writes are over; raise what went wrong."""
-        if not all(ticket.done() for ticket in writes):
+        """Tell whether all writes are over; raise what went wrong. The last ones are asked first."""
+        if not all(ticket.done() for ticket in reversed(writes)):
             return False
         self._wait_for_writes(writes)
         return True

@@ -216,7 +216,10 @@ def view_at(
     Modes of the user do not see it: selective checkpointing, for one, wants the same operations in a repetition, and a
     tensor that is made in inference mode could not be used for training afterwards.
     """
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return view_at(storage, dtype, offset_numel, shape, stride)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
         set_storage: Callable[..., torch.Tensor] = tensor.set_
         if stride is None:

@@ -31,12 +31,12 @@ class Gate:
         """Open the gate for this process; `subject` names what is behind it."""
         self.closed = False
         self._subject = subject
-        self._pid = os.getpid()
+        self._forks = _forks
 
     @property
     def inherited(self) -> bool:
         """This is a child of the process that opened it."""
-        return self._pid != os.getpid()
+        return self._forks != _forks
 
     def close(self) -> None:
         """Let nobody through any more."""
@@ -112,9 +112,12 @@ def weakly(method: Callable[[], str]) -> Callable[[], str]:
 
 
 _held: weakref.WeakSet[Holdings] = weakref.WeakSet()
+_forks = 0  # that this process is away from the one that imported this module
 
 
 def _close_in_child() -> None:
+    global _forks
+    _forks += 1
     for holdings in list(_held):
         holdings.close_inherited()
     _held.clear()

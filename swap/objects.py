@@ -148,7 +148,7 @@ class Objects:
         for (key, address, _), need in wanted:
             version = Version(self._space.allocate(need), need)
             self._map.hold(version)
-            writes.append(Write(version, address, f"put {key!r}"))
+            writes.append(Write(key, version, address))
         try:
             tickets = self._transfers.write(writes, self._put_ended)
         except BaseException:
@@ -184,7 +184,7 @@ class Objects:
                     f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
                     f"{self._alignment}, but got offset {offset}, length {length}"
                 )
-            reads.append(Read(version, address, offset, need, f"get {key!r}"))
+            reads.append(Read(key, version, address, offset, need))
         priority = Priority.URGENT if urgent else Priority.NORMAL
 
         def start(group: Sequence[Read]) -> list[StoreTicket]:

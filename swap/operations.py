@@ -10,9 +10,8 @@ from __future__ import annotations
 import errno as _errno
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from swap import _aio
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
@@ -86,8 +85,7 @@ def wait_all(tickets: Sequence[Ticket], timeout_s: float | None = None) -> None:
         raise failure
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One read or write for `Aio.submit`.
 
     Attributes:

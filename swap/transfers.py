@@ -11,8 +11,9 @@ import ctypes
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from swap.aio import Aio, IoTicket, Job, Priority
 from swap.checksums import ReadPart, parts_of_read, words
@@ -24,32 +25,44 @@ from swap.mapping import Version
 class StoreTicket:
     """Ticket of one put or get. Reaping it (`wait`, or `done` answering True) lets a put take effect."""
 
-    __slots__ = ("_bounces", "_error", "_io", "_on_end", "_settled", "_transfers", "_version", "_what", "_writes")
+    __slots__ = (
+        "_bounces",
+        "_error",
+        "_io",
+        "_key",
+        "_on_end",
+        "_over",
+        "_settled",
+        "_transfers",
+        "_version",
+        "_writes",
+    )
 
     def __init__(
         self,
         transfers: Transfers,
         version: Version,
-        what: str,
+        key: Hashable,
         on_end: Callable[[StoreTicket], None],
         *,
         writes: bool,
     ) -> None:
         self._transfers = transfers
         self._version = version
-        self._what = what
+        self._key = key
         self._writes = writes
         self._on_end = on_end
         self._io: list[IoTicket] = []
         self._bounces: list[_Bounce] = []
         self._settled = False
+        self._over = False  # settled, with all that follows
         self._error: SwapError | None = None
 
     def done(self) -> bool:
         """Tell whether the transfer is over, well or badly. A put that went well has taken effect then."""
-        if not self._settled and all(io.done() for io in self._io):
+        if not self._over and all(io.done() for io in self._io):
             self._transfers.settle(self)
-        return self._settled
+        return self._over
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer is over.
@@ -64,10 +77,11 @@ class StoreTicket:
             SwapCorruptError: the bytes that were read are not those that were written.
             SwapError: the transfer failed. A failed put leaves the version before it in place.
         """
-        limit_s = self._transfers.deadline_s if timeout_s is None else timeout_s
-        self.wait_settled(time.monotonic() + limit_s, limit_s)
-        self._transfers.reported(self)
+        if not self._over:
+            limit_s = self._transfers.deadline_s if timeout_s is None else timeout_s
+            self.wait_settled(time.monotonic() + limit_s, limit_s)
         if self._error is not None:
+            self._transfers.reported(self)
             raise self._error
 
     def wait_settled(self, end: float, limit_s: float) -> None:
@@ -94,27 +108,25 @@ class StoreTicket:
     @property
     def what(self) -> str:
         """A name for messages: ``put 'a'``."""
-        return self._what
+        return f"{'put' if self._writes else 'get'} {self._key!r}"
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
-    """All of a version, from memory at `address`; `what` is a name for messages."""
+class Write(NamedTuple):
+    """All of a version of `key`, from memory at `address`."""
 
+    key: Hashable
     version: Version
     address: int
-    what: str
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """The range [offset, offset + length) of a version, to memory at `address`; `what` is a name for messages."""
+class Read(NamedTuple):
+    """The range [offset, offset + length) of a version of `key`, to memory at `address`."""
 
+    key: Hashable
     version: Version
     address: int
     offset: int
     length: int
-    what: str
 
 
 class Transfers:
@@ -173,7 +185,7 @@ class Transfers:
                 fd = self._files[piece.file].fd
                 jobs.append(Job(True, fd, extent.offset, address, extent.length, Priority.NORMAL, self._granule_bytes))
                 address += extent.length
-            started.append((StoreTicket(self, write.version, write.what, on_end, writes=True), jobs))
+            started.append((StoreTicket(self, write.version, write.key, on_end, writes=True), jobs))
         return self._start(started)
 
     def read(
@@ -186,7 +198,7 @@ class Transfers:
         self, read: Read, priority: Priority, on_end: Callable[[StoreTicket], None]
     ) -> tuple[StoreTicket, list[Job]]:
         version, offset, length, address = read.version, read.offset, read.length, read.address
-        ticket = StoreTicket(self, version, read.what, on_end, writes=False)
+        ticket = StoreTicket(self, version, read.key, on_end, writes=False)
         jobs: list[Job] = []
         start = 0
         for index, piece in enumerate(version.pieces):
@@ -245,13 +257,15 @@ class Transfers:
                 for bounce in ticket._bounces:
                     bounce.copy()
             ticket._bounces = []
-            ticket._on_end(ticket)
+            try:
+                ticket._on_end(ticket)
+            finally:
+                ticket._over = True
 
     def reported(self, ticket: StoreTicket) -> None:
-        """Note that somebody was told how a transfer went."""
-        if ticket._error is not None:
-            with self._lock:
-                self._unreported.pop(id(ticket), None)
+        """Note that somebody was told of a failure."""
+        with self._lock:
+            self._unreported.pop(id(ticket), None)
 
     def in_flight(self) -> list[StoreTicket]:
         """Tickets that are not settled, oldest first."""
