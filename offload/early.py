@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
 MOST_CALM_STEPS = 16
+LARGEST_SHARE_KEPT = 1 / 3  # of the working region
 
 
 class Calm:
@@ -113,6 +114,7 @@ class EarlyUpdates:
         self._open: deque[_Update] = deque()
         self._done: list[_Update] = []
         manager.early = self
+        manager.working.wanted_here = self._wanted_here
         manager.gradients.on_complete = self._complete.append
         manager.gradients.on_change = self.withdraw
         manager.gradients.on_drop = self.withdraw_all
@@ -292,6 +294,20 @@ class EarlyUpdates:
             update.leases.stop_reading()
             raise
         self._open.append(update)
+
+    def _wanted_here(self) -> list[int]:
+        """Return the units whose parameters should stay on the device until their updates have begun.
+
+        Those would not be made early else. The last ones come first, and most of the room is for what backward uses.
+        """
+        manager, wanted = self._manager, []
+        left = int((manager.working.size_bytes or manager.plan.working_bytes) * LARGEST_SHARE_KEPT)
+        for update in (*self._open, *reversed(self._waiting)):
+            left -= update.unit.param_bytes
+            if left < 0 or not manager.updates_in_place(self._param(update.unit)):
+                break
+            wanted.append(update.unit.index)
+        return wanted
 
     def _drop(self, update: _Update) -> None:
         """Undo an update. Its room is not used again before the next step: the drive has enough to do."""

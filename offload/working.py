@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Protocol
 
 import torch
@@ -78,6 +78,7 @@ class WorkingSet:
         self._residency: dict[int, Residency] = {}
         self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
         self.finish_open_updates: Callable[[], None] = lambda: None  # so that what they have taken may be evicted
+        self.wanted_here: Callable[[], Container[int]] = tuple  # units that must not leave for a prefetch
         region = copies.regions.get(Role.PARAM)
         self._elastic = region if arena.device.type == "cpu" else None  # a GPU's arena is one allocation
         if self._elastic is not None:
@@ -348,9 +349,10 @@ class WorkingSet:
         if buffer is not None:
             return buffer
         mine = schedule.distance(shard.unit.index)
+        wanted = () if required else self.wanted_here()
 
         def cost(owner: int) -> float | None:
-            if owner < 0:
+            if owner < 0 or owner in wanted:
                 return None
             other = copies.of(owner, Role.PARAM)
             if other.state is not State.RESIDENT or other.readers or self.borrowed(owner):

@@ -102,11 +102,15 @@ class Bench:
 
 @contextlib.contextmanager
 def watching(
-    home: Homes = ON_NVME, *, room: Callable[[Plan, Unit], int] = lambda plan, unit: UNITS * plan.aside_bytes(unit)
+    home: Homes = ON_NVME,
+    *,
+    room: Callable[[Plan, Unit], int] = lambda plan, unit: UNITS * plan.aside_bytes(unit),
+    more: int = 0,
 ) -> Iterator[Bench]:
-    units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS)]
+    """Three units that are on the device, and `more` for which there is no room beside them."""
+    units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS + more)]
     store = FakeStore()
-    plan = make_plan_with(units, [home] * UNITS, chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
+    plan = make_plan_with(units, [home] * len(units), chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
     plan = dataclasses.replace(plan, early_bytes=room(plan, units[0]))
     manager = make_manager(plan, store)
     recipe, asked = FakeRecipe(store), []
@@ -138,6 +142,30 @@ def test_a_unit_is_begun_when_its_gradient_is_complete_while_others_are_still_to
         assert (2, "param'", 0) in bench.happened("put") and (2, "master'", 0) in bench.happened("put")
         assert bench.asked == [None], "one guess for the whole step"
         bench.arrive()
+        bench.manager.check()
+
+
+@pytest.mark.parametrize(("required", "gone"), [(False, 1), (True, 2)], ids=["prefetch", "needed now"])
+def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other_room(
+    required: bool, gone: int
+) -> None:
+    """A third of the region is one unit: the one whose update is under way, though it is needed last of all."""
+
+    class Uses:
+        def distance(self, index: int) -> float:
+            return {3: 0, 0: 10, 1: 20, 2: 30}[index]
+
+    with watching(more=1) as bench:
+        bench.add(2)
+        bench.add(1)
+        fourth = bench.manager.copies.of(3, Role.PARAM)
+        assert bench.manager.working.start_fetch(fourth, Uses(), required=required)  # type: ignore[arg-type]
+        assert [index for index in range(UNITS) if index not in bench.manager.working] == [gone]
+        bench.manager.copies.settle(fourth)
+        bench.manager.working.finish_fetch(fourth)
+        bench.make_all()
+        assert bench.happened("visit") == [(2, 0), (2, 1)] + [(1, 0), (1, 1)] * required, "what has left waits"
+        assert bench.early.settle(bench.recipe) == ({1, 2} if required else {2})
         bench.manager.check()
 
 
