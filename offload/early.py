@@ -303,10 +303,9 @@ class EarlyUpdates:
         manager, wanted = self._manager, []
         left = int((manager.working.size_bytes or manager.plan.working_bytes) * LARGEST_SHARE_KEPT)
         for update in (*self._open, *reversed(self._waiting)):
-            left -= update.unit.param_bytes
-            if left < 0 or not manager.updates_in_place(self._param(update.unit)):
-                break
-            wanted.append(update.unit.index)
+            if update.unit.param_bytes <= left and manager.updates_in_place(self._param(update.unit)):
+                left -= update.unit.param_bytes
+                wanted.append(update.unit.index)
         return wanted
 
     def _drop(self, update: _Update) -> None:

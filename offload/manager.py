@@ -132,7 +132,7 @@ class Manager:
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
         self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
-        self._prefetch_limit_bytes = plan.staging_slots * plan.staging_slot_bytes  # while updates are under way
+        self._staging_bytes = plan.staging_slots * plan.staging_slot_bytes
         self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
         for buffer in self.staging:
             touch(buffer)
@@ -247,14 +247,14 @@ class Manager:
         for index in self.schedule.upcoming(PREFETCH_WINDOW):
             shard = self._params[index]
             if shard.state is State.STORED and shard.home is not Tier.DEVICE and self._may_fetch(shard):
-                if self.updates is not None and self._late_bytes() >= self._prefetch_limit_bytes:
-                    return  # they are waited for first
+                if self.updates is not None and shard.home is Tier.NVME and self._late_bytes() >= self._staging_bytes:
+                    return  # the drive has updates to bring first
                 if not self.working.start_fetch(shard, self.schedule, required=False):
                     self._no_room_at, self._patience = here, PATIENCE - 1
                     return
 
     def _late_bytes(self) -> int:
-        """Return the bytes of parameters that are under way."""
+        """Return the bytes of parameters that are on their way to the device."""
         fetched = (shard for shard in self.copies.in_flight(Role.PARAM) if shard.state is State.FETCHING)
         return sum(shard.size_bytes for shard in fetched if self.copies.is_late(shard))
 

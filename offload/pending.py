@@ -30,6 +30,7 @@ from offload.transfer import Ticket, TicketGroup
 logger = logging.getLogger(__name__)
 
 WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
+MOST_AT_ONCE = 8  # chunks that are worked on behind a module: what computes must not wait long for its next operation
 
 
 class Pace(Enum):
@@ -145,7 +146,7 @@ class PendingUpdates:
         """Work on what has arrived, and start what there is room for. What fails is met by whoever needs it."""
         if self.failure is None:
             with self._working(), _tolerant():
-                for _ in range(self._pipeline.ahead):
+                for _ in range(min(self._pipeline.ahead, MOST_AT_ONCE)):
                     if not self._work(Pace.READY):
                         return
                 self._start(Pace.READY)  # the drive has something to do in the meantime

@@ -20,7 +20,7 @@ from offload import AdamW, Engine
 from offload.errors import StateError
 from offload.manager import Manager
 from offload.pending import PendingUpdates
-from offload.placement import Homes
+from offload.placement import STAGING_SLOTS, Homes
 from offload.shard import Role, State
 from offload.stream import ALL_STATES, Chunk, stream
 from offload.tiers import Tier
@@ -42,7 +42,13 @@ def noted(store: FakeStore) -> Callable[[Chunk], None]:
 
 @contextlib.contextmanager
 def pending(
-    home: Homes = ON_NVME, working: int = 0, *, resident: int = 0, chunks: int = 2, early_bytes: int = 0
+    home: Homes = ON_NVME,
+    working: int = 0,
+    *,
+    resident: int = 0,
+    chunks: int = 2,
+    early_bytes: int = 0,
+    staging_slots: int = STAGING_SLOTS,
 ) -> Iterator[tuple[Manager, FakeStore, PendingUpdates]]:
     """A step over units of some chunks with all content in place and gradients there; nothing of it has been done.
 
@@ -56,6 +62,7 @@ def pending(
         chunk_numel=CHUNK,
         working_bytes=working * units[0].param_bytes,
         early_bytes=early_bytes,
+        staging_slots=staging_slots,
     )
     manager = make_manager(plan, store, prefetch=resident == 0)
     try:
@@ -157,6 +164,15 @@ def test_prefetching_leaves_the_drive_to_updates() -> None:
         arrive(store)
         manager.prefetch()
         assert len(coming()) == 3, "the region is full; what has come is in nobody's way"
+
+
+def test_prefetching_from_memory_is_in_nobodys_way() -> None:
+    with pending(Homes(H, H, H), working=UNITS, staging_slots=0) as (manager, _, updates):
+        updates.require(1)
+        manager.prefetch()
+        params = [manager.copies.of(index, Role.PARAM) for index in range(UNITS)]
+        assert manager.updates is not None
+        assert [shard.state for shard in params] == [State.FETCHING] * 2 + [State.STORED] * 2, "two are up to date"
 
 
 def test_a_parameter_is_read_once_for_its_update_and_its_use() -> None:
