@@ -25,10 +25,13 @@ class ResidentSet:
     def __init__(self) -> None:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._most_shared = 0  # pages
 
     def _pages(self) -> tuple[int, int]:
         _, resident, shared, _ = os.pread(self._statm, 128, 0).split(b" ", 3)  # 2 microseconds
-        return int(resident), int(shared)
+        pages = int(resident), int(shared)
+        self._most_shared = max(self._most_shared, pages[1])
+        return pages
 
     def now_bytes(self) -> int:
         """Return the bytes that are resident now."""
@@ -36,9 +39,14 @@ class ResidentSet:
         return (resident - shared) * self._page_bytes
 
     def high_water_bytes(self) -> int:
-        """Return the most that has been resident at once, as far as the kernel has noted it; 0 where it does not."""
+        """Return the most that has been resident at once, as far as the kernel has noted it; 0 where it does not.
+
+        The kernel counts mapped files, too, and may take their pages away at any time: of them as many are left out as
+        were ever seen, so that this rises only with what the kernel has noted.
+        """
         match = _HIGH_WATER.search(Path("/proc/self/status").read_bytes())
-        return int(match[1]) * 1024 - self._pages()[1] * self._page_bytes if match else 0
+        self._pages()
+        return int(match[1]) * 1024 - self._most_shared * self._page_bytes if match else 0
 
     def close(self) -> None:
         """Close the file. Idempotent."""

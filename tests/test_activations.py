@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -290,3 +293,18 @@ def test_the_resident_set_counts_what_is_touched() -> None:
     meter.close()
     meter.close()
     assert isinstance(meter, ResidentSet)
+
+
+def test_a_file_whose_pages_are_taken_away_is_no_peak(tmp_path: Path) -> None:
+    """As the kernel does with those of libraries, where memory is short."""
+    meter = open_resident_set()
+    if meter is None or not meter.high_water_bytes():
+        pytest.skip("the kernel does not tell the resident set")
+    path = tmp_path / "file"
+    path.write_bytes(b"1" * 64 * MIB)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert sum(mapped[::4096]) == 64 * MIB // 4096 * ord("1")
+        meter.now_bytes()
+        before = meter.high_water_bytes()
+    assert meter.high_water_bytes() <= before + MIB
+    meter.close()
