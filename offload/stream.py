@@ -167,7 +167,7 @@ class Pipeline:
 
     def has_room(self, started: int) -> bool:
         """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
-        return bool(self._free) or started < self.ahead
+        return started < (len(self._free) + len(self._taken) if self._free else self.ahead)
 
     def leaving(self) -> list[Ticket]:
         """Return the writes that must be over before the next chunk can have a slot."""

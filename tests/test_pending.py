@@ -126,6 +126,14 @@ def test_reads_that_are_waited_for_come_first_unless_a_write_makes_room() -> Non
         assert [key for key in store.urgent if key[1] == "master"] == first_four, "the others need their slots"
 
 
+def test_units_that_need_no_slot_are_not_begun_all_at_once() -> None:
+    """What is begun cannot leave the device; there are two slots, which stay free."""
+    with pending(Homes(H, H, H), staging_slots=2) as (_, __, updates):
+        updates.begin()
+        assert len(updates._open) == 2 and len(updates._waiting) == UNITS - 2
+        updates.finish()
+
+
 def test_a_unit_waits_for_its_own_update_only() -> None:
     """The next unit's reads are under way before the last chunk is worked on, its updates are not made."""
     with pending(working=3) as (manager, store, updates):
