@@ -72,7 +72,7 @@ class Gradients:
             gradient: (slot shape) in the unit's dtype, on the device.
             final: no further micro-batch follows before the step, so the sum of squares is taken now.
         """
-        self.finish_step()  # of units that the forward has not used: their buffers are about to be written
+        self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
         if final:
             known = self._gradients[index]
             known.final_adds += 1
