@@ -23,7 +23,7 @@ Floating point:
 
 from __future__ import annotations
 
-from offload import _cpu_adam
+from offload.extension import _cpu_adam
 from offload.kernels_hyper import AdagradHyper, AdamHyper, Hyper, LambHyper, LionHyper, MomentumHyper, SgdHyper
 from offload.kernels_ranges import STATE_BLOCK, Dtype, MasterKind, Range, StateKind, check, checked_numel
 from offload.kernels_step import StepArrays, adam_step, emit, lamb_apply, lamb_moments, load_states, save_states, step

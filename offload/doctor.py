@@ -22,7 +22,9 @@ from offload import machine
 from offload.config import format_bytes
 
 GIB = 1 << 30
-LEAST_TORCH = (2, 6)
+BUILD = "build it: pip install . (or make venv) in the checkout, which needs a C++20 compiler"
+LEAST_KERNEL = (5, 10)
+LEAST_TORCH = (2, 7)
 LEAST_PYTHON = (3, 10)
 LEAST_LOCKABLE_BYTES = 64 << 20  # what registered buffers are worth having for
 LEAST_MEMORY_BYTES = 4 * GIB
@@ -185,13 +187,13 @@ def _extension_facts() -> dict[str, Any]:
 
         values["isas"] = available_isas()
     except Exception as error:
-        errors["offload._cpu_adam"] = str(error)
+        errors["offload._cpu_adam"] = str(error.__cause__ or error)
     try:
         from swap.aio import uring_refusal
 
         values["uring_refusal"] = uring_refusal()
     except Exception as error:
-        errors["swap._aio"] = str(error)
+        errors["swap._aio"] = str(error.__cause__ or error)
     return {**values, "extension_errors": errors}
 
 
@@ -319,7 +321,7 @@ def _version(text: str | None) -> tuple[int, ...]:
 def _kernel(facts: Facts) -> Finding:
     if facts.system != "Linux":
         return _problem("kernel", f"{facts.system} {facts.kernel}", "use Linux: the NVMe tier needs its I/O interfaces")
-    if _version(facts.kernel) < (5, 10):
+    if _version(facts.kernel) < LEAST_KERNEL:
         return _warning("kernel", f"Linux {facts.kernel}", "use Linux 5.10 or newer (6.1 for the best io_uring)")
     return _ok("kernel", f"Linux {facts.kernel}")
 
@@ -337,7 +339,7 @@ def _torch(facts: Facts) -> Finding:
         return _problem("torch", f"{facts.torch} cannot be imported: {facts.torch_error}", "install torch again")
     built = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "without CUDA"
     if _version(facts.torch) < LEAST_TORCH:
-        return _problem("torch", f"{facts.torch}, {built}", "pip install 'torch>=2.6'")
+        return _problem("torch", f"{facts.torch}, {built}", "pip install 'torch>=2.7'")
     return _ok("torch", f"{facts.torch}, {built}")
 
 
@@ -351,7 +353,7 @@ def _extensions(facts: Facts) -> list[Finding]:
     if not facts.extension_errors:
         return [_ok("extensions", "loaded")]
     return [
-        _problem("extensions", f"{name} cannot be loaded: {why}", "build it: pip install . in the checkout")
+        _problem("extensions", f"{name} cannot be loaded: {why}", BUILD)
         for name, why in sorted(facts.extension_errors.items())
     ]
 
@@ -436,14 +438,22 @@ def _open_files(facts: Facts) -> Finding:
     return _ok("open files", "no limit" if facts.open_files is None else f"limit {facts.open_files}")
 
 
+# What the I/O engine says about io_uring, and what makes it work then; the first that fits.
+_URING_REMEDIES = (
+    ("without liburing", "install liburing-dev (Fedora: liburing-devel), then pip install . in the checkout again"),
+    ("locked-memory", "raise ulimit -l, or use Linux 5.12 or newer, which does not need it"),
+    ("forbidden", "sysctl kernel.io_uring_disabled=0 (container: a seccomp profile that permits it)"),
+    ("", f"use Linux {'.'.join(map(str, LEAST_KERNEL))} or newer outside of a sandbox"),
+)
+
+
 def _uring(facts: Facts) -> Finding:
-    if facts.uring_refusal is None:
+    refusal = facts.uring_refusal
+    if refusal is None:
         return _ok("io_uring", "allowed")
-    remedy = (
-        "the thread engine is used instead, at several times the processor time; to allow io_uring: "
-        "sysctl kernel.io_uring_disabled=0 (container: a seccomp profile that permits it)"
-    )
-    return _warning("io_uring", facts.uring_refusal, remedy)
+    remedy = next(remedy for words, remedy in _URING_REMEDIES if words in refusal)
+    text = "the thread engine is used instead, at several times the processor time; to have io_uring: "
+    return _warning("io_uring", refusal, text + remedy)
 
 
 def _path(path: PathFacts) -> list[Finding]:

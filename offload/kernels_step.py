@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload import _cpu_adam
+from offload.extension import _cpu_adam
 from offload.kernels_hyper import AdamHyper, Hyper, LambHyper
 from offload.kernels_ranges import Dtype, MasterKind, Range, StateKind, check, checked_numel, state_ranges
 

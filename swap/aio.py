@@ -23,8 +23,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swap import _aio
 from swap.errors import SwapDeadlineError, SwapError
+from swap.extension import _aio
 from swap.faults import Fault, FaultTarget
 from swap.operations import IoTicket, Job, Priority, Ticket, wait_all
 from swap.stats import AioStats, Latency

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from swap import _aio
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
+from swap.extension import _aio
 
 _REMEDIES = {
     _errno.EIO: "the device failed: look at the kernel log and replace or avoid the drive",

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import machine
+from offload import doctor, machine
 from offload.doctor import (
     Facts,
     Finding,
@@ -27,11 +27,12 @@ from offload.doctor import (
     gather,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
 GOOD = Facts(
     kernel="6.1.0-18-amd64",
     python="3.11.7",
-    torch="2.6.0+cu124",
+    torch="2.7.0+cu126",
     torch_cuda="12.4",
     transformers="4.56.0",
     lockable_bytes=None,
@@ -67,7 +68,7 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"kernel": "4.18.0-513.el8"}, "kernel", Level.WARNING, "5.10"),
         ({"python": "3.9.2"}, "python", Level.PROBLEM, "3.10"),
         ({"torch": None}, "torch", Level.PROBLEM, "pip install torch"),
-        ({"torch": "2.5.1"}, "torch", Level.PROBLEM, "torch>=2.6"),
+        ({"torch": "2.6.0"}, "torch", Level.PROBLEM, "torch>=2.7"),
         ({"torch_error": "ImportError: libcudnn"}, "torch", Level.PROBLEM, "libcudnn"),
         ({"extension_errors": {"swap._aio": "no module"}}, "extensions", Level.PROBLEM, "pip install ."),
         ({"gpus": ()}, "gpu", Level.PROBLEM, "nvidia-smi"),
@@ -87,7 +88,15 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"huge_pages": "never"}, "huge pages", Level.WARNING, "madvise"),
         ({"lockable_bytes": 8 << 20}, "locked memory", Level.WARNING, "ulimit -l"),
         ({"open_files": 64}, "open files", Level.WARNING, "ulimit -n"),
-        ({"uring_refusal": "EPERM"}, "io_uring", Level.WARNING, "seccomp"),
+        (
+            {"uring_refusal": "EPERM (forbidden here: ...)"},
+            "io_uring",
+            Level.WARNING,
+            "sysctl kernel.io_uring_disabled=0",
+        ),
+        ({"uring_refusal": "built without liburing"}, "io_uring", Level.WARNING, "install liburing-dev"),
+        ({"uring_refusal": "ENOSYS (this kernel has no io_uring)"}, "io_uring", Level.WARNING, "use Linux 5.10"),
+        ({"uring_refusal": "ENOMEM (the locked-memory limit ...)"}, "io_uring", Level.WARNING, "raise ulimit -l"),
     ],
 )
 def test_each_fault_is_named_with_a_remedy(change: dict[str, object], subject: str, level: Level, words: str) -> None:
@@ -113,6 +122,17 @@ def test_each_fault_of_a_path_is_named(path: PathFacts, level: Level, words: str
     found = bad(dataclasses.replace(GOOD, paths=(path,)))
     assert [(finding.subject, finding.level) for finding in found] == [("path /x", level)]
     assert words in found[0].text + found[0].remedy
+
+
+def test_io_uring_has_one_remedy_per_cause() -> None:
+    """The engine's own words for each cause are in csrc/aio; one that none of them is in gets none of theirs."""
+    sources = [(ROOT / "csrc/aio" / name).read_text(encoding="utf-8") for name in ("engine.cc", "uring_engine.cc")]
+    words = [words for words, _ in doctor._URING_REMEDIES if words]
+    assert all(any(part in source for source in sources) for part in words)
+    remedies = [bad(dataclasses.replace(GOOD, uring_refusal=part))[0].remedy for part in (*words, "EINVAL")]
+    assert len(set(remedies)) == 4
+    assert ["liburing-dev" in remedy for remedy in remedies] == [True, False, False, False]
+    assert ["sysctl" in remedy for remedy in remedies] == [False, False, True, False]
 
 
 def test_virtual_drives_that_claim_to_spin_are_believed_not_to() -> None:
@@ -286,3 +306,44 @@ def test_command_on_this_machine(tmp_path: Path) -> None:
     assert all(bool(f["remedy"]) == (f["level"] != "ok") for f in report["findings"])
     assert seconds < 60  # a few seconds where nothing else runs
     assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_EXTENSIONS = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("offload._cpu_adam", "swap._aio"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import offload
+
+offload.AdamW(lr=1e-3)
+for use in (lambda: offload.Engine, lambda: __import__("swap"), lambda: __import__("offload.cpu_adam")):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+from offload.cli import main
+
+sys.exit(main(["doctor"]))
+"""
+
+
+def test_what_an_installation_without_extensions_says() -> None:
+    """The package can be imported, and doctor runs; whatever needs an extension says how to build it."""
+    command = [sys.executable, "-c", WITHOUT_EXTENSIONS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 1, done.stderr
+    kernels, engines, again, *report = done.stdout.splitlines()
+    remedy = "build them with 'pip install .' or 'make venv' in a checkout, which needs a C++20 compiler"
+    missing = "No module named 'offload._cpu_adam'"
+    assert kernels == f"offload._cpu_adam: expected the compiled optimizer kernels but got: {missing}; {remedy}"
+    assert again == kernels
+    missing = "No module named 'swap._aio'"
+    assert engines == f"swap._aio: expected the compiled I/O engines but got: {missing}; {remedy}"
+    for name in ("offload._cpu_adam", "swap._aio"):
+        line = next(number for number, text in enumerate(report) if f"{name} cannot be loaded" in text)
+        assert report[line].endswith(f"{name} cannot be loaded: No module named '{name}'")
+        assert "-> build it: pip install . (or make venv) in the checkout" in report[line + 1]
