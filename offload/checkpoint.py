@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import numbers
+import warnings
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from offload import cpu_adam
+from offload.config import format_bytes
 from offload.errors import ConfigError
 from offload.generic import Placed, Where, recorded
 from offload.manager import Manager
 from offload.optimizer import StepCounts
 from offload.placement import States
+from offload.refusals import is_a, package_of, unreadable
 from offload.rules import STATE_SEED
 from offload.shard import Role, Slot, State, Unit
 from offload.stream import ALL_STATES, Chunk, stream
@@ -74,7 +77,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
         unit = manager.units[index]
         slot = unit.slots[position]
         stored = getattr(torch, unit.dtype)
-        _refuse_unreadable(value, slot.name, "a tensor", into=stored)
+        refuse_unreadable(value, slot.name, "a tensor", into=stored)
         if tuple(value.shape) != slot.shape:
             raise ConfigError(f"{slot.name}: expected shape {slot.shape} but got {tuple(value.shape)}")
         value = value.detach().to("cpu")
@@ -105,7 +108,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
         stream(manager, [unit], visit, reads=reads, writes=writes)
 
 
-def _refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dtype = torch.float32) -> None:
+def refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dtype = torch.float32) -> None:
     """Check that a value is a tensor whose elements can be copied to `into`.
 
     Raises:
@@ -113,11 +116,15 @@ def _refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.d
     """
     if not isinstance(value, torch.Tensor):
         got = f"a value of type {type(value).__name__}; load what state_dict() returned"
+    elif (kind := unreadable(value)) is not None:
+        way = "convert it to an ordinary dense tensor first"
+        if is_a(value, "torch", "DTensor"):
+            way = "load its full_tensor()"
+        elif package_of(type(value)) == "torchao":
+            way = "load its dequantize()"
+        got = f"{kind}; {way}"
     elif value.is_meta:
         got = "one on the meta device, which has no content; load it to the CPU first"
-    elif value.is_nested or value.is_quantized or value.layout is not torch.strided:
-        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
-        got = f"one that is {kind}; convert it to an ordinary dense tensor first"
     elif value.is_complex() and not into.is_complex:
         got = f"one of {value.dtype}; load real values"
     else:
@@ -237,6 +244,29 @@ def gather_masters(manager: Manager, updated: Container[Where]) -> dict[Where, t
 
     stream(manager, _units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM})
     return result
+
+
+def states_bytes(manager: Manager, counts: StepCounts) -> int:
+    """Return the bytes that :func:`gather_states` and :func:`gather_masters` will take, at most."""
+    found = _remembered(counts, manager.plan.request.states)
+    size_bytes = 0
+    for unit in manager.units:
+        if unit.trainable:
+            for position, slot in enumerate(unit.slots):
+                names = [value for value in found.get((unit.index, position), {}).values() if value is Placed.MARK]
+                size_bytes += 4 * slot.numel * (len(names) + (unit.dtype != "float32"))
+    return size_bytes
+
+
+def warn_of_size(subject: str, size_bytes: int, budget_bytes: int) -> None:
+    """Warn where real tensors take more memory than the user wants the host to give."""
+    if size_bytes > budget_bytes:
+        warnings.warn(
+            f"{subject}: takes {format_bytes(size_bytes)} of host memory beside what the engine has there, more than "
+            f"the host budget of {format_bytes(budget_bytes)}; make sure that the machine has the room, or read "
+            "parameters in parts with engine.gather or engine.apply",
+            stacklevel=3,
+        )
 
 
 def _has_masters(manager: Manager, unit: Unit) -> bool:
@@ -386,7 +416,7 @@ def scatter_states(
 
 def _state(value: Any, slot: Slot, name: str) -> torch.Tensor:
     """Return a state that comes from outside as it is moved: in fp32, on the CPU."""
-    _refuse_unreadable(value, slot.name, f"{name} of shape {slot.shape}")
+    refuse_unreadable(value, slot.name, f"{name} of shape {slot.shape}")
     if tuple(value.shape) != slot.shape:
         raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(value.shape)}")
     converted: torch.Tensor = value.detach().to("cpu", torch.float32).contiguous()
@@ -395,7 +425,7 @@ def _state(value: Any, slot: Slot, name: str) -> torch.Tensor:
 
 def _is_exact(master: Any, slot: Slot) -> bool:
     """Tell whether a ``master`` is one: of fp32."""
-    _refuse_unreadable(master, slot.name, f"master of shape {slot.shape}")
+    refuse_unreadable(master, slot.name, f"master of shape {slot.shape}")
     return bool(master.dtype == torch.float32)
 
 

@@ -7,19 +7,22 @@ percentages and missing budgets are resolved against the machine in :mod:`offloa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from offload.errors import ConfigError, did_you_mean
+from offload.groups import parse_groups
 
 OffloadTier = Literal["auto", "none", "cpu", "nvme"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
+Reduction = Literal["mean", "sum"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -90,24 +93,112 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size:.2f} TiB"
 
 
+_Spec = TypeVar("_Spec")
+# Options of torch's classes that say how their steps are made. Here, the kernels make them: any value will do.
+_HOW = ("foreach", "fused", "capturable")
+# Options of torch's classes that change the step, and which of its classes make such steps when they are given.
+_OTHER_STEPS = {
+    "amsgrad": ("AdamW", "Adam"),
+    "maximize": ("AdamW", "Adam", "SGD", "Adagrad"),
+    "decoupled_weight_decay": ("Adam",),
+    "initial_accumulator_value": ("Adagrad",),
+    "differentiable": (),
+}
+
+
+def _like_torch(kind: type[_Spec]) -> type[_Spec]:
+    """Let a class of hyper-parameters take what the class of that name in torch takes, or name what it does not."""
+    make = kind.__init__
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def initialise(self: _Spec, *args: Any, **options: Any) -> None:
+        _refuse_other_steps(kind.__name__, options)
+        for name in options:
+            if name not in (*names, *_HOW, *_OTHER_STEPS):
+                raise ConfigError(
+                    f"{kind.__name__}: unknown option {name!r}{did_you_mean(name, names)}; options: {', '.join(names)}"
+                )
+        make(self, *args, **{name: value for name, value in options.items() if name in names})
+
+    kind.__init__ = initialise  # type: ignore[method-assign, assignment]
+    return kind
+
+
+def _refuse_other_steps(subject: str, options: Mapping[str, Any]) -> None:
+    """Refuse options of torch's classes that are set and would not be heeded."""
+    for name, kinds in _OTHER_STEPS.items():
+        if options.get(name):
+            kind, value = subject.partition(",")[0], options[name]
+            own = f"pass torch.optim.{kind}(..., {name}={value!r}), which makes such steps itself"
+            raise ConfigError(
+                f"{subject}: expected no {name}, which is another step than its own, but got {value!r}; "
+                f"{own if kind in kinds else 'leave it out'}"
+            )
+
+
+def hyper_parameters(spec: OptimizerSpec) -> dict[str, Any]:
+    """Return the options of an optimizer by name, for all groups that have none of their own."""
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.name != "params"}
+
+
+def options_by_group(spec: OptimizerSpec) -> list[dict[str, Any]]:
+    """Return the options of each group of an optimizer, which is one where no parameters were given."""
+    own = [{}] if spec.params is None else spec.params.options()
+    return [{**hyper_parameters(spec), **options} for options in own]
+
+
+def _check(spec: OptimizerSpec) -> None:
+    """Check what an optimizer was made of, and keep the parameters that an iterator gives only once.
+
+    Raises:
+        ConfigError: an option is out of its range, of one group or of all, or the parameters are none.
+    """
+    subject = type(spec).__name__
+    _check_options(hyper_parameters(spec), subject)
+    if spec.params is None:
+        return
+    object.__setattr__(spec, "params", parse_groups(spec.params, subject=subject))
+    for number, options in enumerate(options_by_group(spec)):
+        _refuse_other_steps(f"{subject}, param group {number}", options)
+        _check_options(options, f"{subject}, param group {number}")
+
+
+def _check_options(options: Mapping[str, Any], subject: str) -> None:
+    betas = options.get("betas", (0.0, 0.0))
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
+        raise ConfigError(f"{subject}: expected betas as two numbers but got {betas!r}")
+    try:
+        check_hyper_parameters(options, subject=subject)
+    except TypeError as error:
+        raise ConfigError(f"{subject}: expected numbers but got {dict(options)!r}: {error}") from error
+
+
+@_like_torch
 @dataclasses.dataclass(frozen=True, slots=True)
 class AdamW:
-    """Hyper-parameters of AdamW (decoupled weight decay), applied to all trainable parameters as one group.
+    """Hyper-parameters of AdamW (decoupled weight decay).
 
-    Pass a ``torch.optim.AdamW`` instance instead to use several parameter groups.
+    Attributes:
+        params: as in ``torch.optim``: parameters, pairs of a name and a parameter, or dicts of them with options of
+            their own. Parameters that are left out are not updated. None: all trainable parameters of the model, as
+            one group.
+        lr, betas, eps, weight_decay: options of all groups that have none of their own.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
     """
 
+    params: Any = None
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 1e-2
 
     def __post_init__(self) -> None:
-        check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
+        _check(self)
 
 
+@_like_torch
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adam(AdamW):
     """Hyper-parameters of Adam; `weight_decay` is added to the gradient (L2), as in ``torch.optim.Adam``.
@@ -118,10 +209,15 @@ class Adam(AdamW):
     weight_decay: float = 0.0
 
 
+@_like_torch
 @dataclasses.dataclass(frozen=True, slots=True)
 class SGD:
-    """Hyper-parameters of SGD as in ``torch.optim.SGD``: L2 decay; one state with a momentum, none without."""
+    """Hyper-parameters of SGD as in ``torch.optim.SGD``: L2 decay; one state with a momentum, none without.
 
+    `params` as in :class:`AdamW`; either all groups have a momentum or none.
+    """
+
+    params: Any = None
     lr: float = 1e-3
     momentum: float = 0.0
     dampening: float = 0.0
@@ -129,52 +225,65 @@ class SGD:
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
+        _check(self)
 
 
+@_like_torch
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lion:
     """Hyper-parameters of Lion, which has one state; learning rates are 3 to 10 times smaller than AdamW's.
 
+    `params` as in :class:`AdamW`.
+
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, algorithm 2.
     """
 
+    params: Any = None
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
+        _check(self)
 
 
+@_like_torch
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adagrad:
-    """Hyper-parameters of Adagrad as in ``torch.optim.Adagrad``, whose sum starts at 0: L2 decay, one state."""
+    """Hyper-parameters of Adagrad as in ``torch.optim.Adagrad``, whose sum starts at 0: L2 decay, one state.
 
+    `params` as in :class:`AdamW`.
+    """
+
+    params: Any = None
     lr: float = 1e-2
     lr_decay: float = 0.0
     weight_decay: float = 0.0
-    eps: float = 1e-10
+    eps: float = dataclasses.field(default=1e-10, kw_only=True)  # in torch, another option comes before it
 
     def __post_init__(self) -> None:
-        check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
+        _check(self)
 
 
+@_like_torch
 @dataclasses.dataclass(frozen=True, slots=True)
 class LAMB:
     """Hyper-parameters of LAMB: AdamW whose update of each parameter gets the parameter's norm; for large batches.
 
+    `params` as in :class:`AdamW`.
+
     Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2, with bias correction.
     """
 
+    params: Any = None
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-6
     weight_decay: float = 1e-2
 
     def __post_init__(self) -> None:
-        check_hyper_parameters(dataclasses.asdict(self), subject=type(self).__name__)
-        if self.eps == 0:
+        _check(self)
+        if any(options["eps"] == 0 for options in options_by_group(self)):
             raise ConfigError("LAMB: eps is out of range: expected a number above 0 but got 0; take 1e-6")
 
 
@@ -221,7 +330,11 @@ class Config:
         max_grad_norm: clip the global gradient norm to this value; None does not clip. As with
             ``clip_grad_norm_(model.parameters())``, parameters that the optimizer leaves out count if they got a
             gradient (their gradients are dropped at every step, as with ``model.zero_grad()``).
-        gradient_accumulation_steps: micro-batches per optimizer step; gradients are averaged over them.
+        gradient_accumulation_steps: micro-batches per optimizer step. Their gradients are added in fp32.
+        gradient_reduction: ``"mean"`` divides the sum by `gradient_accumulation_steps`: do not divide the loss.
+            ``"sum"`` only adds: for trainers (of Hugging Face, Lightning, Accelerate) that divide the loss themselves.
+            The number of micro-batches then only tells the plan to keep room for fp32. None is ``"mean"``, but a step
+            that leaves open who divides is refused: one by ``optimizer.step()`` after ``loss.backward()``.
         activation_memory: part of the device budget kept for activations and temporaries; None: half of it, less
             where the parameters need the room.
         unit_bytes: split modules whose parameters are larger than this; None chooses from the budget.
@@ -243,6 +356,7 @@ class Config:
     offload_optimizer: OffloadTier = "auto"
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int = 1
+    gradient_reduction: Reduction | None = None
     activation_memory: int | str | None = None
     unit_bytes: int | str | None = None
     chunk_numel: int | None = None
@@ -282,6 +396,11 @@ class Config:
                 )
             if tier == "nvme" and self.nvme_path is None:
                 raise ConfigError(f'{option}="nvme": nvme_path is missing; name a directory on the drive')
+        if self.gradient_reduction not in (None, *get_args(Reduction)):
+            raise ConfigError(
+                f"gradient_reduction: expected one of {', '.join(get_args(Reduction))} but got "
+                f"{self.gradient_reduction!r}{did_you_mean(str(self.gradient_reduction), get_args(Reduction))}"
+            )
         steps = self.gradient_accumulation_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"gradient_accumulation_steps: expected a whole number >= 1 but got {steps!r}")

@@ -72,9 +72,9 @@ class Copies:
                     continue
                 shard = self._table[unit.index, role] = Shard(unit, role, home, size)
                 if home is not Tier.NVME:
-                    shard.home_buffer = arenas[home].take(size)
-                    if role is not Role.PARAM:
-                        touch(shard.home_buffer)
+                    shard.home_buffer = arenas[home].take(plan.room_bytes(unit, role))
+                    if role is not Role.PARAM:  # room for fp32 gradients stays untouched until it is needed
+                        touch(shard.home_buffer, plan.chunk_bytes(unit, role, unit.numel))
         rooms = ((Role.PARAM, Tier.DEVICE, plan.working_bytes), (Role.GRAD, Tier.HOST, plan.grad_pool_bytes))
         self.regions = {role: Region(arenas[tier].take(size)) for role, tier, size in rooms if size}
 
@@ -309,6 +309,6 @@ def chunk_key(shard: Shard, number: int, *, aside: bool = False) -> tuple[int, s
     return shard.unit.index, role.value + "'" * (shard.side is not aside), number
 
 
-def touch(buffer: Buffer) -> None:
-    """Bring the pages in now: the first step must not pay for page faults."""
-    ctypes.memset(buffer.address, 0, buffer.size_bytes)
+def touch(buffer: Buffer, size_bytes: int | None = None) -> None:
+    """Bring the pages in now, all or the first `size_bytes`: the first step must not pay for page faults."""
+    ctypes.memset(buffer.address, 0, buffer.size_bytes if size_bytes is None else size_bytes)

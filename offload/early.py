@@ -38,21 +38,32 @@ LARGEST_SHARE_KEPT = 1 / 3  # of the working region
 
 
 class Calm:
-    """Whether a factor is worth guessing: after steps that clipped nothing, more of them after each wrong guess."""
+    """Whether a step is worth guessing: after calm ones, more of them after each wrong guess.
 
-    def __init__(self) -> None:
+    A step is calm where each gradient comes in the backward pass that was said to be the last, and nothing multiplies
+    it: nothing clips, and no trainer accumulates without saying so.
+    """
+
+    def __init__(self, *, expected: bool) -> None:
+        """Begin.
+
+        Args:
+            expected: the first step is likely to be calm.
+        """
         self._steps = 0
-        self._needed = 1
+        self._needed = 0 if expected else 1
 
     def __bool__(self) -> bool:
-        """Tell whether the next step is likely to clip nothing."""
+        """Tell whether the next step is likely to be calm."""
         return self._steps >= self._needed
 
-    def note(self, *, clipped: bool, guessed: bool) -> None:
-        """Note a step: whether it clipped, or was skipped, and whether a guess was made."""
-        self._steps = 0 if clipped else self._steps + 1
-        if guessed:
-            self._needed = min(2 * self._needed, MOST_CALM_STEPS) if clipped else max(self._needed // 2, 1)
+    def note(self, *, calm: bool, guessed: bool) -> None:
+        """Note a step: whether it was calm, and whether a guess was made."""
+        self._steps = self._steps + 1 if calm else 0
+        if not calm:
+            self._needed = min(2 * self._needed, MOST_CALM_STEPS) if guessed and self._needed else max(self._needed, 1)
+        elif guessed:
+            self._needed = max(self._needed // 2, 1)
 
 
 class Recipe(Protocol):

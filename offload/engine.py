@@ -19,32 +19,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import cpu_adam
+from offload import cpu_adam, refusals
+from offload.absent import is_lost
 from offload.activations import Activations
 from offload.config import Config, OptimizerSpec
 from offload.early import Calm, EarlyUpdates
 from offload.errors import ConfigError, NonFiniteError, StateError
-from offload.hooks import Hooks, tensors_in
+from offload.gradient_tensors import GradientTensors
+from offload.handles import GradientNorm, Handles
+from offload.hooks import Ask, Hooks
 from offload.interrupt import Deferral
 from offload.loading import Loader, free_bytes, open_tiers, resolve_device, tie_optimizer
 from offload.manager import Manager
-from offload.optimizer import (
-    GradientNorm,
-    LossScaler,
-    OffloadOptimizer,
-    Recipe,
-    StepCounts,
-    begin_step,
-    clip_factor,
-    group_of_slots,
-    measure,
-)
+from offload.optimizer import OffloadOptimizer, Recipe, StepCounts, begin_step, clip_factor, group_of_slots
 from offload.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
+from offload.progress import LossScaler, Progress
+from offload.quantized import make_ready
 from offload.resident import open_resident_set
 from offload.rules import rule_of
 from offload.stats import Counters, Stats
+from offload.takeover import unwrapped
 from offload.tensors import ModuleTensors
 from offload.tiers import Budget, Tier, resolve_budgets
+from offload.torch_calls import tensors_in
 from offload.units import find_units
 
 logger = logging.getLogger(__name__)
@@ -59,10 +56,11 @@ class Engine:
 
     Calling the engine calls the module. ``backward`` and ``step`` follow; ``loss.backward()`` works, too (not with
     float16, which needs the loss scaled). Gradients are averaged over `gradient_accumulation_steps` micro-batches:
-    do not divide the loss. Everything is bit-identical for every placement.
+    do not divide the loss (or pass ``gradient_reduction="sum"``). Everything is bit-identical for every placement.
 
     The module keeps its parameters' names, shapes, dtypes and identity; between uses they may have no memory of their
-    own. Use :meth:`gather`, :meth:`state_dict` or :meth:`save_pretrained` to read them.
+    own. Reading one brings it; writing needs :meth:`gather` or :meth:`apply`. After backward, ``parameter.grad`` is a
+    handle that torch's clipping works on; :meth:`gather_gradients` gives the elements.
 
     Attributes:
         module: the wrapped module.
@@ -83,22 +81,25 @@ class Engine:
 
         Args:
             model: any module, on the CPU; parameters may be on the meta device (see ``Config.init_weights``).
-            optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``, ``LAMB``), or an
-                optimizer of torch over the model's parameters, which is taken over: kernels step like
-                ``torch.optim.AdamW``, ``Adam``, ``SGD`` and ``Adagrad``, other classes make their steps themselves,
-                slower; None for an engine that only evaluates.
+            optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``, ``LAMB``), with parameters
+                and groups as in torch or for all that are trainable; or an optimizer of torch over the model's
+                parameters, which is taken over: kernels step like ``torch.optim.AdamW``, ``Adam``, ``SGD`` and
+                ``Adagrad``, other classes make their steps themselves, slower; None for an engine that only evaluates.
             config: options as Config, dict or JSON file.
             **options: options of :class:`offload.Config`, on top of `config`.
 
         Raises:
             ConfigError: unknown or contradicting options, or a model that cannot be trained as asked.
             BudgetError: the budgets cannot hold the model; nothing has been loaded then.
-            StateError: the model is wrapped already.
+            StateError: the model is wrapped already, or somebody else places, calls or reduces its parameters.
             swap.SwapError: the NVMe path is missing, not writable, or full.
         """
         self._manager: Manager | None = None
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
+        refusals.refuse_ranks()
+        refusals.refuse_model(model)
+        optimizer = unwrapped(optimizer)
         self.config = Config.load(config, **options)
         self.module = model
         self.device = resolve_device(self.config.device)
@@ -108,6 +109,7 @@ class Engine:
 
         cast = getattr(torch, self.config.dtype) if self.config.dtype else None
         rule = None if optimizer is None else rule_of(optimizer, cast)
+        make_ready(model, cast)
         limits = resolve_budgets(self.config.budgets(), self.device, free_bytes(self.config.paths()))
         limit = self.config.bytes_of("unit_bytes")
         self._tree = find_units(
@@ -142,17 +144,19 @@ class Engine:
             self._step_counts.records.charge = lambda size: self._budgets[Tier.HOST].reserve("optimizer", size)
         trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in self._tree.units)
         self._scaler = LossScaler(self.config, enabled=trains_fp16)
-        self._steps = 0
-        self._skipped = 0
+        self._run = Progress(self._scaler)
         self._micro_batch = 0
         self._in_backward = False
+        self._divides: bool | None = None if self.config.gradient_reduction is None else True  # known to be meant
         self._last_loss: weakref.ref[torch.Tensor] | None = None
         self._grad_norm: float | None = None
         self._overlap = True  # updates are made while backward and the next forward compute; else inside the step
-        self._calm = Calm()
+        self._calm = Calm(expected=self.config.max_grad_norm is None)
         self._early: EarlyUpdates | None = None
 
-        self.optimizer = None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer, rule)
+        self.optimizer = (
+            None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer, rule, self._run)
+        )
         self._loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
         manager = open_tiers(self.plan, self.config, self.device, self._budgets, self._hooks, self._counters)
         self._manager = manager
@@ -175,15 +179,24 @@ class Engine:
             self._activations = Activations(
                 self._budgets[Tier.DEVICE], manager.working, meter, beside_bytes=self.plan.request.own_bytes
             )
-            self._hooks.attach(manager, self._activations)
+            self._tensors = ModuleTensors(model, self._tree, self._hooks, self._require_open)
+            self._handles = Handles(
+                self._tree.units, self._tree.parameters, manager.gradients, self.device, self._averaging
+            )
+            self._gradients = GradientTensors(self._handles, self._hooks, self._budgets, self._require_open)
+            ask = Ask(
+                final_micro_batch=self._is_final,
+                refuse_gradient=self._refuse_gradient,
+                check_interrupt=self._deferral.check,
+                assign=self._tensors.assign,
+                take_over=self._tensors.take_over,
+                load=self._tensors.load_one,
+            )
+            self._hooks.attach(manager, self._activations, self._handles, ask)
         except BaseException:
             if meter is not None:
                 meter.close()
             raise
-        self._hooks.final_micro_batch = self.is_gradient_accumulation_boundary
-        self._hooks.refuse_gradient = self._refuse_gradient
-        self._hooks.check_interrupt = self._deferral.check
-        self._tensors = ModuleTensors(model, self._tree, self._hooks, self._require_open)
         self._tensors.attach()
         if self.plan.early_bytes and self.optimizer is not None:
             self._early = EarlyUpdates(manager, self._guess, safe_point=self._deferral)
@@ -230,6 +243,7 @@ class Engine:
             StateError: backward was called for this loss already, or the engine is closed.
         """
         manager = self._require_open()
+        self._divides = True
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"backward: expected the loss as a tensor but got {type(loss).__name__}; pass output.loss")
         if self.optimizer is None:
@@ -244,6 +258,7 @@ class Engine:
                 "Look at the batch and the learning rate, or for labels that are all ignored"
             )
         begin, stalled = time.perf_counter(), self._counters.waits_seconds
+        self._handles.adopt()
         self._in_backward = True
         with self._deferral:
             try:
@@ -252,8 +267,7 @@ class Engine:
                 self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
             except BaseException:
                 self._micro_batch = 0
-                hooks = self._hooks
-                _clean_up(hooks.unwind, hooks.clear_gradients, self._activations.abandon_pass, manager.reset)
+                _clean_up(self._hooks.unwind, self._handles.clear, self._activations.abandon_pass, manager.reset)
                 raise
             finally:
                 self._in_backward = False
@@ -277,12 +291,34 @@ class Engine:
         self._require_open()
         if self.optimizer is None:
             raise StateError("step: this engine only evaluates; pass optimizer=offload.AdamW(...)")
+        self._divides = True
         self._micro_batch += 1
         if self._micro_batch < self.config.gradient_accumulation_steps:
             return False
-        before = self._steps
+        before = self._run.steps
         self.optimizer.step()  # so that its hooks and LR schedulers see it
-        return self._steps > before
+        return self._run.steps > before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the global norm of the gradients that have arrived, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Args:
+            max_norm: the norm afterwards, at most; at least 0.
+            norm_type: order of the norm; may be infinite.
+
+        Returns:
+            The norm before, a 0-dim tensor.
+
+        Raises:
+            ConfigError: `max_norm` is negative or NaN.
+            StateError: no gradient has arrived since the last step.
+        """
+        self._require_open()
+        if not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+            raise ConfigError(f"clip_grad_norm_: expected max_norm as a number of at least 0 but got {max_norm!r}")
+        if self.optimizer is None or not self._has_gradients():
+            raise StateError("clip_grad_norm_: expected gradients but none has arrived; call backward first")
+        return torch.nn.utils.clip_grad_norm_(self._handles.parameters(), max_norm, norm_type)
 
     def drain(self) -> None:
         """Wait until the last step is done and home; without this, that is when the next forward has used all units.
@@ -302,9 +338,23 @@ class Engine:
         """Forget the gradients that have arrived since the last step."""
         manager = self._require_open()
         self._hooks.unwind()
-        self._hooks.clear_gradients()
-        manager.gradients.drop()
+        self._drop_gradients(manager)
         self._micro_batch = 0
+
+    def _drop_gradients(self, manager: Manager) -> None:
+        self._handles.clear()
+        manager.gradients.drop()
+
+    def _has_gradients(self) -> bool:
+        """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""
+        if self._manager is None or self._closed or self.optimizer is None:
+            return False
+        self._handles.adopt()
+        return self._manager.gradients.any_arrived
+
+    def _is_final(self, passes: int) -> bool:
+        """Tell whether the backward pass under way is the last one before the step; it is number `passes`."""
+        return self.is_gradient_accumulation_boundary() or passes >= self.config.gradient_accumulation_steps
 
     def _step_now(self) -> bool:
         manager = self._require_open()
@@ -319,7 +369,7 @@ class Engine:
                     self._unusable = f"a step failed half way ({type(error).__name__}: {error})"
                 else:
                     with contextlib.suppress(Exception):  # the first error is on its way up
-                        manager.gradients.drop()  # the micro-batches are run again, after every kind of error
+                        self._drop_gradients(manager)  # the micro-batches are run again, after every kind of error
                 raise
 
     def _take_step(self, manager: Manager) -> bool:
@@ -332,25 +382,30 @@ class Engine:
                 "the engine and make a new one"
             )
         self._activations.close_pass()
+        self._hooks.settle_changes()
         manager.finish_step()  # of units that were not used since the last step
         manager.working.refuse_changes()
-        manager.gradients.settle()
-        norm = measure(manager)
+        self._handles.adopt()
+        norm = self._handles.measure()
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
+        self._refuse_ambiguity()
         averaged = self._averaging()
         guessed = self._early is not None and self._early.guessed
-        if norm.bad:
-            self._calm.note(clipped=True, guessed=guessed)
+        if norm.bad or norm.spoilt:
+            self._calm.note(calm=False, guessed=guessed)
             return self._skip(norm, averaged)
         self._grad_norm = norm.squares**0.5 * averaged
-        factor = clip_factor(self._grad_norm, self.config.max_grad_norm)
-        self._calm.note(clipped=factor != 1.0, guessed=guessed)
+        factor = clip_factor(norm.left**0.5 * averaged, self.config.max_grad_norm)
+        as_expected = manager.gradients.most_passes <= self.config.gradient_accumulation_steps
+        self._calm.note(calm=factor == 1.0 and not norm.factors and as_expected, guessed=guessed)
         manager.restart_schedule()
-        recipe = self._recipe(factor * averaged)
+        recipe = self._recipe(factor * averaged, norm.factors)
         begin_step(manager, self._step_counts, recipe, self._early, safe_point=self._deferral)
-        self._steps += 1
+        self._handles.clear()
+        self._run.steps += 1
         self._micro_batch = 0
+        self._divides = None if self.config.gradient_reduction is None else True
         self._scaler.succeeded()
         if not self._overlap:
             manager.finish_updates()
@@ -360,33 +415,49 @@ class Engine:
         return True
 
     def _averaging(self) -> float:
-        """Return what makes the mean over micro-batches of a sum of scaled gradients."""
-        return 1.0 / (self.config.gradient_accumulation_steps * self._scaler.scale)
+        """Return what makes the mean over micro-batches (or the sum) of a sum of scaled gradients."""
+        divides = self.config.gradient_reduction != "sum"
+        return 1.0 / ((self.config.gradient_accumulation_steps if divides else 1) * self._scaler.scale)
+
+    def _refuse_ambiguity(self) -> None:
+        """Refuse a step of which nobody has said who divides by the number of micro-batches."""
+        count = self.config.gradient_accumulation_steps
+        if count > 1 and not self._divides:
+            raise StateError(
+                f"step: expected engine.backward() or engine.step() where gradient_accumulation_steps={count} averages "
+                "but got loss.backward() and optimizer.step(), as from trainers, which divide the loss; pass "
+                'gradient_reduction="sum" if the loss is divided already, "mean" if it is not'
+            )
 
     def _guess(self) -> Recipe | None:
         """Return what the step will do if it clips nothing, None where that is unlikely."""
-        if not self._overlap or not (self._calm or self.config.max_grad_norm is None):
+        if not self._overlap or not self._calm:
             return None
         return self._recipe(self._averaging())
 
-    def _recipe(self, grad_scale: float) -> Recipe:
+    def _recipe(self, grad_scale: float, factors: Mapping[tuple[int, int], float] | None = None) -> Recipe:
         manager, offloaded = self._require_open(), self.optimizer
         assert offloaded is not None
         groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
-        return Recipe(manager, self._step_counts, groups, rule=offloaded.rule, grad_scale=grad_scale)
+        return Recipe(manager, self._step_counts, groups, rule=offloaded.rule, grad_scale=grad_scale, factors=factors)
 
     def _skip(self, norm: GradientNorm, averaged: float) -> bool:
         """Leave everything as it is: a gradient is not finite."""
         manager = self._require_open()
         self._micro_batch = 0
         self._grad_norm = norm.squares**0.5 * averaged
-        manager.gradients.drop()
+        self._drop_gradients(manager)
         manager.restart_schedule()
-        if self._scaler.enabled:
-            self._skipped += 1
+        if self._scaler.enabled and norm.bad:
+            self._run.skipped += 1
             self._scaler.overflowed()
             logger.info("step skipped: gradient overflow in %s; loss scale %g", norm.bad[0], self._scaler.scale)
             return False
+        if not norm.bad:
+            raise NonFiniteError(
+                f"gradient of {norm.spoilt[0]}: was multiplied by NaN or infinity; the step was skipped, parameters "
+                "and states are unchanged. Look at max_norm of clip_grad_norm_, or at what else scales gradients"
+            )
         more = f" and {len(norm.bad) - 1} more" if len(norm.bad) > 1 else ""
         raise NonFiniteError(
             f"gradient of {norm.bad[0]}{more}: expected finite values but got NaN or infinity; the step was skipped, "
@@ -417,6 +488,44 @@ class Engine:
             StateError: parameters are in use, inside :meth:`gather` or a forward. Nothing was loaded in either case.
         """
         self._tensors.load(state_dict, strict=strict)
+
+    def gather_gradients(
+        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None = None, modify: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Let ``parameter.grad`` be a tensor with elements inside the ``with`` block.
+
+        It is what the coming step would use: averaged, unscaled, times its factors; None where none has arrived.
+
+        Args:
+            params: a parameter, several, or a module; None for all that are trained.
+            modify: keep what was changed: the elements, another tensor, or None. Gradients that are not changed keep
+                their precision.
+
+        Raises:
+            BudgetError: they do not fit the device budget at once.
+            ConfigError: `params` is something else.
+            StateError: one is not trained by this engine, or was changed without `modify`, which undoes the change.
+        """
+        return self._gradients.gather(params, modify=modify)
+
+    def apply(
+        self,
+        function: Callable[[str, nn.Parameter], object],
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None = None,
+    ) -> None:
+        """Call ``function(name, parameter)`` for parameters with real data on the device, and keep what it changes.
+
+        They are gathered unit by unit, so the budgets hold however large the model is: for merging, averaging
+        (``average[name].lerp_(parameter, 0.001)``), histograms and weight surgery.
+
+        Args:
+            function: gets the parameter's name in the module and the parameter, without gradients being recorded.
+            params: a parameter, several, or a module; None for all.
+
+        Raises:
+            ConfigError, StateError: as :meth:`gather`. Units that came before keep what was changed.
+        """
+        self._tensors.apply(function, self.module if params is None else params)
 
     def gather(
         self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False
@@ -457,7 +566,12 @@ class Engine:
 
     @property
     def grad_norm(self) -> float | None:
-        """Global gradient norm of the last step, averaged and unscaled, before clipping; None before the first step."""
+        """Global gradient norm, averaged and unscaled, before clipping; None before the first backward.
+
+        It is that of the gradients that wait for the next step, or of the last step where there are none.
+        """
+        if self._has_gradients():
+            return float(self._handles.measure().squares ** 0.5 * self._averaging())
         return self._grad_norm
 
     @property
@@ -495,8 +609,8 @@ class Engine:
                 links["nvme_write"] = type(links["h2d"])(swapped.written_bytes, swapped.write_seconds)
                 peak[Tier.NVME.value] = swapped.peak_used_bytes
         return Stats(
-            step=self._steps,
-            skipped_steps=self._skipped,
+            step=self._run.steps,
+            skipped_steps=self._run.skipped,
             links=links,
             hits=self._counters.hits,
             misses=self._counters.misses,
@@ -526,19 +640,27 @@ class Engine:
 
         Raises:
             swap.SwapError: the parameters could not be read back, or the drive hangs; the engine is closed then, too.
+            StateError: somebody has changed a parameter in a forward, and the change is lost; the engine is closed.
         """
         manager = self._manager
         if manager is None or self._closed:
             return
-        self._closed = True
         total = sum(unit.param_bytes for unit in self._tree.units)
         if restore is None:
             room = self._budgets[Tier.HOST].limit_bytes
             room += self._budgets[Tier.DEVICE].limit_bytes if self.device.type == "cpu" else 0
             restore = self._unusable is None and total <= room
         _clean_up(self._hooks.unwind)
-        if not restore:
+        lost: Exception | None = None
+        if restore:
+            try:
+                self._hooks.settle_changes()
+                self._hooks.refuse_rebound()
+            except Exception as error:  # told when the engine is closed
+                lost = error
+        else:
             manager.updates = None  # nobody will see what they would have made
+        self._closed = True
         with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
             manager.reset()
         self._tensors.detach()
@@ -550,6 +672,8 @@ class Engine:
             last.callback(self._activations.close)
             if restore:
                 restored.update(self._loader.unload(manager))
+        if lost is not None:
+            raise lost
 
     def _leave_module(self, restored: dict[int, list[torch.Tensor]]) -> None:
         """Give the module what was restored, or a guard against being used."""
@@ -602,7 +726,7 @@ class Engine:
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, argument in (*enumerate(args), *kwargs.items()):
             for value in tensors_in(argument):
-                if value.device.type != self.device.type:
+                if value.device != self.device:
                     raise StateError(
                         f"batch: argument {name!r} is on {value.device} but the engine computes on {self.device}; "
                         f"move it with .to(engine.device)"
@@ -632,7 +756,6 @@ def _clean_up(*steps: Callable[[], None]) -> None:
 
 
 def _refuse_forward(module: nn.Module, args: object) -> None:
-    raise StateError(
-        "model: its engine was closed without restoring the parameters (they did not fit the budgets, or could not be "
-        "read); load the saved model again, or close with restore=True"
-    )
+    for name, parameter in module.named_parameters():
+        if is_lost(parameter):
+            raise StateError(f"model: parameter {name}: {refusals.LOST}")

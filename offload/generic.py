@@ -18,7 +18,6 @@ import torch
 
 from offload import cpu_adam
 from offload.errors import StateError
-from offload.gradients import KERNEL_DTYPE
 from offload.placement import States
 from offload.probe import OwnClass, OwnHyper, plain_torch, tensors_in
 from offload.shard import Role, Slot
@@ -79,7 +78,7 @@ class Records:
             del self._records[where]
             self._kept_bytes -= self._sizes.pop(where)
 
-    def update(self, chunk: Chunk, start: int, hyper: OwnHyper, states: States, *, accumulate: bool) -> None:
+    def update(self, chunk: Chunk, start: int, hyper: OwnHyper, states: States, *, grad_dtype: cpu_adam.Dtype) -> None:
         """Update the parameter that begins at `start` of the unit, all of which is in the chunk."""
         unit = chunk.unit
         position, slot = next(
@@ -87,7 +86,7 @@ class Records:
         )
         with plain_torch():
             parameter = torch.nn.Parameter(_master(chunk, slot))
-            parameter.grad = _gradient(chunk, slot, hyper.grad_scale, accumulate=accumulate)
+            parameter.grad = _gradient(chunk, slot, hyper.grad_scale, grad_dtype)
             record = self._records.get((unit.index, position), {})
             views = {name: _view(chunk, role, slot) for role, name in states.roles()}
             address = parameter.data_ptr()
@@ -191,9 +190,8 @@ def _write_master(chunk: Chunk, slot: Slot, parameter: torch.Tensor, *, moved: b
         cpu_adam.convert(home, cpu_adam.Dtype.FLOAT32, param, cpu_adam.Dtype.FLOAT16, numel)
 
 
-def _gradient(chunk: Chunk, slot: Slot, scale: float, *, accumulate: bool) -> torch.Tensor:
-    """Return the final gradient as a tensor of its own."""
-    dtype = cpu_adam.Dtype.FLOAT32 if accumulate else KERNEL_DTYPE[chunk.unit.dtype]
+def _gradient(chunk: Chunk, slot: Slot, scale: float, dtype: cpu_adam.Dtype) -> torch.Tensor:
+    """Return the final gradient, stored as `dtype`, as a tensor of its own."""
     gradient = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
     source = chunk.at(Role.GRAD, slot.offset_numel, dtype.itemsize)
     cpu_adam.convert(source, dtype, gradient.data_ptr(), cpu_adam.Dtype.FLOAT32, slot.numel)

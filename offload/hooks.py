@@ -1,17 +1,21 @@
 """Ties a module tree to the memory manager; the only file that rebinds ``param.data``.
 
-Owns the hooks on modules and parameters, the stand-ins of parameters that are not on the device, and the handles that
-autograd keeps instead of parameters:
+Owns the hooks on modules and parameters, the stand-ins of parameters that are not on the device, who sees which of the
+two, and the handles that autograd keeps instead of parameters:
 
 * A parameter that is not resident has as ``.data`` one NaN *expanded* to its shape (stride 0): shape, dtype and
   identity stay real, it takes no memory, and a use that slipped through turns into NaN, which is noticed.
-* Forward pre-hooks lease the units a module needs, forward hooks return them. A use that no hook announced (tied
-  weights, functional use) is seen by a ``TorchFunctionMode`` that is active inside the outermost forward.
+* Forward pre-hooks lease the units a module needs and lend it their parameters; forward hooks return them. A use that
+  no hook announced (tied weights, functional use) is seen by a ``TorchFunctionMode`` that is active inside the
+  outermost forward.
+* Outside of a forward, a parameter's own class sees every call (:mod:`offload.absent`): reads are served in the same
+  way, writes are refused.
 * Autograd's saved tensors that view a unit become handles (unit, offset, shape, stride) and are rebuilt when backward
   asks for them: evicting a unit between forward and backward frees its memory. Whatever else still views the unit
   (recomputed tensors of gradient checkpointing, aliases of the user) holds a reference on the unit's storage, and the
   manager never evicts a unit whose storage is referenced from outside.
-* A hook behind each parameter's gradient accumulation hands the gradient to the manager and drops ``.grad``.
+* A hook behind each parameter's gradient accumulation hands the gradient to the manager, and leaves a handle in
+  ``.grad`` (:mod:`offload.handles`).
 
 Knows neither budgets nor the optimizer. Next: :mod:`offload.engine`.
 """
@@ -23,7 +27,7 @@ import dataclasses
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -32,17 +36,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from offload import refusals
+from offload.absent import absent_class, is_lost, owners
 from offload.activations import WORTH_SAMPLING_BYTES, Activations, SavedActivation
-from offload.errors import StateError
+from offload.errors import BudgetError, StateError
+from offload.handles import Handles
 from offload.manager import Manager
 from offload.shard import Unit
 from offload.tiers import view_at
+from offload.torch_calls import Does, calling_frame, what
 from offload.units import UnitTree
 
-# Modules that some engine manages, so that a second one can be refused; and whose a parameter is, by its identity,
-# which nothing else can have while its owner lives and keeps it.
+# Modules that some engine manages, so that a second one can be refused.
 _managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_owners: weakref.WeakValueDictionary[int, Hooks] = weakref.WeakValueDictionary()
 
 _NO_GRAPH_TASK = -1  # torch's number where no backward pass is running
 
@@ -59,6 +65,27 @@ class SavedView(NamedTuple):
     in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ask:
+    """What the hooks ask of those above them.
+
+    Attributes:
+        final_micro_batch: whether no further backward pass follows before the step, given how many there have been.
+        refuse_gradient: why gradients are not taken now; None where they are.
+        check_interrupt: hands an interrupt on that came meanwhile.
+        assign: lets the content of a parameter be a tensor's.
+        take_over: lets what was changed in place in a unit be its content.
+        load: takes the value that ``module.load_state_dict`` copies to a parameter; False where none is under way.
+    """
+
+    final_micro_batch: Callable[[int], bool]
+    refuse_gradient: Callable[[], str | None]
+    check_interrupt: Callable[[], None]
+    assign: Callable[[tuple[int, int], torch.Tensor], None]
+    take_over: Callable[[int], None]
+    load: Callable[[tuple[int, int], Any], bool]
+
+
 class Hooks:
     """Hooks of one engine on its model. See the module's text."""
 
@@ -68,36 +95,38 @@ class Hooks:
             raise StateError(
                 f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}); close that one first"
             )
-        _refuse_shared(tree)
-        _refuse_unfit(tree)
+        refusals.refuse_shared(tree, _owner_of)
+        refusals.refuse_used(tree, is_lost)
         self._tree = tree
         self._device = device
         self._leases = dict(tree.leases)
         self._remembered: dict[nn.Module, tuple[int, ...]] = {}  # units used in a module's forward without a lease
         self._slot_of: dict[int, tuple[int, int]] = {}
         self._stand_ins: list[list[torch.Tensor]] = []
-        self._stand_in_at: dict[int, tuple[int, int]] = {}  # unit and slot by the address of the stand-in's one element
         self._dtypes = [getattr(torch, unit.dtype) for unit in tree.units]
         for unit, parameters in zip(tree.units, tree.parameters, strict=True):
             self._stand_ins.append([stand_in(s.shape, self._dtypes[unit.index], device) for s in unit.slots])
             for slot, parameter in enumerate(parameters):
                 self._slot_of[id(parameter)] = (unit.index, slot)
-                address = self._stand_ins[unit.index][slot].untyped_storage().data_ptr()
-                self._stand_in_at[address] = (unit.index, slot)
+        self._kinds = [[type(parameter) for parameter in parameters] for parameters in tree.parameters]
+        self._lent = [0] * len(tree.units)  # by those who use a unit's parameters now
+        self._handed: set[int] = set()  # units that tensors outside the module may still view
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
         self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
-        self._away: set[int] = set()  # units whose parameters are stand-ins
-        self._rebound: dict[int, str] = {}  # parameter of a unit that somebody has rebound while it was a stand-in
+        self._away: dict[int, list[int]] = {}  # units whose parameters are stand-ins, with torch's counters since then
+        self._rebound: dict[int, str] = {}  # parameter of a unit that somebody has changed while it was a stand-in
         self._stack: list[tuple[nn.Module, tuple[int, ...], _InForce]] = []
         self._watching = 0
-        self._handles: list[RemovableHandle] = []
+        self._registered: list[RemovableHandle] = []
         self._manager: Manager | None = None
         self._activations: Activations | None = None
+        self._handles: Handles | None = None
+        self._ask: Ask | None = None
         self._model = weakref.ref(model)
-        self.refuse_gradient: Callable[[], str | None] = lambda: None
-        self.final_micro_batch: Callable[[], bool] = lambda: True
-        self.check_interrupt: Callable[[], None] = lambda: None
+        self._pass = 0  # number of the latest backward pass
+        self._tasks: set[int] = set()  # torch's numbers of that pass, and of those inside it that repeat segments
+        self._repeated_in = _NO_GRAPH_TASK  # the one in which a segment was repeated last
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled, which is to say, that a module is: its hooks hold this object.
@@ -116,15 +145,15 @@ class Hooks:
         """Let the unit's parameters view `storage`."""
         dtype = self._dtypes[unit.index]
         with torch._C.DisableTorchFunction():
-            if unit.index in self._away:
-                self._away.discard(unit.index)
-                self._note_rebound(unit)
+            versions = self._away.pop(unit.index, None)
+            if versions is not None:
+                self._note_rebound(unit, versions)
             for slot, parameter in zip(unit.slots, self._tree.parameters[unit.index], strict=True):
                 parameter.data = view_at(storage, dtype, slot.offset_numel, slot.shape)
+            self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
         base = storage.data_ptr()
         self._bases[base] = unit.index
         self._base_of[unit.index] = base
-        self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
 
     def unbind(self, unit: Unit) -> None:
         """Let the unit's parameters be stand-ins."""
@@ -136,63 +165,86 @@ class Hooks:
         with torch._C.DisableTorchFunction():
             for index, parameter in enumerate(self._tree.parameters[unit.index]):
                 parameter.data = self._stand_ins[unit.index][index]
-        self._away.add(unit.index)
+            self._away[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
 
-    def _note_rebound(self, unit: Unit) -> None:
-        """Note a parameter that is not the stand-in any more: converted, or rebound to other memory."""
+    def _note_rebound(self, unit: Unit, versions: list[int]) -> None:
+        """Note a parameter that is not the stand-in any more, or whose content was written to through an alias."""
         parameters, stand_ins = self._tree.parameters[unit.index], self._stand_ins[unit.index]
-        for slot, parameter, ours in zip(unit.slots, parameters, stand_ins, strict=True):
-            if parameter.data_ptr() != ours.data_ptr():
+        for slot, parameter, ours, version in zip(unit.slots, parameters, stand_ins, versions, strict=True):
+            if parameter.data_ptr() != ours.data_ptr() or parameter._version != version:
                 self._rebound[unit.index] = slot.name
                 return
 
     def replace(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Give the unit's parameters ordinary memory: the engine is being closed."""
-        for parameter, tensor in zip(self._tree.parameters[unit.index], tensors, strict=True):
-            parameter.data = tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, tensor in zip(self._tree.parameters[unit.index], tensors, strict=True):
+                parameter.data = tensor
+        self._set_classes(unit.index, self._kinds[unit.index])
+
+    def abandon(self, index: int) -> None:
+        """Let nobody read parameters whose content is lost."""
+        self._set_classes(index, map(absent_class, self._kinds[index]))
 
     @staticmethod
     def give_back(parameter: nn.Parameter, own: torch.Tensor) -> None:
         """Let a parameter that was rebound view its own memory again."""
-        parameter.data = own
-
-    def clear_gradients(self) -> None:
-        """Drop gradients that an interrupt has left at the parameters."""
-        for parameters in self._tree.parameters:
-            for parameter in parameters:
-                parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = own
 
     def changed(self, unit: Unit) -> str | None:
         """Return the name of a parameter that somebody else has written to or rebound since the unit was bound."""
+        first = next(self.changes(unit), None)
+        return None if first is None else unit.slots[first].name
+
+    def changes(self, unit: Unit) -> Iterator[int]:
+        """Yield the slots of parameters that somebody else has written to or rebound since the unit was bound."""
         versions = self._versions.get(unit.index)
         if versions is None:
-            return None
-        if unit.index in self._rebound:
-            return self._rebound[unit.index]
-        base = self._base_of[unit.index]
-        parameters = self._tree.parameters[unit.index]
-        for slot, parameter, version in zip(unit.slots, parameters, versions, strict=True):
-            moved = slot.numel and parameter.data_ptr() != base + slot.offset_numel * unit.itemsize
-            if parameter._version != version or moved:
-                return slot.name
-        return None
+            return
+        base, rebound = self._base_of[unit.index], self._rebound.get(unit.index)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [(p._version, p.data_ptr()) for p in self._tree.parameters[unit.index]]
+        for position, (slot, version, now) in enumerate(zip(unit.slots, versions, found, strict=True)):
+            moved = slot.numel and now[1] != base + slot.offset_numel * unit.itemsize
+            if now[0] != version or moved or slot.name == rebound:
+                yield position
+
+    def refuse_rebound(self) -> None:
+        """Check that no parameter is other memory than its unit's: what somebody has put there in a forward.
+
+        Raises:
+            StateError: one is; names it.
+        """
+        for index, base in self._base_of.items():
+            unit = self._tree.units[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                found = [parameter.data_ptr() for parameter in self._tree.parameters[index]]
+            for slot, now in zip(unit.slots, found, strict=True):
+                if slot.numel and now != base + slot.offset_numel * unit.itemsize:
+                    raise StateError(
+                        f"parameter {slot.name}: was rebound (its .data replaced) inside a forward, and what was put "
+                        "there is lost; assign outside of forwards, or inside engine.gather(parameter, modify=True)"
+                    )
 
     def accept_changes(self, unit: Unit) -> None:
         """Take the present content of the unit's parameters as its own."""
         self._rebound.pop(unit.index, None)
         if unit.index in self._versions:
-            self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
+            with torch._C.DisableTorchFunctionSubclass():
+                self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
 
     def untrained(self) -> str | None:
         """Return the name of a parameter that wants a gradient but that nobody trains."""
         model = self._model()
         if model is None:
             return None
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                where = self._slot_of.get(id(parameter))
-                if where is None or not self._tree.units[where[0]].trainable:
-                    return name
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    where = self._slot_of.get(id(parameter))
+                    if where is None or not self._tree.units[where[0]].trainable:
+                        return name
         return None
 
     def slot_of(self, parameter: torch.Tensor) -> tuple[int, int] | None:
@@ -206,33 +258,43 @@ class Hooks:
 
     # --- attach and detach ------------------------------------------------------------------------------------------
 
-    def attach(self, manager: Manager, activations: Activations) -> None:
+    def attach(self, manager: Manager, activations: Activations, handles: Handles, ask: Ask) -> None:
         """Register all hooks."""
         self._manager = manager
         self._activations = activations
+        self._handles = handles
+        self._ask = ask
         for module in self._leases:
             # First, because hooks of the user may use parameters (the older weight_norm computes the weight in one).
-            self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+            before = module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            self._registered.append(before)
+            self._registered.append(module.register_forward_hook(self._after_forward, always_call=True))
             _managed.add(module)
-        _owners.update(dict.fromkeys(self._slot_of, self))
         for unit, parameters in zip(self._tree.units, self._tree.parameters, strict=True):
             if unit.trainable:
                 for slot, parameter in enumerate(parameters):
                     hook = self._gradient_hook(unit.index, slot)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                    self._registered.append(parameter.register_post_accumulate_grad_hook(hook))
+        owners.update(dict.fromkeys(self._slot_of, self))
+        for index in range(len(self._kinds)):
+            self._set_classes(index, map(absent_class, self._kinds[index]))
 
     def detach(self) -> None:
-        """Remove all hooks. Idempotent."""
+        """Remove all hooks. Idempotent. Parameters that are not given memory of their own then cannot be read."""
         self.unwind()
-        for handle in self._handles:
+        for handle in self._registered:
             handle.remove()
-        self._handles.clear()
+        self._registered.clear()
         for module in self._leases:
             _managed.discard(module)
+        if self._handles is not None:
+            self._handles.clear()
         for identity in self._slot_of:
-            if _owners.get(identity) is self:
-                del _owners[identity]
+            if owners.get(identity) is self:
+                del owners[identity]
+        for index, lent in enumerate(self._lent):
+            if lent:  # gathered by somebody who is still at it
+                self._set_classes(index, map(absent_class, self._kinds[index]))
         self._manager = None
 
     def unwind(self) -> None:
@@ -241,22 +303,51 @@ class Hooks:
             for _ in self._stack:
                 last.callback(self._leave)
 
+    # --- lending ----------------------------------------------------------------------------------------------------
+
+    def acquire(self, index: int) -> None:
+        """Lease a unit's parameters, and lend them: they are ordinary parameters until :meth:`release`."""
+        assert self._manager is not None
+        self._manager.acquire(index)
+        self._lent[index] += 1
+        if self._lent[index] == 1:
+            self._set_classes(index, self._kinds[index])
+
+    def release(self, index: int, *, leased: bool = True) -> None:
+        """Take parameters back, and return the lease; not where an error has returned all leases (not `leased`)."""
+        if self._manager is None:  # closed meanwhile
+            return
+        self._lent[index] -= 1
+        if not self._lent[index]:
+            self._set_classes(index, map(absent_class, self._kinds[index]))
+        if leased:
+            self._manager.release(index)
+
+    def _set_classes(self, index: int, kinds: Iterable[type]) -> None:
+        for parameter, kind in zip(self._tree.parameters[index], kinds, strict=True):
+            parameter.__class__ = kind
+
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._manager is not None
         if self._stack and not in_backward() and self._is_stale(module):
             self.unwind()  # an interrupt has torn out of what was not called through the engine
-        self.check_interrupt()
-        assert self._activations is not None
+        assert self._activations is not None and self._ask is not None and self._handles is not None
+        self._ask.check_interrupt()
         if _torch_transforms():
             raise StateError(
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
                 "parameters come and go; call it as it is, or close the engine first"
             )
-        if not self._stack and not self._watching and not in_backward():
-            self._refuse_stand_ins(module, (args, kwargs))
-        if not self._stack and not in_backward():
+        if in_backward():
+            self._note_task()
+            self._repeated_in = torch._C._current_graph_task_id()
+        elif not self._stack:
+            self.end_pass()
+            self.settle_changes()
+            if torch.is_grad_enabled():
+                self._handles.adopt()
             self._activations.close_pass()  # of a backward that was not called through the engine
             self._activations.open_pass()
         self._activations.balance()
@@ -265,7 +356,7 @@ class Hooks:
         leased = 0
         try:
             for index in units:
-                self._manager.acquire(index)
+                self.acquire(index)
                 leased += 1
             if self._rebound:
                 self._manager.working.refuse_changes()
@@ -273,7 +364,7 @@ class Hooks:
                 self._manager.note_use(index)
         except BaseException:
             for index in units[:leased]:
-                self._manager.release(index)
+                self.release(index)
             contexts.leave()
             raise
         self._stack.append((module, units, contexts))
@@ -284,21 +375,6 @@ class Hooks:
             return True
         return module is self._model() and all(entered is not module for entered, _, _ in self._stack)
 
-    def _refuse_stand_ins(self, module: nn.Module, values: object) -> None:
-        """Refuse views of stand-ins: a method of the model other than forward took them, where nobody sees it.
-
-        A parameter itself may be passed; whoever uses it in this forward is served.
-        """
-        for tensor in tensors_in(values):
-            address = _address(tensor)
-            where = self._stand_in_at.get(address) if address is not None else None
-            if where is not None and id(tensor) not in self._slot_of:
-                raise StateError(
-                    f"model: {self._tree.module_names[module] or 'its forward'} was given a view of parameter "
-                    f"{self._tree.units[where[0]].slots[where[1]].name} that was taken outside any forward, while the "
-                    "parameter was not on the device; call what did so inside 'with engine.gather(that parameter):'"
-                )
-
     def _enter(self) -> _InForce:
         """Enter what must be active inside a forward, and inside the forward that a backward pass repeats.
 
@@ -308,12 +384,11 @@ class Hooks:
         assert self._manager is not None
         if not self._stack and not in_backward():
             self._manager.begin_pass(training=torch.is_grad_enabled())
-        hidden = _top_hooks()
-        owner = getattr(hidden[0], "__self__", None) if hidden is not None else None
-        ours = owner is self or (isinstance(owner, _Over) and owner.hooks is self)
         seeing = bool(self._stack or self._watching) and (not in_backward() or self._sees())
         contexts = _InForce()
-        if not ours:
+        hidden = _top_hooks()
+        owner = getattr(hidden[0], "__self__", None) if hidden is not None else None
+        if owner is not self and not (isinstance(owner, _Over) and owner.hooks is self):
             over = self if hidden is None else _Over(self, *hidden)
             contexts.enter(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
         if not seeing:
@@ -345,6 +420,7 @@ class Hooks:
         Torch switches a mode off inside the functions that it sees. It does not see a backward pass that starts at an
         edge of the graph, so what is repeated in it is watched.
         """
+        self.end_pass()
         with self.watch():
             if not loss.requires_grad or options.get("inputs") is not None or (gradient is None and loss.numel() != 1):
                 loss.backward(gradient, **options)  # for torch's own errors; and given inputs are tensors that it sees
@@ -382,14 +458,13 @@ class Hooks:
     def _leave(self) -> None:
         _, units, contexts = self._stack.pop()
         try:
-            if self._manager is not None:
-                for index in units:
-                    self._manager.release(index)
+            for index in units:
+                self.release(index)
         finally:
             contexts.leave()
 
     def use_unannounced(self, indices: list[int], call: Callable[[], Any]) -> Any:
-        """Run `call`, which uses the parameters of the units `indices`; not all of them are here.
+        """Run `call`, which uses the parameters of the units `indices`; not all of them are lent.
 
         The innermost module remembers those that no hook has brought: where a prefetch brings one in time, the
         schedule must still learn of its use.
@@ -402,12 +477,12 @@ class Hooks:
         taken = []
         try:
             for index in sorted(indices, key=lambda index: index not in self._base_of):  # hold first what is here
-                self._manager.acquire(index)
+                self.acquire(index)
                 taken.append(index)
             return call()
         finally:
             for index in taken:
-                self._manager.release(index)
+                self.release(index)
 
     def units_used(self, values: Iterable[Any]) -> list[int]:
         """Return the units of the parameters in `values` (one level deep)."""
@@ -420,9 +495,100 @@ class Hooks:
                 used.extend(self.units_used(value))
         return used
 
-    def all_resident(self, indices: list[int]) -> bool:
-        """Tell whether the parameters of all these units are on the device."""
-        return all(index in self._base_of for index in indices)
+    def all_lent(self, indices: list[int]) -> bool:
+        """Tell whether the parameters of all these units are on the device, for somebody to use."""
+        return all(self._lent[index] for index in indices)
+
+    # --- parameters outside their uses ------------------------------------------------------------------------------
+
+    def read(self, parameters: list[torch.Tensor], call: Callable[[], Any]) -> Any:
+        """Run `call`, which reads these parameters outside a forward, or where no mode sees it.
+
+        What autograd saves of them meanwhile are handles, so that a penalty on all weights needs no room for them all;
+        but not where somebody else's hooks are in force, who counts what he sees (gradient checkpointing does).
+
+        Raises:
+            BudgetError: they do not fit the device budget at once, beside those that other tensors still view.
+        """
+        self.settle_changes()
+        indices = list(dict.fromkeys(self._slot_of[id(parameter)][0] for parameter in parameters))
+        try:
+            with contextlib.ExitStack() as contexts:
+                if _top_hooks() is None and torch.is_grad_enabled():
+                    contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+                result = self.use_unannounced(indices, call)
+        except BudgetError as error:
+            names = ", ".join(self._name(parameter) for parameter in parameters[:3])
+            raise BudgetError(
+                f"{names}: expected room on the device to read them outside a forward but there is none beside what is "
+                "in use or viewed by other tensors; read fewer at once, drop their views, or use engine.gather or "
+                f"engine.apply\n{error}"
+            ) from error
+        assert self._manager is not None
+        for index in indices:
+            if self._manager.working.borrowed(index) or self.changed(self._tree.units[index]) is not None:
+                self._handed.add(index)
+        return result
+
+    def assign(self, parameter: torch.Tensor, value: Any) -> None:
+        """Let a parameter's content be that of `value`: ``parameter.data = value``.
+
+        Raises:
+            StateError: `value` is of another shape, dtype or device.
+        """
+        if value is parameter:
+            return
+        assert self._ask is not None
+        where = self._slot_of[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass():
+            own = (tuple(parameter.shape), parameter.dtype, parameter.device)
+            got = (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
+            if own != got:
+                raise StateError(
+                    f"{self._name(parameter)}: expected a tensor of shape, dtype and device {own} as its .data but got "
+                    f"{got}; its form cannot change while an engine has it (pass dtype= to the engine, or close it)"
+                )
+            if not value.is_contiguous() and any(map(_in_format(value), _MEMORY_FORMATS)):
+                raise StateError(
+                    f"{self._name(parameter)}: expected a tensor in torch's default memory format as its .data but got "
+                    "one with channels last; convert the module before the engine is made"
+                )
+            mine = value.data_ptr() == parameter.data_ptr() and value.is_contiguous()
+        if not mine:
+            self._ask.assign(where, value)
+        elif where[0] in self._base_of:
+            self._handed.add(where[0])
+            self.settle_changes()
+
+    def load(self, parameter: torch.Tensor, value: Any) -> bool:
+        """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""
+        assert self._ask is not None
+        return self._ask.load(self._slot_of[id(parameter)], value)
+
+    def collects_state(self, func: Any, caller: FrameType) -> bool:
+        """Tell whether this is torch making a state dict: its values are replaced by real ones when it has them all.
+
+        Fetched one by one for it, they would all stay on the device until then.
+        """
+        saving = func is torch.Tensor.detach and caller.f_code is nn.Module._save_to_state_dict.__code__
+        return saving and caller.f_locals.get("self") in self._leases
+
+    def settle_changes(self) -> None:
+        """Let what was written through tensors that view parameters be the parameters' content."""
+        if not self._handed or self._stack or in_backward():
+            return
+        assert self._manager is not None and self._ask is not None
+        for index in list(self._handed):
+            if self._lent[index]:
+                continue  # gathered: whoever did looks for itself
+            if index not in self._rebound and self.changed(self._tree.units[index]) is not None:
+                self._ask.take_over(index)
+            if not self._manager.working.borrowed(index):
+                self._handed.discard(index)
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        unit, slot = self._slot_of[id(parameter)]
+        return f"parameter {self._tree.units[unit].slots[slot].name}"
 
     # --- autograd ---------------------------------------------------------------------------------------------------
 
@@ -433,6 +599,11 @@ class Hooks:
             return self._view(tensor, self._bases[address], in_segment=False)
         charged = address is not None and tensor.device.type == self._device.type
         return SavedActivation(tensor, self._activations if charged else None)
+
+    def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
+        """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
+        pack, unpack = _top_hooks() or (self.pack, self.unpack)
+        return pack(tensor), unpack
 
     def view_in_segment(self, tensor: torch.Tensor) -> SavedView | None:
         """Return the handle of a tensor of a segment that views a unit, None for any other tensor."""
@@ -452,7 +623,8 @@ class Hooks:
         assert isinstance(saved, SavedView)
         if self._manager is None:
             raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
-        self.check_interrupt()
+        assert self._ask is not None
+        self._ask.check_interrupt()
         if self._manager.versions[saved.unit] != saved.version:
             raise StateError(
                 f"backward: parameters of {self._tree.units[saved.unit].name} were changed after this forward (by a "
@@ -464,32 +636,65 @@ class Hooks:
         return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _gradient_hook(self, unit: int, slot: int) -> Callable[[torch.Tensor], None]:
-        name, shape = self._tree.units[unit].slots[slot].name, self._tree.units[unit].slots[slot].shape
         reference = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
 
         def hook(parameter: torch.Tensor) -> None:
             self = reference()
             if self is None:  # collected with its engine, and could not remove this; somebody else has the parameter
                 return
-            gradient, parameter.grad = parameter.grad, None
-            refusal = self.refuse_gradient()
+            with torch._C.DisableTorchFunctionSubclass():
+                self._take_gradient(parameter, unit, slot)
+
+        return hook
+
+    def _take_gradient(self, parameter: torch.Tensor, unit: int, slot: int) -> None:
+        """Hand on what autograd has made, and leave a handle."""
+        assert self._manager is not None and self._activations is not None
+        assert self._handles is not None and self._ask is not None
+        where = unit, slot
+        gradient, before = self._handles.take(parameter, where)
+        try:
+            refusal = self._ask.refuse_gradient()
             if refusal is not None:
                 raise StateError(refusal)
-            assert self._manager is not None and self._activations is not None and gradient is not None
-            self.check_interrupt()
+            self._ask.check_interrupt()
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             if gradient.nbytes >= WORTH_SAMPLING_BYTES:
                 self._activations.balance()
+            shape = self._tree.units[unit].slots[slot].shape
             if gradient.dtype != self._dtypes[unit] or tuple(gradient.shape) != shape:
+                name = self._tree.units[unit].slots[slot].name
                 raise StateError(
                     f"gradient of {name}: expected {self._dtypes[unit]} {shape} but got {gradient.dtype} "
                     f"{tuple(gradient.shape)}; the module was converted after it was wrapped, pass dtype= to the engine"
                 )
-            self._manager.gradients.add(unit, slot, gradient, final=self.final_micro_batch())
-            self._manager.advance_updates()
+            self._note_task()
+            gradients = self._manager.gradients
+            final = self._ask.final_micro_batch(gradients.passes(unit, slot, self._pass))
+            gradients.add(unit, slot, gradient, final=final, backward_pass=self._pass)
+        except BaseException:
+            if before is not None:
+                self._handles.put(parameter, where, before)
+            raise
+        self._handles.put(parameter, where, before)
+        self._manager.advance_updates()
 
-        return hook
+    def _note_task(self) -> None:
+        """Note which backward pass is under way; those that repeat a segment inside it belong to it."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        if self._repeated_in in self._tasks:
+            self._tasks.add(task)
+        else:
+            self._tasks = {task}
+            self._pass += 1
+
+    def end_pass(self) -> None:
+        """Note that the latest backward pass is over: what comes is of another one."""
+        self._tasks.clear()
+        self._repeated_in = _NO_GRAPH_TASK
 
 
 class _Over:
@@ -572,8 +777,11 @@ class _SeeParameters(TorchFunctionMode):
         used = self.hooks.units_used(args)
         if kwargs:
             used += self.hooks.units_used(kwargs.values())
-        if not used or self.hooks.all_resident(used) or _only_metadata(func) or _collects_state(func, sys._getframe(1)):
+        if not used or self.hooks.all_lent(used) or what(func) in _NOT_SERVED:
             return func(*args, **kwargs)
+        if self.hooks.collects_state(func, calling_frame(sys._getframe(1))):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return self.hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
 
 
@@ -587,106 +795,24 @@ def _without_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-_METADATA_METHODS = frozenset(
-    {
-        torch.Tensor.size,
-        torch.Tensor.dim,
-        torch.Tensor.numel,
-        torch.Tensor.stride,
-        torch.Tensor.element_size,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_complex,
-        torch.Tensor.requires_grad_,
-        torch.Tensor.get_device,
-    }
-)
-_CONTENT_PROPERTIES = ("data", "T", "mT", "H", "mH", "real", "imag")
-_CONTENT_GETTERS = [getattr(torch.Tensor, name) for name in _CONTENT_PROPERTIES]
+# What needs no parameters on the device, and what a parameter's own class takes over or refuses.
+_NOT_SERVED = (Does.LOOK, Does.OPEN, Does.MEASURE, Does.MAKE, Does.PASS, Does.ASSIGN, Does.WRITE)
 
 
-def _only_metadata(func: Any) -> bool:
-    """Tell whether a call looks only at shape, dtype and the like."""
-    name = getattr(func, "__name__", "")
-    if name in ("__set__", "__delete__"):
-        return True
-    if name == "__get__":
-        return not any(getattr(func, "__self__", None) is getter for getter in _CONTENT_GETTERS)
-    return func in _METADATA_METHODS
-
-
-def _collects_state(func: Any, caller: FrameType) -> bool:
-    """Tell whether this is torch making a state dict: its values are replaced by real ones when it has them all.
-
-    Fetched one by one for it, they would all stay on the device until then.
-    """
-    return func is torch.Tensor.detach and caller.f_code is nn.Module._save_to_state_dict.__code__
-
-
-def _refuse_shared(tree: UnitTree) -> None:
-    """Refuse parameters that an engine on other modules has: each would train them with gradients of its own only."""
-    for unit, parameters in zip(tree.units, tree.parameters, strict=True):
-        for slot, parameter in zip(unit.slots, parameters, strict=True):
-            owner = _owners.get(id(parameter))
-            if owner is not None:
-                raise StateError(
-                    f"parameter {slot.name}: expected one that no other engine has but got "
-                    f"{owner.describe(parameter)}; close that engine first, or wrap one module that contains both"
-                )
-
-
-def _refuse_unfit(tree: UnitTree) -> None:
-    """Refuse modules whose calls or gradients are not seen, and parameters without content or with a gradient."""
-    for module in tree.leases:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise StateError(
-                f"model {type(module).__name__}: is TorchScript, which runs without the hooks of its modules; wrap the "
-                "module that it was made of"
-            )
-        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
-            raise StateError(
-                f"model {type(module).__name__}: is compiled (torch.compile), which cannot be had together with "
-                "parameters that come and go; wrap the module as it was before"
-            )
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise StateError(
-                f"model {type(module).__name__}: copies parameters and reduces gradients itself, before the engine has "
-                "them; wrap the .module inside it"
-            )
-    for unit, parameters in zip(tree.units, tree.parameters, strict=True):
-        for slot, parameter in zip(unit.slots, parameters, strict=True):
-            if slot.numel > 1 and not parameter.is_meta and not any(parameter.stride()):
-                raise StateError(
-                    f"parameter {slot.name}: expected content but it has none, its former engine was closed without "
-                    "restoring; load the model again"
-                )
-            if parameter.grad is not None:
-                raise StateError(
-                    f"parameter {slot.name}: has a gradient from before the engine; call model.zero_grad() first"
-                )
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a batch, however nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
-
-
-_PLAIN = (torch.Tensor, nn.Parameter)
+def _owner_of(parameter: nn.Parameter) -> str | None:
+    """Return what a parameter is called in the engine that has it, None where none has."""
+    owner = owners.get(id(parameter))
+    return None if owner is None else owner.describe(parameter)
 
 
 def _address(tensor: torch.Tensor) -> int | None:
     """Return where a tensor's storage begins; None where it has no single one of its own."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if not refusals.has_own_storage(type(tensor)) or tensor.layout is not torch.strided:
         return None
     if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
         return None
-    return tensor.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
 
 
 _torch_top_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009 - untyped
@@ -709,6 +835,13 @@ def _torch_transforms() -> bool:
     return (
         torch._C._get_tracing_state() is not None or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
     )
+
+
+_MEMORY_FORMATS = (torch.channels_last, torch.channels_last_3d)
+
+
+def _in_format(tensor: torch.Tensor) -> Callable[[torch.memory_format], bool]:
+    return lambda form: tensor.is_contiguous(memory_format=form)
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

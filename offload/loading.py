@@ -21,6 +21,7 @@ from offload.hooks import Hooks
 from offload.manager import Manager
 from offload.optimizer import MastersOf, OffloadOptimizer, StatesOf, StepCounts
 from offload.placement import Plan
+from offload.quantized import FourBitModules
 from offload.stats import Counters
 from offload.tiers import Budget, Tier
 from offload.units import UnitTree
@@ -29,25 +30,30 @@ from swap import SwapStore
 SWAP_ALIGNMENT = 4096
 
 
-def resolve_device(name: str | None) -> torch.device:
-    """Return the compute device, of None the best there is.
+def resolve_device(name: str | torch.device | None) -> torch.device:
+    """Return the compute device, of None the best there is; one of CUDA with its index, as tensors have it.
 
     Raises:
         ConfigError: there is no such device.
     """
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
         raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
-    if device.type == "cuda" and ":" not in name:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
+    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device: expected 'cuda' with an index below {count} but got {name!r}; torch sees {count} CUDA devices"
+        )
+    return torch.device("cuda", index)
 
 
 def free_bytes(paths: tuple[Path, ...]) -> int | None:
@@ -105,6 +111,7 @@ class Loader:
             [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
             for members in tree.parameters
         ]
+        self._four_bit = FourBitModules(module, hooks)
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []  # that have been moved, with where they were
 
     def load(self, manager: Manager) -> None:
@@ -145,16 +152,21 @@ class Loader:
 
     def give_back(self, unloaded: dict[int, list[torch.Tensor]]) -> None:
         """Give parameters these tensors, and buffers their content, on the devices where they were before."""
+        self._four_bit.detach()
         for index, tensors in unloaded.items():
             places = zip(tensors, self._devices[index], strict=True)
             self._hooks.replace(self._tree.units[index], [tensor.to(device) for tensor, device in places])
+        for index in self._loaded:
+            if index not in unloaded:
+                self._hooks.abandon(index)
         for part, name, device in self._buffers:
             buffer = part._buffers.get(name)
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
 
     def move_buffers(self, device: torch.device) -> None:
-        """Move the buffers of all modules to the device, where compute wants them."""
+        """Move the buffers of all modules to the device, where compute wants them, and what is like them."""
+        self._four_bit.attach(device)
         for part in self._module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.device != device and not buffer.is_meta:
@@ -250,6 +262,9 @@ def tie_optimizer(
         scatter(everything, masters)
 
     def gather() -> tuple[StatesOf, MastersOf]:
+        hooks.settle_changes()
+        budget = manager().budgets[Tier.HOST]
+        checkpoint.warn_of_size("optimizer.state_dict", checkpoint.states_bytes(manager(), counts), budget.limit_bytes)
         states = checkpoint.gather_states(manager(), counts)
         masters = checkpoint.gather_masters(manager(), states)
         return (

@@ -117,12 +117,13 @@ class Manager:
         self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
         self.schedule = self._schedules[True]
 
+        sizes = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
         for tier in Tier:
-            budgets[tier].reserve("arena", plan.arena_bytes[tier])
+            budgets[tier].reserve("arena", sizes[tier])
         budgets[Tier.HOST].reserve("optimizer", plan.request.own_bytes)
         cpu, host_device = torch.device("cpu"), device.type == "cpu"
-        host = Arena(Tier.HOST, plan.arena_bytes[Tier.HOST], cpu, page_locked=not host_device)
-        self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, plan.arena_bytes[Tier.DEVICE], device), Tier.HOST: host}
+        host = Arena(Tier.HOST, sizes[Tier.HOST], cpu, page_locked=not host_device)
+        self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, sizes[Tier.DEVICE], device), Tier.HOST: host}
         self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
         self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
         streams_parameters = Role.PARAM in self.copies.regions
@@ -145,9 +146,7 @@ class Manager:
         self.working = WorkingSet(
             plan.request, self.copies, self._arenas[Tier.DEVICE], budgets[Tier.DEVICE], self.mover, binder
         )
-        self.gradients = Gradients(
-            self.units, self.copies, self.mover, accumulate=plan.request.accumulate, deadline_s=deadline_s
-        )
+        self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
         self.gradients.finish_step = self.finish_step
         self.working.finish_open_updates = self._finish_open_updates
         if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
@@ -425,6 +424,8 @@ class Manager:
 
     def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
         """Return the bytes of elements [begin, end) in `role`; `begin` is where a block of 8-bit states starts."""
+        if role is Role.GRAD:
+            return (end - begin) * self.gradients.dtype(unit).itemsize
         key = (unit.index, role, end - begin)
         size_bytes = self._sizes.get(key)
         if size_bytes is None:

@@ -1,28 +1,27 @@
 """Optimizers over offloaded shards: one definition of the step, wherever the bytes live.
 
-Owns the optimizer's public face (a ``torch.optim.Optimizer``), the global norm, clipping, loss scaling and the update
-itself as a visit of chunks, which :mod:`offload.early` and :mod:`offload.pending` call when a unit's turn has come. The
-arithmetic of an element is in ``csrc/cpu_adam``. Where a parameter's bytes are is none of its business.
+Owns the optimizer's public face (a ``torch.optim.Optimizer``), clipping and the update itself as a visit of chunks,
+which :mod:`offload.early` and :mod:`offload.pending` call when a unit's turn has come. The arithmetic of an element is
+in ``csrc/cpu_adam``. Where a parameter's bytes are is none of its business.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from offload import cpu_adam
-from offload.config import Config, OptimizerSpec, check_hyper_parameters
+from offload import cpu_adam, progress
+from offload.config import OptimizerSpec, check_hyper_parameters, hyper_parameters
 from offload.early import EarlyUpdates
 from offload.errors import ConfigError, StateError
 from offload.generic import Records
 from offload.gradients import KERNEL_DTYPE
+from offload.handles import Where
 from offload.manager import Manager
 from offload.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
 from offload.pending import PendingUpdates
@@ -31,6 +30,7 @@ from offload.probe import OwnClass, OwnHyper
 from offload.rules import STATE_SEED, Rule, StepOf, rule_of
 from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk
+from offload.takeover import take_over
 
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
 MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
@@ -49,60 +49,50 @@ class OffloadOptimizer(torch.optim.Optimizer):
         parameters: Sequence[torch.nn.Parameter],
         spec: OptimizerSpec | torch.optim.Optimizer,
         rule: Rule | None = None,
+        run: progress.Progress | None = None,
     ) -> None:
         """Take over hyper-parameters and groups.
 
         Args:
             parameters: the model's parameters.
-            spec: hyper-parameters for all trainable ones, or a torch optimizer whose groups are shared from now on.
+            spec: hyper-parameters, for all trainable ones or those that it names, or a torch optimizer whose groups are
+                shared from now on.
             rule: of `spec`, where it is known.
+            run: what is saved beside the states.
 
         Raises:
             ConfigError: an optimizer class or option that is not supported, or parameters of another model.
         """
         self.rule: Rule = rule or rule_of(spec)
-        self._replaced: torch.optim.Optimizer | None = None
+        self._run = run
+        self._predecessor = spec  # kept alive: hooks that it has are run
         self.on_step: Callable[[], object] = lambda: None
         self.on_zero_grad: Callable[[], None] = lambda: None
         self.gather_state: Callable[[], tuple[StatesOf, MastersOf]] = lambda: ({}, {})
         self.scatter_state: Callable[[StatesOf, MastersOf], None] = lambda states, masters: None
-        known = {id(p) for p in parameters}
         if isinstance(spec, torch.optim.Optimizer):
             super().__init__([{**group} for group in spec.param_groups], dict(spec.defaults))
             self.param_groups = spec.param_groups  # shared: schedulers made for `spec` keep working
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in known:
-                        raise ConfigError(
-                            f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; "
-                            "make the optimizer from model.parameters() of the same model"
-                        )
-            self._replace(spec)
         else:
             trainable = [p for p in parameters if p.requires_grad]
             if not trainable:
                 raise ConfigError("model: expected parameters that require a gradient but all are frozen")
-            super().__init__(trainable, dataclasses.asdict(spec))
-
-    def _replace(self, spec: torch.optim.Optimizer) -> None:
-        """Let the optimizer whose place is taken do nothing on its own: gradients and states are elsewhere."""
-        self._replaced = spec
-        reference = weakref.ref(self)
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            successor = reference()
-            if successor is not None:
-                successor.zero_grad(set_to_none)
-
-        def state_dict(replaced: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-            successor = reference()
-            taken_over_again = replaced.zero_grad is not zero_grad
-            return own if successor is None or taken_over_again else successor.state_dict()
-
-        spec.zero_grad = zero_grad  # type: ignore[method-assign]
-        spec.register_state_dict_post_hook(state_dict)
-        spec.register_load_state_dict_pre_hook(_refuse_replaced_load)
-        spec.register_step_pre_hook(_refuse_replaced)
+            given: list[Any] = trainable if spec.params is None else spec.params.copies()
+            try:
+                super().__init__(given, hyper_parameters(spec))
+            except (TypeError, ValueError) as error:  # a tensor that is no parameter, one in two groups, ...
+                raise ConfigError(
+                    f"optimizer: expected parameters and groups that torch.optim takes, too, but got: {error}"
+                ) from error
+        known = {id(p) for p in parameters}
+        for parameter in self._parameters():
+            if id(parameter) not in known:
+                raise ConfigError(
+                    f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; make the "
+                    "optimizer from model.parameters() of the same model"
+                )
+        if isinstance(spec, torch.optim.Optimizer):
+            take_over(spec, self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -117,8 +107,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.on_step()
-        if self._replaced is not None:  # where schedulers made for it look whether a step was taken
-            self._replaced._opt_called = True  # type: ignore[attr-defined]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -129,7 +117,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Return groups and states in torch's format, states as fp32 CPU tensors of the parameters' shapes.
 
         As in torch, parameters that have never been updated have no state. The fp32 masters of 16-bit ones among them
-        are beside the states, in ``masters``, which torch ignores; None where the parameter itself is the master.
+        are beside the states, in ``masters``, which torch ignores; None where the parameter itself is the master. So is
+        ``run``: steps taken and skipped, and float16's loss scale.
+
+        Warns:
+            UserWarning: all that takes more memory than the host budget.
         """
         packed = super().state_dict()
         positions = {parameter: position for position, parameter in enumerate(self._parameters())}
@@ -138,6 +130,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         own = {positions[parameter]: master for parameter, master in masters.items() if parameter in positions}
         if own:
             packed["masters"] = own
+        if self._run is not None:
+            packed["run"] = self._run.state_dict()
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,6 +145,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         groups, parameters = self.param_groups, self._parameters()
         state = part(state_dict, "state")
         masters = part(state_dict, "masters") if "masters" in state_dict else {}
+        run = state_dict.get("run")
+        if run is not None:
+            progress.check(run)
         saved = saved_groups(state_dict, groups)
         for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
             self._check_group({**group, **values, "params": group["params"]}, number)
@@ -168,6 +165,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             self.param_groups = groups  # the same objects: schedulers hold them
         self.scatter_state(states, own)
+        if run is not None and self._run is not None:
+            self._run.load_state_dict(run)
         for group, values in zip(groups, loaded, strict=True):
             group.update(values)
 
@@ -203,92 +202,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    raise StateError(
-        "optimizer: the engine has taken this optimizer over; call engine.step() or engine.optimizer.step()"
-    )
-
-
-def _refuse_replaced_load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    raise StateError(
-        "optimizer: the engine has taken this optimizer over; call engine.optimizer.load_state_dict(state_dict)"
-    )
-
-
-class LossScaler:
-    """Dynamic loss scale for float16: halves after an overflow, doubles after `window` good steps.
-
-    With `hysteresis` n, the scale is lowered only at the n-th overflow in a row of short runs, as DeepSpeed does.
-
-    Source: Micikevicius et al., Mixed Precision Training, section 3.2.
-    """
-
-    def __init__(self, config: Config, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self.scale = config.initial_loss_scale if enabled else 1.0
-        self._window = config.loss_scale_window
-        self._hysteresis = config.loss_scale_hysteresis
-        self._minimum = config.min_loss_scale
-        self._tolerance = self._hysteresis
-        self._good_steps = 0
-
-    def overflowed(self) -> None:
-        """Note a step whose gradients were not finite."""
-        self._good_steps = 0
-        self._tolerance -= 1
-        if self._tolerance <= 0:
-            self.scale = max(self.scale / 2, self._minimum)
-
-    def succeeded(self) -> None:
-        """Note a step that was taken."""
-        self._good_steps += 1
-        if self._good_steps % self._window == 0:
-            self.scale *= 2
-            self._tolerance = self._hysteresis
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state as plain numbers."""
-        return {"scale": self.scale, "tolerance": self._tolerance, "good_steps": self._good_steps}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self.scale = float(state["scale"])
-        self._tolerance = int(state["tolerance"])
-        self._good_steps = int(state["good_steps"])
-
-
 def trainable_units(units: Iterable[Unit]) -> list[Unit]:
     """Return the units that the optimizer updates, in update order."""
     return [unit for unit in units if unit.trainable]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class GradientNorm:
-    """Global norm of a step's gradients: of all of the model's, whether the optimizer has the parameter or not.
-
-    Attributes:
-        squares: sum of squares of the raw gradients (sums over micro-batches, with the loss scale in them).
-        bad: names of parameters with NaN or infinite elements.
-        count: parameters that have a gradient.
-    """
-
-    squares: float
-    bad: list[str]
-    count: int
-
-
-def measure(manager: Manager) -> GradientNorm:
-    """Add up what was measured when the gradients arrived, in model order: the same bits for every placement."""
-    squares, bad, count = 0.0, [], 0
-    for unit in trainable_units(manager.units):
-        for slot, total in zip(unit.slots, manager.gradients.sums(unit.index), strict=True):
-            if total is None:
-                continue
-            count += 1
-            squares += total[0]
-            if total[1]:
-                bad.append(slot.name)
-    return GradientNorm(squares, bad, count)
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
@@ -345,6 +261,7 @@ class Recipe:
         *,
         rule: Rule,
         grad_scale: float,
+        factors: Mapping[Where, float] | None = None,
     ) -> None:
         """Read the hyper-parameters.
 
@@ -354,13 +271,16 @@ class Recipe:
             groups: param group per slot.
             rule: the optimizer.
             grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
+            factors: what some parameters' gradients are multiplied by in addition.
         """
         self._manager = manager
         self._counts = counts
         self._groups = groups
-        self._hyper_of: dict[tuple[int, int], StepOf] = {}
+        self._hyper_of: dict[tuple[int, int, float], StepOf] = {}
         self._whole = rule.whole
-        self._make = functools.partial(rule.hyper, grad_scale=grad_scale)
+        self._make = rule.hyper
+        self._grad_scale = grad_scale
+        self._factors = factors or {}
         self._ranges: dict[int, list[_Segment]] = {}
 
     def updated(self, unit: Unit) -> list[int]:
@@ -403,12 +323,12 @@ class Recipe:
         for segment in self._ranges[chunk.unit.index]:
             start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
             if start < stop:
-                accumulate = manager.plan.request.accumulate
+                grad_dtype = manager.gradients.dtype(chunk.unit)
                 if isinstance(segment.hyper, OwnHyper):
                     assert self._counts.records is not None
-                    self._counts.records.update(chunk, start, segment.hyper, self._states, accumulate=accumulate)
+                    self._counts.records.update(chunk, start, segment.hyper, self._states, grad_dtype=grad_dtype)
                 else:
-                    _update_range(chunk, start, stop, segment, self._states, accumulate=accumulate)
+                    _update_range(chunk, start, stop, segment, self._states, grad_dtype=grad_dtype)
                 done += stop - start
         size = sum(
             manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
@@ -424,10 +344,11 @@ class Recipe:
         group = self._groups[unit.index][position]
         assert group is not None
         count = self._counts.counts[unit.index][position] + 1
-        key = (id(group), count)
+        scale = self._grad_scale * self._factors.get((unit.index, position), 1.0)
+        key = (id(group), count, scale)
         hyper = self._hyper_of.get(key)
         if hyper is None:
-            hyper = self._hyper_of[key] = self._make(group, count)
+            hyper = self._hyper_of[key] = self._make(group, count, scale)
         return hyper
 
 
@@ -468,10 +389,11 @@ def begin_step(
             pending.require(unit.index)
 
 
-def _update_range(chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, accumulate: bool) -> None:
+def _update_range(
+    chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, grad_dtype: cpu_adam.Dtype
+) -> None:
     unit = chunk.unit
     dtype = KERNEL_DTYPE[unit.dtype]
-    grad_dtype = cpu_adam.Dtype.FLOAT32 if accumulate else dtype
     param = chunk.at(Role.PARAM, start, unit.itemsize)
     split, half = dtype is cpu_adam.Dtype.BFLOAT16, dtype is cpu_adam.Dtype.FLOAT16
     found, scales = chunk.states_at(start, states)

@@ -186,6 +186,8 @@ class Plan:
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
         early_bytes: room in NVME for updates that are made before it is known whether they count.
+        wide_bytes: room in each tier, beside the arena, for gradients of 16-bit units in fp32, which they become once a
+            second backward pass of a step adds to them; empty where there is none.
     """
 
     request: Request
@@ -201,6 +203,7 @@ class Plan:
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
     early_bytes: int = 0
+    wide_bytes: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
 
     @property
     def most_slots(self) -> int:
@@ -223,6 +226,11 @@ class Plan:
     def role_bytes(self, unit: Unit, role: Role) -> int:
         """Return the bytes of a shard, whole pages."""
         return _bytes(self.request, unit, role)
+
+    def room_bytes(self, unit: Unit, role: Role) -> int:
+        """Return the bytes of a shard's home in memory: of a gradient's with the room to become fp32, if there is."""
+        wide = role is Role.GRAD and self.wide_bytes
+        return _wide_bytes(self.request, unit) if wide else self.role_bytes(unit, role)
 
     def chunk_bytes(self, unit: Unit, role: Role, numel: int) -> int:
         """Return the bytes of `numel` elements of a shard, from the start of a chunk on."""
@@ -286,7 +294,8 @@ def _plan(request: Request) -> Plan:
         activation = max(min(int(device_budget * ACTIVATION_SHARE), device_budget - needed), 0)
     room = device_budget - activation - (resident if states_stay else 0)
     if room < 0:
-        what = f'optimizer states (offload_optimizer="none") and {format_bytes(activation)} of activations'
+        states_too = 'optimizer states (offload_optimizer="none") and ' if states_stay else ""
+        what = f"{states_too}{format_bytes(activation)} of activations"
         raise _TooSmall(Tier.DEVICE, what)
     param_home: dict[int, Tier] = {}
     working = 0
@@ -400,11 +409,15 @@ def _plan(request: Request) -> Plan:
     host += sum(size for i, size in params.items() if param_at[i] is Tier.HOST)
     host += sum(size for i, size in states.items() if state_at[i] is Tier.HOST)
     device = on_device + working
+    spare = {Tier.DEVICE: device_budget - activation - device, Tier.HOST: host_budget - host - request.own_bytes}
+    wide = _widening(request, homes)
+    if any(size > spare.get(tier, 0) for tier, size in wide.items()):
+        wide = {}
     return Plan(
         request=request,
         homes=homes,
         working_bytes=working,
-        activation_bytes=device_budget - device,
+        activation_bytes=device_budget - device - wide.get(Tier.DEVICE, 0),
         grad_pool_bytes=sizes["pool"],
         fetch_staging_bytes=sizes["fetch"],
         grad_staging_bytes=sizes["down"],
@@ -414,7 +427,22 @@ def _plan(request: Request) -> Plan:
         arena_bytes={Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme + early},
         step_bytes=_step_bytes(request, homes, sizes["chunk"]),
         early_bytes=early,
+        wide_bytes=wide,
     )
+
+
+def _widening(request: Request, homes: Sequence[Homes]) -> dict[Tier, int]:
+    """Return per tier what the gradients of 16-bit units take beyond their own bytes once they are fp32."""
+    more: dict[Tier, int] = {}
+    for unit, home in zip(request.units, homes, strict=True):
+        size = _wide_bytes(request, unit) - _bytes(request, unit, Role.GRAD)
+        if size and home.grad is not None:
+            more[home.grad] = more.get(home.grad, 0) + size
+    return more
+
+
+def _wide_bytes(request: Request, unit: Unit) -> int:
+    return whole_pages(role_bytes(unit, Role.GRAD, unit.numel, accumulate=True, states=request.states))
 
 
 def _bytes(request: Request, unit: Unit, role: Role) -> int:
@@ -576,6 +604,9 @@ def render(plan: Plan) -> str:
         lines.append(f"optimizer: torch's own {request.own.name} on fp32 tensors in host memory, slower than a kernel")
         lines.append(f"outside the tiers, in the cpu budget: {request.own}")
     lines.append(f"activations and temporaries: {format_bytes(plan.activation_bytes)} of the device budget")
+    if plan.wide_bytes:
+        room = ", ".join(f"{format_bytes(size)} of the {tier.value} budget" for tier, size in plan.wide_bytes.items())
+        lines.append(f"room to add several backward passes in fp32, used only then: {room}")
     moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in plan.step_bytes.items() if size)
     lines.append(f"moved per step (one micro-batch, nothing cached): {moved or 'nothing'}")
     if plan.early_bytes:

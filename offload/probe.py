@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from offload.errors import ConfigError
 from offload.placement import MOMENTS, OwnBytes
+from offload.takeover import GIVEN
 
 Options = Mapping[str, Any]  # of a param group, without its parameters
 
@@ -144,8 +145,8 @@ def _maker(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]],
     own = {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", "step", "zero_grad") and not name.startswith("_optimizer_")
-    }  # `step` is there where a scheduler counts the calls, `zero_grad` where an engine has taken it over
+        if name not in ("param_groups", "state", *GIVEN) and not name.startswith("_optimizer_")
+    }  # `step` is there where a scheduler counts the calls, too
     try:
         own = copy.deepcopy(own, _Guard(parameters, kind.__name__))
     except ConfigError:

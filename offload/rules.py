@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 
-from offload.config import LAMB, SGD, Adagrad, Adam, AdamW, Lion, OptimizerSpec, check_hyper_parameters
+from offload.config import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Lion,
+    OptimizerSpec,
+    check_hyper_parameters,
+    options_by_group,
+)
 from offload.cpu_adam import AdagradHyper, AdamHyper, Hyper, LambHyper, LionHyper, MomentumHyper, SgdHyper, StateKind
 from offload.errors import ConfigError
 from offload.placement import States
@@ -208,13 +218,21 @@ def _own_rule(own: OwnClass) -> Rule:
 
 
 def _rule_of_spec(spec: OptimizerSpec) -> Rule:
+    rule = _kernel_rule(spec)
+    for options in options_by_group(spec):
+        rule.hyper(options, 1, 1.0)
+    return rule
+
+
+def _kernel_rule(spec: OptimizerSpec) -> Rule:
     match spec:
         case Adam():  # a kind of AdamW
             return ADAM
         case AdamW():
             return ADAMW
         case SGD():
-            return MOMENTUM_SGD if spec.momentum else PLAIN_SGD
+            momentum = any(options["momentum"] for options in options_by_group(spec))
+            return MOMENTUM_SGD if momentum else PLAIN_SGD
         case Lion():
             return LION
         case Adagrad():

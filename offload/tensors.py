@@ -1,7 +1,7 @@
 """The module's own tensors by name: its state dict with real content, loading, and parameters gathered for a while.
 
-Owns the hooks that make ``module.state_dict()`` return real tensors and refuse ``module.load_state_dict()``. Where the
-bytes are is :mod:`offload.checkpoint`'s business. Next: :mod:`offload.engine`, which offers all this to users.
+Owns the hooks that make ``module.state_dict()`` return real tensors, and every way in which users change parameters.
+Where the bytes are is :mod:`offload.checkpoint`'s business. Next: :mod:`offload.engine`, which offers this to users.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from offload.errors import ConfigError, StateError
 from offload.generic import Where
 from offload.hooks import Hooks
 from offload.manager import Manager
+from offload.module_load import ModuleLoad
+from offload.refusals import unreadable
+from offload.shard import Role
+from offload.tiers import Tier
 from offload.units import UnitTree
 
 SWAP_NUMEL = 1 << 20  # elements that change places at once
@@ -43,9 +47,11 @@ class ModuleTensors:
         self._manager = manager
         self._handles: list[RemovableHandle] = []
         self._gathered: Counter[Where] = Counter()  # by blocks that are under way
+        self._loads = ModuleLoad(tree.leases, lambda values: self._write(values))
 
     def attach(self) -> None:
-        """Let ``module.state_dict()`` return real tensors, and refuse ``module.load_state_dict()``."""
+        """Let ``module.state_dict()`` return real tensors, and ``module.load_state_dict()`` write them home."""
+        self._loads.attach()
         outermost: list[tuple[nn.Module, str]] = []  # where state_dict() was called
 
         def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -62,17 +68,17 @@ class ModuleTensors:
         for module in self._tree.leases:
             self._handles.append(module.register_state_dict_pre_hook(begin))
             self._handles.append(module.register_state_dict_post_hook(fill))
-            self._handles.append(module.register_load_state_dict_pre_hook(_refuse_load))
 
     def detach(self) -> None:
         """Remove the hooks. Idempotent."""
+        self._loads.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
-        manager = self._manager()
+        self._manager()
         if not isinstance(state_dict, Mapping):
             raise ConfigError(
                 f"state dict: expected a mapping of names to tensors but got a value of type "
@@ -93,22 +99,65 @@ class ModuleTensors:
             where = self._hooks.slot_of(tensor)
             if where is not None:
                 values[where] = value
-            elif not isinstance(value, torch.Tensor):
-                raise ConfigError(f"{name}: expected a tensor but got a value of type {type(value).__name__}")
-            elif tuple(tensor.shape) != tuple(value.shape):
+                continue
+            if unreadable(tensor) is None or not isinstance(value, torch.Tensor):
+                checkpoint.refuse_unreadable(value, name, "a tensor", into=tensor.dtype)
+            if tuple(tensor.shape) != tuple(value.shape):
                 raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
-            else:
-                buffers.append((tensor, value))
-        checkpoint.scatter_parameters(manager, values)  # first, for it may refuse
+            buffers.append((tensor, value))
+        self._write(values)  # first, for it may refuse
         with torch.no_grad():
             for tensor, value in buffers:
                 tensor.copy_(value)
+
+    def apply(self, function: Callable[[str, nn.Parameter], object], params: Any) -> None:
+        """Call ``function(name, parameter)`` unit by unit; see ``Engine.apply``."""
+        units: dict[int, list[Where]] = {}
+        for where in self._places(params):
+            units.setdefault(where[0], []).append(where)
+        for index, places in units.items():
+            slots, parameters = self._tree.units[index].slots, self._tree.parameters[index]
+            with self.gather([parameters[slot] for _, slot in places], modify=True), torch.no_grad():
+                for _, slot in places:
+                    function(slots[slot].name, parameters[slot])
+
+    def assign(self, where: Where, value: torch.Tensor) -> None:
+        """Let a parameter's content be that of a tensor of its shape and dtype."""
+        self._write({where: value})
+
+    def load_one(self, where: Where, value: Any) -> bool:
+        """Note a value that ``module.load_state_dict()`` copies; False where none is under way."""
+        return self._loads.take(where, value)
+
+    def take_over(self, index: int) -> None:
+        """Let what was changed in place in a unit that is on the device be its content.
+
+        Its home still has what was there before, and tells which elements have changed: only their masters change.
+        """
+        manager, unit = self._manager(), self._tree.units[index]
+        manager.finish_updates()
+        shard = manager.copies.of(index, Role.PARAM)
+        with torch._C.DisableTorchFunctionSubclass():
+            values = {
+                (index, slot): self._tree.parameters[index][slot].detach().to("cpu", copy=True)
+                for slot in self._hooks.changes(unit)
+            }
+        away = shard.home is not Tier.DEVICE
+        if away:
+            manager.working.read_again(shard, manager.deadline_s)
+        self._hooks.accept_changes(unit)
+        checkpoint.scatter_parameters(manager, values, keep_masters=away)
+
+    def _write(self, values: Mapping[Where, torch.Tensor]) -> None:
+        self._hooks.settle_changes()
+        checkpoint.scatter_parameters(self._manager(), values)
 
     @contextlib.contextmanager
     def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
         """Give parameters real data on the device inside the ``with`` block; see ``Engine.gather``."""
         manager = self._manager()
         places = self._places(params)
+        self._hooks.settle_changes()
         manager.finish_updates()  # what is changed must not be on its way home
         indices = dict.fromkeys(index for index, _ in places)
         if modify:
@@ -122,7 +171,7 @@ class ModuleTensors:
         whole = False
         try:
             for index in indices:
-                manager.acquire(index)
+                self._hooks.acquire(index)
                 taken.append(index)
             stale = self._refuse_changes(places)
             seen = {
@@ -155,9 +204,8 @@ class ModuleTensors:
                     f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
                 )
         finally:
-            if manager.resets == resets:  # else an error in between has returned all leases
-                for index in taken:
-                    manager.release(index)
+            for index in taken:  # an error in between may have returned all leases
+                self._hooks.release(index, leased=manager.resets == resets)
             for index in {index for index, _ in left}:
                 manager.discard_working_copy(index)
             self._mark_changed(where for where in left if where[0] in manager.working)
@@ -230,9 +278,18 @@ class ModuleTensors:
             where = self._hooks.slot_of(parameter)
             if where is not None and prefix + name in state:
                 names[prefix + name] = where
-        values = checkpoint.gather_parameters(self._manager(), set(names.values()))
+        manager = self._manager()
+        self._hooks.settle_changes()
+        manager.working.refuse_changes()
+        size_bytes = sum(self._bytes(where) for where in set(names.values()))
+        checkpoint.warn_of_size("state_dict", size_bytes, manager.budgets[Tier.HOST].limit_bytes)
+        values = checkpoint.gather_parameters(manager, set(names.values()))
         for name, where in names.items():
             state[name] = values[where]
+
+    def _bytes(self, where: Where) -> int:
+        unit = self._tree.units[where[0]]
+        return unit.slots[where[1]].numel * unit.itemsize
 
     def _by_name(self) -> dict[str, torch.Tensor]:
         """Return what a state dict holds, without reading parameters."""
@@ -305,7 +362,3 @@ class _Seen:
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
     return values.view(-1).view({4: torch.int32, 2: torch.int16}.get(values.element_size(), torch.uint8))
-
-
-def _refuse_load(*_: object) -> None:
-    raise StateError("load_state_dict: the module's parameters are offloaded; use engine.load_state_dict(state_dict)")

@@ -163,11 +163,13 @@ def find_units(
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Refuse two parameters on the same bytes: they would become two, and be trained apart."""
     ranges = []
-    for name, parameter in model.named_parameters():
-        span = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-        if not parameter.is_meta and parameter.numel() == span:  # without gaps
-            place = (str(parameter.device), parameter.data_ptr(), parameter.nbytes)
-            ranges.append((*place, name, parameter.requires_grad))
+    with torch._C.DisableTorchFunctionSubclass():  # an engine's parameters, which are refused elsewhere, as they are
+        for name, parameter in model.named_parameters():
+            strides = zip(parameter.shape, parameter.stride(), strict=True)
+            span = sum((size - 1) * stride for size, stride in strides) + 1
+            if not parameter.is_meta and parameter.numel() == span:  # without gaps
+                place = (str(parameter.device), parameter.data_ptr(), parameter.nbytes)
+                ranges.append((*place, name, parameter.requires_grad))
     ranges.sort()
     for (device, begin, size, name, trained), (other_device, other_begin, _, other, other_trained) in pairwise(ranges):
         if device == other_device and other_begin < begin + size and (trained or other_trained):

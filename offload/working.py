@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Callable, Container, Iterable
@@ -175,6 +176,16 @@ class WorkingSet:
             borrowed = storage_use_count(residency.storage) - residency.own_references
             self._binder.bind(shard.unit, residency.storage)
             residency.own_references = storage_use_count(residency.storage) - borrowed
+
+    def read_again(self, shard: Shard, deadline_s: float) -> None:
+        """Let a working copy be what its home holds, whatever somebody has written to it."""
+        home, buffer = shard.home_buffer, shard.work_buffer
+        assert shard.state is State.RESIDENT and buffer is not None, shard.describe()
+        if home is not None:
+            self._mover.fetch_host(home.address, buffer, shard.size_bytes).wait(deadline_s)
+        else:
+            read = functools.partial(self._copies.start_reads, shard, urgent=True)
+            self._mover.fetch_nvme(read, buffer, shard.size_bytes).wait(deadline_s)
 
     # --- going ------------------------------------------------------------------------------------------------------
 

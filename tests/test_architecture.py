@@ -18,20 +18,34 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # From the bottom to the top. A module may import lower layers, and its own layer without a cycle.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "extension", "config", "stats", "interrupt", "kernels_hyper", "kernels_ranges", "machine", "resident"),
-    ("kernels_step", "drives"),
+    (
+        "errors",
+        "extension",
+        "stats",
+        "interrupt",
+        "kernels_hyper",
+        "kernels_ranges",
+        "machine",
+        "resident",
+        "torch_calls",
+    ),
+    ("groups",),
+    ("config",),
+    ("kernels_step", "drives", "progress"),
     ("cpu_adam",),
     ("tiers",),
     ("shard", "transfer", "activations"),
-    ("placement", "probe", "rules", "optimizer_dict", "schedule", "units"),
+    ("placement", "probe", "refusals", "rules", "optimizer_dict", "schedule", "takeover", "units"),
     ("copies",),
     ("working", "gradients"),
     ("manager",),
     ("access",),
     ("stream",),
-    ("early", "pending", "generic"),
+    ("early", "pending", "generic", "handles"),
+    ("absent", "module_load"),
     ("hooks", "optimizer", "checkpoint"),
-    ("loading", "tensors"),
+    ("quantized",),
+    ("loading", "tensors", "gradient_tensors"),
     ("engine",),
     (
         "report",
@@ -65,6 +79,8 @@ LAYERS = {"offload": OFFLOAD_LAYERS, "swap": SWAP_LAYERS}
 # package or module -> what it may not import, directly and at any depth of the source
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "swap": ("torch", "offload", "transformers"),
+    "offload.config": ("torch",),
+    "offload.groups": ("torch",),
     "offload.placement": ("torch",),
     "offload.schedule": ("torch",),
 }
@@ -73,7 +89,7 @@ FACES = {
     "swap._aio": ("swap.extension",),
     "offload._cpu_adam": ("offload.extension",),
 }
-REBINDS_DATA = {"offload.hooks"}
+REBINDS_DATA = {"offload.hooks", "offload.absent"}  # the latter of a parameter whose engine is gone
 WRITES_SHARD_STATE = {"offload.copies"}
 USES_EVENTS = {f"offload.{name}" for name in ("copies", "gradients", "access")}  # and so change a state
 MAY_PRINT = {"offload.cli", "offload.finetune", "offload.finetune_progress", "offload.__main__"}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Adam, AdamW, Config, Share, format_bytes, parse_bytes
+from offload.config import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Config,
+    Lion,
+    Share,
+    format_bytes,
+    hyper_parameters,
+    options_by_group,
+    parse_bytes,
+)
 from offload.errors import BudgetError, ConfigError, OffloadError, did_you_mean
+
+WEIGHT = torch.nn.Parameter(torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -240,10 +257,101 @@ def test_hyper_parameters_out_of_range(kind: type[AdamW], wrong: dict[str, Any])
         kind(**wrong)
 
 
+OWN = (AdamW, Adam, SGD, Lion, Adagrad, LAMB)
+
+
 def test_hyper_parameters_default_to_those_of_torch() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
-    for ours, theirs in ((AdamW(), torch.optim.AdamW([parameter])), (Adam(), torch.optim.Adam([parameter]))):
-        assert dataclasses.asdict(ours) == {name: theirs.defaults[name] for name in dataclasses.asdict(ours)}
+    for kind in (AdamW, Adam, SGD, Adagrad):
+        theirs = getattr(torch.optim, kind.__name__)([parameter])
+        assert hyper_parameters(kind()) == {name: theirs.defaults[name] for name in hyper_parameters(kind())}
+
+
+def test_arguments_have_the_places_that_they_have_in_torch() -> None:
+    """As far as torch's are known here; what torch has at another place can only be given by name."""
+    for kind in (AdamW, Adam, SGD, Adagrad):
+        theirs = [*inspect.signature(getattr(torch.optim, kind.__name__)).parameters]
+        ours = [field.name for field in dataclasses.fields(kind) if not field.kw_only]
+        assert ours == theirs[: len(ours)] and ours[0] == "params"
+    with pytest.raises(TypeError, match="positional"):
+        Adagrad([torch.nn.Parameter(torch.zeros(1))], 1e-2, 0.0, 0.0, 0.1)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_without_parameters_a_spec_is_a_plain_value(kind: Any) -> None:
+    assert kind(lr=0.5) == kind(lr=0.5) == copy.deepcopy(kind(lr=0.5)) != kind(lr=0.25)
+    assert hash(kind(lr=0.5)) == hash(kind(lr=0.5))
+    assert dataclasses.replace(kind(lr=0.5), lr=0.25) == kind(lr=0.25) == kind(None, 0.25)
+    assert dataclasses.asdict(kind(lr=0.5))["lr"] == 0.5
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_first_argument_is_parameters(kind: Any) -> None:
+    """An iterator gives them only once: they are kept. Others of the same are other parameters."""
+    model = torch.nn.Linear(2, 3)
+    spec = kind(model.parameters(), lr=0.5)
+    assert [[id(p) for p in group["params"]] for group in spec.params.copies()] == [[id(p) for p in model.parameters()]]
+    assert "groups of 2 parameters" in repr(spec) and "tensor" not in repr(spec)
+    assert spec == spec != kind(model.parameters(), lr=0.5)
+    assert dataclasses.replace(spec, lr=0.25).params is spec.params
+    named = kind(model.named_parameters())
+    assert [name for name, _ in named.params.copies()[0]["params"]] == ["weight", "bias"]
+    grouped = kind([{"params": model.weight, "lr": 0.1, "name": "w"}, {"params": iter([model.bias])}], 0.5)
+    assert grouped.params.options() == [{"lr": 0.1, "name": "w"}, {}]
+    assert [options["lr"] for options in options_by_group(grouped)] == [0.1, 0.5]
+
+
+@pytest.mark.parametrize("kind", [AdamW, LAMB])
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (1e-3, r"expected parameters as the first argument, as in torch, but got 0\.001; lr= is a keyword"),
+        (WEIGHT, r"expected a list of parameters or groups but got a Parameter; put it in a list"),
+        (torch.nn.Linear(1, 1), r"but got a Linear; pass its \.parameters\(\)"),
+        ({"params": [WEIGHT]}, r"but got a dict; pass model\.parameters\(\), or a list of dicts with 'params'"),
+        ({WEIGHT}, r"but got a set; pass model\.parameters\(\)"),
+        ("weight", r"but got a str; pass model\.parameters\(\)"),
+        (object(), r"but got a object; pass model\.parameters\(\)"),
+        ([], r"expected parameters but got none; was the iterator used before\?"),
+        ([WEIGHT, 3.0], r"but got a float at position 1; pass model\.parameters\(\)"),
+        ([("a", "b")], r"but got a tuple at position 0"),
+        ([{"lr": 0.1}], r"expected dicts with 'params' but got one without at position 0"),
+        ([{"params": [WEIGHT]}, WEIGHT], r"expected dicts with 'params' but got a Parameter at position 1"),
+        ([{"params": [WEIGHT]}, {"params": []}], r", param group 1: expected parameters but got none"),
+        ([{"params": [WEIGHT], "lr": -1}], r", param group 0: lr is out of range: -1"),
+        ([{"params": [WEIGHT], "betas": 0.9}], r", param group 0: expected betas as two numbers but got 0\.9"),
+        (
+            [{"params": [WEIGHT], "eps": "1e-8"}],
+            r", param group 0: expected numbers but got \{.*'eps': '1e-8'.*: '>=' not supported",
+        ),
+        ([{"params": [WEIGHT], "maximize": True}], r", param group 0: expected no maximize, .* but got True; "),
+    ],
+)
+def test_other_first_arguments_are_refused(kind: Any, params: Any, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{kind.__name__}(:|(?=,)).*{text}"):
+        kind(params)
+
+
+def test_options_of_torch() -> None:
+    """Those that only say how a step is made change nothing here; those that change the step are refused."""
+    for kind in OWN:
+        assert kind(lr=0.5, fused=True, foreach=False, capturable=True) == kind(lr=0.5)
+        assert kind(lr=0.5, maximize=False) == kind(lr=0.5)
+        with pytest.raises(
+            ConfigError, match=rf"^{kind.__name__}: unknown option 'weigth_decay' \(did you mean 'weight_"
+        ):
+            kind(weigth_decay=0.1)
+    with pytest.raises(
+        ConfigError, match=r"^AdamW: expected no amsgrad, .*; pass torch\.optim\.AdamW\(\.\.\., amsgrad=True"
+    ):
+        AdamW(amsgrad=True)
+    for kind, option in ((Lion, "maximize"), (SGD, "amsgrad"), (AdamW, "differentiable")):
+        with pytest.raises(
+            ConfigError, match=rf"^{kind.__name__}: expected no {option}, .* but got True; leave it out$"
+        ):
+            kind(**{option: True})
+    with pytest.raises(ConfigError, match=r"^LAMB: eps is out of range"):
+        LAMB([{"params": [WEIGHT], "eps": 0.0}])
 
 
 def test_did_you_mean_is_silent_without_a_likeness() -> None:

@@ -370,25 +370,35 @@ def test_a_hyper_parameter_out_of_range_is_the_steps_business() -> None:
 
 
 def test_more_calm_steps_are_wanted_after_each_wrong_guess() -> None:
-    calm = Calm()
+    calm = Calm(expected=False)
     assert not calm, "nothing is known yet"
-    calm.note(clipped=False, guessed=False)
+    calm.note(calm=True, guessed=False)
     assert calm
     needed = []
     for _ in range(6):  # a guess that is wrong whenever one is made
-        calm.note(clipped=True, guessed=True)
+        calm.note(calm=False, guessed=True)
         steps = 0
         while not calm:
-            calm.note(clipped=False, guessed=False)
+            calm.note(calm=True, guessed=False)
             steps += 1
         needed.append(steps)
     assert needed == [2, 4, 8, MOST_CALM_STEPS, MOST_CALM_STEPS, MOST_CALM_STEPS]
     for _ in range(4):
-        calm.note(clipped=False, guessed=True)
-    calm.note(clipped=True, guessed=False)
+        calm.note(calm=True, guessed=True)
+    calm.note(calm=False, guessed=False)
     assert not calm
-    calm.note(clipped=False, guessed=False)
+    calm.note(calm=True, guessed=False)
     assert calm, "right guesses have made it trust again"
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_a_first_step_that_is_expected_to_be_calm_is_guessed(guessed: bool) -> None:
+    calm = Calm(expected=True)
+    assert calm
+    calm.note(calm=False, guessed=guessed)
+    assert not calm, "it was not, so the next one is not guessed"
+    calm.note(calm=True, guessed=False)
+    assert calm
 
 
 # --- through the engine -----------------------------------------------------------------------------------------------

@@ -472,3 +472,108 @@ def test_momentum_in_all_groups_or_in_none() -> None:
 def test_options_out_of_range_are_refused(spec: Any, options: dict[str, Any]) -> None:
     with pytest.raises(offload.ConfigError, match=next(iter(options))):
         spec(**options)
+
+
+# --- parameters and groups as the first argument ----------------------------------------------------------------------
+
+
+def weights_and_biases(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """Return two groups that together are not all of a net's parameters."""
+    named = [(name, p) for name, p in model.named_parameters() if not name.startswith("1.")]
+    return [
+        {"params": [p for name, p in named if name.endswith("weight")], **options},
+        {"params": (p for name, p in named if name.endswith("bias"))},
+    ]
+
+
+GROUPED: dict[str, tuple[Any, dict[str, Any], dict[str, Any], Callable[..., torch.optim.Optimizer] | None]] = {
+    "adamw": (AdamW, {"lr": 1e-2, "eps": 1e-4}, {"lr": 3e-2, "weight_decay": 0.3}, torch.optim.AdamW),
+    "adam": (Adam, {"lr": 1e-2, "eps": 1e-4}, {"betas": (0.5, 0.6), "weight_decay": 0.3}, torch.optim.Adam),
+    "sgd": (SGD, {"lr": 1e-2}, {"lr": 3e-2, "weight_decay": 0.1}, torch.optim.SGD),
+    "momentum": (SGD, {"lr": 1e-2, "momentum": 0.9}, {"momentum": 0.5, "nesterov": True}, torch.optim.SGD),
+    "adagrad": (Adagrad, {"lr": 1e-2, "eps": 1e-4}, {"lr": 3e-2, "lr_decay": 0.1}, torch.optim.Adagrad),
+    "lion": (Lion, {"lr": 1e-3}, {"lr": 3e-3, "betas": (0.5, 0.6)}, None),
+    "lamb": (LAMB, {"lr": 1e-2, "eps": 1e-4}, {"lr": 3e-2, "weight_decay": 0.1}, None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_of_a_spec_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    """The same bits as from torch's optimizer taken over; where torch has none, as from groups that were set later."""
+    spec, common, own, theirs = GROUPED[name]
+    results = []
+    for kind in (spec, theirs):
+        model = net()
+        given = (kind or spec)(weights_and_biases(model, **(own if kind else {})), **common)
+        with Engine(model, given, **tight(model, tmp_path, whole=name == "lamb")) as engine:
+            if kind is None:
+                engine.optimizer.param_groups[0].update(own)
+            advance(engine, range(3))
+            found, packed = engine.state_dict(), engine.optimizer.state_dict()
+        results.append((found, packed["state"]))
+        assert [len(group["params"]) for group in packed["param_groups"]] == [5, 5]
+    assert_same_tensors(results[0][0], results[1][0])
+    assert results[0][1].keys() == results[1][1].keys()
+    for position, state in results[0][1].items():
+        assert_same_tensors(state, results[1][1][position])
+    before = net().state_dict()
+    assert torch.equal(found["1.0.weight"], before["1.0.weight"])  # left out, as in torch
+    assert not torch.equal(found["0.0.weight"], before["0.0.weight"])
+
+
+def test_all_parameters_given_are_all_parameters(tmp_path: Path) -> None:
+    """As an iterator, as a list, with names, and not at all."""
+    results = []
+    for make in (
+        lambda model: AdamW(lr=1e-2),
+        lambda model: AdamW(model.parameters(), 1e-2),
+        lambda model: AdamW([*model.parameters()], lr=1e-2, fused=True),
+        lambda model: AdamW(model.named_parameters(), lr=1e-2),
+    ):
+        model = net()
+        with Engine(model, make(model), **tight(model, tmp_path)) as engine:
+            advance(engine, range(2))
+            results.append(engine.state_dict())
+            group = engine.optimizer.param_groups[0]
+    for other in results[1:]:
+        assert_same_tensors(other, results[0])
+    assert group["param_names"] == [name for name, _ in net().named_parameters()]
+
+
+def test_a_scheduler_sees_the_groups_of_a_spec() -> None:
+    model = net()
+    with Engine(model, AdamW(weights_and_biases(model, lr=0.5), lr=0.1), **everything_on_device()) as engine:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, [lambda _: 0.5, lambda _: 0.25])
+        assert scheduler.get_last_lr() == [0.25, 0.025]
+        assert "params" not in engine.optimizer.defaults
+
+
+def test_parameters_that_a_spec_cannot_have() -> None:
+    model, other = net(), net()
+    weight = next(model.parameters())
+    for spec, text in (
+        (AdamW(other.parameters()), r"optimizer: a parameter of shape \(32, 32\) is not one of the model's"),
+        (AdamW([*model.parameters(), torch.nn.Parameter(torch.ones(3))]), r"shape \(3,\) is not one of the model's"),
+        (SGD([{"params": [weight]}, {"params": [weight]}]), r"but got: some parameters appear in more than one"),
+        (SGD([weight.detach().requires_grad_() * 2]), r"but got: can't optimize a non-leaf Tensor"),
+    ):
+        with pytest.raises(offload.ConfigError, match=text):
+            Engine(model, spec, **everything_on_device())
+    with Engine(model, AdamW(model.parameters()), **everything_on_device()) as engine:
+        advance(engine, [0])
+
+
+def test_groups_of_a_spec_have_a_momentum_or_none() -> None:
+    """As those of torch.optim.SGD: one above 0 in any group asks for a buffer, which all of them must use then."""
+    model = net()
+    wrong = SGD(weights_and_biases(model, momentum=0.9))
+    with pytest.raises(offload.ConfigError, match="momentum above 0 but got 0.*in all groups of SGD, or in none"):
+        Engine(model, wrong, **everything_on_device())
+    everywhere = [{**group, "momentum": 0.9} for group in weights_and_biases(model)]
+    with Engine(model, SGD(everywhere, lr=1e-2), **everything_on_device()) as engine:
+        assert engine.optimizer.rule.names == ("momentum_buffer",)
+        advance(engine, [0])
+    nowhere = [{**group, "momentum": 0.0} for group in weights_and_biases(model)]
+    with Engine(model, SGD(nowhere, momentum=0.9), **everything_on_device()) as engine:
+        assert engine.optimizer.rule.names == ()
+        advance(engine, [0])

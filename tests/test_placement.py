@@ -158,9 +158,23 @@ def check_plan(plan: Plan) -> None:
     if own is not None:  # whole pages
         assert request.own_bytes == pages(own.kept_bytes + own.step_bytes)
     for tier in Tier:
-        assert 0 <= plan.arena_bytes[tier] <= request.budgets[tier] - request.own_bytes * (tier is Tier.HOST)
+        limit = request.budgets[tier] - request.own_bytes * (tier is Tier.HOST)
+        assert 0 <= plan.arena_bytes[tier] <= plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) <= limit
         assert plan.arena_bytes[tier] % PAGE == 0
-    assert plan.activation_bytes + plan.arena_bytes[Tier.DEVICE] == request.budgets[Tier.DEVICE]
+    on_device = plan.arena_bytes[Tier.DEVICE] + plan.wide_bytes.get(Tier.DEVICE, 0)
+    assert plan.activation_bytes + on_device == request.budgets[Tier.DEVICE]
+    if plan.wide_bytes:  # gradients of 16 bits may become fp32: all of them, where they are
+        for tier in Tier:
+            more = sum(
+                pages(4 * unit.numel) - plan.role_bytes(unit, Role.GRAD)
+                for unit, homes in zip(units, plan.homes, strict=True)
+                if homes.grad is tier
+            )
+            assert plan.wide_bytes.get(tier, 0) == more
+            assert not (more and tier is Tier.NVME)
+    for unit in units:
+        wide = unit.trainable and plan.wide_bytes
+        assert plan.room_bytes(unit, Role.GRAD) == (pages(4 * unit.numel) if wide else plan.role_bytes(unit, Role.GRAD))
     if request.activation_bytes is not None:
         assert plan.activation_bytes >= request.activation_bytes
     assert plan.working_bytes % PAGE == 0 and plan.grad_pool_bytes % PAGE == 0
@@ -489,9 +503,12 @@ def test_the_plan_prints_as_a_table() -> None:
     assert table["nvme"][:3] == ("-", "-", "40.00 MiB")
     assert {row[5] for row in table.values()} == {"1.00 GiB"}
     assert "activations and temporaries: " in lines[5]
-    assert lines[6].startswith("moved per step") and "nvme_read 40.00 MiB, nvme_write 40.00 MiB" in lines[6]
+    # 2 B more for each of 4 Mi elements
+    room = "room to add several backward passes in fp32, used only then: 8.00 MiB of the cpu budget"
+    assert lines[6] == room
+    assert lines[7].startswith("moved per step") and "nvme_read 40.00 MiB, nvme_write 40.00 MiB" in lines[7]
     # 10 B x 4 Mi x 1000 steps = 0.0419 TB
-    assert lines[7] == "drive wear: 0.0419 TB written per 1000 steps"
+    assert lines[8] == "drive wear: 0.0419 TB written per 1000 steps"
 
 
 def test_the_table_of_a_plan_without_nvme_has_no_wear() -> None:

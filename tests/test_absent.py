@@ -1,0 +1,778 @@
+"""Parameters outside a forward: what is read is real, what is written is refused by name, and nothing is NaN."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sweep
+import torch
+from harness import WIDTH, batch, everything_on_device, host, loss_of, parameters_on_device, tight
+from torch import nn
+from torch.nn.utils import prune
+
+import offload
+from offload import SGD, AdamW, Engine
+from offload.absent import AbsentParameter
+from offload.shard import Role
+from offload.tiers import Tier
+
+pytestmark = [
+    pytest.mark.usefixtures("single_torch_thread"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+PLACES: dict[str, Callable[[nn.Module, Path], dict[str, Any]]] = {
+    "device": lambda model, path: everything_on_device(),
+    "host": lambda model, path: host(model, unit_bytes=4608),
+    "nvme": tight,
+}
+
+
+class Net(nn.Module):
+    """Six blocks, each a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + x
+        return x
+
+
+def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def displace(engine: Engine, index: int) -> None:
+    """Let a block's parameters leave the device, where they can."""
+    for other in range(6):
+        if other != index:
+            with engine.gather(engine.module.blocks[other]):
+                pass
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Net]]:
+    model = net()
+    with Engine(model, AdamW(), **tight(model, tmp_path_factory.mktemp("swap"))) as engine:
+        yield engine, model
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+
+# What differs, and why that is right.
+EXEMPT = {
+    "_version": "counted by torch, which rebinds",
+    "data_ptr": "an address that tells parameters apart; the bytes are not there",
+    "const_data_ptr": "the same",
+    "dequantize": "torch makes a leaf that it returns unchanged the result of an operation",
+    "register_hook": "every handle is another one",
+    "register_post_accumulate_grad_hook": "the same",
+    "new_empty": "content is undefined",
+    "new_empty_strided": "the same",
+    "new": "the same",
+    "backward": "makes a gradient, which leaves",
+}
+REFUSED_READS = {"storage", "untyped_storage", "storage_type"}  # memory that would not stay
+
+
+def test_every_method_on_a_parameter_that_is_away(wrapped: tuple[Engine, Net]) -> None:
+    """A reading one returns what it returns of an ordinary parameter, a writing one is refused and changes nothing."""
+    engine, model = wrapped
+    truth = net().blocks[2].weight.detach()
+    parameter = model.blocks[2].weight
+    index = next(unit.index for unit in engine.plan.request.units if unit.name == "blocks.2")
+    wrong, tried, refused = [], 0, 0
+    for name in sweep.names():
+        if name in EXEMPT:
+            continue
+        found = sweep.fitting(lambda: nn.Parameter(truth.clone()), name)
+        if found is None:
+            continue  # not for a float matrix
+        wanted, grad, arguments = found
+        displace(engine, 2)
+        assert index not in engine._manager.working
+        tried += 1
+        try:
+            with torch.set_grad_enabled(grad):
+                got = sweep.call(parameter, name, arguments)
+        except offload.StateError as error:
+            refused += 1
+            remedy = "before the engine is made" if name == "set_" else "engine.gather"
+            if not (sweep.writes(name) or name in REFUSED_READS) or remedy not in str(error):
+                wrong.append((name, str(error)))
+        except Exception as error:
+            wrong.append((name, repr(error)))
+        else:
+            if sweep.writes(name) or not sweep.same(wanted, got):
+                wrong.append((name, wanted, got))
+        del wanted
+        got = None
+        parameter.requires_grad_(True)
+        now = engine.state_dict()["blocks.2.weight"]
+        if not torch.equal(now, truth):
+            wrong.append((name, "has changed it"))
+            parameter.data = truth.clone()
+    assert not wrong
+    assert tried > 400 and refused > 100
+    engine._manager.check()
+
+
+# Functions of torch.nn.utils and torch.nn.init that take parameters or modules, on a wrapped model.
+UTILITIES: dict[str, Callable[[Net], Any]] = {
+    "parameters_to_vector of what fits": lambda m: nn.utils.parameters_to_vector(m.blocks[:2].parameters()),
+    "fuse_linear_bn_weights": lambda m: nn.utils.fuse_linear_bn_weights(
+        m.blocks[0].weight, m.blocks[0].bias, *torch.zeros(1, WIDTH), *torch.ones(1, WIDTH), 1e-5, *torch.ones(2, WIDTH)
+    ),
+    "deepcopy": lambda m: copy.deepcopy(m.blocks[0].weight),
+    "pickle": lambda m: pickle.loads(pickle.dumps(m.blocks[0].weight)),
+    "save": lambda m: _saved(m.blocks[0].weight),
+    "numpy": lambda m: m.blocks[0].weight.detach().numpy(),
+    "item": lambda m: m.blocks[0].weight[0, 1].item(),
+    "histogram": lambda m: torch.histc(m.blocks[0].weight, 10),
+    "format": lambda m: f"{m.blocks[0].weight.sum():.6f}",
+    "repr": lambda m: repr(m.blocks[0].weight),
+    "functional": lambda m: torch.nn.functional.linear(batch(0), m.blocks[0].weight, bias=m.blocks[0].bias),
+    "lerp": lambda m: torch.lerp(m.blocks[0].weight, m.blocks[1].weight, 0.5),
+    "as a source of lerp_": lambda m: torch.zeros(WIDTH, WIDTH).lerp_(m.blocks[0].weight.detach(), 0.5),
+    "as a source of copy_": lambda m: torch.zeros(WIDTH, WIDTH).copy_(m.blocks[0].weight.detach()),
+    "foreach": lambda m: torch._foreach_norm([m.blocks[0].weight, m.blocks[1].weight]),
+    "dot": lambda m: sum((p.detach() ** 2).sum() for p in m.parameters()),
+    "all norms": lambda m: [p.norm() for p in m.parameters()],
+    "kwargs only": lambda m: torch.clamp(input=m.blocks[0].weight, min=0),
+    "list": lambda m: m.blocks[0].weight.tolist(),
+    "iteration": lambda m: list(m.blocks[0].bias),
+    "autograd.grad": lambda m: torch.autograd.grad(m.blocks[0].weight.pow(2).sum(), m.blocks[0].weight),
+    "functional_call": lambda m: torch.func.functional_call(m, dict(net(3).named_parameters()), (batch(0),)),
+}
+
+
+def _saved(parameter: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(parameter, file)
+    file.seek(0)
+    loaded: torch.Tensor = torch.load(file, weights_only=True)
+    return loaded
+
+
+@pytest.mark.parametrize("use", UTILITIES)
+def test_helpers_that_read(use: str, wrapped: tuple[Engine, Net]) -> None:
+    engine, model = wrapped
+    displace(engine, 5)
+    assert sweep.same(UTILITIES[use](model), UTILITIES[use](net()))
+
+
+# --- torch.nn.utils ---------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A layer for each of torch's helpers."""
+
+    def __init__(self, prepare: Callable[[Mixed], Any] | None = None) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.conv, self.norm2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.conv3, self.last = nn.Conv3d(4, 4, 3, padding=1), nn.Linear(WIDTH, WIDTH)
+        if prepare is not None:
+            prepare(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm2(self.conv(x.view(-1, 4, 2, 4)))
+        y = self.conv3(y[..., None]).reshape(x.shape)
+        return self.last(self.norm(self.linear(y)))
+
+
+def mixed(prepare: Callable[[Mixed], Any] | None = None) -> Mixed:
+    torch.manual_seed(0)
+    return Mixed(prepare).eval()
+
+
+utils = nn.utils
+NEW_PARAMETERS = "requires a gradient but was frozen, or not there, when the engine was made"
+# What each public function of torch.nn.utils does with a wrapped model: what it does with a plain one, then a step;
+# or an error that begins with this, at once or at the step.
+NN_UTILS: dict[str, tuple[Callable[[Mixed], Any], str | None, str | None]] = {
+    "clip_grad_norm": (lambda m: utils.clip_grad_norm(m.parameters(), 1.0), None, None),
+    "clip_grad_norm_": (lambda m: utils.clip_grad_norm_(m.parameters(), 1.0), None, None),
+    "clip_grads_with_norm_": (lambda m: utils.clip_grads_with_norm_(m.parameters(), 1.0, torch.ones(())), None, None),
+    "get_total_norm": (lambda m: utils.get_total_norm([p.grad for p in m.parameters()]), None, None),
+    "clip_grad_value_": (lambda m: utils.clip_grad_value_(m.parameters(), 1.0), "clamp_ of the gradient of", None),
+    "convert_conv2d_weight_memory_format": (
+        lambda m: utils.convert_conv2d_weight_memory_format(m, torch.channels_last),
+        "parameter conv.weight: expected a tensor in torch's default memory format",
+        None,
+    ),
+    "convert_conv3d_weight_memory_format": (
+        lambda m: utils.convert_conv3d_weight_memory_format(m, torch.channels_last_3d),
+        "parameter conv3.weight: expected a tensor in torch's default memory format",
+        None,
+    ),
+    "fuse_conv_bn_eval": (lambda m: utils.fuse_conv_bn_eval(m.conv, m.norm2), "model: cannot be copied", None),
+    "fuse_conv_bn_weights": (
+        lambda m: utils.fuse_conv_bn_weights(m.conv.weight, m.conv.bias, *_running(m.norm2)),
+        None,
+        None,
+    ),
+    "fuse_linear_bn_eval": (lambda m: utils.fuse_linear_bn_eval(m.linear, m.norm), "model: cannot be copied", None),
+    "fuse_linear_bn_weights": (
+        lambda m: utils.fuse_linear_bn_weights(m.linear.weight, m.linear.bias, *_running(m.norm)),
+        None,
+        None,
+    ),
+    "parameters_to_vector": (lambda m: utils.parameters_to_vector(m.linear.parameters()), None, None),
+    "vector_to_parameters": (
+        lambda m: utils.vector_to_parameters(torch.arange(32.0 * 33) / 1000, m.linear.parameters()),
+        None,
+        None,
+    ),
+    "weight_norm": (lambda m: _nothing(utils.weight_norm(m.linear)), None, NEW_PARAMETERS),
+    "spectral_norm": (lambda m: _nothing(torch.manual_seed(0), utils.spectral_norm(m.linear)), None, None),
+    "remove_weight_norm": (lambda m: _nothing(utils.remove_weight_norm(m.last)), None, NEW_PARAMETERS),
+    "remove_spectral_norm": (lambda m: _nothing(utils.remove_spectral_norm(m.last)), None, NEW_PARAMETERS),
+    "skip_init": (lambda m: _nothing(utils.skip_init(nn.Linear, 2, 2)), None, None),
+    "parametrizations.weight_norm": (
+        lambda m: _nothing(utils.parametrizations.weight_norm(m.linear)),
+        "nn.Parameter of parameter linear.weight",
+        None,
+    ),
+    "parametrizations.spectral_norm": (
+        lambda m: _nothing(torch.manual_seed(0), utils.parametrizations.spectral_norm(m.linear)),
+        "parameter linear.weight of the engine on Mixed: set_ would give it other memory",
+        None,
+    ),
+    "parametrizations.orthogonal": (
+        lambda m: _nothing(utils.parametrizations.orthogonal(m.linear)),
+        "parameter linear.weight of the engine on Mixed: set_ would give it other memory",
+        None,
+    ),
+    "prune.l1_unstructured": (lambda m: _nothing(prune.l1_unstructured(m.linear, "weight", amount=0.5)), None, None),
+    "prune.ln_structured": (lambda m: _nothing(prune.ln_structured(m.linear, "weight", 0.5, n=2, dim=0)), None, None),
+    "prune.global_unstructured": (
+        lambda m: prune.global_unstructured(
+            [(m.linear, "weight"), (m.last, "weight")], pruning_method=prune.L1Unstructured, amount=0.5
+        ),
+        None,
+        None,
+    ),
+    "prune.remove": (
+        lambda m: _nothing(prune.identity(m.linear, "weight"), prune.remove(m.linear, "weight")),
+        None,
+        None,
+    ),
+    "stateless.functional_call": (
+        lambda m: utils.stateless.functional_call(m, {"linear.weight": torch.zeros(WIDTH, WIDTH)}, (batch(0),)),
+        None,
+        None,
+    ),
+}
+PREPARED: dict[str, Callable[[Mixed], Any]] = {
+    "remove_weight_norm": lambda m: utils.weight_norm(m.last),
+    "remove_spectral_norm": lambda m: utils.spectral_norm(m.last),
+}
+WITH_GRADIENTS = ("clip_grad", "clip_grads", "get_total")
+
+
+def _nothing(*_: object) -> None:
+    """Return nothing: modules are not compared."""
+
+
+def _running(norm: Any) -> tuple[Any, ...]:
+    return norm.running_mean, norm.running_var, norm.eps, norm.weight, norm.bias
+
+
+def test_the_table_of_utilities_is_complete() -> None:
+    public = {name for name in dir(utils) if not name.startswith("_") and callable(getattr(utils, name))}
+    assert public == {name for name in NN_UTILS if "." not in name}
+
+
+@pytest.mark.parametrize("name", NN_UTILS)
+def test_torch_nn_utils(name: str, tmp_path: Path) -> None:
+    use, refused, refused_step = NN_UTILS[name]
+    plain, model = mixed(PREPARED.get(name)), mixed(PREPARED.get(name))
+    with torch.no_grad() if name.startswith("fuse") else torch.enable_grad():
+        if name.startswith(WITH_GRADIENTS):
+            plain(batch(0)).sum().backward()
+        wanted = use(plain)
+        truth = plain(batch(0))
+    budgets = {"device": "24660KiB", "cpu": "16MiB", "nvme": "64MiB"}
+    options = {"device": "cpu", "max_memory": budgets, "activation_memory": "24MiB", "nvme_path": tmp_path}
+    with Engine(model, SGD(lr=0.1), unit_bytes=5000, offload_param="nvme", **options) as engine:
+        if name.startswith(WITH_GRADIENTS):
+            engine.backward(engine(batch(0)).sum())
+        if refused is not None:
+            with pytest.raises(offload.StateError) as caught:
+                use(model)
+            assert str(caught.value).startswith(refused), caught.value
+            return
+        got = use(model)
+        if name.startswith(("clip_grad", "get_total")):
+            assert got is wanted is None or torch.allclose(got, wanted, rtol=1e-5)
+        else:
+            assert sweep.same(got, wanted)
+        assert torch.equal(engine(batch(0)), truth)
+        engine.zero_grad()
+        model.train()
+        engine.backward(engine(batch(0)).sum())
+        if refused_step is not None:
+            with pytest.raises(offload.StateError, match=refused_step):
+                engine.step()
+        else:
+            assert engine.step()
+
+
+WRITERS: dict[str, Callable[[Net], Any]] = {
+    "init": lambda m: nn.init.normal_(m.blocks[0].weight),
+    "init by keyword": lambda m: nn.init.constant_(tensor=m.blocks[0].weight, val=0.5),
+    "reset_parameters": lambda m: m.blocks[0].reset_parameters(),
+    "item assignment": lambda m: m.blocks[0].weight.__setitem__(0, 1.0),
+    "out": lambda m: torch.add(torch.ones(WIDTH), torch.ones(WIDTH), out=m.blocks[0].bias),
+    "foreach": lambda m: torch._foreach_add_([m.blocks[0].weight], 1.0),
+    "augmented": lambda m: m.blocks[0].weight.__iadd__(1.0),
+    "copy_": lambda m: m.blocks[0].weight.copy_(torch.zeros(WIDTH, WIDTH)),
+    "lerp_": lambda m: m.blocks[0].weight.lerp_(m.blocks[1].weight, 0.5),
+    "share_memory": lambda m: m.share_memory(),
+    "a new Parameter of it": lambda m: nn.Parameter(m.blocks[0].weight),
+    "fused optimizer": lambda m: torch._fused_sgd_(
+        [m.blocks[0].weight], [torch.ones(WIDTH, WIDTH)], [], weight_decay=0.0, momentum=0.0, lr=1.0, dampening=0.0,
+        nesterov=False, maximize=False, is_first_step=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("write", WRITERS)
+def test_helpers_that_write_are_refused(write: str, place: str, tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(), **PLACES[place](model, tmp_path)) as engine:
+        with torch.no_grad(), pytest.raises(offload.StateError, match=r"parameter blocks\.0\.\w+ of the engine on Net"):
+            WRITERS[write](model)
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, net().state_dict()[name])
+
+
+def test_what_does_not_fit_at_once_is_refused_with_a_remedy(wrapped: tuple[Engine, Net]) -> None:
+    engine, model = wrapped
+    with pytest.raises(offload.BudgetError, match=r"expected room on the device to read them(.|\n)*use engine\.gather"):
+        nn.utils.parameters_to_vector(model.parameters())
+    gc.collect()
+    assert model.blocks[3].weight.isfinite().all()
+    engine._manager.check()
+
+
+def test_a_view_holds_its_unit_and_metadata_fetches_nothing(wrapped: tuple[Engine, Net]) -> None:
+    engine, model = wrapped
+    displace(engine, 1)
+    before = engine.stats()
+    weight = model.blocks[1].weight
+    assert (weight.shape, weight.dtype, weight.numel(), weight.is_leaf) == ((WIDTH, WIDTH), torch.float32, 1024, True)
+    assert weight.stride() == (WIDTH, 1) and weight.is_contiguous() and isinstance(weight, nn.Parameter)
+    assert torch.zeros_like(weight).stride() == (WIDTH, 1)
+    assert weight.to("cpu") is weight and weight.float() is weight and weight.contiguous() is weight
+    model.to("cpu")
+    after = engine.stats()
+    assert (after.misses, after.stalls) == (before.misses, before.stalls)
+    row = weight[3]
+    displace(engine, 1)
+    engine(batch(0))
+    assert torch.equal(row, net().blocks[1].weight[3])
+
+
+def test_a_parameter_is_an_ordinary_one_inside_a_forward(wrapped: tuple[Engine, Net]) -> None:
+    """So that its operations cost nothing extra."""
+    engine, model = wrapped
+    seen = []
+    handle = model.blocks[2].register_forward_pre_hook(lambda module, args: seen.append(type(module.weight)))
+    engine(batch(0))
+    handle.remove()
+    assert seen == [nn.Parameter] and type(model.blocks[2].weight) is AbsentParameter
+    with engine.gather(model.blocks[2]):
+        assert type(model.blocks[2].weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_reading_between_a_step_and_the_next_forward_waits_for_the_update(place: str, tmp_path: Path) -> None:
+    norms = []
+    for where in (place, "device"):
+        model = net()
+        with Engine(model, AdamW(lr=0.1), **PLACES[where](model, tmp_path)) as engine:
+            engine.backward(loss_of(engine, 0))
+            engine.step()
+            norms.append([p.norm().item() for p in model.parameters()])
+    assert norms[0] == norms[1] and norms[0] != [p.norm().item() for p in net().parameters()]
+
+
+# --- assignment -------------------------------------------------------------------------------------------------------
+
+
+def masters(engine: Engine) -> dict[int, torch.Tensor]:
+    assert engine.optimizer is not None
+    return {position: state["master"] for position, state in engine.optimizer.state_dict()["state"].items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", ["replaced", "added to", "written through an alias"])
+def test_assignments_are_taken_over(how: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """``parameter.data = x`` and ``parameter.data += x``, with the masters of what changes, and of nothing else."""
+    model = net(dtype=dtype)
+    with Engine(model, AdamW(lr=1e-3), initial_loss_scale=8.0, **PLACES[place](model, tmp_path)) as engine:
+        x = batch(0).to(dtype)
+        engine.backward(engine(x).float().pow(2).mean())
+        engine.step()
+        before, old = engine.state_dict()["blocks.1.weight"], masters(engine) if dtype != torch.float32 else {}
+        change = torch.zeros(WIDTH, WIDTH, dtype=dtype)
+        change[0] = 2
+        weight = model.blocks[1].weight
+        if how == "replaced":
+            weight.data = before + change
+        elif how == "added to":
+            weight.data += change
+        else:
+            weight.data.add_(change)
+        wanted = before + change
+        assert torch.equal(weight.detach(), wanted)
+        displace(engine, 1)
+        saved = engine.state_dict()
+        assert torch.equal(saved["blocks.1.weight"], wanted)
+        for name, value in net(dtype=dtype).state_dict().items():
+            if name != "blocks.1.weight":
+                assert saved[name].shape == value.shape
+        if dtype != torch.float32:
+            now = masters(engine)[2]
+            assert torch.equal(now[0], wanted[0].float()) and torch.equal(now[1:].to(dtype), wanted[1:])
+            if place != "device" or how == "replaced":
+                assert torch.equal(now[1:], old[2][1:])
+        engine.backward(engine(x).float().pow(2).mean())
+        engine.step()
+        engine._manager.check()
+        last = engine.state_dict()["blocks.1.weight"]
+    assert torch.equal(weight, last) and type(weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_change_through_an_alias_is_taken_over_when_closed(place: str, tmp_path: Path) -> None:
+    model = net()
+    engine = Engine(model, AdamW(), **PLACES[place](model, tmp_path))
+    alias = model.blocks[4].bias.data
+    alias.fill_(7)
+    engine.close()
+    assert torch.equal(model.blocks[4].bias, torch.full((WIDTH,), 7.0))
+
+
+@pytest.mark.parametrize("place", ["states", "host", "nvme"])
+def test_writing_through_an_alias_before_the_update_has_come_is_refused(place: str, tmp_path: Path) -> None:
+    """The alias shows the parameter of before the step: what is written there would be neither old nor new."""
+    model = net()
+    options = parameters_on_device() if place == "states" else PLACES[place](model, tmp_path)
+    engine = Engine(model, AdamW(), **options)
+    alias = model.blocks[5].weight.data  # of the unit that is updated last
+    engine.backward(loss_of(engine, 0))
+    engine.step()
+    alias.clamp_(-0.1, 0.1)
+    with pytest.raises(offload.StateError, match=r"parameter blocks\.5\.weight: was changed in place or rebound"):
+        engine.backward(loss_of(engine, 1))
+        engine.step()
+    engine.close(restore=False)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_rebinding_inside_a_forward_is_refused_by_name(place: str, tmp_path: Path) -> None:
+    """There a parameter is an ordinary one, so nobody sees it; it is noticed when the unit would leave, or is saved."""
+    model = net()
+    engine = Engine(model, AdamW(), **PLACES[place](model, tmp_path))
+
+    def rebind(module: nn.Module, args: object) -> None:
+        module.weight.data = torch.zeros(WIDTH, WIDTH)
+
+    with torch.no_grad(), model.blocks[3].register_forward_pre_hook(rebind):
+        model.blocks[3](batch(0))
+    with pytest.raises(offload.StateError, match=r"parameter blocks\.3\.weight: was changed in place or rebound"):
+        engine.state_dict()
+    with pytest.raises(offload.StateError, match=r"parameter blocks\.3\.weight: was rebound .* inside a forward"):
+        engine.close()
+    assert torch.equal(model.blocks[3].weight, net().blocks[3].weight)
+
+
+def test_vector_to_parameters(wrapped: tuple[Engine, Net], tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(net(5).parameters()), model.parameters())
+        for name, value in net(5).state_dict().items():
+            assert torch.equal(engine.state_dict()[name], value)
+
+
+def test_two_engines_in_one_operation(tmp_path: Path) -> None:
+    """A reference model that follows the trained one: read here, written there, each within its own budgets."""
+    trained, reference = net(1), net(2)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with (
+        Engine(trained, AdamW(), **tight(trained, tmp_path / "a")) as first,
+        Engine(reference, **tight(reference, tmp_path / "b")) as second,
+        torch.no_grad(),
+    ):
+        distance = sum((a - b).pow(2).sum() for a, b in zip(trained.parameters(), reference.parameters(), strict=True))
+        truth = sum((a - b).pow(2).sum() for a, b in zip(net(1).parameters(), net(2).parameters(), strict=True))
+        assert torch.equal(distance, truth)
+        for target, source in zip(reference.parameters(), trained.parameters(), strict=True):
+            target.data.mul_(0.4).add_(source.data, alpha=0.6)  # as trl's sync_ref_model does
+        found = second.state_dict()
+        for (name, a), b in zip(net(2).named_parameters(), net(1).parameters(), strict=True):
+            assert torch.equal(found[name], a.mul(0.4).add(b, alpha=0.6)), name
+        assert second(batch(0)).isfinite().all()
+        for engine in (first, second):
+            engine._manager.check()
+
+
+def test_parameters_of_an_engine_that_did_not_restore_them(tmp_path: Path) -> None:
+    model = net()
+    Engine(model, AdamW(), **tight(model, tmp_path)).close(restore=False)
+    with pytest.raises(offload.StateError, match=r"norm of a parameter .*closed without restoring it.*load the model"):
+        model.blocks[0].weight.norm()
+    with pytest.raises(offload.StateError, match="closed without restoring"):
+        model(batch(0))
+    model.load_state_dict(net(4).state_dict())
+    assert torch.equal(model(batch(0)), net(4)(batch(0)))
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        assert torch.equal(engine(batch(0)), net(4)(batch(0)))
+
+
+def test_a_subclass_of_parameter_is_guarded_too(tmp_path: Path) -> None:
+    class Tagged(nn.Parameter):
+        tag = "mine"
+
+    model = net()
+    model.blocks[1].weight = Tagged(model.blocks[1].weight.detach().clone())
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        displace(engine, 1)
+        weight = model.blocks[1].weight
+        assert isinstance(weight, Tagged) and weight.tag == "mine" and torch.equal(weight, net().blocks[1].weight)
+        with torch.no_grad(), pytest.raises(offload.StateError, match="fill_ would write"):
+            weight.fill_(0)
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+    assert type(model.blocks[1].weight) is Tagged
+
+
+# --- module.load_state_dict -------------------------------------------------------------------------------------------
+
+
+class Normed(Net):
+    """With buffers, a tied weight, and a parameter that the module itself has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.blocks[5].weight = self.blocks[0].weight
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(super().forward(x)) * self.scale
+
+
+def normed(seed: int) -> Normed:
+    torch.manual_seed(seed)
+    model = Normed()
+    model.norm.running_mean.normal_()
+    model.scale.data.normal_()
+    return model
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_module_load_state_dict_writes_through(place: str, tmp_path: Path) -> None:
+    model = normed(0)
+    with Engine(model, AdamW(), **PLACES[place](model, tmp_path)) as engine:
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        wanted = dict(normed(1).state_dict())
+        assert repr(model.load_state_dict(wanted)) == "<All keys matched successfully>"
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        model.eval()
+        assert torch.equal(engine(batch(0)), normed(1).eval()(batch(0)))
+        shards = [{name: value} for name, value in normed(2).state_dict().items()]
+        for shard in shards:
+            report = model.load_state_dict(shard, strict=False)
+            assert report.missing_keys and not set(report.missing_keys) & shard.keys() and not report.unexpected_keys
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, normed(2).state_dict()[name]), name
+        model.blocks[1].load_state_dict(normed(3).blocks[1].state_dict())
+        assert torch.equal(engine.state_dict()["blocks.1.bias"], normed(3).state_dict()["blocks.1.bias"])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(lambda state: state.pop("blocks.3.weight"), "Missing key.*blocks.3.weight", id="missing"),
+        pytest.param(lambda state: state.update(other=torch.ones(1)), "Unexpected key.*other", id="unexpected"),
+        pytest.param(
+            lambda state: state.update({"blocks.4.weight": torch.ones(3, 3)}), "size mismatch for blocks.4", id="shape"
+        ),
+        pytest.param(
+            lambda state: state.update({"blocks.4.weight": "text"}),
+            "blocks.4.weight.*expected torch.Tensor",
+            id="no tensor",
+        ),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_changes_nothing(
+    place: str, change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
+    model = normed(0)
+    with Engine(model, AdamW(), **PLACES[place](model, tmp_path)) as engine:
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        state = dict(normed(1).state_dict())
+        change(state)
+        with pytest.raises(RuntimeError, match=f"(?s){message}"):
+            model.load_state_dict(state)
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, before[name]), name
+        model.load_state_dict(normed(1).state_dict())  # what came before has left nothing
+        assert torch.equal(engine.state_dict()["blocks.4.weight"], normed(1).state_dict()["blocks.4.weight"])
+
+
+def test_loading_through_a_module_around_the_wrapped_one(tmp_path: Path) -> None:
+    model = normed(0)
+    outer = nn.ModuleDict({"core": model, "own": nn.Linear(2, 2)})
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        wanted = nn.ModuleDict({"core": normed(1), "own": nn.Linear(2, 2)}).state_dict()
+        outer.load_state_dict(wanted)
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, wanted[f"core.{name}"]), name
+        assert torch.equal(outer["own"].weight, wanted["own.weight"])
+        for name, value in outer.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+
+
+def test_a_load_that_was_broken_off_leaves_nothing(tmp_path: Path) -> None:
+    model = normed(0)
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        handle = model.blocks[2].register_load_state_dict_pre_hook(_raise)
+        with pytest.raises(KeyError):
+            model.load_state_dict(normed(1).state_dict())
+        handle.remove()
+        assert torch.equal(engine.state_dict()["scale"], normed(0).state_dict()["scale"])
+        with torch.no_grad(), pytest.raises(offload.StateError, match="copy_ would write"):
+            model.scale.copy_(torch.zeros(WIDTH))
+        model.load_state_dict(normed(1).state_dict())
+        assert torch.equal(engine.state_dict()["scale"], normed(1).state_dict()["scale"])
+
+
+def _raise(*_: object) -> None:
+    raise KeyError
+
+
+def test_a_hook_of_the_user_may_forgive_missing_keys(tmp_path: Path) -> None:
+    """As those of adapters do; torch raises nothing then, so what is there must be loaded."""
+    model = normed(0)
+
+    def forgive(module: nn.Module, report: Any) -> None:
+        report.missing_keys.clear()
+
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        model.register_load_state_dict_post_hook(forgive)
+        state = dict(normed(1).state_dict())
+        del state["blocks.3.weight"]
+        model.load_state_dict(state)
+        found = engine.state_dict()
+        assert torch.equal(found["blocks.2.weight"], state["blocks.2.weight"])
+        assert torch.equal(found["blocks.3.weight"], normed(0).state_dict()["blocks.3.weight"])
+
+
+def test_assigning_is_refused(tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
+        with pytest.raises(offload.StateError, match="assign=True would replace the parameters"):
+            model.load_state_dict(net(1).state_dict(), assign=True)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            with pytest.raises(offload.StateError, match="set to swap parameters"):
+                model.load_state_dict(net(1).state_dict())
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert torch.equal(engine.state_dict()["blocks.1.weight"], net().state_dict()["blocks.1.weight"])
+
+
+# --- apply ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_apply_runs_within_the_budgets(place: str, tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(), **PLACES[place](model, tmp_path)) as engine:
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        before = engine.state_dict()
+        names = []
+
+        def halve(name: str, parameter: nn.Parameter) -> None:
+            names.append(name)
+            if name.endswith("weight"):
+                parameter.mul_(0.5)
+
+        engine.apply(halve)
+        assert names == [name for name, _ in model.named_parameters()]
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, before[name] * (0.5 if name.endswith("weight") else 1))
+        engine.apply(lambda name, parameter: parameter.zero_(), model.blocks[2].bias)
+        assert not engine.state_dict()["blocks.2.bias"].any() and engine.state_dict()["blocks.1.bias"].any()
+        homes = {engine._manager.shard(u.index, Role.PARAM).home for u in engine.plan.request.units}
+        assert (Tier.DEVICE in homes) == (place == "device")
+        with pytest.raises(KeyError):
+            engine.apply(_raise)
+        engine.backward(loss_of(engine, 1))
+        engine.step()
+        engine._manager.check()
+
+
+# --- peft -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_merging_adapters(place: str, safe: bool, dora: bool, tmp_path: Path) -> None:
+    """What is saved afterwards is what was merged, whether the base fits the device or not."""
+    peft = pytest.importorskip("peft")
+    from models import BY_NAME
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj", "down_proj"], use_dora=dora, init_lora_weights=False
+        )
+        return peft.get_peft_model(BY_NAME["llama"].build(), config)
+
+    data = BY_NAME["llama"].batch(0)
+    truth = build().merge_and_unload(safe_merge=safe)
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    model = build()
+    from harness import nvme
+
+    options = {
+        "device": lambda: everything_on_device(),
+        "host": lambda: host(model),
+        "nvme": lambda: nvme(model, swap),
+    }[place]()
+    with Engine(model, AdamW(), **options):
+        merged = model.merge_and_unload(safe_merge=safe)
+        assert torch.equal(merged(**data).loss, truth(**data).loss)
+        merged.save_pretrained(tmp_path / "out")
+    saved = type(truth).from_pretrained(tmp_path / "out")
+    for name, value in truth.state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value), name
+        assert torch.equal(merged.state_dict()[name], value), name
