@@ -2,22 +2,50 @@
 
 Both sides run the same model, batches and Adam kernel in one process, interleaved; the figure is the median of the
 ratios within a round (bound: 1.0; to reach: at most 1.05). The plain loop clips by the global norm as the engine does.
+
+With ``--against REV``, the engine of an earlier commit runs instead of the plain loop, in a process of its own, and so
+does today's; they take turns. The figure is the paired ratio with its 95 % interval. It fails only if the lower end is
+above 1.02: single rounds scatter from 0.87 to 1.26 on a shared machine. Beside it stand the microseconds that hooks
+take per call of a module and per gradient, measured on layers so small that nothing else counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import importlib
+import json
+import math
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-from _common import emit, load_model
+ROOT = Path(__file__).resolve().parent.parent
+WORST = 1.02  # the lower end of the interval, against an earlier commit
+LAYERS = 200  # of the model that hooks are timed on
 
-import offload
-from offload import cpu_adam
+
+def _take_from(root: Path) -> None:
+    """Let the packages be those below `root`: an editable installation would find its own first."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "Redirecting" not in type(finder).__name__]
+    sys.path.insert(0, str(root))
+
+
+if "--serve" in sys.argv and (_TREE := Path(sys.argv[sys.argv.index("--serve") + 1])) != ROOT:
+    _take_from(_TREE)
+
+import torch  # noqa: E402
+from _common import emit, load_model  # noqa: E402
+
+import offload  # noqa: E402
+from offload import cpu_adam  # noqa: E402
 
 HYPER: dict[str, Any] = {
     "lr": 1e-5,
@@ -94,18 +122,169 @@ class EngineLoop:
         return float(loss.item())
 
 
+def made_batch(vocabulary: int, tokens: int) -> dict[str, Any]:
+    """Return random tokens as a batch."""
+    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+# --- against an earlier commit ----------------------------------------------------------------------------------------
+
+
+def serve(model_name: str, tokens: int) -> None:
+    """Time what the lines of standard input ask for, and print seconds."""
+    model, vocabulary = load_model(model_name)
+    steps = EngineLoop(model.train())
+    batch = made_batch(vocabulary, tokens)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(LAYERS)])
+    plain = copy.deepcopy(layers)
+    budgets = {"device": "12GiB", "cpu": "64MiB"}  # what the other engine takes is resident, too
+    engine = offload.Engine(layers, offload.SGD(), device="cpu", max_memory=budgets)
+    x = torch.ones(1, 8)
+
+    def passes(module: Callable[..., Any]) -> tuple[float, float]:
+        begin = time.perf_counter()
+        loss = module(x).sum()
+        middle = time.perf_counter()
+        loss.backward()
+        return middle - begin, time.perf_counter() - middle
+
+    def calls() -> list[float]:
+        """Return seconds of hooks per call of a module, and per gradient."""
+        found = []
+        for _ in range(10):
+            ours, theirs = passes(engine), passes(plain)
+            engine.zero_grad()
+            plain.zero_grad()
+            found.append([(ours[0] - theirs[0]) / LAYERS, (ours[1] - theirs[1]) / (2 * LAYERS)])
+        return [statistics.median(values) for values in zip(*found, strict=True)]
+
+    def step() -> list[float]:
+        begin = time.perf_counter()
+        loss = steps.step(batch)
+        return [time.perf_counter() - begin, loss]
+
+    answers = {"step": step, "calls": calls}
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answers[line.strip()]()), flush=True)
+
+
+class Side:
+    """An engine in a process of its own."""
+
+    def __init__(self, root: Path, model_name: str, tokens: int) -> None:
+        words = [sys.executable, __file__, "--serve", str(root), "--model", model_name, "--tokens", str(tokens)]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._read("ready")
+
+    def ask(self, what: str) -> list[float]:
+        """Return what the process has measured."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(what + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._read("["))  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(OSError):
+            self._process.communicate()
+
+    def _read(self, beginning: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(beginning):
+                return line
+        raise RuntimeError("a process of the bench ended early; see its message above")
+
+
+@contextlib.contextmanager
+def checked_out(revision: str) -> Iterator[Path]:
+    """Check an earlier commit out beside this one, with the extensions that are built."""
+    if subprocess.run(["git", "diff", "--quiet", revision, "--", "csrc"], cwd=ROOT, check=False).returncode:
+        raise SystemExit(f"--against {revision}: csrc differs from it, so its extensions would have to be built")
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "tree"
+        add = ["git", "worktree", "add", "--quiet", "--detach", str(target), revision]
+        subprocess.run(add, cwd=ROOT, check=True)
+        try:
+            for name in ("offload._cpu_adam", "swap._aio"):
+                built = importlib.import_module(name).__file__
+                assert built is not None
+                shutil.copy(built, target / name.split(".", maxsplit=1)[0])
+            yield target
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(target)], cwd=ROOT, check=False)
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % interval of the median, whatever the distribution: order statistics by the sign test."""
+    count, below, total = len(ratios), 0, 0.0
+    while below < count // 2:
+        total += math.comb(count, below) / 2**count
+        if total > 0.025:
+            break
+        below += 1
+    ordered = sorted(ratios)
+    return ordered[max(below - 1, 0)], ordered[min(count - below, count - 1)]
+
+
+def compare(revision: str, model_name: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """Let the engines of two commits take turns; returns the figures."""
+    with checked_out(revision) as tree, contextlib.ExitStack() as open_sides:
+        sides = {"before": Side(tree, model_name, tokens), "now": Side(ROOT, model_name, tokens)}
+        for side in sides.values():
+            open_sides.callback(side.close)
+        steps: dict[str, list[list[float]]] = {name: [] for name in sides}
+        calls: dict[str, list[list[float]]] = {name: [] for name in sides}
+        for number in range(rounds + 2):  # the first two rounds touch memory
+            for name in list(sides) if number % 2 else list(sides)[::-1]:
+                steps[name].append(sides[name].ask("step"))
+                calls[name].append(sides[name].ask("calls"))
+    ratios = [now[0] / before[0] for now, before in zip(steps["now"][2:], steps["before"][2:], strict=True)]
+    low, high = interval(ratios)
+    micro = {
+        name: [1e6 * statistics.median(values) for values in zip(*found[2:], strict=True)]
+        for name, found in calls.items()
+    }
+    equal = [step[1] for step in steps["now"]] == [step[1] for step in steps["before"]]
+    print(
+        f"now / {revision} = {statistics.median(ratios):.3f}, 95 % interval {low:.3f} to {high:.3f} in {rounds} rounds"
+    )
+    for name, (call, gradient) in micro.items():
+        print(f"hooks, {name}: {call:.1f} us per call of a module, {gradient:.1f} us per gradient")
+    print(f"losses equal: {equal}; to reach: a lower end of at most {WORST}")
+    return {"ratios": ratios, "low": low, "high": high, "microseconds": micro, "losses equal": equal}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--model", default="real", help="as in bench/_common.py: real, tiny, large")
+    parser.add_argument("--against", metavar="REV", help="compare with the engine of an earlier commit")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, two rounds")
+    parser.add_argument("--serve", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
-    model, vocabulary = load_model("tiny" if arguments.smoke else "real")
-    rounds = 2 if arguments.smoke else arguments.rounds
+    if arguments.serve:
+        serve(arguments.model, arguments.tokens)
+        return
+    if arguments.smoke:
+        arguments.model, arguments.rounds, arguments.tokens = "tiny", 2, 64
+    if arguments.against:
+        result = compare(arguments.against, arguments.model, arguments.tokens, arguments.rounds)
+        emit(arguments.json, result | {"against": arguments.against, "tokens": arguments.tokens})
+        sys.exit(int(result["low"] > WORST))
+    against_plain(arguments)
+
+
+def against_plain(arguments: argparse.Namespace) -> None:
+    """Compare with the plain loop."""
+    model, vocabulary = load_model(arguments.model)
+    rounds = arguments.rounds
     model.train()
-    ids = torch.randint(0, vocabulary, (1, arguments.tokens), generator=torch.Generator().manual_seed(0))
-    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    batch = made_batch(vocabulary, arguments.tokens)
     sides: dict[str, Callable[[dict[str, Any]], float]] = {
         "plain": PlainLoop(copy.deepcopy(model)).step,
         "engine": EngineLoop(model).step,
