@@ -10,6 +10,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+# What carries an optimizer's states from an engine to the next one: they go with their engine.
+NEW_ENGINE = "save engine.optimizer.state_dict(), close the engine, make a new one and load the dict into its optimizer"
+SAVE_FIRST = "closing frees its optimizer's states: save engine.optimizer.state_dict() before"
+TRAIN_MORE = (  # the same, for a parameter that has no room in the plan
+    "save engine.optimizer.state_dict(), close the engine, make a new one with the same param groups, load the dict "
+    "into its optimizer, and add the parameter with add_param_group"
+)
+
 
 class OffloadError(RuntimeError):
     """Base of all errors raised by this package."""

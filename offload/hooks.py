@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from offload import refusals
 from offload.absent import absent_class, is_lost, owners
 from offload.activations import WORTH_SAMPLING_BYTES, Activations, SavedActivation
-from offload.errors import BudgetError, StateError
+from offload.errors import NEW_ENGINE, SAVE_FIRST, BudgetError, StateError
 from offload.handles import Handles
 from offload.manager import Manager
 from offload.shard import Unit
@@ -93,7 +93,7 @@ class Hooks:
         taken = [tree.module_names[m] or "model" for m in tree.leases if m in _managed]
         if taken:
             raise StateError(
-                f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}); close that one first"
+                f"model {type(model).__name__}: already wrapped by another engine (at {taken[0]}); {NEW_ENGINE}"
             )
         refusals.refuse_shared(tree, _owner_of)
         refusals.refuse_used(tree, is_lost)
@@ -338,7 +338,7 @@ class Hooks:
         if _torch_transforms():
             raise StateError(
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
-                "parameters come and go; call it as it is, or close the engine first"
+                f"parameters come and go; call it as it is, or close the engine first; {SAVE_FIRST}"
             )
         if in_backward():
             self._note_task()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import ConfigError, StateError
+from offload.errors import SAVE_FIRST, ConfigError, StateError
 from offload.hooks import Hooks
 from offload.refusals import is_a
 
@@ -150,7 +150,8 @@ def _check_bias(name: str) -> Any:
         if module.bias.dtype != computes:
             raise StateError(
                 f"parameter {name.removesuffix('weight')}bias: expected {computes}, in which its module computes, but "
-                f"got {module.bias.dtype}; close the engine and cast it, or make the module with that compute_dtype"
+                f"got {module.bias.dtype}; make the module with that compute_dtype, or close the engine and "
+                f"cast it; {SAVE_FIRST}"
             )
 
     return check

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload.errors import ConfigError, StateError
+from offload.errors import SAVE_FIRST, ConfigError, StateError
 from offload.units import UnitTree
 
 LOST = (
@@ -208,8 +208,8 @@ def refuse_shared(tree: UnitTree, owner_of: Callable[[nn.Parameter], str | None]
             owner = owner_of(parameter)
             if owner is not None:
                 raise StateError(
-                    f"parameter {slot.name}: expected one that no other engine has but got {owner}; close that engine "
-                    "first, or wrap one module that contains both"
+                    f"parameter {slot.name}: expected one that no other engine has but got {owner}; wrap one "
+                    f"module that contains both, or close that engine first; {SAVE_FIRST}"
                 )
 
 
