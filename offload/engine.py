@@ -24,7 +24,7 @@ from offload.absent import is_lost
 from offload.activations import Activations
 from offload.config import Config, OptimizerSpec
 from offload.early import Calm, EarlyUpdates
-from offload.errors import ConfigError, NonFiniteError, StateError
+from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
 from offload.gradient_tensors import GradientTensors
 from offload.handles import GradientNorm, Handles
 from offload.hooks import Ask, Hooks
@@ -147,6 +147,7 @@ class Engine:
         self._run = Progress(self._scaler)
         self._micro_batch = 0
         self._in_backward = False
+        self._step_is_ours = False  # not asked for by optimizer.step(), which does nothing where torch's would not
         self._divides: bool | None = None if self.config.gradient_reduction is None else True  # known to be meant
         self._last_loss: weakref.ref[torch.Tensor] | None = None
         self._grad_norm: float | None = None
@@ -283,7 +284,10 @@ class Engine:
             the step was skipped.
 
         Raises:
-            StateError: no gradient has arrived since the last step.
+            ConfigError: a param group has a parameter of another model, or an option with which the engine cannot
+                step; nothing was changed, the gradients are dropped.
+            StateError: no gradient has arrived since the last step (``optimizer.step()`` does nothing then, as in
+                torch).
             NonFiniteError: a gradient is not finite; nothing was changed, the gradients are dropped.
             swap.SwapError: an I/O error. The gradients are dropped; if it came while parameters or states were being
                 written, the engine cannot be used further and says so.
@@ -296,7 +300,11 @@ class Engine:
         if self._micro_batch < self.config.gradient_accumulation_steps:
             return False
         before = self._run.steps
-        self.optimizer.step()  # so that its hooks and LR schedulers see it
+        self._step_is_ours = True
+        try:
+            self.optimizer.step()  # so that its hooks and LR schedulers see it
+        finally:
+            self._step_is_ours = False
         return self._run.steps > before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -378,15 +386,22 @@ class Engine:
         name = self._hooks.untrained()
         if name is not None:
             raise StateError(
-                f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; close "
-                "the engine and make a new one"
+                f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; freeze "
+                f"it again, or {TRAIN_MORE}"
             )
+        offloaded.refuse_foreign()
         self._activations.close_pass()
         self._hooks.settle_changes()
         manager.finish_step()  # of units that were not used since the last step
         manager.working.refuse_changes()
         self._handles.adopt()
         norm = self._handles.measure()
+        if norm.count == 0 and not self._step_is_ours:
+            self._micro_batch = 0
+            self._drop_gradients(manager)  # there are none, but updates that were guessed may be under way
+            manager.restart_schedule()
+            offloaded.note_nothing()
+            return False
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
         self._refuse_ambiguity()
@@ -633,6 +648,9 @@ class Engine:
     def close(self, *, restore: bool | None = None) -> None:
         """Free all tiers; idempotent.
 
+        The optimizer's states are freed. To go on in a new engine, save ``engine.optimizer.state_dict()`` before, and
+        load it into the new engine's optimizer.
+
         Args:
             restore: give the module's parameters ordinary memory again, on the device they came from. None does so
                 where they fit the host budget (on a CPU, with the device budget) that is being freed. Without it, the
@@ -661,6 +679,8 @@ class Engine:
         else:
             manager.updates = None  # nobody will see what they would have made
         self._closed = True
+        if self.optimizer is not None:
+            self.optimizer.release(lost=any(map(any, self._step_counts.counts.values())))
         with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
             manager.reset()
         self._tensors.detach()
@@ -689,8 +709,8 @@ class Engine:
             StateError: always.
         """
         raise StateError(
-            "engine: cannot be copied or pickled; save engine.state_dict() and engine.optimizer.state_dict(), and make "
-            "a new engine of them"
+            "engine: cannot be copied or pickled; save engine.state_dict() and engine.optimizer.state_dict(), and load "
+            "them into a new engine and its optimizer"
         )
 
     def __enter__(self) -> Engine:
@@ -716,7 +736,8 @@ class Engine:
         if self._unusable is not None:
             raise StateError(f"engine: {self._unusable}; close it and resume from a checkpoint")
         if self._closed or self._manager is None:
-            raise StateError("engine: it is closed; make a new one")
+            states = " and load what engine.optimizer.state_dict() returned before" if self.optimizer else ""
+            raise StateError(f"engine: it is closed; make a new one{states}")
         updates = self._manager.updates
         if updates is not None and updates.failure is not None:
             self._unusable = f"a step failed half way ({type(updates.failure).__name__}: {updates.failure})"

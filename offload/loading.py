@@ -23,6 +23,7 @@ from offload.optimizer import MastersOf, OffloadOptimizer, StatesOf, StepCounts
 from offload.placement import Plan
 from offload.quantized import FourBitModules
 from offload.stats import Counters
+from offload.takeover import hide_states
 from offload.tiers import Budget, Tier
 from offload.units import UnitTree
 from swap import SwapStore
@@ -274,7 +275,7 @@ def tie_optimizer(
 
     offloaded.gather_state = gather
     offloaded.scatter_state = replace
-    if isinstance(given, torch.optim.Optimizer) and given.state:
+    if isinstance(given, torch.optim.Optimizer):
         # Not a `master` that an engine's state dict has left there: in torch, the parameter itself is what is updated.
         # Adagrad's are there before the first step, and say nothing then, but to its own class.
         own = counts.records is not None
@@ -282,7 +283,9 @@ def tie_optimizer(
             p: state for p, state in given.state.items() if state and (_has_steps(state) or (own and p.requires_grad))
         }
         scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()}, {})
-        given.state.clear()
+        if given.state:
+            given.state.clear()
+        hide_states(given)
 
 
 def _has_steps(state: Mapping[str, Any]) -> bool:

@@ -10,27 +10,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from offload import cpu_adam, progress
-from offload.config import OptimizerSpec, check_hyper_parameters, hyper_parameters
+from offload.config import Adam, AdamW, OptimizerSpec, check_hyper_parameters, hyper_parameters
 from offload.early import EarlyUpdates
-from offload.errors import ConfigError, StateError
+from offload.errors import TRAIN_MORE, ConfigError, StateError
 from offload.generic import Records
 from offload.gradients import KERNEL_DTYPE
 from offload.handles import Where
 from offload.manager import Manager
 from offload.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
+from offload.optimizer_state import OffloadedStates, refuse
 from offload.pending import PendingUpdates
 from offload.placement import States
 from offload.probe import OwnClass, OwnHyper
 from offload.rules import STATE_SEED, Rule, StepOf, rule_of
 from offload.shard import Role, Unit
 from offload.stream import ALL_STATES, Chunk
-from offload.takeover import take_over
+from offload.takeover import give_back, take_over
 
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
 MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
@@ -41,7 +43,12 @@ CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 class OffloadOptimizer(torch.optim.Optimizer):
     """The engine's optimizer: param groups, LR schedulers and step hooks as in torch; the states are offloaded.
 
-    ``state`` is empty: use :meth:`state_dict`, which gathers the states as real tensors in torch's own format.
+    :meth:`state_dict` gathers the states as real tensors in torch's own format. ``state`` is an empty mapping that
+    refuses to read or write a state.
+
+    Options of a param group may change at any time, as in torch. Those that ask for another step than the engine was
+    made for (``maximize``, ``amsgrad``, ...) are refused by the next step. ``foreach``, ``fused`` and ``capturable``
+    choose among torch's implementations of the same step, and are not heeded.
     """
 
     def __init__(
@@ -64,6 +71,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ConfigError: an optimizer class or option that is not supported, or parameters of another model.
         """
         self.rule: Rule = rule or rule_of(spec)
+        self._made = False
+        self._states = OffloadedStates()
+        self._nothing_was_said = False  # that a step found no gradient
+        self._trained = {id(p): p.requires_grad for p in parameters}
+        self._model = parameters  # kept alive, so that no other tensor gets their ids
         self._run = run
         self._predecessor = spec  # kept alive: hooks that it has are run
         self.on_step: Callable[[], object] = lambda: None
@@ -84,23 +96,126 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     f"optimizer: expected parameters and groups that torch.optim takes, too, but got: {error}"
                 ) from error
-        known = {id(p) for p in parameters}
-        for parameter in self._parameters():
-            if id(parameter) not in known:
-                raise ConfigError(
-                    f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; make the "
-                    "optimizer from model.parameters() of the same model"
-                )
+        self.refuse_foreign()
+        self._made = True
         if isinstance(spec, torch.optim.Optimizer):
             take_over(spec, self)
+
+    @property  # type: ignore[override]
+    def state(self) -> OffloadedStates:
+        """An empty mapping: the engine keeps the states.
+
+        Raises:
+            StateError: it is assigned, or asked for a state or to write one; use :meth:`state_dict`.
+        """
+        return self._states
+
+    @state.setter
+    def state(self, value: object) -> None:
+        if self._made and value is not self._states:  # torch assigns one when it makes an optimizer
+            refuse("state = ...")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that were trainable when the engine was made and are in no group yet.
+
+        Raises:
+            ConfigError: a parameter is not the model's, or was frozen then, or an option is out of its range. Nothing
+                was changed.
+            TypeError, ValueError: from torch: it is no group, or a parameter is in another one already.
+        """
+        if not self._made:
+            super().add_param_group(param_group)
+            return
+        self._check_added(param_group)
+        before = self._predecessor
+        if isinstance(before, torch.optim.Optimizer):
+            type(before).add_param_group(before, param_group)  # to the list that both have
+        else:
+            super().add_param_group(param_group)
+
+    def release(self, *, lost: bool) -> None:
+        """Let a torch optimizer that was taken over be an ordinary one again, as far as it can without its engine.
+
+        Args:
+            lost: there were states, which go with the engine.
+        """
+        if isinstance(self._predecessor, torch.optim.Optimizer):
+            give_back(self._predecessor, self, lost=lost)
+
+    def refuse_foreign(self) -> None:
+        """Refuse groups with parameters of another model.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        if {id(p) for group in self.param_groups for p in group["params"]} <= self._trained.keys():
+            return
+        for parameter in self._parameters():
+            self._refuse_if_foreign(parameter)
+
+    def _refuse_if_foreign(self, parameter: torch.Tensor) -> None:
+        if id(parameter) not in self._trained:
+            raise ConfigError(
+                f"optimizer: a parameter of shape {tuple(parameter.shape)} is not one of the model's; make the "
+                "optimizer from model.parameters() of the same model"
+            )
+
+    def _check_added(self, group: Any) -> None:
+        """Check a group that is to be added, as far as torch does not.
+
+        Raises:
+            ConfigError: it cannot be trained.
+        """
+        if not isinstance(group, dict) or "params" not in group or isinstance(group["params"], (set, frozenset)):
+            return  # torch says what is wrong
+        given = group["params"]
+        if not isinstance(given, torch.Tensor):
+            given = group["params"] = list(given)  # a generator can be read once
+        for member in [given] if isinstance(given, torch.Tensor) else given:
+            parameter = member[1] if isinstance(member, tuple) and len(member) == 2 else member
+            if not isinstance(parameter, torch.Tensor):
+                return
+            self._refuse_if_foreign(parameter)
+            if not self._trained[id(parameter)]:
+                raise ConfigError(
+                    f"optimizer: expected parameters that required a gradient when the engine was made but got one of "
+                    f"shape {tuple(parameter.shape)} that was frozen; leave it out, or {TRAIN_MORE}"
+                )
+        self._check_group(
+            {**self.defaults, **group},
+            len(self.param_groups),
+            subject="optimizer",
+            remedy="give the group options like those of the others",
+        )
+
+    def note_nothing(self) -> None:
+        """Say, once, that a step has found no gradient.
+
+        Warns:
+            UserWarning: the first time.
+        """
+        if not self._nothing_was_said:
+            self._nothing_was_said = True
+            warnings.warn(
+                "optimizer.step: no gradient has arrived since the last step, so nothing was updated; call backward "
+                "first if that was not meant. This is said once",
+                stacklevel=2,
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters now from the gradients that have arrived, whatever the accumulation count.
 
+        Where none has arrived, nothing happens, as in torch; hooks and LR schedulers see the call.
+
         Raises:
-            StateError: no gradient has arrived.
+            ConfigError: a param group has a parameter of another model, an option out of its range, or one that asks
+                for another step than the engine was made for; nothing was changed.
             NonFiniteError: a gradient is not finite; nothing was changed.
+            StateError: the engine is closed.
+
+        Warns:
+            UserWarning: no gradient has arrived, the first time.
         """
         loss = None
         if closure is not None:
@@ -119,6 +234,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         As in torch, parameters that have never been updated have no state. The fp32 masters of 16-bit ones among them
         are beside the states, in ``masters``, which torch ignores; None where the parameter itself is the master. So is
         ``run``: steps taken and skipped, and float16's loss scale.
+
+        Unlike torch's, the tensors are copies: the optimizer sees changes of them after :meth:`load_state_dict`.
 
         Warns:
             UserWarning: all that takes more memory than the host budget.
@@ -149,8 +266,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if run is not None:
             progress.check(run)
         saved = saved_groups(state_dict, groups)
+        if self._is_adamw:
+            for values in saved:  # as torch's AdamW does, for dicts of Adam
+                values.update({"decoupled_weight_decay": True} if "decoupled_weight_decay" in values else {})
         for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
-            self._check_group({**group, **values, "params": group["params"]}, number)
+            self._check_group({**group, **values, "params": group["params"]}, number, subject=SUBJECT, remedy=REMEDY)
         numbers_of = [number for group in saved for number in group["params"]]
         states = {}
         for parameter, entry in by_parameter(state, "state", numbers_of, parameters).items():
@@ -164,14 +284,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             loaded = self.param_groups
         finally:
             self.param_groups = groups  # the same objects: schedulers hold them
+            vars(self).pop("state", None)  # torch has put one there
         self.scatter_state(states, own)
         if run is not None and self._run is not None:
             self._run.load_state_dict(run)
         for group, values in zip(groups, loaded, strict=True):
             group.update(values)
 
-    def _check_group(self, group: dict[str, Any], number: int) -> None:
-        """Check that steps can be made with the options of a param group that is to be loaded.
+    def _check_group(self, group: dict[str, Any], number: int, *, subject: str, remedy: str) -> None:
+        """Check that steps can be made with the options of a param group that is to be loaded or added.
 
         Raises:
             ConfigError: one is missing, out of its range, or no number.
@@ -179,14 +300,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         try:
             if self.rule.own is None:
                 self.rule.hyper(group, 1, 1.0)
-            elif isinstance(group.get("lr"), (int, float)):  # the other options mean what the class wants them to
+            self.rule.refuse_others(group)
+            if self.rule.own is not None and isinstance(group.get("lr"), (int, float)):  # others are the class's own
                 check_hyper_parameters({"lr": group["lr"]}, subject="param group")
         except ConfigError:
             raise
         except (TypeError, ValueError, LookupError, RuntimeError) as error:
             raise ConfigError(
-                f"{SUBJECT}: expected options that {type(self).__name__} can step with but got, in param group "
-                f"{number}, {type(error).__name__}: {error}; {REMEDY}"
+                f"{subject}: expected options that {type(self).__name__} can step with but got, in param group "
+                f"{number}, {type(error).__name__}: {error}; {remedy}"
             ) from error
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -196,6 +318,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateError: always.
         """
         raise StateError("optimizer: cannot be copied or pickled; save engine.optimizer.state_dict()")
+
+    @property
+    def _is_adamw(self) -> bool:
+        given = self._predecessor
+        return isinstance(given, (torch.optim.AdamW, AdamW)) and not isinstance(given, Adam)
 
     def _parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all groups, as torch numbers them."""

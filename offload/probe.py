@@ -99,6 +99,7 @@ def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
     make = _maker(optimizer)
     found: list[tuple[torch.Tensor, _Memory, Options]] = []
     memories: dict[tuple[str, int], _Memory] = {}
+    states = dict(optimizer.state.items())  # empty where an engine has them
     with plain_torch(), torch.random.fork_rng(devices=[]):
         for group in optimizer.param_groups:
             options = options_of(group)
@@ -108,7 +109,7 @@ def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
                     continue
                 kind = (key, parameter.dim())
                 if kind not in memories:
-                    memories[kind] = _memory(name, make, options, parameter, optimizer.state.get(parameter) or {})
+                    memories[kind] = _memory(name, make, options, parameter, states.get(parameter) or {})
                 found.append((parameter, memories[kind], options))
         names = _placed([(memory, parameter.numel()) for parameter, memory, _ in found])
         kept = sum(memory.kept_bytes(parameter.shape, names) for parameter, memory, _ in found)

@@ -25,7 +25,7 @@ from offload.config import (
     options_by_group,
 )
 from offload.cpu_adam import AdagradHyper, AdamHyper, Hyper, LambHyper, LionHyper, MomentumHyper, SgdHyper, StateKind
-from offload.errors import ConfigError
+from offload.errors import NEW_ENGINE, ConfigError
 from offload.placement import States
 from offload.probe import OwnClass, OwnHyper, options_of, own_class
 
@@ -33,6 +33,14 @@ STATE_SEED = 0x0FF10AD  # of the bits that round states; a constant: a run is re
 
 
 StepOf = Hyper | LambHyper | OwnHyper  # hyper-parameters of one step
+
+
+# What else can be done about an option that an engine refuses after it was made.
+_ELSE = {
+    "differentiable": "",  # refused then, too
+    "maximize": f", or {NEW_ENGINE}: one of torch.optim, made with maximize=True; set that again after loading",
+}
+_FROM_THE_START = ", or train from the start with an optimizer of torch.optim that has it: its states must be there"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +55,7 @@ class Rule:
         compressible: the states may be stored in fewer than 32 bits.
         whole: a parameter is updated as a whole: something depends on all of it.
         own: the class that makes the steps; None where a kernel does.
+        refused: options that ask for another step than this one where they are set.
     """
 
     names: tuple[str, ...]
@@ -55,16 +64,31 @@ class Rule:
     compressible: bool = False
     whole: bool = False
     own: OwnClass | None = None
+    refused: tuple[str, ...] = ("maximize", "amsgrad", "differentiable")
 
     def hyper(self, group: Mapping[str, Any], step: int, grad_scale: float) -> StepOf:
         """Return the hyper-parameters of a step.
 
         Raises:
-            ConfigError: one is out of its range, or needs a state that the optimizer has been made without.
+            ConfigError: one is out of its range, or needs a step or a state that the optimizer has been made without.
         """
         if self.own is None:
             check_hyper_parameters(group, subject="param group")
+        self.refuse_others(group)
         return self.make(group, step, grad_scale)
+
+    def refuse_others(self, group: Mapping[str, Any]) -> None:
+        """Refuse options of a param group that ask for another step.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for name in self.refused:
+            if group.get(name):
+                raise ConfigError(
+                    f"param group: expected {name}={type(group[name])()!r}, as when the engine was made, but got "
+                    f"{group[name]!r}; set it back{_ELSE.get(name, _FROM_THE_START)}"
+                )
 
     def states(self, kind: StateKind) -> States:
         """Return what is remembered, stored as `kind`.
@@ -93,7 +117,7 @@ def _adam(decoupled: bool) -> Rule:
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             step=step,
-            decoupled=decoupled,
+            decoupled=bool(group.get("decoupled_weight_decay", decoupled)),
             grad_scale=grad_scale,
         )
 
@@ -170,6 +194,7 @@ _KERNELS: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adagrad,
 )
 _OWN_OPTIONS = ("amsgrad", "maximize", "initial_accumulator_value")
+_MORE_STATES = ("amsgrad", "centered")  # options of torch's classes that want states which are made in the first step
 
 
 def rule_of(spec: OptimizerSpec | torch.optim.Optimizer, dtype: torch.dtype | None = None) -> Rule:
@@ -188,7 +213,7 @@ def rule_of(spec: OptimizerSpec | torch.optim.Optimizer, dtype: torch.dtype | No
         raise ConfigError("optimizer: differentiable=True is not supported; make the optimizer without it")
     kind = _kernel_class(spec)
     if kind is None:
-        return _own_rule(own_class(spec, dtype))
+        return _own_rule(own_class(spec, dtype), spec)
     if kind is torch.optim.SGD:
         rule = MOMENTUM_SGD if any(group["momentum"] for group in spec.param_groups) else PLAIN_SGD
         for group in spec.param_groups:
@@ -210,11 +235,16 @@ def _kernel_class(spec: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | 
     return kind
 
 
-def _own_rule(own: OwnClass) -> Rule:
+def _own_rule(own: OwnClass, spec: torch.optim.Optimizer) -> Rule:
+    """Return the rule of a class that steps itself: it heeds its options, but needs states from its first step on."""
+    more = (*_MORE_STATES, "momentum") if isinstance(spec, torch.optim.RMSprop) else _MORE_STATES
+    had = {name for name in more if any(group.get(name) for group in spec.param_groups)}
+
     def make(group: Mapping[str, Any], step: int, grad_scale: float) -> OwnHyper:
         return OwnHyper(options_of(group), grad_scale)
 
-    return Rule(own.names, make, whole=True, own=own)
+    refused = ("differentiable", *(name for name in more if name not in had))
+    return Rule(own.names, make, whole=True, own=own, refused=refused)
 
 
 def _rule_of_spec(spec: OptimizerSpec) -> Rule:

@@ -29,7 +29,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
         "resident",
         "torch_calls",
     ),
-    ("groups",),
+    ("groups", "optimizer_state"),
     ("config",),
     ("kernels_step", "drives", "progress"),
     ("cpu_adam",),

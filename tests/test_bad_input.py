@@ -523,8 +523,11 @@ def step_without_backward(engine: Engine) -> None:
 
 def optimizer_step_without_backward(engine: Engine) -> None:
     assert engine.optimizer is not None
-    with pytest.raises(offload.StateError, match="none has arrived"):
+    before = engine.stats().step
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said once, see test_takeover.py
         engine.optimizer.step()
+    assert engine.stats().step == before
 
 
 def backward_twice(engine: Engine) -> None:

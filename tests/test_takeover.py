@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offload import AdamW, ConfigError, Engine
+from offload import Adam, AdamW, BudgetError, ConfigError, Engine, StateError
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("single_torch_thread")]
 
@@ -294,6 +297,437 @@ def test_an_engine_is_collected_before_what_it_took_over() -> None:
     del engine
     gc.collect()
     assert [reference() for reference in seen] == [None, None]
+
+
+# --- both faces: the engine's optimizer and the one that it took over ------------------------------------------------
+
+FACES = ("engine.optimizer", "optimizer")
+ENGINES: dict[str, Callable[..., dict[str, Any]]] = {
+    "resident": lambda model, path: everything_on_device(),
+    "nvme": tight,
+}
+
+
+@contextmanager
+def facing(face: str, given: Any, model: nn.Module, **options: Any) -> Iterator[tuple[Engine, Any]]:
+    """Make an engine that takes `given` over; yield it and one of the two optimizers."""
+    with Engine(model, given, **(options or everything_on_device())) as engine:
+        yield engine, engine.optimizer if face == "engine.optimizer" else given
+
+
+def advance(engine: Engine, numbers: Iterable[int]) -> None:
+    for number in numbers:
+        engine.backward(loss_of(engine, number))
+        assert engine.step()
+
+
+def trained_plainly(make: Callable[[nn.Module], Any], numbers: Iterable[int], change: Any = None) -> dict[str, Any]:
+    """Return parameters of a plain loop; `change` gets the optimizer after the first step."""
+    model = net()
+    optimizer = make(model)
+    for count, number in enumerate(numbers):
+        if count == 1 and change is not None:
+            change(optimizer, model)
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    for name, value in theirs.items():
+        assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
+
+
+FORMS: dict[str, Callable[[nn.Linear], Any]] = {
+    "one": lambda layer: layer.weight,
+    "list": lambda layer: list(layer.parameters()),
+    "generator": lambda layer: layer.parameters(),
+    "named": lambda layer: layer.named_parameters(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("face", FACES)
+def test_a_group_that_cannot_be_trained_is_refused_when_it_is_added(face: str, form: str) -> None:
+    """Of another model; frozen when the engine was made. Nothing is changed."""
+    model = net()
+    model[2][0].requires_grad_(False)
+    part = model[0].named_parameters() if form == "named" else model[0].parameters()
+    with facing(face, torch.optim.AdamW(part, lr=LR), model) as (engine, optimizer):
+        head = nn.Linear(WIDTH, 2)
+        with pytest.raises(
+            ConfigError, match=r"^optimizer: a parameter of shape \(2, 32\) is not one of the model's; m"
+        ):
+            optimizer.add_param_group({"params": FORMS[form](head)})
+        with pytest.raises(ConfigError, match=r"required a gradient when the engine was made but got .*\(32, 32\)"):
+            optimizer.add_param_group({"params": FORMS[form](model[2][0])})
+        with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
+            optimizer.add_param_group({"params": FORMS[form](model[0][0])})
+        with pytest.raises(ConfigError, match="lr is out of range: -1"):
+            optimizer.add_param_group({"params": FORMS[form](model[1][0]), "lr": -1})
+        with pytest.raises(TypeError, match="set"):
+            optimizer.add_param_group({"params": set(model[1].parameters())})
+        assert len(engine.optimizer.param_groups) == 1
+        advance(engine, range(2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", ENGINES)
+@pytest.mark.parametrize("face", FACES)
+def test_a_group_that_is_added_is_trained_from_then_on(face: str, place: str, form: str, tmp_path: Path) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        part = model[0].named_parameters() if form == "named" else model[0].parameters()  # type: ignore[index]
+        return torch.optim.AdamW(part, lr=LR, eps=1e-4)
+
+    def add(optimizer: Any, model: Any) -> None:
+        optimizer.add_param_group({"params": FORMS[form](model[1][0]), "lr": LR / 2})
+
+    model = net()
+    given = make(model)
+    with facing(face, given, model, **ENGINES[place](model, tmp_path)) as (engine, optimizer):
+        advance(engine, [0])
+        engine.backward(loss_of(engine, 1))
+        add(optimizer, model)  # its gradient has arrived: as in torch, this step is its first
+        assert engine.step()
+        advance(engine, [2])
+        assert engine.optimizer.param_groups is given.param_groups and len(given.param_groups) == 2
+        assert_near(engine.state_dict(), trained_plainly(make, range(3), add))
+        states = optimizer.state_dict()["state"]
+        assert states[0]["step"] == 3 and states[2]["step"] == 2
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_parameters_that_are_put_into_a_group_are_refused_by_the_next_step(face: str) -> None:
+    model = net()
+    with facing(face, adamw(model), model) as (engine, optimizer):
+        before = engine.state_dict()
+        group = optimizer.param_groups[0]
+        group["params"].append(nn.Parameter(torch.ones(3)))
+        engine.backward(loss_of(engine, 0))
+        with pytest.raises(ConfigError, match=r"shape \(3,\) is not one of the model's"):
+            engine.step()
+        group["params"].pop()
+        assert_same_tensors(engine.state_dict(), before)
+        advance(engine, [0])
+
+
+def test_other_groups_of_an_optimizer_that_was_taken_over_are_refused_by_the_next_step(
+    undisturbed: dict[str, torch.Tensor],
+) -> None:
+    model = net()
+    optimizer = adamw(model)
+    with Engine(model, optimizer, **everything_on_device()) as engine:
+        optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.0}]
+        engine.backward(loss_of(engine, 0))
+        with pytest.raises(StateError, match="expected param_groups to be the list that it has in common"):
+            optimizer.step()
+        optimizer.step()
+        advance(engine, (1, 2))
+        assert_same_tensors(engine.state_dict(), undisturbed)
+
+
+def test_the_remedy_for_a_frozen_parameter() -> None:
+    """Followed to the letter: what was trained goes on with its states, the new parameter begins."""
+    model = net()
+    model[2].requires_grad_(False)
+    first = Engine(model, AdamW([*model[0].parameters(), *model[1].parameters()], lr=LR), **everything_on_device())
+    advance(first, range(2))
+    model[2].requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"save engine\.optimizer\.state_dict\(\), close.*add_param_group$"):
+        first.optimizer.add_param_group({"params": model[2].parameters()})
+    saved = first.optimizer.state_dict()
+    first.close()
+    with Engine(
+        model, AdamW([*model[0].parameters(), *model[1].parameters()], lr=LR), **everything_on_device()
+    ) as engine:
+        engine.optimizer.load_state_dict(saved)
+        engine.optimizer.add_param_group({"params": model[2].parameters()})
+        before = engine.state_dict()
+        advance(engine, [2])
+        assert not torch.equal(engine.state_dict()["2.0.weight"], before["2.0.weight"])
+        assert [state["step"] for state in engine.optimizer.state_dict()["state"].values()] == [3, 3, 3, 3, 1, 1]
+
+
+READS_AND_WRITES: dict[str, Callable[[Any, Any], object]] = {
+    "state[parameter]": lambda state, p: state[p]["exp_avg"],
+    "state[parameter] = ...": lambda state, p: state.__setitem__(p, {}),
+    "del state[parameter]": lambda state, p: state.__delitem__(p),
+    "state.get(parameter)": lambda state, p: state.get(p, {}),
+    "state.values()": lambda state, p: [s["exp_avg"].zero_() for s in state.values()],
+    "state.setdefault(...)": lambda state, p: state.setdefault(p, {}),
+    "state.pop(...)": lambda state, p: state.pop(p, None),
+    "state.popitem()": lambda state, p: state.popitem(),
+    "state.clear()": lambda state, p: state.clear(),
+    "state.update(...)": lambda state, p: state.update({p: {}}),
+    "state |= ...": lambda state, p: state.__ior__({p: {}}),
+    "state | ...": lambda state, p: state | {p: {}},
+    "state.copy()": lambda state, p: state.copy(),
+    "a copy or a pickle": lambda state, p: copy.deepcopy(state),
+}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_state_is_neither_read_nor_written_without_a_word(face: str, undisturbed: dict[str, torch.Tensor]) -> None:
+    model = net()
+    with facing(face, adamw(model), model) as (engine, optimizer):
+        advance(engine, [0])
+        for call, use in READS_AND_WRITES.items():
+            with pytest.raises(StateError, match=r"^optimizer\.state: expected state_dict\(\).* but got") as caught:
+                use(optimizer.state, model[0][0].weight)
+            assert f"got {call}" in str(caught.value) and "pass it to load_state_dict()" in str(caught.value)
+        advance(engine, (1, 2))
+        assert_same_tensors(engine.state_dict(), undisturbed)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_who_looks_for_states_finds_none(face: str) -> None:
+    """As Lightning does, which moves those that it finds, and torch's profiler, which asks each parameter's."""
+    model = net()
+    with facing(face, adamw(model), model) as (engine, optimizer):
+        with torch.profiler.profile(profile_memory=True, with_stack=True):
+            advance(engine, [0])
+        state = optimizer.state
+        assert not state and len(state) == 0 and list(state) == list(state.items()) == list(state.keys()) == []
+        assert model[0][0].weight not in state and state.get("name", 1) == 1 and dict(state) == {} == {**state}
+        assert "use state_dict()" in repr(state) and "Parameter Group 0" in repr(optimizer)
+        assert len(optimizer.state_dict()["state"]) == 6
+        optimizer.state = optimizer.state  # as accelerate's wrapper may
+        advance(engine, [1])
+
+
+@pytest.mark.parametrize("replace", ["step", "state_dict", "load_state_dict"])
+def test_states_that_are_assigned_are_refused(replace: str, undisturbed: dict[str, torch.Tensor]) -> None:
+    """At once on the engine's, and by the next call on one that was taken over."""
+    model = net()
+    given = adamw(model)
+    refused = r"^optimizer\.state: expected .* but got state = \.\.\.; to change states"
+    with Engine(model, given, **everything_on_device()) as engine:
+        advance(engine, [0])
+        with pytest.raises(StateError, match=refused):
+            engine.optimizer.state = collections.defaultdict(dict)
+        saved = given.state_dict()
+        given.state = collections.defaultdict(dict)
+        if replace == "load_state_dict":
+            given.load_state_dict(saved)  # which replaces the states in torch, too
+        else:
+            engine.backward(loss_of(engine, 1))
+            with pytest.raises(StateError, match=refused):
+                getattr(given, replace)()
+            engine.zero_grad()
+        with pytest.raises(StateError, match=r"state\[parameter\]"):
+            given.state[model[0][0].weight]
+        advance(engine, (1, 2))
+        assert_same_tensors(engine.state_dict(), undisturbed)
+
+
+def test_an_ordinary_optimizer_again_when_the_engine_is_closed() -> None:
+    """Its states are lost, and it says so; what is put into it afterwards is the next engine's."""
+    model = net()
+    optimizer = adamw(model)
+    engine = Engine(model, optimizer, **everything_on_device())
+    advance(engine, range(2))
+    saved = optimizer.state_dict()
+    engine.close()
+    assert type(optimizer.state) is collections.defaultdict and not optimizer.state
+    with pytest.raises(StateError, match=r"it is closed; make a new one and load what engine\.optimizer\.state"):
+        optimizer.state_dict()
+    del engine
+    gc.collect()
+    with pytest.raises(StateError, match=r"gone with its states; make a new engine with it, and load what engine"):
+        optimizer.state_dict()
+    assert "add_param_group" not in vars(optimizer)
+    for position, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = saved["state"][position]
+    assert len(optimizer.state_dict()["state"]) == 6
+    with Engine(model, optimizer, **everything_on_device()):
+        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {2}
+        with pytest.raises(StateError, match=r"state\[parameter\]"):
+            optimizer.state[model[0][0].weight]
+
+
+def test_an_engine_that_could_not_be_made_leaves_the_states() -> None:
+    model = net()
+    optimizer = adamw(model)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(BudgetError):
+        Engine(model, optimizer, device="cpu", max_memory={"device": 4096, "cpu": 4096})
+    assert len(optimizer.state) == len(optimizer.state_dict()["state"]) == 6
+    assert optimizer.state[model[0][0].weight]["step"] == 1
+
+
+KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=LR, eps=1e-4),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=LR, eps=1e-4),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=LR, eps=1e-4),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=LR, eps=1e-4),
+    "maximize": lambda model: torch.optim.Adam(model.parameters(), lr=LR, eps=1e-4, maximize=True),
+}
+OFF: dict[str, Any] = {"momentum": 0.0}  # what an option is before; others are False
+REFUSED_SWITCHES = [
+    *((kind, "maximize") for kind in ("adamw", "adam", "sgd", "adagrad")),
+    *((kind, "differentiable") for kind in KINDS),
+    *((kind, "amsgrad") for kind in ("adamw", "adam", "maximize")),
+    ("rmsprop", "centered"),
+    ("rmsprop", "momentum"),
+]
+
+
+@pytest.mark.parametrize(("kind", "switch"), REFUSED_SWITCHES)
+@pytest.mark.parametrize("face", FACES)
+def test_an_option_that_asks_for_another_step_is_refused(face: str, kind: str, switch: str, tmp_path: Path) -> None:
+    model = net()
+    own = kind in ("nadam", "rmsprop", "maximize")
+    with facing(face, KINDS[kind](model), model, **tight(model, tmp_path, whole=own)) as (engine, optimizer):
+        advance(engine, range(2))
+        before, states = engine.state_dict(), optimizer.state_dict()
+        group = optimizer.param_groups[0]
+        off = OFF.get(switch, False)
+        on = 0.9 if switch in OFF else True
+        group[switch] = on
+        engine.backward(loss_of(engine, 2))
+        with pytest.raises(
+            ConfigError, match=rf"^param group: expected {switch}={off}, as when .* but got {on}; set it"
+        ):
+            optimizer.step()
+        assert_same_tensors(engine.state_dict(), before)
+        group[switch] = off
+        for position, state in states["state"].items():
+            assert_same_tensors(optimizer.state_dict()["state"][position], state)
+        with pytest.raises(ConfigError, match=f"expected {switch}={off}"):
+            optimizer.load_state_dict({**states, "param_groups": [{**states["param_groups"][0], switch: on}]})
+        advance(engine, [2])
+
+
+def test_the_remedy_for_maximize() -> None:
+    """Followed to the letter: the same as in a plain loop that turns round after a step."""
+    model = net()
+    first = Engine(model, adamw(model), **everything_on_device())
+    advance(first, [0])
+    first.optimizer.param_groups[0]["maximize"] = True
+    first.backward(loss_of(first, 1))
+    with pytest.raises(ConfigError, match=r"save engine\.optimizer\.state_dict.*maximize=True; set that again after"):
+        first.step()
+    saved = first.optimizer.state_dict()
+    first.close()
+    given = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4, maximize=True)
+    with Engine(model, given, **everything_on_device()) as engine:
+        engine.optimizer.load_state_dict(saved)
+        engine.optimizer.param_groups[0]["maximize"] = True
+        advance(engine, (1, 2))
+        plain = trained_plainly(adamw, range(3), lambda optimizer, _: optimizer.param_groups[0].update(maximize=True))
+        assert_near(engine.state_dict(), plain)
+
+
+HEEDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "no longer decoupled": ("adamw", {"decoupled_weight_decay": False, "weight_decay": 0.5}),
+    "decoupled": ("adam", {"decoupled_weight_decay": True, "weight_decay": 0.5}),
+    "betas": ("adamw", {"betas": (0.5, 0.6), "eps": 1e-3}),
+    "nesterov": ("sgd", {"nesterov": True, "momentum": 0.5}),
+    "dampening": ("sgd", {"dampening": 0.5, "weight_decay": 0.5}),
+    "no longer ascending": ("maximize", {"maximize": False}),
+    "ascending": ("nadam", {"maximize": True}),
+    "how, and names": ("adamw", {"foreach": True, "capturable": False, "name": "a", "initial_lr": 1, "lr_scale": 2}),
+}
+
+
+@pytest.mark.parametrize("name", HEEDED)
+@pytest.mark.parametrize("face", FACES)
+def test_options_that_a_step_heeds_may_change(face: str, name: str, tmp_path: Path) -> None:
+    kind, options = HEEDED[name]
+
+    def change(optimizer: Any, model: nn.Module) -> None:
+        optimizer.param_groups[0].update(options)
+
+    model = net()
+    own = kind in ("nadam", "maximize")
+    with facing(face, KINDS[kind](model), model, **tight(model, tmp_path, whole=own)) as (engine, optimizer):
+        advance(engine, [0])
+        change(optimizer, model)
+        advance(engine, (1, 2))
+        assert_near(engine.state_dict(), trained_plainly(KINDS[kind], range(3), change))
+
+
+def test_groups_of_adam_may_differ_in_their_decay() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        first, *rest = model.parameters()
+        groups = [{"params": [first], "decoupled_weight_decay": True}, {"params": rest}]
+        return torch.optim.Adam(groups, lr=LR, eps=1e-4, weight_decay=0.5)
+
+    model = net()
+    with Engine(model, make(model), **everything_on_device()) as engine:
+        advance(engine, range(3))
+        assert_near(engine.state_dict(), trained_plainly(make, range(3)))
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("saved", ["adam", "adamw"])
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_a_dict_of_the_other_adam_says_how_to_decay_as_in_torch(kind: str, saved: str, ours: bool) -> None:
+    """Torch's AdamW stays what it is; its Adam becomes what the dict says."""
+    model = net()
+    plain = KINDS[kind](net())
+    packed = KINDS[saved](net()).state_dict()
+    plain.load_state_dict(packed)
+    spec = {"adam": Adam, "adamw": AdamW}[kind](lr=LR)
+    with Engine(model, spec if ours else KINDS[kind](model), **everything_on_device()) as engine:
+        engine.optimizer.load_state_dict(packed)
+        group = engine.optimizer.param_groups[0]
+        assert group["decoupled_weight_decay"] is plain.param_groups[0]["decoupled_weight_decay"]
+
+
+@pytest.mark.parametrize("place", ENGINES)
+@pytest.mark.parametrize("way", ["engine.optimizer", "optimizer", "kept"])
+def test_a_step_without_gradients_does_nothing(
+    way: str, place: str, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Before the first backward, after a forward alone, and where all gradients were taken away; told once."""
+    model = net()
+    optimizer = adamw(model)
+    stepped: list[object] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(way))
+    with Engine(model, optimizer, **ENGINES[place](model, tmp_path)) as engine:
+        step = WAYS[way](engine, optimizer)
+        scheduler = SCHEDULES["lambda"](optimizer)
+        with pytest.warns(UserWarning, match=r"optimizer\.step: no gradient has arrived .*nothing was updated") as told:
+            assert step() is None
+        scheduler.step()  # which does not warn of a step that is missing
+        optimizer.param_groups[0]["lr"] = LR
+        assert len(told) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(3):
+                with torch.no_grad():
+                    loss_of(model, 7)
+                loss_of(model, 8)
+                step()
+                loss_of(model, 9).backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+                step()
+                assert engine.stats().step == number
+                loss_of(model, number).backward()
+                step()
+                assert engine.stats().step == number + 1
+        with pytest.raises(StateError, match="step: expected gradients but none has arrived"):
+            engine.step()
+        engine._manager.check()
+        assert_same_tensors(engine.state_dict(), undisturbed)
+    assert len(stepped) == 10
+
+
+def test_what_state_dict_returned_is_a_copy(undisturbed: dict[str, torch.Tensor]) -> None:
+    model = net()
+    with Engine(model, adamw(model), **everything_on_device()) as engine:
+        advance(engine, [0])
+        for state in engine.optimizer.state_dict()["state"].values():
+            state["exp_avg"].zero_()
+        advance(engine, (1, 2))
+        assert_same_tensors(engine.state_dict(), undisturbed)
 
 
 # --- accelerate -------------------------------------------------------------------------------------------------------
