@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +322,13 @@ def test_accelerate_saves_and_loads_its_state(tmp_path: Path) -> None:
 # --- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def lightning_module(core: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], log: Log) -> Any:
+def lightning_module(
+    core: nn.Module,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    log: Log,
+    *,
+    skipped: Container[int] = (),
+) -> Any:
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):  # type: ignore[name-defined]
@@ -330,10 +336,10 @@ def lightning_module(core: nn.Module, make: Callable[[nn.Module], torch.optim.Op
             super().__init__()
             self.core = core
 
-        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        def training_step(self, batch: Any, number: int) -> torch.Tensor | None:
             loss: torch.Tensor = self.core(**batch).loss
             log.losses.append(loss.item())
-            return loss
+            return None if number in skipped else loss
 
         def validation_step(self, batch: Any, number: int) -> None:
             self.log("val_loss", self.core(**batch).loss)
@@ -386,6 +392,27 @@ def test_lightning_clips(steps: int, tmp_path: Path) -> None:
     assert min(truth.norms) > 0.1
     assert_close(ours.losses, truth.losses, 1e-4)
     assert_close(ours.norms, truth.norms, 1e-4)
+
+
+@pytest.mark.parametrize("face", ["engine.optimizer", "taken over"])
+def test_lightning_skips_a_batch(face: str, tmp_path: Path) -> None:
+    """Where `training_step` returns None, there is no backward; Lightning calls the optimizer all the same."""
+    truth, ours = Log(), Log()
+    lightning_trainer(tmp_path).fit(lightning_module(model(), adam, truth, skipped=(0, 2)), loader())
+    engines: list[Engine] = []
+
+    def make(core: nn.Module) -> torch.optim.Optimizer:
+        given = adam(core)
+        engines.append(Engine(core, given, **nvme(core, tmp_path)))
+        assert engines[0].optimizer is not None
+        return given if face == "taken over" else engines[0].optimizer
+
+    lightning_trainer(tmp_path).fit(lightning_module(model(), make, ours, skipped=(0, 2)), loader())
+    assert engines[0].stats().step == STEPS - 2
+    engines[0].close()
+    assert len(truth.losses) == STEPS and [norm > 0 for norm in truth.norms] == [False, True, False, True, True]
+    assert_close(ours.norms, truth.norms, 1e-4)
+    assert_close(ours.losses, truth.losses, 1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
