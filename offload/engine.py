@@ -396,11 +396,12 @@ class Engine:
         manager.working.refuse_changes()
         self._handles.adopt()
         norm = self._handles.measure()
-        if norm.count == 0 and not self._step_is_ours:
+        if not self._step_is_ours and (norm.count == 0 or offloaded.only_makes_states(norm.squares)):
             self._micro_batch = 0
-            self._drop_gradients(manager)  # there are none, but updates that were guessed may be under way
+            self._drop_gradients(manager)  # also where there are none: updates that were guessed may be under way
             manager.restart_schedule()
-            offloaded.note_nothing()
+            if norm.count == 0:
+                offloaded.note_nothing()
             return False
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")

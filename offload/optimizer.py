@@ -188,6 +188,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
             remedy="give the group options like those of the others",
         )
 
+    def only_makes_states(self, squares: float) -> bool:
+        """Tell whether a step is one that torch.distributed.checkpoint makes so that there are states to be loaded.
+
+        Gradients and learning rates are zero in it. Torch makes it where ``state`` is empty, which it always is here.
+        No parameter would change, but the moments that the engine has would decay.
+
+        Args:
+            squares: sum of the gradients' squares.
+        """
+        return squares == 0 and all(float(group.get("lr", 1)) == 0 for group in self.param_groups)
+
     def note_nothing(self) -> None:
         """Say, once, that a step has found no gradient.
 
@@ -206,7 +217,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters now from the gradients that have arrived, whatever the accumulation count.
 
-        Where none has arrived, nothing happens, as in torch; hooks and LR schedulers see the call.
+        Where none has arrived, nothing happens, as in torch; hooks and LR schedulers see the call. Nothing happens,
+        either, where all gradients and learning rates are zero: so libraries make states, which are there already.
 
         Raises:
             ConfigError: a param group has a parameter of another model, an option out of its range, or one that asks

@@ -496,6 +496,33 @@ def test_who_looks_for_states_finds_none(face: str) -> None:
         advance(engine, [1])
 
 
+@pytest.mark.parametrize("place", ENGINES)
+@pytest.mark.parametrize("face", FACES)
+def test_distributed_checkpoints_find_the_states_as_they_are(
+    face: str, place: str, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Torch makes a step on zeros where `state` is empty; the engine's moments must not decay in it."""
+    module = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    model = net()
+    with facing(face, adamw(model), model, **ENGINES[place](model, tmp_path)) as (engine, optimizer):
+        advance(engine, range(2))
+        before = optimizer.state_dict()["state"]
+        found = module.get_optimizer_state_dict(model, optimizer)
+        weights = engine.state_dict()
+        for (name, _), state in zip(model.named_parameters(), before.values(), strict=True):
+            assert_same_tensors(found["state"][name], state)
+        assert engine.stats().step == 2
+        advance(engine, [2])
+        assert_same_tensors(engine.state_dict(), undisturbed)
+    model = net()
+    with facing(face, adamw(model), model, **ENGINES[place](model, tmp_path)) as (engine, optimizer):
+        engine.load_state_dict(weights)
+        module.set_optimizer_state_dict(model, optimizer, found)
+        assert engine.stats().step == 0 and optimizer.param_groups[0]["lr"] == LR
+        advance(engine, [2])
+        assert_same_tensors(engine.state_dict(), undisturbed)
+
+
 @pytest.mark.parametrize("replace", ["step", "state_dict", "load_state_dict"])
 def test_states_that_are_assigned_are_refused(replace: str, undisturbed: dict[str, torch.Tensor]) -> None:
     """At once on the engine's, and by the next call on one that was taken over."""
