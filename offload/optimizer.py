@@ -210,7 +210,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 "optimizer.step: no gradient has arrived since the last step, so nothing was updated; call backward "
                 "first if that was not meant. This is said once",
-                stacklevel=2,
+                stacklevel=7,  # whoever calls step()
             )
 
     @torch.no_grad()
