@@ -212,7 +212,8 @@ def _make(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
                 raise StateError(
                     f"{name_of(func)} of parameter {name}: expected no tensor like it while its gradient waits for the "
                     "engine's step, for so an optimizer that is not the engine's makes states; step with "
-                    "engine.optimizer, or pass that optimizer to offload.Engine"
+                    "engine.optimizer, or pass that optimizer to offload.Engine; for a tensor of your own, give "
+                    "parameter.shape"
                 )
         return func(*args, **kwargs)
 

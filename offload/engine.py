@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -105,6 +106,7 @@ class Engine:
         self.device = resolve_device(self.config.device)
         self._unusable: str | None = None
         self._closed = False
+        self._process = os.getpid()
         self._deferral = Deferral()
 
         cast = getattr(torch, self.config.dtype) if self.config.dtype else None
@@ -489,8 +491,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the module's state dict with real tensors: parameters as CPU copies, buffers as they are."""
-        self._require_open()
-        return dict(self.module.state_dict())
+        return self._tensors.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load parameters and buffers by name; masters follow the given values, moments are kept.
@@ -662,7 +663,7 @@ class Engine:
             StateError: somebody has changed a parameter in a forward, and the change is lost; the engine is closed.
         """
         manager = self._manager
-        if manager is None or self._closed:
+        if manager is None or self._closed or os.getpid() != self._process:  # what a forked child has is its parent's
             return
         total = sum(unit.param_bytes for unit in self._tree.units)
         if restore is None:
@@ -734,6 +735,7 @@ class Engine:
     # --- checks -----------------------------------------------------------------------------------------------------
 
     def _require_open(self) -> Manager:
+        refusals.refuse_child(self._process)
         if self._unusable is not None:
             raise StateError(f"engine: {self._unusable}; close it and resume from a checkpoint")
         if self._closed or self._manager is None:

@@ -30,6 +30,7 @@ from offload.torch_calls import DATA, Does, described, name_of, names, tensors_i
 
 Where = tuple[int, int]  # unit index, slot index
 
+KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
 NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
 
 
@@ -42,10 +43,12 @@ class Value:
         origin: is the same object as long as the gradient is the one that this was made for.
         scale: product of the numbers that it was multiplied by.
         clip: product of the 0-dim tensors that it was multiplied by, which is how torch clips.
+        content: is the same object as long as the elements are those that this was made for.
     """
 
     where: Where
     origin: object
+    content: object
     scale: float = 1.0
     clip: float = 1.0
 
@@ -108,6 +111,7 @@ class Handles:
         }
         self._units = units
         self._origins: dict[Where, object] = {}
+        self._contents: dict[Where, object] = {}  # another one when elements have become others
         self._lent: set[Where] = set()  # whose ``.grad`` has elements for a while
 
     # --- in backward ------------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ class Handles:
             value = self.value_of(gradient, where)
             if value.factor != 1.0:  # of what has arrived so far
                 self._gradients.multiply(*where, value.factor)
-                value.scale = value.clip = 1.0
+            self._change(where, value)
         except BaseException:
             parameter.grad = gradient
             raise
@@ -143,11 +147,16 @@ class Handles:
     def put(self, parameter: torch.Tensor, where: Where, before: GradientHandle | None, *, scale: float = 1.0) -> None:
         """Leave a handle in ``.grad``, the former one where there was one."""
         if before is None:
-            self._origins[where] = origin = object()
+            self._origins[where] = self._contents[where] = new = object()
             shape, dtype = tuple(parameter.shape), parameter.dtype
-            before = GradientHandle(self, shape, dtype, self._device, Value(where, origin, scale))
+            before = GradientHandle(self, shape, dtype, self._device, Value(where, new, new, scale))
         # With create_graph, autograd has made it a result of its own addition.
         parameter.grad = before if before.grad_fn is None else before.like()
+
+    def _change(self, where: Where, value: Value) -> None:
+        """Note that elements have become others, which `value` stands for: copies from before refuse."""
+        self._contents[where] = value.content = object()
+        value.scale = value.clip = 1.0
 
     # --- at the step ------------------------------------------------------------------------------------------------
 
@@ -258,7 +267,12 @@ class Handles:
         if not self.is_current(handle):
             raise StateError(
                 f"gradient of {self.name_of(value.where)}: expected one that waits for a step but this handle is from "
-                "before the last step or zero_grad, and the gradient is gone; read parameter.grad again"
+                f"before the last step or zero_grad, and the gradient is gone; {KEEP}"
+            )
+        if value.content is not self._contents[value.where]:
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected elements of when this copy was made but a later "
+                f"backward pass or assignment has changed them, and a handle keeps none; {KEEP}"
             )
         return value
 
@@ -279,10 +293,21 @@ class Handles:
         factor = value.factor * self.averaging()
         return (real if factor == 1.0 else real.mul_(factor)).to(dtype)
 
-    def zero(self, value: Value) -> None:
-        """Let all elements be zero."""
-        self._gradients.overwrite(*value.where, 0.0)
-        value.scale = value.clip = 1.0
+    def fill(self, value: Value, content: torch.Tensor | float) -> None:
+        """Let the elements be those of a tensor of the same shape, or one number."""
+        with torch._C.DisableTorchFunctionSubclass():
+            now = self._slots[value.where].grad
+        if not isinstance(now, GradientHandle) or now.value is not value:
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected the one in .grad to be written to but got a copy, "
+                f"which has no elements of its own; {KEEP}"
+            )
+        if isinstance(content, torch.Tensor):
+            content = content.detach().reshape(-1)
+        self._gradients.overwrite(*value.where, content)
+        self._change(value.where, value)
+        if isinstance(content, torch.Tensor):
+            value.scale = 1.0 / self.averaging()
 
     def _raw_norm(self, where: Where, order: float) -> float:
         if order == 2.0:
@@ -344,8 +369,8 @@ class GradientHandle(torch.Tensor):
         kwargs = kwargs or {}
         does, name = what(func), name_of(func)
         self = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
-        if name == "__set__" and func.__self__ is DATA and len(args) > 1 and args[1] is self:
-            return None  # module.to() of what is there already
+        if does is Does.ASSIGN:
+            return _assign(args[0], args[1] if len(args) > 1 else None)
         if does in (Does.LOOK, Does.MEASURE, Does.MAKE) and name not in _BYTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -508,8 +533,30 @@ def _add(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientH
     return target
 
 
+def _assign(target: GradientHandle, content: Any) -> None:
+    """Do ``target.data = content``."""
+    if target is content:  # module.to() of what is there already
+        return
+    value = target.book.value_of(target)
+    with torch._C.DisableTorchFunctionSubclass():
+        own, got = (
+            (tuple(tensor.shape), tensor.dtype, tensor.device) if isinstance(tensor, torch.Tensor) else type(tensor)
+            for tensor in (target, content)
+        )
+    if own != got or content.layout is not torch.strided:
+        raise StateError(
+            f"gradient of {target.book.name_of(value.where)}: expected a dense tensor of shape, dtype and device {own} "
+            f"as its .data but got {got}"
+        )
+    if not isinstance(content, GradientHandle):
+        target.book.fill(value, content)
+        return
+    other = content.book.value_of(content, value.where)
+    value.scale, value.clip = other.scale, other.clip
+
+
 def _zero(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
-    handle.book.zero(handle.book.value_of(handle))
+    handle.book.fill(handle.book.value_of(handle), 0.0)
     return handle
 
 

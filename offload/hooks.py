@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -111,6 +112,7 @@ class Hooks:
         self._kinds = [[type(parameter) for parameter in parameters] for parameters in tree.parameters]
         self._lent = [0] * len(tree.units)  # by those who use a unit's parameters now
         self._handed: set[int] = set()  # units that tensors outside the module may still view
+        self._copies: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # that state dicts gave, as they were then
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
         self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
@@ -124,6 +126,7 @@ class Hooks:
         self._handles: Handles | None = None
         self._ask: Ask | None = None
         self._model = weakref.ref(model)
+        self._process = os.getpid()
         self._pass = 0  # number of the latest backward pass
         self._tasks: set[int] = set()  # torch's numbers of that pass, and of those inside it that repeat segments
         self._repeated_in = _NO_GRAPH_TASK  # the one in which a segment was repeated last
@@ -136,7 +139,8 @@ class Hooks:
         """
         raise StateError(
             "model: cannot be copied or pickled while an engine has it, for its parameters are elsewhere; save "
-            "engine.state_dict() or call engine.save_pretrained(directory), or call engine.close() first"
+            "engine.state_dict() or call engine.save_pretrained(directory), or call engine.close() first; for an "
+            "average of weights, copy the model before the engine is made, or use engine.apply"
         )
 
     # --- binding ----------------------------------------------------------------------------------------------------
@@ -308,6 +312,7 @@ class Hooks:
     def acquire(self, index: int) -> None:
         """Lease a unit's parameters, and lend them: they are ordinary parameters until :meth:`release`."""
         assert self._manager is not None
+        refusals.refuse_child(self._process)
         self._manager.acquire(index)
         self._lent[index] += 1
         if self._lent[index] == 1:
@@ -331,10 +336,16 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._manager is not None
+        refusals.refuse_child(self._process)
         if self._stack and not in_backward() and self._is_stale(module):
             self.unwind()  # an interrupt has torn out of what was not called through the engine
         assert self._activations is not None and self._ask is not None and self._handles is not None
         self._ask.check_interrupt()
+        if not _may_have_hooks():
+            raise StateError(
+                "model: cannot be differentiated by torch.func (grad, vjp, jacrev, vmap) while an engine has it, for "
+                "its parameters come and go; use torch.autograd, or close the engine first"
+            )
         if _torch_transforms():
             raise StateError(
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
@@ -528,6 +539,7 @@ class Hooks:
         for index in indices:
             if self._manager.working.borrowed(index) or self.changed(self._tree.units[index]) is not None:
                 self._handed.add(index)
+                self._manager.working.finish_open_updates()  # whoever views them may write while nothing leaves
         return result
 
     def assign(self, parameter: torch.Tensor, value: Any) -> None:
@@ -538,7 +550,7 @@ class Hooks:
         """
         if value is parameter:
             return
-        assert self._ask is not None
+        assert self._ask is not None and self._manager is not None
         where = self._slot_of[id(parameter)]
         with torch._C.DisableTorchFunctionSubclass():
             own = (tuple(parameter.shape), parameter.dtype, parameter.device)
@@ -554,7 +566,14 @@ class Hooks:
                     "one with channels last; convert the module before the engine is made"
                 )
             mine = value.data_ptr() == parameter.data_ptr() and value.is_contiguous()
+            viewed = _address(value) in self._bases
         if not mine:
+            if viewed or self._manager.working.borrowed(where[0]):
+                raise StateError(
+                    f"{self._name(parameter)}: expected no other tensor that views it, or parameters beside it, when "
+                    "its .data is replaced, for that tensor would change, too; drop it, or take a copy with "
+                    "parameter.detach().clone()"
+                )
             self._ask.assign(where, value)
         elif where[0] in self._base_of:
             self._handed.add(where[0])
@@ -575,7 +594,11 @@ class Hooks:
 
     def settle_changes(self) -> None:
         """Let what was written through tensors that view parameters be the parameters' content."""
-        if not self._handed or self._stack or in_backward():
+        if self._stack or in_backward():
+            return
+        if self._copies:
+            self._refuse_written_copies()
+        if not self._handed:
             return
         assert self._manager is not None and self._ask is not None
         for index in list(self._handed):
@@ -585,6 +608,27 @@ class Hooks:
                 self._ask.take_over(index)
             if not self._manager.working.borrowed(index):
                 self._handed.discard(index)
+
+    def note_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Note what ``module.state_dict()`` gives away, where plain torch gives the parameters' own memory."""
+        self._copies = [entry for entry in self._copies if entry[1]() is not None]
+        for name, copy in copies.items():
+            if not copy.is_inference():
+                self._copies.append((name, weakref.ref(copy), copy._version))
+
+    def forget_copies(self) -> None:
+        """Let what state dicts gave away be written to."""
+        self._copies.clear()
+
+    def _refuse_written_copies(self) -> None:
+        for name, reference, version in self._copies:
+            copy = reference()
+            if copy is not None and copy._version != version:
+                self.forget_copies()
+                raise StateError(
+                    f"state dict: {name} was written to, which changes no parameter: while an engine has the module, "
+                    "its state dict has copies; load what was changed with module.load_state_dict(state, strict=False)"
+                )
 
     def _name(self, parameter: torch.Tensor) -> str:
         unit, slot = self._slot_of[id(parameter)]
@@ -658,6 +702,12 @@ class Hooks:
             if refusal is not None:
                 raise StateError(refusal)
             self._ask.check_interrupt()
+            if gradient.requires_grad:
+                raise StateError(
+                    f"gradient of {self._tree.units[unit].slots[slot].name}: expected backward without create_graph, "
+                    "for nothing can be differentiated through .grad once it has left the device; use "
+                    "torch.autograd.grad(loss, parameters, create_graph=True)"
+                )
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             if gradient.nbytes >= WORTH_SAMPLING_BYTES:
@@ -665,9 +715,11 @@ class Hooks:
             shape = self._tree.units[unit].slots[slot].shape
             if gradient.dtype != self._dtypes[unit] or tuple(gradient.shape) != shape:
                 name = self._tree.units[unit].slots[slot].name
+                resized = "was resized after it was wrapped, do so before"
+                converted = "was converted after it was wrapped, pass dtype= to the engine"
                 raise StateError(
                     f"gradient of {name}: expected {self._dtypes[unit]} {shape} but got {gradient.dtype} "
-                    f"{tuple(gradient.shape)}; the module was converted after it was wrapped, pass dtype= to the engine"
+                    f"{tuple(gradient.shape)}; the module {resized if tuple(gradient.shape) != shape else converted}"
                 )
             self._note_task()
             gradients = self._manager.gradients
@@ -816,6 +868,9 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 
 _torch_top_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009 - untyped
+
+
+_may_have_hooks: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")  # noqa: B009 - untyped
 
 
 def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:

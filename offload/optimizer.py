@@ -523,9 +523,12 @@ def begin_step(
     for index, slots in counted.items():
         for slot in slots:
             counts.counts[index][slot] += 1
+    viewed = [unit for unit in left if manager.working.borrowed(unit.index)]
     for unit in left:
-        if stays(unit):
+        if stays(unit) or unit in viewed:  # whoever views parameters sees their update now, as in torch
             pending.require(unit.index)
+    if viewed:
+        pending.finish_open()  # and may write to them: nothing of it may be on its way home
 
 
 def _update_range(

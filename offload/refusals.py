@@ -64,6 +64,22 @@ def refuse_ranks() -> None:
             )
 
 
+def refuse_child(process: int) -> None:
+    """Refuse to be in a child that was forked: the engine's memory and I/O are those of its parent.
+
+    Args:
+        process: identity of the process that made the engine.
+
+    Raises:
+        StateError: this is another one.
+    """
+    if os.getpid() != process:
+        raise StateError(
+            f"engine: expected the process that made it ({process}) but got one forked from it ({os.getpid()}), which "
+            "has neither its memory nor its drive; read parameters before the fork, or hand engine.state_dict() over"
+        )
+
+
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
@@ -76,6 +92,11 @@ def refuse_model(model: nn.Module) -> None:
     """
     for path, module in model.named_modules():
         _refuse_placed_by_others(f"model {type(model).__name__}", path, module)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"module {path or type(model).__name__}: expected weights that forwards leave alone but max_norm="
+                f"{module.max_norm} lets each forward renormalise them; set it to None, and renormalise in engine.apply"
+            )
         if next(module.parameters(), None) is not None:
             _refuse_called_by_others(module)
     for name, parameter in model.named_parameters():

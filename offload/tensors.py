@@ -52,18 +52,19 @@ class ModuleTensors:
     def attach(self) -> None:
         """Let ``module.state_dict()`` return real tensors, and ``module.load_state_dict()`` write them home."""
         self._loads.attach()
-        outermost: list[tuple[nn.Module, str]] = []  # where state_dict() was called
+        outermost: list[tuple[nn.Module, str, bool]] = []  # where state_dict() was called
 
         def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
             if outermost and not (prefix.startswith(outermost[0][1]) and prefix != outermost[0][1]):
                 outermost.clear()  # an earlier call was broken off by an exception
             if not outermost:
-                outermost.append((module, prefix))
+                outermost.append((module, prefix, keep_vars))
 
         def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-            if outermost and outermost[0] == (module, prefix):
-                outermost.clear()
-                self._fill(module, state, prefix)
+            if outermost and outermost[0][:2] == (module, prefix):
+                _, _, keep_vars = outermost.pop()
+                if not keep_vars:  # else the values are the parameters themselves
+                    self._fill(module, state, prefix)
 
         for module in self._tree.leases:
             self._handles.append(module.register_state_dict_pre_hook(begin))
@@ -75,6 +76,13 @@ class ModuleTensors:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict; see ``Engine.state_dict``."""
+        self._manager()
+        state = dict(self._module.state_dict())
+        self._hooks.forget_copies()  # these are said to be copies
+        return state
 
     def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
@@ -149,6 +157,7 @@ class ModuleTensors:
         checkpoint.scatter_parameters(manager, values, keep_masters=away)
 
     def _write(self, values: Mapping[Where, torch.Tensor]) -> None:
+        self._hooks.forget_copies()  # who has written to them meant this
         self._hooks.settle_changes()
         checkpoint.scatter_parameters(self._manager(), values)
 
@@ -286,6 +295,7 @@ class ModuleTensors:
         values = checkpoint.gather_parameters(manager, set(names.values()))
         for name, where in names.items():
             state[name] = values[where]
+        self._hooks.note_copies({name: values[where] for name, where in names.items()})
 
     def _bytes(self, where: Where) -> int:
         unit = self._tree.units[where[0]]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import multiprocessing
 import pickle
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -471,20 +474,151 @@ def test_a_change_through_an_alias_is_taken_over_when_closed(place: str, tmp_pat
     assert torch.equal(model.blocks[4].bias, torch.full((WIDTH,), 7.0))
 
 
-@pytest.mark.parametrize("place", ["states", "host", "nvme"])
-def test_writing_through_an_alias_before_the_update_has_come_is_refused(place: str, tmp_path: Path) -> None:
-    """The alias shows the parameter of before the step: what is written there would be neither old nor new."""
-    model = net()
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("place", [*PLACES, "states"])
+def test_a_view_that_is_kept_follows_the_steps(place: str, early: bool, tmp_path: Path) -> None:
+    """As in torch, it shows every update at once, and what is written through it is the parameter's content."""
+    model, plain = net(), net()
     options = parameters_on_device() if place == "states" else PLACES[place](model, tmp_path)
-    engine = Engine(model, AdamW(), **options)
-    alias = model.blocks[5].weight.data  # of the unit that is updated last
-    engine.backward(loss_of(engine, 0))
-    engine.step()
-    alias.clamp_(-0.1, 0.1)
-    with pytest.raises(offload.StateError, match=r"parameter blocks\.5\.weight: was changed in place or rebound"):
-        engine.backward(loss_of(engine, 1))
+    if early:
+        options["max_grad_norm"] = None
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    with Engine(model, optimizers[0], **options) as engine:
+        views = [m.blocks[5].weight.detach() for m in (model, plain)]
+        for number in range(6):
+            for m, optimizer in zip((model, plain), optimizers, strict=True):
+                loss_of(m, number).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert torch.allclose(*views, atol=1e-6), number
+            if number == 3:
+                for view in views:
+                    view.mul_(0.5)
+            assert torch.allclose(model.blocks[5].weight, plain.blocks[5].weight, atol=1e-6), number
+        engine._manager.check()
+        found = engine.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(found[name], value, atol=1e-6), name
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_data_is_not_replaced_while_somebody_views_it(place: str, tmp_path: Path) -> None:
+    """In torch the view keeps the old content, and tied parameters share; here it would become the new one."""
+    model = net()
+    with Engine(model, SGD(), **PLACES[place](model, tmp_path)) as engine:
+        first, second = model.blocks[0].weight, model.blocks[1].weight
+        truth = [p.detach().clone() for p in (first, second)]
+        refused = r"expected no other tensor that views it, .*parameter\.detach\(\)\.clone\(\)$"
+        kept = first.data
+        with pytest.raises(offload.StateError, match=refused):
+            first.data = torch.zeros(WIDTH, WIDTH)
+        assert torch.equal(kept, truth[0])
+        del kept
+        with pytest.raises(offload.StateError, match=refused):
+            first.data, second.data = second.data, first.data
+        with pytest.raises(offload.StateError, match=refused):
+            first.data = second.data
+        gc.collect()
+        assert [torch.equal(p, value) for p, value in zip((first, second), truth, strict=True)] == [True, True]
+        kept = first.data.clone()
+        first.data = torch.zeros(WIDTH, WIDTH)
+        assert not first.any()
+        first.data = kept
+        assert torch.equal(first, truth[0])
+        engine._manager.check()
+
+
+# --- state dicts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_writing_to_a_state_dict_is_refused(place: str, tmp_path: Path) -> None:
+    """In torch that changes the module: the classic way to load a part of a checkpoint."""
+    model = net()
+    with Engine(model, SGD(lr=0.0), **PLACES[place](model, tmp_path)) as engine:
+        refused = r"state dict: blocks\.2\.bias was written to, .*; load what was changed with module\.load_state_dict"
+        own = model.state_dict()
+        own["blocks.2.bias"].copy_(torch.full((WIDTH,), 7.0))
+        with pytest.raises(offload.StateError, match=refused):
+            engine(batch(0))
+        engine(batch(0))  # told once
+        model.load_state_dict(own)
+        assert model.blocks[2].bias.eq(7).all()
+        own = model.state_dict()
+        own["blocks.2.bias"].zero_()
+        with pytest.raises(offload.StateError, match=refused):
+            model.blocks[2].bias.norm()
+        own = model.state_dict()
+        own["blocks.2.bias"].zero_()
+        model.load_state_dict(own)  # so nothing is lost
+        assert not model.blocks[2].bias.any()
+        copies = engine.state_dict()  # said to be copies
+        copies["blocks.2.bias"].fill_(1)
+        engine.backward(loss_of(engine, 0))
         engine.step()
-    engine.close(restore=False)
+        assert not model.blocks[2].bias.any()
+
+
+def test_a_state_dict_of_variables_has_the_parameters_themselves(tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, SGD(), **tight(model, tmp_path)):
+        for name, value in model.state_dict(keep_vars=True).items():
+            assert value is model.get_parameter(name) and value.requires_grad
+        with pytest.raises(offload.StateError, match=r"mul_ would write where nothing written stays"):
+            model.state_dict(keep_vars=True)["blocks.0.weight"].mul_(2)
+
+
+# --- where the engine is not ------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[Engine, Net], object]] = {
+    "forward": lambda engine, model: model(batch(0)),
+    "engine": lambda engine, model: engine(batch(0)),
+    "read": lambda engine, model: model.blocks[0].weight.norm(),
+    "state dict": lambda engine, model: model.state_dict(),
+    "step": lambda engine, model: engine.step(),
+    "gather": lambda engine, model: engine.gather(model.blocks[0]).__enter__(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_forked_child_is_refused(place: str, use: str, tmp_path: Path) -> None:
+    """It has neither the memory of arenas nor the drive's queue."""
+    model = net()
+    with Engine(model, SGD(), **PLACES[place](model, tmp_path)) as engine:
+        engine(batch(0))
+        receive, send = multiprocessing.Pipe(duplex=False)
+
+        def child() -> None:
+            try:
+                USES[use](engine, model)
+            except offload.StateError as error:
+                send.send(str(error))
+            engine.close()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads
+            process = multiprocessing.get_context("fork").Process(target=child)
+            process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert receive.poll(), "nothing was refused"
+        assert re.match(r"engine: expected the process that made it .* one forked from it", receive.recv())
+        engine.backward(loss_of(engine, 0))
+        assert engine.step()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp"])
+def test_transforms_of_torch_func_are_refused(transform: str, tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        with pytest.raises(offload.StateError, match=r"cannot be differentiated by torch\.func .*use torch\.autograd"):
+            if transform == "grad":
+                torch.func.grad(lambda x: model(x).sum())(batch(0))
+            else:
+                torch.func.vjp(model, batch(0))
+        engine.backward(loss_of(engine, 0))
+        assert engine.step()
 
 
 @pytest.mark.parametrize("place", PLACES)

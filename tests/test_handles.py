@@ -668,17 +668,103 @@ def test_a_second_backward_of_a_retained_graph(place: str, tmp_path: Path) -> No
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
-def test_create_graph_accumulates() -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_backward_with_create_graph_is_refused(place: str, tmp_path: Path) -> None:
+    """What is made of such a ``.grad`` would be a constant. With torch.autograd.grad, a penalty counts."""
     model, plain = net(), net()
-    engine = Engine(model, SGD(lr=0.1), **parameters_on_device())
-    for number in range(2):
-        loss_of(engine, number).backward(create_graph=True)
-        loss_of(plain, number).backward(create_graph=True)
+    options = {**PLACES[place](model, tmp_path)}
+    options["max_memory"] = {**options["max_memory"], "device": "1GiB"}  # graphs of gradients keep parameters
+    with Engine(model, SGD(lr=0.1), **options) as engine:
+        with pytest.raises(offload.StateError, match=r"without create_graph, .*torch\.autograd\.grad\("):
+            loss_of(engine, 0).backward(create_graph=True)
+        engine.zero_grad()
+        for m in (model, plain):
+            slopes = torch.autograd.grad(loss_of(m, 0), list(m.parameters()), create_graph=True)
+            (loss_of(m, 1) + 0.1 * sum(slope.norm() for slope in slopes)).backward()
+        for a, b in zip(gradients(model), gradients(plain), strict=True):
+            assert_close(a.norm(), b.norm(), 1e-5)
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+
+
+COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": lambda grad: grad.clone(),
+    "converted": lambda grad: grad.double(),
+    "multiplied": lambda grad: grad * 1.0,
+    "detached clone": lambda grad: grad.detach().clone(),
+}
+LATER: dict[str, Callable[[Engine, Net], object]] = {
+    "backward": lambda engine, model: engine.backward(loss_of(engine, 1)),
+    "zero_": lambda engine, model: model.rare.grad.zero_(),  # type: ignore[union-attr]
+    "zero_grad": lambda engine, model: model.zero_grad(set_to_none=False),
+    "assigned": lambda engine, model: setattr(model.rare, "grad", torch.ones(WIDTH)) or engine.grad_norm,
+    "data": lambda engine, model: setattr(model.rare.grad, "data", torch.ones(WIDTH)),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_refuses_when_the_gradient_has_become_another(
+    how: str, later: str, wrapped: tuple[Engine, Net, Net]
+) -> None:
+    """It has no elements of its own: in torch it would still have the old ones."""
+    engine, model, plain = wrapped
+    backward(engine, plain)
+    assert model.rare.grad is not None and plain.rare.grad is not None
+    kept = COPIES[how](model.rare.grad)
+    assert_close(kept.norm(), plain.rare.grad.norm())
+    model.rare.grad.mul_(3.0)  # of the other one alone
+    assert_close(kept.norm(), plain.rare.grad.norm())
+    LATER[later](engine, model)
+    refused = r"gradient of rare: .*clone it inside 'with engine\.gather_grad"
+    with pytest.raises(offload.StateError, match=refused):
+        kept.norm()
+    if kept.dtype == model.rare.dtype:
+        model.rare.grad = kept
+        with pytest.raises(offload.StateError, match=refused):
+            _ = engine.grad_norm
+
+
+def test_a_copy_that_takes_the_place_of_the_gradient_is_the_gradient(wrapped: tuple[Engine, Net, Net]) -> None:
+    engine, model, plain = wrapped
+    backward(engine, plain)
+    for m in (model, plain):
+        kept = m.rare.grad.clone()
+        m.rare.grad = kept.mul_(2.0)
+    first = model.rare.grad
+    backward(engine, plain, 1)
+    assert model.rare.grad is first
+    assert_close(first.norm(), plain.rare.grad.norm(), 1e-5)
+    with pytest.raises(offload.StateError, match=r"expected the one in \.grad to be written to but got a copy"):
+        first.clone().zero_()
+
+
+def test_data_of_a_gradient_is_assigned(wrapped: tuple[Engine, Net, Net]) -> None:
+    """As many helpers scale and replace gradients."""
+    engine, model, plain = wrapped
+    backward(engine, plain)
+    for m in (model, plain):
+        m.blocks[0].weight.grad.data = m.blocks[0].weight.grad.data / 100
+        m.blocks[1].weight.grad.data = torch.full((WIDTH, WIDTH), 0.5)
+        m.blocks[2].bias.grad.data = torch.zeros(WIDTH)
     for a, b in zip(gradients(model), gradients(plain), strict=True):
         assert_close(a.norm(), b.norm(), 1e-5)
-        assert a.grad_fn is None
-    assert engine.step()
-    engine.close()
+    for _ in range(2):  # and with a second pass on top
+        with engine.gather_gradients():
+            for a, b in zip(gradients(model), gradients(plain), strict=True):
+                assert torch.allclose(a, b, atol=1e-6)
+        backward(engine, plain, 1)
+    first, second = model.blocks[3].weight, model.blocks[4].weight
+    with pytest.raises(offload.StateError, match=r"expected its own in \.grad but got that of blocks\.\d\.weight"):
+        first.grad.data, second.grad.data = second.grad.data, first.grad.data
+    with pytest.raises(
+        offload.StateError, match=r"expected a dense tensor of shape, dtype and device .* as its \.data"
+    ):
+        first.grad.data = torch.zeros(3)
+    with pytest.raises(
+        offload.ConfigError, match=r"blocks\.3\.weight: expected a tensor but got offload GradientHandle"
+    ):
+        first.data = first.grad
 
 
 def test_sparse_gradients_accumulate(tmp_path: Path) -> None:

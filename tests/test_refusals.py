@@ -358,3 +358,15 @@ def test_maps_of_devices(tmp_path: Path) -> None:
         numbers = torch.arange(8).view(1, 8)
         engine.backward(engine(input_ids=numbers, labels=numbers).loss)
         assert engine.step()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_renormalise_themselves_are_refused(kind: type[nn.Module]) -> None:
+    """Torch writes to their weight in every forward."""
+    model = nn.Sequential(kind(10, 4, max_norm=1.0), nn.Linear(4, 1))
+    text = r"^module 0: expected weights that forwards leave alone but max_norm=1\.0 .*; set it to None"
+    with pytest.raises(ConfigError, match=text):
+        Engine(model, AdamW(), **everything_on_device())
+    model[0].max_norm = None
+    with Engine(model, AdamW(), **everything_on_device()):
+        pass
