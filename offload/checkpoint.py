@@ -47,7 +47,7 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
 
     def visit(chunk: Chunk) -> None:
         size = chunk.unit.itemsize
-        for index, slot, start, stop in _overlaps(chunk):
+        for index, slot, start, stop in overlaps(chunk):
             tensor = result.get((chunk.unit.index, index))
             if tensor is not None:
                 target = tensor.data_ptr() + (start - slot.offset_numel) * size
@@ -87,7 +87,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
     manager.finish_updates()  # a first one makes masters
 
     def visit(chunk: Chunk) -> None:
-        for index, slot, start, stop in _overlaps(chunk):
+        for index, slot, start, stop in overlaps(chunk):
             source = sources.get((chunk.unit.index, index))
             if source is not None:
                 address = source.data_ptr() + (start - slot.offset_numel) * source.element_size()
@@ -197,14 +197,14 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
     units = _units_of(manager, set(result))
 
     def visit(chunk: Chunk) -> None:
-        for index, slot, start, stop in _overlaps(chunk):
+        for index, slot, start, stop in overlaps(chunk):
             tensors = moved.get((chunk.unit.index, index))
             if tensors is None:
                 continue
             skip = start - slot.offset_numel
             _move_states(chunk, slot, start, stop, states, tensors, save_at_step=None)
             if "master" in tensors:
-                _read_master(chunk, start, stop - start, tensors["master"].data_ptr() + skip * 4)
+                read_master(chunk, start, stop - start, tensors["master"].data_ptr() + skip * 4)
 
     stream(manager, units, visit, reads=ALL_STATES | {Role.PARAM})
     return result
@@ -230,12 +230,12 @@ def gather_masters(manager: Manager, updated: Container[Where]) -> dict[Where, t
                 found[where] = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
 
     def visit(chunk: Chunk) -> None:
-        for index, slot, start, stop in _overlaps(chunk):
+        for index, slot, start, stop in overlaps(chunk):
             where = chunk.unit.index, index
             if where not in found:
                 continue
             part = found[where].view(-1)[start - slot.offset_numel : stop - slot.offset_numel]
-            _read_master(chunk, start, stop - start, part.data_ptr())
+            read_master(chunk, start, stop - start, part.data_ptr())
             address = chunk.at(Role.PARAM, start, 2)
             stored = storage_at(address, part.numel() * 2, torch.device("cpu"))
             values = view_at(stored, getattr(torch, chunk.unit.dtype), 0, (part.numel(),)).float()
@@ -290,7 +290,7 @@ def _remembered(counts: StepCounts, states: States) -> dict[Where, dict[str, Any
     }
 
 
-def _read_master(chunk: Chunk, start: int, numel: int, target: int) -> None:
+def read_master(chunk: Chunk, start: int, numel: int, target: int) -> None:
     """Copy the fp32 master of elements from `start` on to `target`."""
     unit = chunk.unit
     param = chunk.at(Role.PARAM, start, unit.itemsize)
@@ -394,7 +394,7 @@ def scatter_states(
 
     def visit(chunk: Chunk) -> None:
         unit = chunk.unit
-        for index, slot, start, stop in _overlaps(chunk):
+        for index, slot, start, stop in overlaps(chunk):
             where = unit.index, index
             numel, skip = stop - start, (start - slot.offset_numel) * 4
             tensors = sources.get(where, {})
@@ -451,7 +451,7 @@ def _units_of(manager: Manager, wanted: set[Where] | None) -> list[Unit]:
     return [unit for unit in manager.units if unit.index in indices]
 
 
-def _overlaps(chunk: Chunk) -> Iterator[tuple[int, Slot, int, int]]:
+def overlaps(chunk: Chunk) -> Iterator[tuple[int, Slot, int, int]]:
     """Yield (slot index, slot, start, stop) of the unit's elements [start, stop) that are in the chunk."""
     for index, slot in enumerate(chunk.unit.slots):
         start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)

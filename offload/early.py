@@ -154,9 +154,7 @@ class EarlyUpdates:
                         break
                 self._start(wait=False)
         except OSError as error:
-            logger.warning("early updates: %s", error)
-            self.withdraw_all()
-            self._asked = True  # and no recipe: nothing more in this step
+            self._give_up(error)
         finally:
             self._manager.counters.update_seconds += time.perf_counter() - begin
 
@@ -172,6 +170,27 @@ class EarlyUpdates:
         for update in [*self._waiting, *self._open, *self._done]:
             self._drop(update)
         self._close()
+
+    def rest(self) -> None:
+        """Finish what is begun and begin nothing more: somebody is about to read, and needs the staging buffers.
+
+        All the rest stays as it is. An I/O error ends it for this step, as in :meth:`advance`.
+        """
+        try:
+            with self._safe_point:
+                while self._open:
+                    self._work(wait=True, begin=False)
+                for update in self._done:
+                    TicketGroup([ticket for chunk in update.chunks for ticket in chunk.writing]).wait(
+                        self._manager.deadline_s
+                    )
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("early updates: %s", error)
+        self.withdraw_all()
+        self._asked = True  # and no recipe: nothing more in this step
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -249,9 +268,9 @@ class EarlyUpdates:
             self._room_bytes -= size
             self._waiting.append(_Update(unit, made_from, Leases(manager)))
 
-    def _work(self, *, wait: bool) -> bool:
+    def _work(self, *, wait: bool, begin: bool = True) -> bool:
         """Work on the chunk whose turn it is; returns False where there is none, or only waiting would bring it."""
-        self._start(wait=wait)
+        self._start(wait=wait, begin=begin)
         if not self._open:
             return False
         update = self._open[0]
@@ -276,15 +295,15 @@ class EarlyUpdates:
             update.leases.stop_reading()
         return True
 
-    def _start(self, *, wait: bool) -> None:
-        """Start the reads of chunks whose turn is near."""
+    def _start(self, *, wait: bool, begin: bool = True) -> None:
+        """Start the reads of chunks whose turn is near; those of further units only with `begin`."""
         while sum(update.started - update.worked for update in self._open) < self._pipeline.ahead:
             leaving = self._pipeline.leaving()
             if not wait and not all(ticket.done() for ticket in leaving):
                 return
             TicketGroup(leaving).wait(self._manager.deadline_s)  # also where it is over: for what went wrong
             if not self._open or self._open[-1].started == len(self._open[-1].chunks):
-                if not self._waiting:
+                if not self._waiting or not begin:
                     return
                 self._begin(self._waiting.pop())  # the last one: its parameters are most likely still there
                 continue

@@ -24,6 +24,7 @@ from offload import cpu_adam, refusals
 from offload.absent import is_lost
 from offload.activations import Activations
 from offload.config import Config, OptimizerSpec
+from offload.digests import take_digests
 from offload.early import Calm, EarlyUpdates
 from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
 from offload.gradient_tensors import GradientTensors
@@ -644,6 +645,30 @@ class Engine:
             budget_bytes={tier.value: budget.limit_bytes for tier, budget in self._budgets.items()},
             loss_scale=self._scaler.scale,
         )
+
+    def digests(self) -> dict[str, dict[str, str]]:
+        """Return a short digest of the bits of every parameter, gradient and state: equal where the bits are equal.
+
+        For whoever hunts a difference between two runs: the first digests that differ say where it began. They do not
+        depend on budgets, homes or chunks; runs are compared that have the same model, dtype, optimizer and
+        ``state_dtype``. Nothing is changed by looking: gradients wait as they did, and updates that were made during
+        backward are kept. The last step is finished first, as by every reader. Takes staging buffers and a MiB.
+
+        Returns:
+            Per parameter, by name, a digest of 16 hex digits per role: ``parameter`` (as stored), and of trained ones
+            ``master`` (fp32, where the parameter has 16 bits), each state by its name in ``optimizer.state_dict()``
+            (as stored; ``scales`` beside 8-bit ones), ``step``, and ``gradient`` where one waits for the next step (the
+            sum over micro-batches, and what it was multiplied by). States without an update are zeros, and a master
+            is the parameter then. Buffers of modules are not among them.
+
+        Raises:
+            StateError: the engine is closed or unusable, a step has lost the content, or gradients are gathered.
+            swap.SwapError: an I/O error.
+        """
+        manager = self._require_open()
+        self._hooks.settle_changes()
+        self._handles.adopt()
+        return take_digests(manager, self._step_counts, self._handles.factors())
 
     # --- closing ----------------------------------------------------------------------------------------------------
 

@@ -227,6 +227,10 @@ class Handles:
                 factors[where] = value.factor
         return GradientNorm(squares, left, bad, spoilt, count, factors)
 
+    def factors(self) -> dict[Where, float]:
+        """Return per gradient that waits what it has been multiplied by. :meth:`adopt` comes first."""
+        return {where: value.factor for where, value in self._values()}
+
     def clear(self) -> None:
         """Let every ``.grad`` be None; handles that somebody has kept refuse from now on."""
         self._origins.clear()

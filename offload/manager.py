@@ -73,6 +73,9 @@ class Early(Protocol):
     def advance(self) -> None:
         """Do what can be done without waiting."""
 
+    def rest(self) -> None:
+        """Finish those that are begun: the staging buffers are free then, and all is as it was."""
+
     def withdraw_all(self) -> None:
         """Undo them."""
 
@@ -313,6 +316,16 @@ class Manager:
         self.finish_step()
         if self.early is not None:
             self.early.withdraw_all()
+
+    def rest_updates(self) -> None:
+        """Finish the last step and let the next one rest: whoever reads the shards and disturbs nothing comes here.
+
+        Raises:
+            swap.SwapError: as :meth:`finish_updates`.
+        """
+        self.finish_step()
+        if self.early is not None:
+            self.early.rest()
 
     def working_address(self, index: int) -> int | None:
         """Return the address of a unit's parameters on a device that is the CPU, None where they are not there."""

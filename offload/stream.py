@@ -64,6 +64,7 @@ def stream(
     *,
     reads: frozenset[Role],
     writes: frozenset[Role] = frozenset(),
+    keep_early: bool = False,
 ) -> None:
     """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
 
@@ -74,6 +75,7 @@ def stream(
             as zero moments and a master equal to the parameter).
         reads: roles whose content is needed. The state roles go together, in one record on NVMe.
         writes: roles that `visit` changes as a whole; they are written home.
+        keep_early: updates that are made during backward stay as they are; not where anything is written.
 
     Raises:
         StateError: parameters that are to be written are in use; nothing was touched.
@@ -84,7 +86,8 @@ def stream(
     units = list(units)
     if Role.PARAM in writes:
         manager.refuse_leased(units)
-    manager.finish_updates()
+    assert not (keep_early and writes)
+    manager.rest_updates() if keep_early else manager.finish_updates()
     pipeline = Pipeline(manager, reads=reads, writes=writes)
     leases = Leases(manager)
     written: set[int] = set()

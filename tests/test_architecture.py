@@ -44,7 +44,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("early", "pending", "generic", "handles"),
     ("absent", "module_load"),
     ("hooks", "optimizer", "checkpoint"),
-    ("quantized",),
+    ("quantized", "digests"),
     ("loading", "tensors", "gradient_tensors"),
     ("engine",),
     (

@@ -299,6 +299,45 @@ def test_whoever_looks_or_drops_withdraws_all(who: str) -> None:
         bench.manager.check()
 
 
+def test_a_reader_that_disturbs_nothing_finds_staging_free_and_the_updates_go_on() -> None:
+    with watching() as bench:
+        for index in (2, 1, 0):
+            bench.add(index)
+        waiting = [update.unit.index for update in bench.early._waiting]
+        assert bench.early._open and waiting, "one is begun, others wait"
+        before = {key: data for key, data in bench.content().items() if key[1] in ("param", "master")}
+        seen: list[tuple[int, int]] = []
+
+        def visit(chunk: Chunk) -> None:
+            seen.append((chunk.unit.index, chunk.number))
+            for role in (Role.PARAM, Role.MASTER):
+                key = (chunk.unit.index, role.value, chunk.number)
+                size = bench.manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+                assert peek(chunk.addresses[role], size) == before[key][:size], "of before the step"
+
+        stream(bench.manager, bench.manager.units, visit, reads=ROLES | {Role.GRAD}, keep_early=True)
+        assert seen == [(index, number) for index in range(UNITS) for number in range(2)]
+        assert [update.unit.index for update in bench.early._waiting] == waiting, "nothing more was begun"
+        bench.make_all()
+        assert bench.early.settle(bench.recipe) == {0, 1, 2}
+        bench.manager.check()
+
+
+@pytest.mark.parametrize("kind", ["get", "put"])
+def test_an_error_does_not_keep_a_reader_that_disturbs_nothing(kind: str) -> None:
+    with watching() as bench:
+        before = dict(bench.store.objects)
+        bench.store.fail = lambda what, key, count: SwapError("injected", errno=5) if what == kind else None
+        for index in (2, 1, 0):
+            bench.add(index)
+        bench.early.rest()
+        bench.store.fail = lambda what, key, count: None
+        assert bench.store.objects == before and not bench.early._open and not bench.early._done
+        bench.add(1)
+        assert not bench.early._open, "nothing more in this step"
+        bench.manager.check()
+
+
 @pytest.mark.parametrize("home", [Homes(H, H, N), Homes(N, H, H), Homes(N, N, N), Homes(D, H, N)], ids=str)
 def test_only_where_the_old_content_stays_and_the_gradient_waits(home: Homes) -> None:
     with watching(home, room=lambda plan, unit: 1 << 30) as bench:
