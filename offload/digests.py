@@ -82,10 +82,10 @@ def take_digests(manager: Manager, counts: StepCounts, factors: Mapping[Where, f
     return _by_name(manager, counts, hashes)
 
 
-def _by_name(manager: Manager, counts: StepCounts, hashes: Mapping[tuple[Where, str], Any]) -> dict[str, dict[str, str]]:
-    names = {
-        (unit.index, position): slot.name for unit in manager.units for position, slot in enumerate(unit.slots)
-    }
+def _by_name(
+    manager: Manager, counts: StepCounts, hashes: Mapping[tuple[Where, str], Any]
+) -> dict[str, dict[str, str]]:
+    names = {(unit.index, position): slot.name for unit in manager.units for position, slot in enumerate(unit.slots)}
     result: dict[str, dict[str, str]] = {name: {} for name in names.values()}
     for (where, role), known in hashes.items():
         result[names[where]][role] = known.hexdigest()
