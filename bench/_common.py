@@ -41,6 +41,7 @@ def text_windows(settings: Settings) -> Windows:
 # hidden and feed-forward size, layers, vocabulary, heads for keys and values, tied embedding
 _RANDOM = {
     "tiny": (64, 128, 3, 256, 1, True),
+    "small": (256, 768, 12, 4096, 2, True),
     "real": (576, 1536, 30, 49152, 3, True),
     "large": (2048, 5632, 20, 32000, 16, False),
 }
@@ -52,7 +53,9 @@ def vocabulary_size(name: str) -> int:
 
 
 def load_model(name: str) -> tuple[torch.nn.Module, int]:
-    """Return a bf16 model and its vocabulary size: ``real`` (135 M), or a random Llama: ``tiny`` or ``large`` (1.1 B).
+    """Return a bf16 model and its vocabulary size.
+
+    It is ``real`` (135 M), or a random Llama: ``tiny`` (0.1 M), ``small`` (11 M) or ``large`` (1.1 B).
 
     Where the real one has not been prepared, a random one of the same architecture takes its place.
     """

@@ -1,6 +1,6 @@
 """Are the bits the same whatever the world does? Engines in lockstep, one per placement, disturbed on purpose.
 
-``device`` has everything on the device, ``nvme`` parameters and states on NVMe in small budgets, ``mixed`` some of each.
+``device`` has everything on the device, ``nvme`` parameters and states on NVMe, ``mixed`` some of each.
 All get the same batches, and in each step what the seed has drawn: late I/Os, memory that comes and goes, a busy
 processor, thread counts, clipping, evaluation in between. From time to time all are made anew, with other formats and
 budgets. Losses and norms are compared in every step; digests of all parameters, gradients, masters and states (see
@@ -49,6 +49,34 @@ class Different(Exception):
         self.what = what
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """What goes with the size of a model.
+
+    Attributes:
+        tokens: per micro-batch.
+        steps: a life has one of these.
+        activations: room for them; what they take stays below, and ballast brings it above.
+        ballast: most of a piece; there are four.
+        operations: I/Os of a step, about.
+        units: there are about so many in the parameters' size; None leaves it to the engine.
+    """
+
+    tokens: int
+    steps: tuple[int, ...]
+    activations: int
+    ballast: int
+    operations: int
+    units: int | None
+
+
+SIZES = {
+    "tiny": Size(tokens=32, steps=(3, 10, 40, 120), activations=48 * MIB, ballast=2 * MIB, operations=40, units=12),
+    "small": Size(tokens=64, steps=(3, 10, 30), activations=40 * MIB, ballast=6 * MIB, operations=100, units=None),
+    "real": Size(tokens=256, steps=(5, 10), activations=600 * MIB, ballast=40 * MIB, operations=600, units=None),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Life:
     """The formats and budgets between two times that the engines are made anew; drawn from the seed."""
@@ -60,28 +88,30 @@ class Life:
     clips: bool
     mixed: tuple[str, str]
     gradients_in_memory: float
+    on_device: float
 
     @classmethod
-    def draw(cls, rng: random.Random, *, tiny: bool) -> Life:
-        """Draw a life: of the tiny model many kinds, of the real one the usual kind."""
+    def draw(cls, rng: random.Random, size: Size) -> Life:
+        """Draw a life."""
         return cls(
-            steps=rng.choice((3, 10, 40, 120)) if tiny else rng.choice((5, 10)),
-            dtype=rng.choice(("bfloat16", "bfloat16", "float32")) if tiny else "bfloat16",
+            steps=rng.choice(size.steps),
+            dtype=rng.choice(("bfloat16", "bfloat16", "float32")),
             state_dtype=rng.choice(("float32", "float32", "bfloat16", "int8")),
             accumulation=rng.choice((1, 1, 2)),
             clips=rng.random() < 0.5,
             mixed=rng.choice((("cpu", "nvme"), ("nvme", "cpu"), ("none", "nvme"), ("none", "cpu"), ("nvme", "nvme"))),
             gradients_in_memory=rng.choice((0.4, 0.4, 1.0)),
+            on_device=rng.choice((0.3, 0.6, 0.9)),
         )
 
 
-def placements(life: Life, model: torch.nn.Module, path: str, *, tiny: bool) -> dict[str, dict[str, Any]]:
+def placements(life: Life, model: torch.nn.Module, path: str, kind: Size) -> dict[str, dict[str, Any]]:
     """Return the options of each side."""
     itemsize = 4 if life.dtype == "float32" else 2
     sizes = [p.numel() * itemsize for p in model.parameters()]
-    size, working = sum(sizes), max(3 * max(sizes), sum(sizes) // 3)
+    size, working = sum(sizes), max(3 * max(sizes), int(sum(sizes) * life.on_device))
     gradients = size * (2 if life.accumulation > 1 and itemsize == 2 else 1)
-    activations = 48 * MIB if tiny else 1300 * MIB
+    activations = kind.activations
     staging = 4 * MIB + size // 8
     common = {
         "device": "cpu",
@@ -91,7 +121,7 @@ def placements(life: Life, model: torch.nn.Module, path: str, *, tiny: bool) -> 
         "activation_memory": activations,
         "nvme_path": path,
     }
-    small = common | {"unit_bytes": size // 12 if tiny else None}
+    small = common | {"unit_bytes": size // kind.units if kind.units else None}
     nvme = {"nvme": 64 * size + 256 * MIB}
     host = gradients * life.gradients_in_memory + size * (life.mixed[0] == "cpu") + 6 * size * (life.mixed[1] == "cpu")
     return {
@@ -123,6 +153,7 @@ class Side:
         self.ballast = Ballast(model, rng)
         self.engine = offload.Engine(model, offload.AdamW(lr=1e-3, weight_decay=0.1), **options)
         self.under_way: collections.deque[str] = collections.deque(maxlen=12)
+        self.region_sizes: set[int] = set()  # of the working region of parameters, which gives way to other memory
 
     @property
     def store(self) -> Any:
@@ -133,6 +164,7 @@ class Side:
         """Note what is under way: updates that the last step left, updates of the next one, transfers."""
         manager, early = self.engine._manager, self.engine._early
         assert manager is not None
+        self.region_sizes.add(manager.working.size_bytes)
         parts = []
         for title, owner in (("update", manager.updates), ("early update", early)):
             for state, field in (
@@ -260,11 +292,11 @@ def live(
     Raises:
         Different: something differs.
     """
-    counts, vocabulary, end, tiny = more["counts"], more["vocabulary"], more["end"], arguments.model == "tiny"
+    counts, vocabulary, end, kind = more["counts"], more["vocabulary"], more["end"], SIZES[arguments.model]
     with contextlib.ExitStack() as stack:
         path = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.path))
         sides = []
-        for name, options in placements(life, base, path, tiny=tiny).items():
+        for name, options in placements(life, base, path, kind).items():
             side = Side(name, copy.deepcopy(base).train(), options, random.Random(rng.random()))
             stack.callback(side.engine.close, restore=False)
             sides.append(side)
@@ -277,8 +309,8 @@ def live(
             step = Step.draw(
                 rng,
                 sides=len(sides),
-                operations=40 if tiny else 600,
-                ballast_bytes=(2 if tiny else 24) * MIB,
+                operations=kind.operations,
+                ballast_bytes=kind.ballast,
                 clips=life.clips,
             )
             batches = []
@@ -296,6 +328,7 @@ def live(
             stats = side.engine.stats()
             for field in ("early_units", "early_units_dropped", "stalls", "misses", "update_stalls"):
                 counts[f"{side.name} {field}"] += getattr(stats, field)
+            counts[f"{side.name} sizes of the working region"] += len(side.region_sizes)
         counts["lives"] += 1
 
 
@@ -304,8 +337,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end after so many, whatever --steps says")
     parser.add_argument("--seed", type=int, help="of everything that is drawn; printed")
-    parser.add_argument("--model", choices=["tiny", "real"], default="tiny")
-    parser.add_argument("--tokens", type=int, help="per micro-batch; 32 of the tiny model, 256 of the real one")
+    parser.add_argument("--model", choices=SIZES, default="tiny")
+    parser.add_argument("--tokens", type=int, help="per micro-batch")
     parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
     parser.add_argument("--smoke", action="store_true", help="a few steps")
     parser.add_argument("--json", help="write the result here")
@@ -314,7 +347,7 @@ def main() -> None:
     if arguments.smoke:
         arguments.model, arguments.steps = "tiny", min(arguments.steps, 20)
     if arguments.tokens is None:
-        arguments.tokens = 32 if arguments.model == "tiny" else 256
+        arguments.tokens = SIZES[arguments.model].tokens
     seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
 
@@ -326,7 +359,7 @@ def main() -> None:
     try:
         while counts["steps"] < arguments.steps and time.monotonic() < end:
             rng = random.Random(f"{seed}/{number}")
-            life = Life.draw(rng, tiny=arguments.model == "tiny")
+            life = Life.draw(rng, SIZES[arguments.model])
             live(life, base, arguments, load, rng, counts=counts, vocabulary=vocabulary, end=end)
             number += 1
             if time.monotonic() - told > 60:

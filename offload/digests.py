@@ -111,7 +111,7 @@ def _of_value(value: Any) -> str:
             known.update((ctypes.c_char * size_bytes).from_address(plain.data_ptr()))
     else:
         known.update(repr(value).encode())
-    return known.hexdigest()
+    return str(known.hexdigest())
 
 
 def _new() -> Any:

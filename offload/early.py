@@ -179,7 +179,7 @@ class EarlyUpdates:
         try:
             with self._safe_point:
                 while self._open:
-                    self._work(wait=True, begin=False)
+                    self._work(wait=True, more=False)
                 for update in self._done:
                     TicketGroup([ticket for chunk in update.chunks for ticket in chunk.writing]).wait(
                         self._manager.deadline_s
@@ -268,9 +268,9 @@ class EarlyUpdates:
             self._room_bytes -= size
             self._waiting.append(_Update(unit, made_from, Leases(manager)))
 
-    def _work(self, *, wait: bool, begin: bool = True) -> bool:
+    def _work(self, *, wait: bool, more: bool = True) -> bool:
         """Work on the chunk whose turn it is; returns False where there is none, or only waiting would bring it."""
-        self._start(wait=wait, begin=begin)
+        self._start(wait=wait, more=more)
         if not self._open:
             return False
         update = self._open[0]
@@ -295,15 +295,15 @@ class EarlyUpdates:
             update.leases.stop_reading()
         return True
 
-    def _start(self, *, wait: bool, begin: bool = True) -> None:
-        """Start the reads of chunks whose turn is near; those of further units only with `begin`."""
+    def _start(self, *, wait: bool, more: bool = True) -> None:
+        """Start the reads of chunks whose turn is near; those of further units only where `more` may begin."""
         while sum(update.started - update.worked for update in self._open) < self._pipeline.ahead:
             leaving = self._pipeline.leaving()
             if not wait and not all(ticket.done() for ticket in leaving):
                 return
             TicketGroup(leaving).wait(self._manager.deadline_s)  # also where it is over: for what went wrong
             if not self._open or self._open[-1].started == len(self._open[-1].chunks):
-                if not self._waiting or not begin:
+                if not self._waiting or not more:
                     return
                 self._begin(self._waiting.pop())  # the last one: its parameters are most likely still there
                 continue
