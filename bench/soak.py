@@ -8,7 +8,7 @@ budgets. Losses and norms are compared in every step; digests of all parameters,
 the unit, the role, the step and what was under way, and ends the run.
 
 The same ``--seed`` draws the same steps. What is late by itself, and when the kernel takes memory, is not drawn.
-``--cut`` lets one bit of what a drive reads be wrong, to see that it is found.
+``--cut`` lets four reads of a step bring a wrong byte, to see that it is found.
 """
 
 from __future__ import annotations
@@ -319,8 +319,8 @@ def live(
                 batches.append({"input_ids": tokens, "labels": tokens, "use_cache": False})
             load.burn(step.burn_s)
             if arguments.cut is not None and counts["steps"] == arguments.cut:
-                wrong = Fault(action=FaultAction.LIE, target=FaultTarget.READS)
-                sides[1].store.inject(wrong)
+                for nth in range(1, 5):
+                    sides[1].store.inject(Fault(nth=nth, action=FaultAction.LIE, target=FaultTarget.READS))
                 step = dataclasses.replace(step, delays=())
             lockstep.take(step, batches)
         lockstep.compare_digests("at the end of a life")
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
     parser.add_argument("--smoke", action="store_true", help="a few steps")
     parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--cut", type=int, metavar="STEP", help="let a read of this step be wrong")
+    parser.add_argument("--cut", type=int, metavar="STEP", help="let reads of this step be wrong")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.model, arguments.steps = "tiny", min(arguments.steps, 20)

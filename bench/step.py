@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,21 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
     }
 
 
+def unsteady(losses: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, int]:
+    """Return the placements whose rounds did not all have the same losses, and the first step that differs.
+
+    Args:
+        losses: per placement, of each round, of each step.
+    """
+    found = {}
+    for name, rounds in losses.items():
+        for step, values in enumerate(zip(*rounds, strict=True)):
+            if len(set(values)) > 1:
+                found[name] = step
+                break
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -252,10 +268,13 @@ def main() -> None:
             times = table[peer]["step_seconds"] / table[ours]["step_seconds"]
             share = table[ours]["peak_bytes"] / table[peer]["peak_bytes"]
             print(f"{peer}: {times:.2f} of our time; our peak is {share:.2f} of its")
-    same = len({tuple(table[name]["losses"]) for name in OURS if name in table}) <= 1
+    differing = unsteady({name: [run["losses"] for run in results] for name, results in runs.items()})
+    for name, step in differing.items():
+        print(f"{name}: the losses of its rounds differ from step {step} on; bench/soak.py finds out where")
+    same = len({tuple(run["losses"]) for name in OURS if name in runs for run in runs[name]}) <= 1
     print(f"losses of {', '.join(name for name in OURS if name in table)} equal to the last bit: {same}")
     conditions = {name: vars(arguments)[name] for name in ("model", "tokens", "max_grad_norm", "rounds")}
-    emit(arguments.json, conditions | {"drive_gb_s": speed, "placements": table, "equal": same})
+    emit(arguments.json, conditions | {"drive_gb_s": speed, "placements": table, "equal": same, "unsteady": differing})
     if not same:
         sys.exit("placement changed a loss")
 
