@@ -41,6 +41,8 @@ CIRCUMSTANCES: dict[str, tuple[dict[str, str | None], list[str], int]] = {
     "OMP_DYNAMIC=TRUE, busy processor": ({"OMP_DYNAMIC": "TRUE"}, [], 3),
     "MKL_CBWR=COMPATIBLE": ({"MKL_CBWR": "COMPATIBLE"}, [], 0),
     "ONEDNN_MAX_CPU_ISA=AVX512_CORE": ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, [], 0),
+    "the same with one thread": ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, ["--threads", "1"], 0),
+    "the same with three threads": ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, ["--threads", "3"], 0),
     "ATEN_CPU_CAPABILITY=avx2": ({"ATEN_CPU_CAPABILITY": "avx2"}, [], 0),
 }
 
