@@ -20,7 +20,7 @@ import torch
 from swap import Fault, FaultAction, FaultTarget
 
 MIB = 1 << 20
-LONGEST_DELAY_S = 0.02
+LONGEST_DELAYS_S = (0.02, 0.02, 0.02, 0.4)  # the last is longer than what the small models take for a pass
 _BURN = """
 import sys, time
 for line in sys.stdin:
@@ -68,6 +68,7 @@ class Step:
             clips: this is a time in which steps clip, now and then.
         """
         late = rng.choice((0, 0, 1, 3, 9))
+        longest_s = rng.choice(LONGEST_DELAYS_S)
         return cls(
             threads=rng.choice((1,) * 8 + (2, 3)),
             kernel_threads=tuple(rng.choice((1, 1, 2, 3)) for _ in range(sides)),
@@ -75,7 +76,7 @@ class Step:
             burn_s=rng.choice((0.0,) * 6 + (0.02, 0.2)),
             ballast_bytes=rng.choice((0, 0, ballast_bytes)),
             delays=tuple(
-                (rng.randint(1, operations), rng.random() ** 3 * LONGEST_DELAY_S, rng.choice(tuple(FaultTarget)))
+                (rng.randint(1, operations), rng.random() ** 3 * longest_s, rng.choice(tuple(FaultTarget)))
                 for _ in range(late)
             ),
             looks=rng.random() < 0.5,
