@@ -19,8 +19,8 @@ from offload.config import format_bytes
 from offload.errors import ConfigError
 from offload.generic import Placed, Where, recorded
 from offload.manager import Manager
-from offload.optimizer import StepCounts
 from offload.placement import States
+from offload.recipe import StepCounts
 from offload.refusals import is_a, package_of, unreadable
 from offload.rules import STATE_SEED
 from offload.shard import Role, Slot, State, Unit

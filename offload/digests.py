@@ -18,7 +18,7 @@ import torch
 from offload.checkpoint import overlaps, read_master
 from offload.generic import Placed, Where
 from offload.manager import Manager
-from offload.optimizer import StepCounts
+from offload.recipe import StepCounts
 from offload.shard import Role
 from offload.stream import ALL_STATES, Chunk, stream
 

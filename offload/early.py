@@ -8,7 +8,7 @@ step has fixed - the same gradient, factor and hyper-parameters - its result bec
 else it is deleted, and the update is made as if there had been no guess. Either way the numbers are the same: a wrong
 guess costs the drive's time, and never a result.
 
-Owns what is under way and aside. Knows neither norms nor hyper-parameters: :mod:`offload.optimizer` makes the updates.
+Owns what is under way and aside. Knows neither norms nor hyper-parameters: :mod:`offload.recipe` makes the updates.
 The other half of a step's work, after its end, is :mod:`offload.pending`.
 """
 

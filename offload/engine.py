@@ -31,12 +31,13 @@ from offload.gradient_tensors import GradientTensors
 from offload.handles import GradientNorm, Handles
 from offload.hooks import Ask, Hooks
 from offload.interrupt import Deferral
-from offload.loading import Loader, free_bytes, open_tiers, resolve_device, tie_optimizer
+from offload.loading import Loader, free_bytes, open_tiers, resolve_device
 from offload.manager import Manager
-from offload.optimizer import OffloadOptimizer, Recipe, StepCounts, begin_step, clip_factor, group_of_slots
+from offload.optimizer import OffloadOptimizer, tie_optimizer
 from offload.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
 from offload.progress import LossScaler, Progress
 from offload.quantized import make_ready
+from offload.recipe import Recipe, StepCounts, begin_step, clip_factor, group_of_slots
 from offload.resident import open_resident_set
 from offload.rules import rule_of
 from offload.stats import Counters, Stats
@@ -457,7 +458,7 @@ class Engine:
     def _recipe(self, grad_scale: float, factors: Mapping[tuple[int, int], float] | None = None) -> Recipe:
         manager, offloaded = self._require_open(), self.optimizer
         assert offloaded is not None
-        groups = group_of_slots(offloaded, self._tree.units, self._tree.parameters)
+        groups = group_of_slots(offloaded.param_groups, self._tree.units, self._tree.parameters)
         return Recipe(manager, self._step_counts, groups, rule=offloaded.rule, grad_scale=grad_scale, factors=factors)
 
     def _skip(self, norm: GradientNorm, averaged: float) -> bool:

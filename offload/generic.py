@@ -3,7 +3,7 @@
 Owns what such a class remembers beside the states that are placed, and the translation between a chunk's bytes and the
 tensors that it sees: the fp32 master, the final gradient, the states. So any class of ``torch.optim`` works, slower
 than a kernel, with the results that it has in torch. What a class needs is found out in :mod:`offload.probe`. Its user
-is :mod:`offload.optimizer`.
+is :mod:`offload.recipe`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns what has arrived since the last step, the sums that the norm is made of, the precision in which backward passes
 are added, and who leaves the pool of gradients on their way to NVMe. Knows neither where a gradient comes from nor what
-becomes of it. Next: :mod:`offload.handles` stands for it in ``.grad``, :mod:`offload.optimizer` uses it.
+becomes of it. Next: :mod:`offload.handles` stands for it in ``.grad``, :mod:`offload.recipe` uses it.
 """
 
 from __future__ import annotations

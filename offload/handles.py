@@ -9,7 +9,7 @@ As in torch, ``.grad`` is the truth: where it is None, the step leaves the param
 there is the gradient.
 
 Owns the handles of one engine and what the step learns from them. The bytes are in :mod:`offload.gradients`. Next:
-:mod:`offload.hooks` puts handles in place, :mod:`offload.optimizer` uses their factors.
+:mod:`offload.hooks` puts handles in place, :mod:`offload.recipe` uses their factors.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Sets an engine up: opens the tiers, moves the module's parameters into them, takes over an optimizer; and back again.
+"""Sets an engine up: opens the tiers, and moves the module's parameters into them; and back again.
 
-Owns what happens once, at the beginning and at the end: memory and initial values for what is on the meta device, each
-unit's way home and out, the states of an optimizer that the user brings. Next: :mod:`offload.engine`.
+Owns what happens once, at the beginning and at the end: memory and initial values for what is on the meta device, and
+each unit's way home and out. Next: :mod:`offload.engine`.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ import torch
 from torch import nn
 
 from offload import checkpoint, drives
-from offload.config import Config, OptimizerSpec
-from offload.errors import ConfigError, StateError
+from offload.config import Config
+from offload.errors import ConfigError
 from offload.hooks import Hooks
 from offload.manager import Manager
-from offload.optimizer import MastersOf, OffloadOptimizer, StatesOf, StepCounts
 from offload.placement import Plan
 from offload.quantized import FourBitModules
 from offload.stats import Counters
-from offload.takeover import hide_states
 from offload.tiers import Budget, Tier
 from offload.units import UnitTree
 from swap import SwapStore
@@ -210,90 +208,6 @@ class Loader:
             f"module {path or type(module).__name__}: its parameters or buffers are on the meta device and it has no "
             "reset_parameters; pass init_weights=callable"
         )
-
-
-def tie_optimizer(
-    offloaded: OffloadOptimizer,
-    given: OptimizerSpec | torch.optim.Optimizer | None,
-    manager: Callable[[], Manager],
-    tree: UnitTree,
-    hooks: Hooks,
-    counts: StepCounts,
-) -> None:
-    """Let the optimizer's states be those in the tiers; the states that a torch optimizer brings move there.
-
-    Args:
-        offloaded: the engine's optimizer.
-        given: what the user passed.
-        manager: returns the owner of the shards, or raises where it is not to be used any more.
-        tree: units and parameters of the model.
-        hooks: knows where each parameter is.
-        counts: updates that each parameter has had.
-
-    Raises:
-        ConfigError: a state does not fit its parameter.
-    """
-
-    def place_of(parameter: torch.Tensor) -> tuple[int, int]:
-        where = hooks.slot_of(parameter)
-        if where is None:
-            raise StateError("optimizer state: belongs to a parameter that is not the model's")
-        return where
-
-    def scatter(states: StatesOf, masters: MastersOf) -> None:
-        values = {place_of(parameter): offloaded.rule.with_step(state) for parameter, state in states.items()}
-        own = {place_of(parameter): master for parameter, master in masters.items()}
-        checkpoint.scatter_states(manager(), counts, values, own)
-
-    def replace(states: StatesOf, masters: MastersOf) -> None:
-        if counts.records is not None:
-            scatter(states, masters)
-            counts.records.keep_only([hooks.slot_of(parameter) for parameter in states])
-            return
-        everything = dict(states)
-        for index, updates in counts.counts.items():  # what is not in the dict starts anew, as in torch
-            for slot, count in enumerate(updates):
-                parameter = tree.parameters[index][slot]
-                if count and parameter not in states:
-                    shape = tree.units[index].slots[slot].shape
-                    zeros = {  # one each: compressed states are made of both moments, which must not overlap
-                        name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name in offloaded.rule.names
-                    }
-                    everything[parameter] = {"step": 0, **zeros}
-        scatter(everything, masters)
-
-    def gather() -> tuple[StatesOf, MastersOf]:
-        hooks.settle_changes()
-        budget = manager().budgets[Tier.HOST]
-        checkpoint.warn_of_size("optimizer.state_dict", checkpoint.states_bytes(manager(), counts), budget.limit_bytes)
-        states = checkpoint.gather_states(manager(), counts)
-        masters = checkpoint.gather_masters(manager(), states)
-        return (
-            {tree.parameters[index][slot]: state for (index, slot), state in states.items()},
-            {tree.parameters[index][slot]: master for (index, slot), master in masters.items()},
-        )
-
-    offloaded.gather_state = gather
-    offloaded.scatter_state = replace
-    if isinstance(given, torch.optim.Optimizer):
-        # Not a `master` that an engine's state dict has left there: in torch, the parameter itself is what is updated.
-        # Adagrad's are there before the first step, and say nothing then, but to its own class.
-        own = counts.records is not None
-        updated = {
-            p: state for p, state in given.state.items() if state and (_has_steps(state) or (own and p.requires_grad))
-        }
-        scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()}, {})
-        if given.state:
-            given.state.clear()
-        hide_states(given)
-
-
-def _has_steps(state: Mapping[str, Any]) -> bool:
-    """Tell whether a state says that its parameter has been updated; also where ``step`` is nothing that can count."""
-    step = state.get("step", 1)
-    if isinstance(step, torch.Tensor):
-        return step.is_meta or step.numel() != 1 or bool(step.item())
-    return step is None or bool(step)
 
 
 def _poison(dtype: torch.dtype) -> float | int | None:

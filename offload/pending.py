@@ -7,7 +7,7 @@ drive reads and writes while something else computes. There is no thread: whoeve
 update, a unit's gradient is kept, and its parameters are stand-ins: nobody sees the old ones.
 
 Knows neither hyper-parameters nor norms: what is done with a chunk is the visitor's business. Its user is
-:mod:`offload.optimizer`; :mod:`offload.manager` asks for what it needs.
+:mod:`offload.recipe`; :mod:`offload.manager` asks for what it needs.
 """
 
 from __future__ import annotations

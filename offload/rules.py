@@ -1,7 +1,7 @@
 """The optimizers: what each of them remembers of an element, and how a step is made of a param group.
 
 Owns the table from a user's optimizer to states and hyper-parameters: what is placed, streamed, saved and computed
-follows from it. The formulas are in :mod:`offload.kernels_hyper`. Next: :mod:`offload.optimizer`.
+follows from it. The formulas are in :mod:`offload.kernels_hyper`. Next: :mod:`offload.recipe`.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("access",),
     ("stream",),
     ("early", "pending", "generic", "handles"),
-    ("absent", "module_load"),
-    ("hooks", "optimizer", "checkpoint"),
+    ("absent", "module_load", "recipe"),
+    ("hooks", "checkpoint"),
     ("quantized", "digests"),
-    ("loading", "tensors", "gradient_tensors"),
+    ("loading", "tensors", "gradient_tensors", "optimizer"),
     ("engine",),
     (
         "report",

@@ -20,8 +20,8 @@ from offload import AdamW, Engine
 from offload.checkpoint import gather_masters, gather_parameters, gather_states, scatter_parameters, scatter_states
 from offload.errors import ConfigError, StateError
 from offload.manager import Manager
-from offload.optimizer import StepCounts
 from offload.placement import Homes
+from offload.recipe import StepCounts
 from offload.shard import Role, State, Unit
 from offload.tiers import Tier
 

@@ -20,7 +20,7 @@ from torch import nn
 
 import offload
 from offload import Engine
-from offload.optimizer import clip_factor
+from offload.recipe import clip_factor
 from offload.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")

@@ -32,8 +32,8 @@ from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion, cpu_adam
 from offload.checkpoint import gather_states, scatter_parameters, scatter_states
 from offload.cpu_adam import StateKind
 from offload.manager import Manager
-from offload.optimizer import StepCounts
 from offload.placement import Homes, States
+from offload.recipe import StepCounts
 from offload.tiers import Tier
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
