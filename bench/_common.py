@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offload.finetune_text import Settings, Windows, make_windows, read_text
+from offload.cli.finetune_text import Settings, Windows, make_windows, read_text
 
 
 def model_directory() -> Path:
@@ -30,7 +30,7 @@ def _cache() -> Path:
 
 def text_windows(settings: Settings) -> Windows:
     """Return token windows of a text, cut by the model's own tokenizer."""
-    from offload.finetune import load_tokenizer
+    from offload.cli.finetune import load_tokenizer
 
     encode = load_tokenizer(settings.model)
     return make_windows(

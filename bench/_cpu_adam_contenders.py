@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offload import _cpu_adam, cpu_adam
-from offload.cpu_adam import (
+from offload import _cpu_adam
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import (
     AdagradHyper,
     AdamHyper,
     Dtype,

@@ -40,8 +40,8 @@ from _cpu_adam_contenders import (
     split,
 )
 
-from offload import cpu_adam
-from offload.cpu_adam import StateKind
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import StateKind
 
 ROOT = Path(__file__).resolve().parent.parent
 Seconds = dict[str, list[float]]  # of every contender in every round

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offload.cli import main
+from offload.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -45,7 +45,7 @@ import torch  # noqa: E402
 from _common import emit, load_model  # noqa: E402
 
 import offload  # noqa: E402
-from offload import cpu_adam  # noqa: E402
+from offload.kernels import cpu_adam  # noqa: E402
 
 HYPER: dict[str, Any] = {
     "lr": 1e-5,

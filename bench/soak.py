@@ -33,7 +33,7 @@ import torch
 from _common import emit, load_model
 
 import offload
-from offload import cpu_adam
+from offload.kernels import cpu_adam
 from swap import Fault, FaultAction, FaultTarget
 
 Digests = dict[str, dict[str, str]]

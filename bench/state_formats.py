@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from _common import emit
 
-from offload import cpu_adam
-from offload.cpu_adam import StateKind
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import StateKind
 
 BLOCK = 128
 Tensor = torch.Tensor

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from offload.config import LAMB, SGD, Adagrad, Adam, AdamW, Config, Lion
     from offload.engine import Engine
     from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
-    from offload.placement import Plan
+    from offload.planning.placement import Plan
     from offload.stats import LinkStats, Stats
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ _HOMES = {
     "NonFiniteError": "errors",
     "OffloadError": "errors",
     "StateError": "errors",
-    "Plan": "placement",
+    "Plan": "planning.placement",
     "LinkStats": "stats",
     "Stats": "stats",
 }

@@ -1,8 +1,8 @@
-"""``python -m offload``: the command line of :mod:`offload.cli`."""
+"""``python -m offload``: the command line of :mod:`offload.cli.main`."""
 
 import sys
 
-from offload.cli import main
+from offload.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

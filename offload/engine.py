@@ -1,9 +1,9 @@
 """The engine: wraps a module and trains it within memory budgets.
 
 Owns the order of things - plan, load, forward, backward, step, close - and the errors for calls out of order. The work
-is done below: :mod:`offload.placement` plans, :mod:`offload.loading` sets up, :mod:`offload.manager` moves,
-:mod:`offload.hooks` ties in the module, :mod:`offload.optimizer` updates, :mod:`offload.tensors` reads and writes the
-module's tensors.
+is done below: :mod:`offload.planning.placement` plans, :mod:`offload.checkpoint.loading` sets up,
+:mod:`offload.shards.manager` moves, :mod:`offload.module.hooks` ties in the module, :mod:`offload.optimizer` updates,
+:mod:`offload.checkpoint.module_state` reads and writes the module's tensors.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import cpu_adam, refusals
-from offload.absent import is_lost
-from offload.activations import Activations
+from offload.activations.ledger import Activations
+from offload.activations.rss import open_resident_set
+from offload.checkpoint.digests import take_digests
+from offload.checkpoint.loading import Loader, free_bytes, open_tiers, resolve_device
+from offload.checkpoint.module_state import ModuleTensors
 from offload.config import Config, OptimizerSpec
-from offload.digests import take_digests
-from offload.early import Calm, EarlyUpdates
 from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
-from offload.gradient_tensors import GradientTensors
-from offload.handles import GradientNorm, Handles
-from offload.hooks import Ask, Hooks
 from offload.interrupt import Deferral
-from offload.loading import Loader, free_bytes, open_tiers, resolve_device
-from offload.manager import Manager
+from offload.kernels import cpu_adam
+from offload.memory.tiers import Budget, Tier, resolve_budgets
+from offload.module import refusals
+from offload.module.absent import is_lost
+from offload.module.gradient_tensors import GradientTensors
+from offload.module.handles import GradientNorm, Handles
+from offload.module.hooks import Ask, Hooks
+from offload.module.quantized import make_ready
+from offload.module.torch_calls import tensors_in
+from offload.optim.progress import LossScaler, Progress
+from offload.optim.recipe import Recipe, StepCounts, begin_step, clip_factor, group_of_slots
+from offload.optim.rules import rule_of
+from offload.optim.takeover import unwrapped
 from offload.optimizer import OffloadOptimizer, tie_optimizer
-from offload.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
-from offload.progress import LossScaler, Progress
-from offload.quantized import make_ready
-from offload.recipe import Recipe, StepCounts, begin_step, clip_factor, group_of_slots
-from offload.resident import open_resident_set
-from offload.rules import rule_of
+from offload.planning.partition import find_units
+from offload.planning.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
+from offload.shards.backward_updates import Calm, EarlyUpdates
+from offload.shards.manager import Manager
 from offload.stats import Counters, Stats
-from offload.takeover import unwrapped
-from offload.tensors import ModuleTensors
-from offload.tiers import Budget, Tier, resolve_budgets
-from offload.torch_calls import tensors_in
-from offload.units import find_units
 
 logger = logging.getLogger(__name__)
 

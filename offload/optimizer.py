@@ -1,7 +1,7 @@
 """The optimizer's public face: a ``torch.optim.Optimizer`` whose states are in the tiers.
 
 Owns groups, options and dicts as torch's optimizers have them, and ties an optimizer that the user brings to its
-states. What a step does is :mod:`offload.recipe`'s business. Next: :mod:`offload.engine`.
+states. What a step does is :mod:`offload.optim.recipe`'s business. Next: :mod:`offload.engine`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
-from offload import checkpoint, progress
+from offload.checkpoint import values as checkpoint
+from offload.checkpoint.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
 from offload.config import Adam, AdamW, OptimizerSpec, check_hyper_parameters, hyper_parameters
 from offload.errors import TRAIN_MORE, ConfigError, StateError
-from offload.hooks import Hooks
-from offload.manager import Manager
-from offload.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
-from offload.optimizer_state import OffloadedStates, refuse
-from offload.recipe import StepCounts
-from offload.rules import Rule, rule_of
-from offload.takeover import give_back, hide_states, take_over
-from offload.tiers import Tier
-from offload.units import UnitTree
+from offload.memory.tiers import Tier
+from offload.module.hooks import Hooks
+from offload.optim import progress
+from offload.optim.offloaded_states import OffloadedStates, refuse
+from offload.optim.recipe import StepCounts
+from offload.optim.rules import Rule, rule_of
+from offload.optim.takeover import give_back, hide_states, take_over
+from offload.planning.partition import UnitTree
+from offload.shards.manager import Manager
 
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
 MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master

@@ -33,7 +33,7 @@ settings.load_profile(PROFILE)
 @pytest.fixture(autouse=True)
 def no_measured_drives(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user has measured of this machine's drives is neither used nor changed."""
-    from offload import drives
+    from offload.memory import drives
 
     file = tmp_path_factory.getbasetemp() / "no-drives" / "drives.json"
     monkeypatch.setattr(drives, "cache_file", lambda: file)

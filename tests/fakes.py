@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from offload.manager import Manager
-from offload.placement import (
+from offload.memory.tiers import Budget, Tier, view_at
+from offload.planning.placement import (
     ADAM_STATES,
     STAGING_SLOTS,
     STATE_ROLES,
@@ -20,9 +20,10 @@ from offload.placement import (
     role_bytes,
     whole_pages,
 )
-from offload.shard import Role, Unit, lay_out
+from offload.planning.roles import Role
+from offload.planning.units import Unit, lay_out
+from offload.shards.manager import Manager
 from offload.stats import Counters
-from offload.tiers import Budget, Tier, view_at
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.units import find_units
+from offload.planning.partition import find_units
 
 UNIT_BYTES = 8 << 10
 WIDTH = 32  # of the tests' own nets

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from offload import cpu_adam
-from offload.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 997, 4099, 2 * 65536 + 131)  # the last one: three chunks, one partial
 ISAS = cpu_adam.available_isas()

@@ -22,9 +22,9 @@ from torch.nn.utils import prune
 
 import offload
 from offload import SGD, AdamW, Engine
-from offload.absent import AbsentParameter
-from offload.shard import Role
-from offload.tiers import Tier
+from offload.memory.tiers import Tier
+from offload.module.absent import AbsentParameter
+from offload.planning.roles import Role
 
 pytestmark = [
     pytest.mark.usefixtures("single_torch_thread"),

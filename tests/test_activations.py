@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from offload import activations
-from offload.activations import MARGIN_BYTES, TOLERANCE_BYTES, Activations, SavedActivation
+from offload.activations import ledger as activations
+from offload.activations.ledger import MARGIN_BYTES, TOLERANCE_BYTES, Activations, SavedActivation
+from offload.activations.rss import ResidentSet, open_resident_set, trim_heap
 from offload.errors import BudgetError
-from offload.resident import ResidentSet, open_resident_set, trim_heap
-from offload.tiers import Budget, Tier
+from offload.memory.tiers import Budget, Tier
 
 MIB = 1 << 20
 

@@ -16,49 +16,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# From the bottom to the top. A module may import lower layers, and its own layer without a cycle.
+# Wings of the house and single files beside them, from the bottom to the top. A file may import from lower layers, and
+# from its own wing without a circle. Wings of one layer do not import each other; single files of one layer may.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        "errors",
-        "extension",
-        "stats",
-        "interrupt",
-        "kernels_hyper",
-        "kernels_ranges",
-        "machine",
-        "resident",
-        "torch_calls",
-    ),
-    ("groups", "optimizer_state"),
-    ("config",),
-    ("kernels_step", "drives", "progress"),
-    ("cpu_adam",),
-    ("tiers",),
-    ("shard", "transfer", "activations"),
-    ("placement", "probe", "refusals", "rules", "optimizer_dict", "schedule", "takeover", "units"),
-    ("copies",),
-    ("working", "gradients"),
-    ("manager",),
-    ("access",),
-    ("stream",),
-    ("early", "pending", "generic", "handles"),
-    ("absent", "module_load", "recipe"),
-    ("hooks", "checkpoint"),
-    ("quantized", "digests"),
-    ("loading", "tensors", "gradient_tensors", "optimizer"),
+    ("errors", "stats", "interrupt", "classes", "groups", "config"),
+    ("kernels",),
+    ("memory",),
+    ("planning", "activations"),
+    ("shards",),
+    ("optim", "module"),
+    ("checkpoint",),
+    ("optimizer",),
     ("engine",),
-    (
-        "report",
-        "finetune",
-        "finetune_text",
-        "finetune_progress",
-        "nvme_measure",
-        "nvme_peers",
-        "nvme_deepspeed",
-        "nvme_bench",
-        "nvme_report",
-        "doctor",
-    ),
     ("cli",),
     ("__main__",),
 )
@@ -81,18 +50,18 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "swap": ("torch", "offload", "transformers"),
     "offload.config": ("torch",),
     "offload.groups": ("torch",),
-    "offload.placement": ("torch",),
-    "offload.schedule": ("torch",),
+    "offload.planning.placement": ("torch",),
+    "offload.shards.schedule": ("torch",),
 }
 # compiled module -> the files that may import it
 FACES = {
     "swap._aio": ("swap.extension",),
-    "offload._cpu_adam": ("offload.extension",),
+    "offload._cpu_adam": ("offload.kernels.extension",),
 }
-REBINDS_DATA = {"offload.hooks", "offload.absent"}  # the latter of a parameter whose engine is gone
-WRITES_SHARD_STATE = {"offload.copies"}
-USES_EVENTS = {f"offload.{name}" for name in ("copies", "gradients", "access")}  # and so change a state
-MAY_PRINT = {"offload.cli", "offload.finetune", "offload.finetune_progress", "offload.__main__"}
+REBINDS_DATA = {"offload.module.hooks", "offload.module.absent"}  # the latter of a parameter whose engine is gone
+WRITES_SHARD_STATE = {"offload.shards.copies"}
+USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
+MAY_PRINT = {"offload.cli.main", "offload.cli.finetune", "offload.cli.finetune_progress", "offload.__main__"}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
 
@@ -138,6 +107,12 @@ def rank_of(name: str) -> int | None:
     return None
 
 
+def apart(name: str, target: str) -> bool:
+    """Tell whether two modules of one layer are in different wings; single files beside the wings are in none."""
+    first, second = name.split("."), target.split(".")
+    return first[1] != second[1] and max(len(first), len(second)) > 2
+
+
 def import_violations(sources: Sources) -> Iterator[str]:
     modules = set(sources)
     graph: dict[str, set[str]] = {}
@@ -173,6 +148,8 @@ def import_violations(sources: Sources) -> Iterator[str]:
                 continue  # reported for that module itself
             if target_rank > rank:
                 yield f"{name} (layer {rank}) imports {target} (layer {target_rank}): imports go down only"
+            elif target_rank == rank and apart(name, target):
+                yield f"{name} imports {target}: wings of one layer do not know each other"
             elif target_rank == rank and target != name:
                 graph[name].add(target)
     yield from cycles(graph)
@@ -180,7 +157,7 @@ def import_violations(sources: Sources) -> Iterator[str]:
 
 def rank_of_top(package: str) -> int:
     """Return the lowest layer that may use the package's public names: what is built on the library."""
-    return next((rank for rank, layer in enumerate(LAYERS[package]) if "finetune" in layer), len(LAYERS[package]))
+    return next((rank for rank, layer in enumerate(LAYERS[package]) if "cli" in layer), len(LAYERS[package]))
 
 
 def cycles(graph: Mapping[str, set[str]]) -> Iterator[str]:
@@ -241,7 +218,7 @@ def duty_violations(sources: Sources) -> Iterator[str]:
                 if name not in WRITES_SHARD_STATE:
                     yield f"{name}:{line} assigns {owner}.{attribute}; only copies.py writes a shard's state"
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom) and node.module == "offload.shard" and name not in USES_EVENTS:
+            if isinstance(node, ast.ImportFrom) and node.module == "offload.shards.shard" and name not in USES_EVENTS:
                 if any(alias.name in ("Event", "advance") for alias in node.names):
                     yield f"{name}:{node.lineno} imports events; who changes a shard's state is in USES_EVENTS"
         if name not in MAY_PRINT:
@@ -276,7 +253,7 @@ def test_swap_runs_without_torch() -> None:
 
 def test_import_is_quick() -> None:
     """Heavy libraries are imported by the functions that use them."""
-    loaded = _modules_after("import offload, offload.cli")
+    loaded = _modules_after("import offload, offload.cli.main")
     assert loaded & {"transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors"} == set()
 
 
@@ -290,19 +267,32 @@ def test_import_is_quick() -> None:
         ({"swap.store": "def f():\n    from torch.nn import Module"}, "swap.store imports torch.nn"),
         ({"swap.aio": "from offload.errors import OffloadError"}, "swap.aio imports offload.errors"),
         ({"swap.extents": "from swap.store import SwapStore", "swap.store": ""}, "imports go down only"),
-        ({"offload.tiers": "import offload.manager", "offload.manager": ""}, "imports go down only"),
-        ({"offload.tiers": "from offload.manager import Manager"}, "imports go down only"),
-        ({"offload.tiers": "from .manager import Manager", "offload.manager": ""}, "imports go down only"),
-        ({"offload.tiers": "from . import manager", "offload.manager": ""}, "imports go down only"),
-        ({"offload.hooks": "from offload import Engine"}, "imports the package offload itself"),
-        ({"offload.hooks": "import offload"}, "imports the package offload itself"),
-        ({"offload.helpers": ""}, "has no layer"),
-        ({"offload.optimizer": "from offload import _cpu_adam"}, "only offload.extension may"),
-        ({"offload.placement": "import torch"}, "offload.placement must not know"),
         (
-            {"offload.hooks": "from offload import optimizer", "offload.optimizer": "import offload.hooks"},
+            {"offload.memory.tiers": "import offload.shards.manager", "offload.shards.manager": ""},
+            "imports go down only",
+        ),
+        ({"offload.memory.tiers": "from offload.shards.manager import Manager"}, "imports go down only"),
+        (
+            {"offload.memory.tiers": "from ..shards.manager import Manager", "offload.shards.manager": ""},
+            "imports go down only",
+        ),
+        (
+            {"offload.memory.tiers": "from ..shards import manager", "offload.shards.manager": ""},
+            "imports go down only",
+        ),
+        ({"offload.module.hooks": "from offload import Engine"}, "imports the package offload itself"),
+        ({"offload.module.hooks": "import offload"}, "imports the package offload itself"),
+        ({"offload.helpers": ""}, "has no layer"),
+        ({"offload.optimizer": "from offload import _cpu_adam"}, "only offload.kernels.extension may"),
+        ({"offload.planning.placement": "import torch"}, "offload.planning.placement must not know"),
+        (
+            {
+                "offload.module.hooks": "from offload.module import handles",
+                "offload.module.handles": "import offload.module.hooks",
+            },
             "import cycle",
         ),
+        ({"offload.module.hooks": "import offload.optim.rules", "offload.optim.rules": ""}, "do not know each other"),
     ],
 )
 def test_checker_finds_wrong_imports(sources: Sources, expected: str) -> None:
@@ -312,13 +302,13 @@ def test_checker_finds_wrong_imports(sources: Sources, expected: str) -> None:
 @pytest.mark.parametrize(
     "sources",
     [
-        {"offload.manager": "from offload.shard import Shard\nfrom swap import SwapStore\nimport torch"},
-        {"offload.manager": "from . import shard", "offload.shard": "from .errors import OffloadError"},
+        {"offload.shards.manager": "from offload.shards.shard import Shard\nfrom swap import SwapStore\nimport torch"},
+        {"offload.shards.manager": "from . import shard", "offload.shards.shard": "from .errors import OffloadError"},
         {
-            "offload.finetune": "import offload\nfrom offload import Engine",
+            "offload.cli.finetune": "import offload\nfrom offload import Engine",
             "offload": "from .engine import Engine",
         },
-        {"offload.extension": "from offload import _cpu_adam", "swap.extension": "from swap import _aio"},
+        {"offload.kernels.extension": "from offload import _cpu_adam", "swap.extension": "from swap import _aio"},
         {"offload.config": "from offload.errors import ConfigError", "offload.errors": ""},
     ],
 )
@@ -333,9 +323,9 @@ def test_checker_accepts_right_imports(sources: Sources) -> None:
         ({"offload.engine": "a, p.data = 1, x"}, "only hooks.py"),
         ({"offload.engine": "setattr(p, 'data', x)"}, "only hooks.py"),
         ({"offload.engine": "shard.state = State.DIRTY"}, "only copies.py"),
-        ({"offload.hooks": "self.shards[0].state = State.DIRTY"}, "only copies.py"),
-        ({"offload.engine": "from offload.shard import Event, Role"}, "imports events"),
-        ({"offload.tiers": "def f():\n    print('x')"}, "offload.tiers:2 prints"),
+        ({"offload.module.hooks": "self.shards[0].state = State.DIRTY"}, "only copies.py"),
+        ({"offload.engine": "from offload.shards.shard import Event, Role"}, "imports events"),
+        ({"offload.memory.tiers": "def f():\n    print('x')"}, "offload.memory.tiers:2 prints"),
         ({"swap.store": "print('x')"}, "prints"),
     ],
 )
@@ -346,12 +336,12 @@ def test_checker_finds_duties_in_the_wrong_place(sources: Sources, expected: str
 @pytest.mark.parametrize(
     "sources",
     [
-        {"offload.hooks": "param.data = x"},
-        {"offload.copies": "shard.state = State.DIRTY"},
-        {"offload.access": "from offload.shard import Event"},
+        {"offload.module.hooks": "param.data = x"},
+        {"offload.shards.copies": "shard.state = State.DIRTY"},
+        {"offload.shards.leases": "from offload.shards.shard import Event"},
         {"offload.optimizer": "self.state[p] = {}\nself.state = {}"},
         {"offload.engine": "x = param.data\nlogger.info('x')"},
-        {"offload.cli": "print('x')"},
+        {"offload.cli.main": "print('x')"},
     ],
 )
 def test_checker_accepts_duties_at_home(sources: Sources) -> None:

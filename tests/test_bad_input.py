@@ -40,8 +40,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload import AdamW, Engine, cpu_adam, placement
-from offload.hooks import in_backward
+from offload import AdamW, Engine
+from offload.kernels import cpu_adam
+from offload.module.hooks import in_backward
+from offload.planning import placement
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
 STEPS = 3
@@ -238,7 +240,7 @@ def test_a_failed_way_back_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
                 self.inject(Fault(forever=True))
             return super().put(*args)
 
-    monkeypatch.setattr(offload.loading, "SwapStore", Dying)
+    monkeypatch.setattr(offload.checkpoint.loading, "SwapStore", Dying)
     model = net()
     with pytest.raises(SwapError, match="EIO"):
         Engine(model, AdamW(), **tight(model, tmp_path))
@@ -1122,7 +1124,7 @@ def test_every_single_transfer_may_fail(
         return failed
 
     with Engine(net(), AdamW(lr=1e-2), **options) as engine:
-        assert any(home.grad is offload.tiers.Tier.NVME for home in engine.plan.homes) == spill
+        assert any(home.grad is offload.memory.tiers.Tier.NVME for home in engine.plan.homes) == spill
         before = store(engine).stats()
         assert train(engine) == 0
         after = store(engine).stats()

@@ -17,13 +17,21 @@ from reference import to_bfloat16_half_up
 from torch import nn
 
 from offload import AdamW, Engine
-from offload.checkpoint import gather_masters, gather_parameters, gather_states, scatter_parameters, scatter_states
+from offload.checkpoint.values import (
+    gather_masters,
+    gather_parameters,
+    gather_states,
+    scatter_parameters,
+    scatter_states,
+)
 from offload.errors import ConfigError, StateError
-from offload.manager import Manager
-from offload.placement import Homes
-from offload.recipe import StepCounts
-from offload.shard import Role, State, Unit
-from offload.tiers import Tier
+from offload.memory.tiers import Tier
+from offload.optim.recipe import StepCounts
+from offload.planning.placement import Homes
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.manager import Manager
+from offload.shards.shard import State
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 DTYPES = ["float32", "bfloat16", "float16"]

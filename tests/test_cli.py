@@ -20,9 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload import cli, finetune, report
-from offload.finetune_progress import Progress, RssMeter
-from offload.finetune_text import (
+from offload.cli.finetune_progress import Progress, RssMeter
+from offload.cli.finetune_text import (
     FinetuneError,
     Settings,
     Windows,
@@ -32,6 +31,8 @@ from offload.finetune_text import (
     read_text,
     split_text,
 )
+from offload.cli.main import finetune, report
+from offload.cli.main import main as cli
 from offload.stats import LINKS, LinkStats, Stats
 
 CPU = torch.device("cpu")

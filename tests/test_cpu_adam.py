@@ -32,8 +32,9 @@ from kernel_arrays import (
     placed,
 )
 
-from offload import _cpu_adam, cpu_adam
-from offload.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
+from offload import _cpu_adam
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
 
 ROOT = Path(__file__).resolve().parent.parent
 

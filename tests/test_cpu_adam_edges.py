@@ -24,8 +24,9 @@ from kernel_arrays import (
     widen,
 )
 
-from offload import _cpu_adam, cpu_adam
-from offload.cpu_adam import AdamHyper, Dtype, MasterKind
+from offload import _cpu_adam
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind
 
 ROOT = Path(__file__).resolve().parent.parent
 

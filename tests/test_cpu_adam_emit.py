@@ -25,8 +25,8 @@ from kernel_arrays import (
     placed,
 )
 
-from offload import cpu_adam
-from offload.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
 
 
 @pytest.fixture(autouse=True)

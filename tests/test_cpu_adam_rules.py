@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arrays import ISAS, LENGTHS, MASTERS, Shard, Variant, automatic, gradient, widen
 
-from offload import cpu_adam
-from offload.cpu_adam import (
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import (
     AdagradHyper,
     Dtype,
     Hyper,

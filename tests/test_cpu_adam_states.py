@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_arrays import HYPER, ISAS, OFFSET, Bits, Floats, Shard, Variant, automatic, gradient
 
-from offload import cpu_adam
-from offload.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind
 
 COMPRESSED = (StateKind.BFLOAT16, StateKind.INT8)
 FIRST, SECOND = (4, True), (5, False)  # bits of exponent, signed

@@ -20,8 +20,8 @@ from kernel_arrays import (
     automatic,
 )
 
-from offload import cpu_adam
-from offload.cpu_adam import Dtype, MasterKind
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import Dtype, MasterKind
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -116,7 +116,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 def test_threads_start_at_the_first_call_that_needs_them() -> None:
     code = """
 import array, os
-from offload import cpu_adam
+from offload.kernels import cpu_adam
 def threads(): return len(os.listdir("/proc/self/task"))
 before = threads()
 cpu_adam.set_num_threads(3)
@@ -132,12 +132,12 @@ assert threads() == before + 2
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_environment_variable_forces_a_path(isa: str) -> None:
-    result = run_python("from offload import cpu_adam; print(cpu_adam.isa())", OFFLOAD_CPU_ADAM_ISA=isa)
+    result = run_python("from offload.kernels import cpu_adam; print(cpu_adam.isa())", OFFLOAD_CPU_ADAM_ISA=isa)
     assert result.stdout.strip() == isa, result.stderr
 
 
 def test_unknown_path_in_the_environment_names_the_choices() -> None:
-    code = "from offload import cpu_adam; print('imported'); cpu_adam.isa()"
+    code = "from offload.kernels import cpu_adam; print('imported'); cpu_adam.isa()"
     result = run_python(code, OFFLOAD_CPU_ADAM_ISA="sse9")
     assert "imported" in result.stdout
     assert f"ValueError: OFFLOAD_CPU_ADAM_ISA: expected one of {', '.join(ISAS)}" in result.stderr

@@ -14,8 +14,8 @@ from harness import WIDTH, assert_same_tensors, batch, everything_on_device, hos
 from torch import nn
 
 from offload import AdamW, Engine, StateError
-from offload.digests import MASTER_NUMEL
-from offload.shard import Role
+from offload.checkpoint.digests import MASTER_NUMEL
+from offload.planning.roles import Role
 
 DEPTH = 5
 PLACEMENTS = ["device", "host", "nvme"]

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import doctor, machine
-from offload.doctor import (
+from offload.cli.doctor import (
     Facts,
     Finding,
     GpuFacts,
@@ -26,6 +25,8 @@ from offload.doctor import (
     findings_text,
     gather,
 )
+from offload.cli.main import doctor
+from offload.memory import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -179,8 +180,8 @@ def test_a_collector_that_fails_does_not_hide_the_others(monkeypatch: pytest.Mon
     def fail() -> dict[str, object]:
         raise OSError("odd machine")
 
-    monkeypatch.setattr("offload.doctor._system_facts", fail)
-    monkeypatch.setattr("offload.doctor._torch_facts", fail)
+    monkeypatch.setattr("offload.cli.doctor._system_facts", fail)
+    monkeypatch.setattr("offload.cli.doctor._torch_facts", fail)
     facts = gather()
     assert facts.kernel == "" and facts.torch is None
     assert facts.memory_bytes is not None and facts.isas
@@ -320,12 +321,12 @@ sys.meta_path.insert(0, Missing())
 import offload
 
 offload.AdamW(lr=1e-3)
-for use in (lambda: offload.Engine, lambda: __import__("swap"), lambda: __import__("offload.cpu_adam")):
+for use in (lambda: offload.Engine, lambda: __import__("swap"), lambda: __import__("offload.kernels.cpu_adam")):
     try:
         use()
     except ImportError as error:
         print(error)
-from offload.cli import main
+from offload.cli.main import main
 
 sys.exit(main(["doctor"]))
 """

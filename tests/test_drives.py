@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import offload
-from offload import drives
-from offload.drives import Measured, recall, remember, store_options
+from offload.memory import drives
+from offload.memory.drives import Measured, recall, remember, store_options
 
 FAST = Measured(
     engine="threads", queue_depth=16, block_bytes=1 << 18, threads=6, read_gb_s=6.0, write_gb_s=3.0, date="2026-01-01"

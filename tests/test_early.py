@@ -17,14 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from offload import AdamW, Engine, cpu_adam
-from offload.early import MOST_CALM_STEPS, Calm, EarlyUpdates
+from offload import AdamW, Engine
 from offload.errors import ConfigError, NonFiniteError
-from offload.manager import Manager
-from offload.placement import Homes, Plan
-from offload.shard import Role, State, Unit
-from offload.stream import ALL_STATES, Chunk, stream
-from offload.tiers import Tier
+from offload.kernels import cpu_adam
+from offload.memory.tiers import Tier
+from offload.planning.placement import Homes, Plan
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.backward_updates import MOST_CALM_STEPS, Calm, EarlyUpdates
+from offload.shards.manager import Manager
+from offload.shards.shard import State
+from offload.shards.stream import ALL_STATES, Chunk, stream
 from swap import SwapError
 from swap.faults import Fault, FaultTarget
 

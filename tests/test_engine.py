@@ -35,8 +35,8 @@ from torch import nn
 
 import offload
 from offload import AdamW, Engine
-from offload.handles import GradientHandle
-from offload.loading import resolve_device
+from offload.checkpoint.loading import resolve_device
+from offload.module.handles import GradientHandle
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -1264,7 +1264,7 @@ def test_the_meter_is_closed_with_the_engine(fails: bool, monkeypatch: pytest.Mo
     gc.collect()
     before = meters()
     if fails:
-        monkeypatch.setattr(offload.hooks.Hooks, "attach", lambda *_: 1 / 0)
+        monkeypatch.setattr(offload.module.hooks.Hooks, "attach", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError) as caught:
             Engine(net(), AdamW(), **everything_on_device())
         assert caught.value is not None  # which keeps the engine

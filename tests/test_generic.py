@@ -20,8 +20,8 @@ from torch import nn
 
 import offload
 from offload import Engine
-from offload.recipe import clip_factor
-from offload.tiers import Tier
+from offload.memory.tiers import Tier
+from offload.optim.recipe import clip_factor
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -497,7 +497,7 @@ def reset_peak() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_takes_no_more_memory_than_is_planned(name: str, dtype: torch.dtype) -> None:
     """16 MiB per fp32 tensor of the one large parameter; 4 MiB for what torch and the C library keep for themselves."""
-    from offload.resident import open_resident_set, trim_heap
+    from offload.activations.rss import open_resident_set, trim_heap
 
     meter = open_resident_set()
     if meter is None or not meter.high_water_bytes():

@@ -28,9 +28,9 @@ from torch import nn
 
 import offload
 from offload import SGD, AdamW, Engine
-from offload.handles import GradientHandle
-from offload.resident import ResidentSet
-from offload.tiers import Tier
+from offload.activations.rss import ResidentSet
+from offload.memory.tiers import Tier
+from offload.module.handles import GradientHandle
 
 pytestmark = [
     pytest.mark.usefixtures("single_torch_thread"),

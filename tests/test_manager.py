@@ -21,11 +21,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offload.errors import BudgetError, StateError
-from offload.manager import Manager
-from offload.placement import Homes
-from offload.shard import Role, State, Unit
-from offload.stream import ALL_STATES, Chunk, stream
-from offload.tiers import Buffer, Tier, view_at
+from offload.memory.tiers import Buffer, Tier, view_at
+from offload.planning.placement import Homes
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.manager import Manager
+from offload.shards.shard import State
+from offload.shards.stream import ALL_STATES, Chunk, stream
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapStore
 from swap.store import StoreTicket
 

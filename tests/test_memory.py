@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import offload
-from offload.placement import Request, make_plan
-from offload.shard import Unit, lay_out
-from offload.tiers import Tier
+from offload.memory.tiers import Tier
+from offload.planning.placement import Request, make_plan
+from offload.planning.units import Unit, lay_out
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30

@@ -17,10 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import cli
-from offload import drives as known
-from offload.errors import ConfigError
-from offload.nvme_bench import (
+from offload.cli.main import main as cli
+from offload.cli.nvme_bench import (
     Figure,
     Options,
     PathReport,
@@ -36,8 +34,8 @@ from offload.nvme_bench import (
     sweep_settings,
     usable_size,
 )
-from offload.nvme_deepspeed import DEEPSPEED
-from offload.nvme_measure import (
+from offload.cli.nvme_deepspeed import DEEPSPEED
+from offload.cli.nvme_measure import (
     MIB,
     ContenderError,
     Ours,
@@ -52,8 +50,10 @@ from offload.nvme_measure import (
     plan_operations,
     size_text,
 )
-from offload.nvme_peers import Fio, fio_command, fio_installed, naive_contenders, naive_methods, read_fio
-from offload.nvme_report import report_json, report_text, wear_text, write_report
+from offload.cli.nvme_peers import Fio, fio_command, fio_installed, naive_contenders, naive_methods, read_fio
+from offload.cli.nvme_report import report_json, report_text, wear_text, write_report
+from offload.errors import ConfigError
+from offload.memory import drives as known
 from swap.aio import engines_available
 from swap.errors import SwapError, SwapFullError
 
@@ -447,9 +447,9 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
 
 
 def test_without_fio_and_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.nvme_bench.fio_installed", lambda: False)
-    monkeypatch.setattr("offload.nvme_bench.engines_available", lambda: ("threads",))
-    monkeypatch.setattr("offload.nvme_bench.uring_refusal", lambda: "EPERM (forbidden here)")
+    monkeypatch.setattr("offload.cli.nvme_bench.fio_installed", lambda: False)
+    monkeypatch.setattr("offload.cli.nvme_bench.engines_available", lambda: ("threads",))
+    monkeypatch.setattr("offload.cli.nvme_bench.uring_refusal", lambda: "EPERM (forbidden here)")
     report = run_bench(Options(paths=(tmp_path,), smoke=True), lambda *_: None)
     text = report_text(report)
     assert "fio is not installed" in text and "forbidden here" in text
@@ -530,7 +530,7 @@ def test_thin_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(arguments)
         return 0
 
-    monkeypatch.setattr("offload.cli.main", main)
+    monkeypatch.setattr("offload.cli.main.main", main)
     monkeypatch.setattr(sys, "argv", ["nvme.py", "--smoke"])
     with pytest.raises(SystemExit) as leaving:
         runpy.run_path(str(ROOT / "bench" / "nvme.py"), run_name="__main__")

@@ -28,13 +28,14 @@ from models import architecture
 from torch import nn
 
 import offload
-from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion, cpu_adam
-from offload.checkpoint import gather_states, scatter_parameters, scatter_states
-from offload.cpu_adam import StateKind
-from offload.manager import Manager
-from offload.placement import Homes, States
-from offload.recipe import StepCounts
-from offload.tiers import Tier
+from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion
+from offload.checkpoint.values import gather_states, scatter_parameters, scatter_states
+from offload.kernels import cpu_adam
+from offload.kernels.cpu_adam import StateKind
+from offload.memory.tiers import Tier
+from offload.optim.recipe import StepCounts
+from offload.planning.placement import Homes, States
+from offload.shards.manager import Manager
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 

@@ -31,10 +31,10 @@ from models import BY_NAME, CORE, MORE, Architecture, architecture
 from torch import nn
 
 import offload
-from offload import cpu_adam
-from offload.placement import Homes
-from offload.tiers import Tier
-from offload.units import find_units
+from offload.kernels import cpu_adam
+from offload.memory.tiers import Tier
+from offload.planning.partition import find_units
+from offload.planning.placement import Homes
 
 STEPS = 20
 TORCH_ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
@@ -384,7 +384,7 @@ import torch
 torch.set_num_threads(1)
 from torch import nn
 import offload
-from offload import cpu_adam
+from offload.kernels import cpu_adam
 digest = hashlib.sha256()
 for dtype in (torch.float32, torch.bfloat16):
     torch.manual_seed(0)

@@ -18,12 +18,13 @@ from torch import nn
 
 from offload import AdamW, Engine
 from offload.errors import StateError
-from offload.manager import Manager
-from offload.pending import PendingUpdates
-from offload.placement import STAGING_SLOTS, Homes
-from offload.shard import Role, State
-from offload.stream import ALL_STATES, Chunk, stream
-from offload.tiers import Tier
+from offload.memory.tiers import Tier
+from offload.planning.placement import STAGING_SLOTS, Homes
+from offload.planning.roles import Role
+from offload.shards.forward_updates import PendingUpdates
+from offload.shards.manager import Manager
+from offload.shards.shard import State
+from offload.shards.stream import ALL_STATES, Chunk, stream
 from swap import SwapError
 
 CHUNK = 4096

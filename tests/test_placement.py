@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError, ConfigError
-from offload.kernels_ranges import StateKind
-from offload.placement import (
+from offload.kernels.ranges import StateKind
+from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+from offload.planning.placement import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,
     MOMENTS,
@@ -30,8 +31,8 @@ from offload.placement import (
     make_plan,
     role_bytes,
 )
-from offload.shard import PAD_NUMEL, Role, Unit, lay_out
-from offload.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+from offload.planning.roles import Role
+from offload.planning.units import PAD_NUMEL, Unit, lay_out
 
 PAGE = BUFFER_ALIGNMENT_BYTES
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.errors import ConfigError
-from offload.placement import MOMENTS
-from offload.probe import own_class, plain_torch
-from offload.rules import rule_of
+from offload.optim.probe import own_class, plain_torch
+from offload.optim.rules import rule_of
+from offload.planning.placement import MOMENTS
 
 
 def parameters(*shapes: Sequence[int]) -> list[nn.Parameter]:

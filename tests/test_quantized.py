@@ -294,7 +294,7 @@ def test_scales_are_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -
     """And are brought back: seen at the calls, for there is no other device here."""
     from bitsandbytes.functional import QuantState
 
-    from offload.quantized import FourBitModules
+    from offload.module.quantized import FourBitModules
 
     model = net().to("cpu")
     moves: list[torch.device] = []

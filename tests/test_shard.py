@@ -10,27 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload import shard as module
 from offload.errors import InternalError
-from offload.shard import (
+from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Buffer, Tier
+from offload.planning.roles import Role
+from offload.planning.units import PAD_NUMEL, SLOT_ALIGN_NUMEL, Unit, aligned_numel, lay_out
+from offload.shards import shard as module
+from offload.shards.shard import (
     HAS_VALID_HOME,
     HAS_WORKING_COPY,
     IN_FLIGHT,
-    PAD_NUMEL,
     SETTLED,
-    SLOT_ALIGN_NUMEL,
     TRANSITIONS,
     Event,
-    Role,
     Shard,
     State,
-    Unit,
     advance,
-    aligned_numel,
     check,
-    lay_out,
 )
-from offload.tiers import BUFFER_ALIGNMENT_BYTES, Buffer, Tier
 
 UNIT = Unit(0, "blocks.0", "bfloat16", 2, True, PAD_NUMEL, ())
 BUFFER = Buffer(Tier.DEVICE, 4096, 0, PAD_NUMEL * 2)

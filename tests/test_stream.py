@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import StateError
-from offload.kernels_ranges import StateKind
-from offload.manager import Manager
-from offload.placement import Homes, States
-from offload.shard import Role, State, Unit
-from offload.stream import ALL_STATES, Chunk, stream
-from offload.tiers import Tier
+from offload.kernels.ranges import StateKind
+from offload.memory.tiers import Tier
+from offload.planning.placement import Homes, States
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.manager import Manager
+from offload.shards.shard import State
+from offload.shards.stream import ALL_STATES, Chunk, stream
 from swap import SwapError
 
 CHUNK = 4096

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from offload import machine
 from offload.config import Share
 from offload.errors import BudgetError
-from offload.tiers import (
+from offload.memory import machine
+from offload.memory.tiers import (
     BUFFER_ALIGNMENT_BYTES,
     DEVICE_HEADROOM,
     HOST_HEADROOM,

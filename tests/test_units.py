@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.shard import SLOT_ALIGN_NUMEL
-from offload.units import UnitTree, dtype_name, find_units, model_bytes
+from offload.planning.partition import UnitTree, dtype_name, find_units, model_bytes
+from offload.planning.units import SLOT_ALIGN_NUMEL
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-// Python face of the kernels: addresses are integers, checked in offload/cpu_adam.py. Every call releases the
+// Python face of the kernels: addresses are integers, checked in offload/kernels/cpu_adam.py. Every call releases the
 // GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -35,7 +35,7 @@ int checked(int value, int count, const char* name) {
     if (value < 0 || value >= count) {
         throw std::invalid_argument(std::string(name) + ": expected 0 to " + std::to_string(count - 1) +
                                     " but got " + std::to_string(value) +
-                                    "; use offload.cpu_adam, which names the values");
+                                    "; use offload.kernels.cpu_adam, which names the values");
     }
     return value;
 }
@@ -314,7 +314,7 @@ std::int64_t count_split_failures(std::uint64_t first, std::uint64_t last) {
 PYBIND11_MODULE(_cpu_adam, m) {
     using namespace offload::cpu_adam;
     using Release = py::call_guard<py::gil_scoped_release>;
-    m.doc() = "CPU optimizer kernels on raw addresses; use offload.cpu_adam, which checks its arguments.";
+    m.doc() = "CPU optimizer kernels on raw addresses; use offload.kernels.cpu_adam, which checks its arguments.";
     m.def("step", &step, py::kw_only(), py::arg("rule"), py::arg("state_kind"), py::arg("mode"),
           py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"), py::arg("pending"), py::arg("param"),
           py::arg("master"), py::arg("master_kind"), py::arg("state0"), py::arg("state1"), py::arg("units"),

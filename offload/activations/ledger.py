@@ -1,0 +1,316 @@
+"""What activations and temporaries take of the device budget: as booked, and as measured.
+
+Booked is what autograd keeps, from the moment it is saved until it is freed. Where the device is the CPU, the resident
+set is measured, too: temporaries inside operations, what the loss needs outside the module, and holes that the
+allocator leaves are memory as well. The working region of parameters gives way to both: the first micro-batch runs with
+the smallest region that works, later ones with what the measured peak has left over.
+
+Owns the ledger of saved tensors and the comparison; resizes the region through :class:`Elastic`. Knows no units and no
+modules. Next: :mod:`offload.module.hooks` tells what is saved, and when a moment is safe to move parameters.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+from typing import Protocol
+
+import torch
+
+from offload.activations.rss import ResidentSet, trim_heap
+from offload.config import format_bytes
+from offload.errors import BudgetError, StateError
+from offload.memory.tiers import Budget
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE_BYTES = 64 << 20  # of the measured peak over the budget: Python's own objects, imports, the allocator
+MARGIN_BYTES = 16 << 20  # kept free beside the highest measured peak
+MARGIN_SHARE = 1 / 16
+PASSES_REMEMBERED = 64  # whose highest peak the region leaves room for
+LEAST_GROWTH_SHARE = 1 / 8  # of the region: less is not worth a change
+HOLES_FACTOR = 1.3  # what the allocator may make of a peak when holes are left to it, which is faster
+WORTH_SAMPLING_BYTES = 256 << 10
+WORTH_TRIMMING_BYTES = 16 << 20
+LOOK_EVERY_S = 1e-3  # compute allocates a few MiB at most in between
+
+
+class Elastic(Protocol):
+    """The working region: memory of the device that parameters can do without."""
+
+    def shrink(self, by_bytes: int) -> int:
+        """Give memory and its reservation back, `by_bytes` or as much as can be spared; returns how much."""
+
+    def grow(self, by_bytes: int) -> int:
+        """Take memory and its reservation, at most `by_bytes`; returns how much."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Present size of the region."""
+
+    @property
+    def smallest_arena_bytes(self) -> int:
+        """Device memory that the parameters need at least, were they placed for it."""
+
+
+class SavedActivation:
+    """A tensor kept for backward, charged to the device budget as long as it is kept.
+
+    It is kept detached: an operator's output knows the operator, which keeps this, and nobody could break that cycle.
+    With hooks in place torch does not look whether a tensor was changed in place after it was saved, so this does.
+    """
+
+    __slots__ = ("_freed", "_key", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, activations: Activations | None) -> None:
+        """Keep `tensor`.
+
+        Args:
+            tensor: what is saved.
+            activations: ledger to charge it to; None for a tensor that is not of the engine's device.
+        """
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._version = tensor._version
+        self._freed: collections.deque[int] | None = None
+        if activations is not None:
+            self._key = activations.charge(tensor)
+            self._freed = activations.freed
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor.
+
+        Raises:
+            StateError: it was changed in place since.
+        """
+        if self._tensor._version != self._version:
+            raise StateError(
+                f"backward: a tensor of shape {tuple(self._tensor.shape)} that its gradient needs was changed in place "
+                "after the forward had used it, so the gradient would be wrong; clone it before the change "
+                "(torch.autograd.set_detect_anomaly names the operation)"
+            )
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._freed is not None:
+            self._freed.append(self._key)
+
+
+class Activations:
+    """Ledger and measurement of one engine's activations.
+
+    A tensor may be freed anywhere, also by garbage collection inside the budget's own lock: it only leaves its key in
+    `freed`, and the charge is given back at the next :meth:`settle`. A tensor may be saved in the middle of an
+    operation whose parameters must not move: a charge that does not fit is owed until the next :meth:`balance`.
+
+    Args:
+        budget: of the device.
+        region: what gives way.
+        meter: measures the resident set; None where activations do not live in it (a GPU), or it cannot be read.
+        beside_bytes: of the host budget, outside its arena: what updates inside a forward take is resident, too. While
+            they take less, the measurement lets the device have it; the two budgets together are kept.
+    """
+
+    def __init__(self, budget: Budget, region: Elastic, meter: ResidentSet | None, *, beside_bytes: int = 0) -> None:
+        self.freed: collections.deque[int] = collections.deque()
+        self._budget = budget
+        self._region = region
+        self._meter = meter
+        self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
+        self._booked_bytes = 0
+        self._owed_bytes = 0
+        self._peak_bytes = 0  # measured, in this pass
+        self._calm_bytes = 0  # the same, at the moments when nothing was under way
+        self._spikes: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)  # peaks above that
+        self._peaks: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)
+        self._tight: bool | None = None  # holes in the heap are given back before they add up; None: so far
+        self._trimmed_bytes = 0  # what was resident after the last trim in this pass
+        self._next_look_s = 0.0
+        self._open = False  # a forward has begun whose end has not been looked at
+        self._floor_bytes = 0  # what is resident beside the region when nothing is kept
+        self._high_water_bytes = 0
+        if meter is not None:
+            trim_heap()  # what loading the model has left behind
+            self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes
+            self._high_water_bytes = meter.high_water_bytes()
+
+    def close(self) -> None:
+        """Close the meter: nothing is measured any more. Idempotent."""
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
+
+    # --- as booked --------------------------------------------------------------------------------------------------
+
+    def charge(self, tensor: torch.Tensor) -> int:
+        """Charge a tensor's storage, once however many tensors view it; returns the key for the refund."""
+        if self.freed:
+            self.settle()
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr()
+        held = self._held.get(key)
+        if held is not None:
+            held[0] += 1
+            return key
+        size_bytes = storage.nbytes()
+        self._held[key] = [1, size_bytes]
+        if self._owed_bytes or size_bytes > self._budget.free_bytes:
+            self._owed_bytes += size_bytes
+        else:
+            self._budget.reserve("activations", size_bytes)
+            self._booked_bytes += size_bytes
+        if size_bytes >= WORTH_SAMPLING_BYTES:
+            self.sample()
+        return key
+
+    def settle(self) -> None:
+        """Give back the charges of tensors that are gone."""
+        freed, held_of, given_bytes = self.freed, self._held, 0
+        while freed:
+            key = freed.popleft()
+            held = held_of[key]
+            if held[0] > 1:
+                held[0] -= 1
+                continue
+            del held_of[key]
+            owed = min(held[1], self._owed_bytes)
+            self._owed_bytes -= owed
+            given_bytes += held[1] - owed
+        if given_bytes:
+            self._booked_bytes -= given_bytes
+            self._budget.release("activations", given_bytes)
+
+    # --- as measured ------------------------------------------------------------------------------------------------
+
+    @property
+    def room_bytes(self) -> int:
+        """What the device budget leaves for activations beside the arena, as it is now."""
+        return self._budget.free_bytes + self._booked_bytes
+
+    def sample(self) -> int:
+        """Note what is resident now; returns the bytes by which it exceeds the room."""
+        if self._meter is None:
+            return 0
+        used_bytes = self._used(self._meter.now_bytes())
+        if used_bytes > self._peak_bytes:
+            self._peak_bytes = used_bytes
+        return used_bytes - self.room_bytes
+
+    def balance(self) -> None:
+        """Let the working region give way to what is owed, and to what is measured. No operation may be under way.
+
+        Raises:
+            BudgetError: what autograd keeps does not fit beside the smallest region.
+        """
+        if self.freed:
+            self.settle()
+        if self._owed_bytes:
+            missing = self._owed_bytes - self._budget.free_bytes
+            if missing > 0:
+                self._shrink(missing)
+            owed, self._owed_bytes = self._owed_bytes, 0
+            try:
+                self._budget.reserve("activations", owed)
+            except BudgetError:
+                self._owed_bytes = owed
+                raise
+            self._booked_bytes += owed
+        now_s = time.perf_counter()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_EVERY_S
+        excess = self.sample()
+        if excess > 0:
+            excess -= self._shrink(excess)
+        used = excess + self.room_bytes
+        self._calm_bytes = max(self._calm_bytes, used)
+        if self._tight is not None:  # a spike must still fit; in the first pass, nobody knows how high it will be
+            excess += max(self._spikes, default=0) if self._tight else 0
+        if (excess > 0 or self._tight is None) and self._meter is not None:
+            if used - max(self._booked_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
+                trim_heap()
+                self._trimmed_bytes = self._used(self._meter.now_bytes())
+
+    def open_pass(self) -> None:
+        """Note that a forward begins. What has been resident before it is no concern of the engine."""
+        self.settle()
+        if self._meter is not None and not self._held:
+            if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
+                trim_heap()
+            self._high_water_bytes = self._meter.high_water_bytes()
+            self._peak_bytes, self._calm_bytes, self._trimmed_bytes, self._open = 0, 0, 0, True
+
+    def abandon_pass(self) -> None:
+        """Note that a micro-batch has failed: what it took says nothing of those that will not."""
+        self._open = False
+
+    def close_pass(self) -> None:
+        """Note that a micro-batch has ended, if nothing is kept of it: adapt the region to what it has needed.
+
+        Raises:
+            BudgetError: it needed more than the device budget leaves beside the smallest region.
+        """
+        self.settle()
+        if self._meter is None or self._held or not self._open:
+            return
+        self._open = False
+        self.sample()
+        self._note_high_water()
+        peak = self._peak_bytes
+        if peak > self.room_bytes:
+            trim_heap()
+            grown = self._used(self._meter.now_bytes())
+            if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
+                self._floor_bytes += grown
+                peak -= grown
+        self._spikes.append(max(0, peak - self._calm_bytes))
+        excess = peak - self.room_bytes
+        if excess > 0:
+            excess -= self._shrink(excess)
+        if excess > TOLERANCE_BYTES:
+            raise BudgetError(self._refusal(peak))
+        if self._tight is None:
+            self._tight = peak * HOLES_FACTOR + MARGIN_BYTES > self.room_bytes
+            if not self._tight:
+                return  # the next pass tells what it takes with holes
+        self._tight = self._tight or excess > 0
+        self._peaks.append(peak)
+        spare = self.room_bytes - _with_margin(max(self._peaks))
+        if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
+            self._region.grow(spare)
+
+    def _used(self, resident_bytes: int) -> int:
+        return resident_bytes - self._floor_bytes - self._region.size_bytes
+
+    def _note_high_water(self) -> None:
+        """Take what the kernel saw between two samples, where it was the process's highest ever."""
+        if self._meter is not None:
+            high_water = self._meter.high_water_bytes()
+            if high_water > self._high_water_bytes:
+                self._high_water_bytes = high_water
+                self._peak_bytes = max(self._peak_bytes, self._used(high_water))
+
+    def _shrink(self, by_bytes: int) -> int:
+        self._note_high_water()  # what was seen so far belongs to the region so far
+        given = self._region.shrink(by_bytes)
+        if given:
+            logger.debug("working region: gave %s to activations", format_bytes(given))
+        return given
+
+    def _refusal(self, peak_bytes: int) -> str:
+        arena_bytes = self._budget.limit_bytes - self.room_bytes
+        wanted_bytes = _with_margin(peak_bytes)
+        need_bytes = wanted_bytes + self._region.smallest_arena_bytes
+        if need_bytes <= self._budget.limit_bytes:
+            remedy = f"set activation_memory to {format_bytes(wanted_bytes)}, so that parameters leave the device"
+        else:
+            remedy = f'raise max_memory["device"] to {format_bytes(need_bytes)}'
+        return (
+            f"device budget: a micro-batch took {format_bytes(peak_bytes)} of activations and temporaries as measured "
+            f"but {format_bytes(self.room_bytes)} are left beside {format_bytes(arena_bytes)} of parameters; {remedy}, "
+            "use gradient checkpointing, or take smaller micro-batches"
+        )
+
+
+def _with_margin(peak_bytes: int) -> int:
+    return peak_bytes + max(MARGIN_BYTES, int(peak_bytes * MARGIN_SHARE))

@@ -1,0 +1,73 @@
+"""How much memory this process really occupies, as the kernel counts it.
+
+Owns the reading of the resident set and giving the allocator's empty pages back. Knows nothing of budgets: see
+:mod:`offload.activations.ledger`, which compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+from pathlib import Path
+
+_HIGH_WATER = re.compile(rb"^VmHWM:\s+(\d+) kB", re.MULTILINE)
+
+
+class ResidentSet:
+    """Anonymous resident memory of this process: tensors and arenas, but neither code nor mapped files.
+
+    Raises:
+        OSError: the system does not tell (no ``/proc``).
+    """
+
+    def __init__(self) -> None:
+        self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+        self._most_shared = 0  # pages
+
+    def _pages(self) -> tuple[int, int]:
+        _, resident, shared, _ = os.pread(self._statm, 128, 0).split(b" ", 3)  # 2 microseconds
+        pages = int(resident), int(shared)
+        self._most_shared = max(self._most_shared, pages[1])
+        return pages
+
+    def now_bytes(self) -> int:
+        """Return the bytes that are resident now."""
+        resident, shared = self._pages()
+        return (resident - shared) * self._page_bytes
+
+    def high_water_bytes(self) -> int:
+        """Return the most that has been resident at once, as far as the kernel has noted it; 0 where it does not.
+
+        The kernel counts mapped files, too, and may take their pages away at any time: of them as many are left out as
+        were ever seen, so that this rises only with what the kernel has noted.
+        """
+        match = _HIGH_WATER.search(Path("/proc/self/status").read_bytes())
+        self._pages()
+        return int(match[1]) * 1024 - self._most_shared * self._page_bytes if match else 0
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._statm >= 0:
+            os.close(self._statm)
+            self._statm = -1
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()
+
+
+def open_resident_set() -> ResidentSet | None:
+    """Return a meter, None where the system has none."""
+    with contextlib.suppress(OSError):
+        return ResidentSet()
+    return None
+
+
+def trim_heap() -> None:
+    """Give pages back that the C library keeps though nothing is left in them."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc
+        trim(0)

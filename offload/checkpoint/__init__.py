@@ -1,0 +1,1 @@
+"""Tensors by name, in and out of the tiers."""

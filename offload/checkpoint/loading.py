@@ -1,0 +1,234 @@
+"""Sets an engine up: opens the tiers, and moves the module's parameters into them; and back again.
+
+Owns what happens once, at the beginning and at the end: memory and initial values for what is on the meta device, and
+each unit's way home and out. Next: :mod:`offload.engine`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint import values as checkpoint
+from offload.config import Config
+from offload.errors import ConfigError
+from offload.memory import drives
+from offload.memory.tiers import Budget, Tier
+from offload.module.hooks import Hooks
+from offload.module.quantized import FourBitModules
+from offload.planning.partition import UnitTree
+from offload.planning.placement import Plan
+from offload.shards.manager import Manager
+from offload.stats import Counters
+from swap import SwapStore
+
+SWAP_ALIGNMENT = 4096
+
+
+def resolve_device(name: str | torch.device | None) -> torch.device:
+    """Return the compute device, of None the best there is; one of CUDA with its index, as tensors have it.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
+    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(
+            f"device: expected 'cuda' with an index below {count} but got {name!r}; torch sees {count} CUDA devices"
+        )
+    return torch.device("cuda", index)
+
+
+def free_bytes(paths: tuple[Path, ...]) -> int | None:
+    """Return the free bytes at the NVMe paths together, None without paths; missing ones are the store's to report."""
+    if not paths:
+        return None
+    return sum(shutil.disk_usage(path).free for path in paths if path.exists())
+
+
+def open_tiers(
+    plan: Plan, config: Config, device: torch.device, budgets: dict[Tier, Budget], hooks: Hooks, counters: Counters
+) -> Manager:
+    """Take the memory that the plan wants, on the drive too.
+
+    Raises:
+        ConfigError: the drive wants transfers that are aligned more coarsely than this version can do.
+        swap.SwapError: an NVMe path is missing, not writable, or full.
+    """
+    store = None
+    deadline_s = config.io_deadline_s
+    if plan.arena_bytes[Tier.NVME]:
+        paths = config.paths()
+        store = SwapStore(paths, plan.arena_bytes[Tier.NVME], deadline_s=deadline_s, **drives.store_options(paths))
+    try:
+        if store is not None and store.alignment > SWAP_ALIGNMENT:
+            raise ConfigError(
+                f"nvme_path: the file system wants transfers aligned to {store.alignment} bytes, more than the "
+                f"{SWAP_ALIGNMENT} this version can do; use another file system"
+            )
+        return Manager(plan, device, budgets, store, hooks, counters, deadline_s=deadline_s, prefetch=config.prefetch)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+class Loader:
+    """Moves a module's parameters to their homes; can be undone."""
+
+    def __init__(self, module: nn.Module, tree: UnitTree, hooks: Hooks, initialise: Any) -> None:
+        """Prepare.
+
+        Args:
+            module: the model.
+            tree: its units.
+            hooks: what binds its parameters.
+            initialise: callable that gives a module's meta parameters their values; None for the model's own way.
+        """
+        self._module = module
+        self._tree = tree
+        self._hooks = hooks
+        self._initialise = initialise
+        self._loaded: list[int] = []
+        self._devices = [
+            [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
+            for members in tree.parameters
+        ]
+        self._four_bit = FourBitModules(module, hooks)
+        self._buffers: list[tuple[nn.Module, str, torch.device]] = []  # that have been moved, with where they were
+
+    def load(self, manager: Manager) -> None:
+        """Move the parameters to their homes unit by unit; each unit's original memory is freed at once.
+
+        Raises:
+            ConfigError: something is on the meta device and gets no values.
+        """
+        meta_buffers = self._materialise_buffers()
+        for unit in self._tree.units:
+            members = self._tree.parameters[unit.index]
+            if any(parameter.is_meta for parameter in members):
+                self._materialise(unit.index)
+            values = {(unit.index, slot): parameter.data for slot, parameter in enumerate(members)}
+            checkpoint.scatter_parameters(manager, values)
+            del values
+            if unit.index not in manager.working:
+                self._hooks.unbind(unit)
+            self._loaded.append(unit.index)
+        for name, buffer in meta_buffers.items():
+            _check_initialised(name, buffer)
+
+    def unload(self, manager: Manager) -> dict[int, list[torch.Tensor]]:
+        """Return ordinary tensors in host memory with the units' parameters; the manager is only to be closed then.
+
+        States and gradients give way first, then each unit for its own tensors: the peak is what the tiers hold anyway,
+        or the parameters and one unit.
+        """
+        manager.finish_updates()
+        manager.drop_training_state()
+        unloaded: dict[int, list[torch.Tensor]] = {}
+        for index in self._loaded:
+            slots = range(len(self._tree.units[index].slots))
+            values = checkpoint.gather_parameters(manager, {(index, slot) for slot in slots})
+            unloaded[index] = [values[index, slot] for slot in slots]
+            manager.drop_parameters(index)
+        return unloaded
+
+    def give_back(self, unloaded: dict[int, list[torch.Tensor]]) -> None:
+        """Give parameters these tensors, and buffers their content, on the devices where they were before."""
+        self._four_bit.detach()
+        for index, tensors in unloaded.items():
+            places = zip(tensors, self._devices[index], strict=True)
+            self._hooks.replace(self._tree.units[index], [tensor.to(device) for tensor, device in places])
+        for index in self._loaded:
+            if index not in unloaded:
+                self._hooks.abandon(index)
+        for part, name, device in self._buffers:
+            buffer = part._buffers.get(name)
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move the buffers of all modules to the device, where compute wants them, and what is like them."""
+        self._four_bit.attach(device)
+        for part in self._module.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                if buffer.device != device and not buffer.is_meta:
+                    self._buffers.append((part, name, buffer.device))
+                    part._buffers[name] = buffer.to(device)
+
+    def _materialise_buffers(self) -> dict[str, torch.Tensor]:
+        """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""
+        made: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for path, module in self._module.named_modules():
+                own = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+                for name, buffer in own.items():
+                    module._buffers[name] = made[f"{path}.{name}" if path else name] = _poisoned(buffer)
+                if own and not any(p is not None for p in module._parameters.values()):
+                    self._initialiser(module, path)(module)
+        return made
+
+    def _materialise(self, index: int) -> None:
+        """Give a unit's meta parameters memory and their initial values."""
+        members = self._tree.parameters[index]
+        owned = {id(parameter) for parameter in members}
+        with torch.no_grad():
+            for parameter in members:
+                if parameter.is_meta:
+                    torch.utils.swap_tensors(parameter, nn.Parameter(_poisoned(parameter), parameter.requires_grad))
+            for module, path in self._tree.module_names.items():
+                if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
+                    self._initialiser(module, path)(module)
+            for slot, parameter in zip(self._tree.units[index].slots, members, strict=True):
+                _check_initialised(slot.name, parameter)
+
+    def _initialiser(self, module: nn.Module, path: str) -> Callable[[nn.Module], object]:
+        own = self._initialise or getattr(self._module, "_init_weights", None)
+        if own is not None:
+            return own  # type: ignore[no-any-return]
+        if hasattr(module, "reset_parameters"):
+            return lambda m: m.reset_parameters()  # type: ignore[operator]
+        raise ConfigError(
+            f"module {path or type(module).__name__}: its parameters or buffers are on the meta device and it has no "
+            "reset_parameters; pass init_weights=callable"
+        )
+
+
+def _poison(dtype: torch.dtype) -> float | int | None:
+    """Return the value that marks memory nobody has written yet; None where every value is an ordinary one."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return None if dtype in (torch.bool, torch.uint8) else torch.iinfo(dtype).min
+
+
+def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return CPU memory for a meta tensor, full of :func:`_poison`."""
+    return torch.full(tensor.shape, _poison(tensor.dtype) or 0, dtype=tensor.dtype, device="cpu")
+
+
+def _check_initialised(name: str, tensor: torch.Tensor) -> None:
+    poison = _poison(tensor.dtype)
+    if poison is None:
+        return
+    if (tensor.isnan() if tensor.is_floating_point() else tensor == poison).any():
+        raise ConfigError(
+            f"{name}: it was on the meta device, and initialising its module left it without values; pass "
+            "init_weights=callable"
+        )

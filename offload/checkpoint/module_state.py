@@ -1,0 +1,375 @@
+"""The module's own tensors by name: its state dict with real content, loading, and parameters gathered for a while.
+
+Owns the hooks that make ``module.state_dict()`` return real tensors, and every way in which users change parameters.
+Where the bytes are is :mod:`offload.checkpoint.values`'s business. Next: :mod:`offload.engine`, which offers this to
+users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.checkpoint import values as checkpoint
+from offload.errors import ConfigError, StateError
+from offload.memory.tiers import Tier
+from offload.module.hooks import Hooks
+from offload.module.load import ModuleLoad
+from offload.module.refusals import unreadable
+from offload.planning.partition import UnitTree
+from offload.planning.roles import Role
+from offload.planning.units import Where
+from offload.shards.manager import Manager
+
+SWAP_NUMEL = 1 << 20  # elements that change places at once
+
+
+class ModuleTensors:
+    """Tensors of one engine's module. See the module's text."""
+
+    def __init__(self, module: nn.Module, tree: UnitTree, hooks: Hooks, manager: Callable[[], Manager]) -> None:
+        """Prepare; :meth:`attach` registers the hooks.
+
+        Args:
+            module: the model.
+            tree: its units.
+            hooks: knows where each parameter is.
+            manager: returns the owner of the shards, or raises where it is not to be used any more.
+        """
+        self._module = module
+        self._tree = tree
+        self._hooks = hooks
+        self._manager = manager
+        self._handles: list[RemovableHandle] = []
+        self._gathered: Counter[Where] = Counter()  # by blocks that are under way
+        self._loads = ModuleLoad(tree.leases, lambda values: self._write(values))
+
+    def attach(self) -> None:
+        """Let ``module.state_dict()`` return real tensors, and ``module.load_state_dict()`` write them home."""
+        self._loads.attach()
+        outermost: list[tuple[nn.Module, str, bool]] = []  # where state_dict() was called
+
+        def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if outermost and not (prefix.startswith(outermost[0][1]) and prefix != outermost[0][1]):
+                outermost.clear()  # an earlier call was broken off by an exception
+            if not outermost:
+                outermost.append((module, prefix, keep_vars))
+
+        def fill(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+            if outermost and outermost[0][:2] == (module, prefix):
+                _, _, keep_vars = outermost.pop()
+                if not keep_vars:  # else the values are the parameters themselves
+                    self._fill(module, state, prefix)
+
+        for module in self._tree.leases:
+            self._handles.append(module.register_state_dict_pre_hook(begin))
+            self._handles.append(module.register_state_dict_post_hook(fill))
+
+    def detach(self) -> None:
+        """Remove the hooks. Idempotent."""
+        self._loads.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's state dict; see ``Engine.state_dict``."""
+        self._manager()
+        state = dict(self._module.state_dict())
+        self._hooks.forget_copies()  # these are said to be copies
+        return state
+
+    def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+        """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
+        self._manager()
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(
+                f"state dict: expected a mapping of names to tensors but got a value of type "
+                f"{type(state_dict).__name__}; load what state_dict() returned"
+            )
+        own = self._by_name()
+        missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys(), key=str)
+        if strict and (missing or unexpected):
+            raise ConfigError(
+                f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
+            )
+        values = {}
+        buffers = []
+        for name, value in state_dict.items():
+            tensor = own.get(name)
+            if tensor is None:
+                continue
+            where = self._hooks.slot_of(tensor)
+            if where is not None:
+                values[where] = value
+                continue
+            if unreadable(tensor) is None or not isinstance(value, torch.Tensor):
+                checkpoint.refuse_unreadable(value, name, "a tensor", into=tensor.dtype)
+            if tuple(tensor.shape) != tuple(value.shape):
+                raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
+            buffers.append((tensor, value))
+        self._write(values)  # first, for it may refuse
+        with torch.no_grad():
+            for tensor, value in buffers:
+                tensor.copy_(value)
+
+    def apply(self, function: Callable[[str, nn.Parameter], object], params: Any) -> None:
+        """Call ``function(name, parameter)`` unit by unit; see ``Engine.apply``."""
+        units: dict[int, list[Where]] = {}
+        for where in self._places(params):
+            units.setdefault(where[0], []).append(where)
+        for index, places in units.items():
+            slots, parameters = self._tree.units[index].slots, self._tree.parameters[index]
+            with self.gather([parameters[slot] for _, slot in places], modify=True), torch.no_grad():
+                for _, slot in places:
+                    function(slots[slot].name, parameters[slot])
+
+    def assign(self, where: Where, value: torch.Tensor) -> None:
+        """Let a parameter's content be that of a tensor of its shape and dtype."""
+        self._write({where: value})
+
+    def load_one(self, where: Where, value: Any) -> bool:
+        """Note a value that ``module.load_state_dict()`` copies; False where none is under way."""
+        return self._loads.take(where, value)
+
+    def take_over(self, index: int) -> None:
+        """Let what was changed in place in a unit that is on the device be its content.
+
+        Its home still has what was there before, and tells which elements have changed: only their masters change.
+        """
+        manager, unit = self._manager(), self._tree.units[index]
+        manager.finish_updates()
+        shard = manager.copies.of(index, Role.PARAM)
+        with torch._C.DisableTorchFunctionSubclass():
+            values = {
+                (index, slot): self._tree.parameters[index][slot].detach().to("cpu", copy=True)
+                for slot in self._hooks.changes(unit)
+            }
+        away = shard.home is not Tier.DEVICE
+        if away:
+            manager.working.read_again(shard, manager.deadline_s)
+        self._hooks.accept_changes(unit)
+        checkpoint.scatter_parameters(manager, values, keep_masters=away)
+
+    def _write(self, values: Mapping[Where, torch.Tensor]) -> None:
+        self._hooks.forget_copies()  # who has written to them meant this
+        self._hooks.settle_changes()
+        checkpoint.scatter_parameters(self._manager(), values)
+
+    @contextlib.contextmanager
+    def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
+        """Give parameters real data on the device inside the ``with`` block; see ``Engine.gather``."""
+        manager = self._manager()
+        places = self._places(params)
+        self._hooks.settle_changes()
+        manager.finish_updates()  # what is changed must not be on its way home
+        indices = dict.fromkeys(index for index, _ in places)
+        if modify:
+            manager.refuse_leased(self._tree.units[index] for index in indices)
+        taken: list[int] = []
+        resets = manager.resets
+        stale: set[Where] = set()
+        values = {}
+        refused: list[Where] = []  # changed, but not to be modified
+        left: list[Where] = []  # of these, what is not undone yet
+        whole = False
+        try:
+            for index in indices:
+                self._hooks.acquire(index)
+                taken.append(index)
+            stale = self._refuse_changes(places)
+            seen = {
+                (index, slot): _Seen(parameter, keep=modify)
+                for index in indices
+                for slot, parameter in enumerate(self._tree.parameters[index])
+                if (index, slot) in places or not self._gathered[index, slot]
+            }
+            mine = [where for where in seen if modify and where in places]
+            self._gathered.update(places.keys())
+            try:
+                with self._hooks.watch():
+                    yield
+                whole = True
+            finally:
+                self._gathered.subtract(places.keys())
+                rebound = [where for where in mine if not seen[where].take_back()]
+                changed = [where for where in mine if where in stale or seen[where].changed()]
+                values = {where: seen[where].take_out() for where in changed}  # all is as it was, whatever happens next
+                refused = [where for where, one in seen.items() if where not in mine and one.refuse()]
+                left = [where for where in refused if not modify and seen[where].written()]
+                seen.clear()  # a view of a unit keeps it where it is
+                for index in {index for index, _ in (*changed, *refused)}:
+                    self._hooks.accept_changes(self._tree.units[index])
+            if rebound:
+                whole = False
+                parameter = places[rebound[0]]
+                raise StateError(
+                    f"gather: {self._name(rebound[0])} was replaced by a tensor of another shape, dtype or device than "
+                    f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
+                )
+        finally:
+            for index in taken:  # an error in between may have returned all leases
+                self._hooks.release(index, leased=manager.resets == resets)
+            for index in {index for index, _ in left}:
+                manager.discard_working_copy(index)
+            self._mark_changed(where for where in left if where[0] in manager.working)
+            if not whole:
+                self._mark_changed(where for where in values if where in stale)
+        if values:
+            checkpoint.scatter_parameters(manager, values, keep_masters=not stale)
+        for where in sorted(refused, key=lambda where: where not in places):
+            if where in places:
+                raise StateError(f"gather: {self._name(where)} was changed; pass modify=True to keep changes")
+            raise StateError(
+                f"gather: {self._name(where)} was changed but not gathered, and the change would be lost; gather it "
+                "too, with modify=True"
+            )
+
+    def _places(self, params: object) -> dict[Where, nn.Parameter]:
+        """Return the parameters that are to be gathered by their place."""
+        expected = "gather: expected a parameter, several, or a module but got"
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, torch.Tensor):
+            params = [params]
+        elif not isinstance(params, Iterable):
+            raise ConfigError(f"{expected} a value of type {type(params).__name__}; pass some of the model's own")
+        places = {}
+        for parameter in params:
+            if not isinstance(parameter, torch.Tensor):
+                got = f"a value of type {type(parameter).__name__} in a {type(params).__name__}"
+                raise ConfigError(f"{expected} {got}; pass some of the model's own")
+            where = self._hooks.slot_of(parameter)
+            if where is None:
+                raise StateError(
+                    f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
+                )
+            places[where] = self._tree.parameters[where[0]][where[1]]
+        return places
+
+    def _refuse_changes(self, places: Mapping[Where, nn.Parameter]) -> set[Where]:
+        """Refuse changes from before in the units of `places`; returns the places that have them, or may."""
+        stale: set[Where] = set()
+        for index in {index for index, _ in places}:
+            unit = self._tree.units[index]
+            if any(self._gathered[index, slot] for slot in range(len(unit.slots))):
+                continue  # they may be from the block around this one, which looks for itself
+            name = self._hooks.changed(unit)
+            if name is None:
+                continue
+            first = [slot.name for slot in unit.slots].index(name)
+            if (index, first) not in places:
+                raise StateError(
+                    f"parameter {name}: was changed in place or rebound outside the engine, and would be lost; change "
+                    "it inside engine.gather(parameter, modify=True)"
+                )
+            stale.update(where for where in places if where[0] == index and where[1] >= first)
+        return stale
+
+    def _mark_changed(self, places: Iterable[Where]) -> None:
+        """Let parameters count as changed outside of gather: the next step refuses them."""
+        for index, slot in places:
+            torch.autograd.graph.increment_version(self._tree.parameters[index][slot])
+
+    def _name(self, where: Where) -> str:
+        index, slot = where
+        return f"parameter {self._tree.units[index].slots[slot].name}"
+
+    def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Replace the parameters of `module` and of all modules below it."""
+        names = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            where = self._hooks.slot_of(parameter)
+            if where is not None and prefix + name in state:
+                names[prefix + name] = where
+        manager = self._manager()
+        self._hooks.settle_changes()
+        manager.working.refuse_changes()
+        size_bytes = sum(self._bytes(where) for where in set(names.values()))
+        checkpoint.warn_of_size("state_dict", size_bytes, manager.budgets[Tier.HOST].limit_bytes)
+        values = checkpoint.gather_parameters(manager, set(names.values()))
+        for name, where in names.items():
+            state[name] = values[where]
+        self._hooks.note_copies({name: values[where] for name, where in names.items()})
+
+    def _bytes(self, where: Where) -> int:
+        unit = self._tree.units[where[0]]
+        return unit.slots[where[1]].numel * unit.itemsize
+
+    def _by_name(self) -> dict[str, torch.Tensor]:
+        """Return what a state dict holds, without reading parameters."""
+        tensors: dict[str, torch.Tensor] = {}
+        for path, module in self._module.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    tensors[prefix + name] = parameter
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    tensors[prefix + name] = buffer
+        return tensors
+
+
+class _Seen:
+    """A parameter as it was when it was gathered, to tell whether it has been changed."""
+
+    def __init__(self, parameter: nn.Parameter, *, keep: bool) -> None:
+        """Note content and storage; with `keep` also bytes, for torch does not count changes through ``.data``."""
+        self._parameter = parameter
+        self._version = parameter._version
+        self._own = parameter.detach()
+        self._before = self._own.clone() if keep else None
+        self._replaced = False
+
+    def take_back(self) -> bool:
+        """Give the parameter its own storage again, with the content of what took its place; False if it cannot be."""
+        now = self._parameter.detach()
+        self._replaced = now.data_ptr() != self._own.data_ptr()
+        if not self._replaced:
+            return True
+        fits = (now.shape, now.dtype, now.device) == (self._own.shape, self._own.dtype, self._own.device)
+        if fits:
+            self._own.copy_(now)
+        Hooks.give_back(self._parameter, self._own)
+        return fits
+
+    def written(self) -> bool:
+        """Tell whether torch has counted a change of the content."""
+        return self._parameter._version != self._version
+
+    def changed(self) -> bool:
+        """Tell whether the content is another one, or may be."""
+        if self._replaced or self.written():
+            return True
+        return self._before is not None and not torch.equal(_bits(self._before), _bits(self._own))
+
+    def take_out(self) -> torch.Tensor:
+        """Return the present content, and let the parameter have the kept one again."""
+        assert self._before is not None
+        here, kept = self._own.view(-1), self._before.view(-1)
+        for begin in range(0, kept.numel(), SWAP_NUMEL):
+            part = here[begin : begin + SWAP_NUMEL].clone()
+            here[begin : begin + SWAP_NUMEL] = kept[begin : begin + SWAP_NUMEL]
+            kept[begin : begin + SWAP_NUMEL] = part
+        return self._before
+
+    def refuse(self) -> bool:
+        """Tell whether the parameter was changed; undo that, with what was kept."""
+        self._replaced = self._parameter.data_ptr() != self._own.data_ptr()
+        if self._replaced:
+            Hooks.give_back(self._parameter, self._own)
+        if not self.changed():
+            return False
+        if self._before is not None:
+            self._own.copy_(self._before)
+        return True
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(-1).view({4: torch.int32, 2: torch.int16}.get(values.element_size(), torch.uint8))

@@ -1,0 +1,462 @@
+"""Reads and writes real tensors through the tiers: state dicts, loading, restoring.
+
+Owns the translation between named tensors and shards. Everything goes through :func:`offload.shards.stream.stream`, so
+that a parameter's home is of no interest here. Tensors come out on the CPU, contiguous, in ordinary memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import numbers
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from offload.classes import is_a, package_of
+from offload.config import format_bytes
+from offload.errors import ConfigError
+from offload.kernels import cpu_adam
+from offload.memory.tiers import storage_at, view_at
+from offload.module.refusals import unreadable
+from offload.optim.recipe import StepCounts
+from offload.optim.rules import STATE_SEED
+from offload.optim.torch_class import Placed, recorded
+from offload.planning.placement import States
+from offload.planning.roles import Role
+from offload.planning.units import Slot, Unit, Where
+from offload.shards.manager import Manager
+from offload.shards.shard import State
+from offload.shards.stream import ALL_STATES, Chunk, stream
+
+MOST_UPDATES = 1 << 53  # which a float counts exactly
+
+
+def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dict[Where, torch.Tensor]:
+    """Return parameters as tensors of their shape and stored dtype.
+
+    Args:
+        manager: owner of the shards.
+        wanted: which ones; None for all.
+    """
+    result: dict[Where, torch.Tensor] = {}
+    units = _units_of(manager, wanted)
+    for unit in units:
+        dtype = getattr(torch, unit.dtype)
+        for index, slot in enumerate(unit.slots):
+            if wanted is None or (unit.index, index) in wanted:
+                result[unit.index, index] = torch.empty(slot.shape, dtype=dtype, device="cpu")
+
+    def visit(chunk: Chunk) -> None:
+        size = chunk.unit.itemsize
+        for index, slot, start, stop in overlaps(chunk):
+            tensor = result.get((chunk.unit.index, index))
+            if tensor is not None:
+                target = tensor.data_ptr() + (start - slot.offset_numel) * size
+                ctypes.memmove(target, chunk.at(Role.PARAM, start, size), (stop - start) * size)
+
+    stream(manager, units, visit, reads=frozenset({Role.PARAM}))
+    return result
+
+
+def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *, keep_masters: bool = True) -> None:
+    """Write parameters home, and their masters: a master is the given value in fp32, exactly.
+
+    Args:
+        manager: owner of the shards.
+        values: new values, of any floating dtype for floating parameters; moments stay as they are.
+        keep_masters: 16-bit values that equal the present parameter leave its fp32 master alone. False where the
+            present one may have been changed by others.
+
+    Raises:
+        ConfigError: something is not a tensor that can be copied, or of another shape.
+        StateError: one is in use. Nothing was written in either case.
+    """
+    units = _units_of(manager, set(values))
+    manager.refuse_leased(units)
+    sources: dict[Where, torch.Tensor] = {}
+    for (index, position), value in values.items():
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        stored = getattr(torch, unit.dtype)
+        refuse_unreadable(value, slot.name, "a tensor", into=stored)
+        if tuple(value.shape) != slot.shape:
+            raise ConfigError(f"{slot.name}: expected shape {slot.shape} but got {tuple(value.shape)}")
+        value = value.detach().to("cpu")
+        wide = unit.trainable and stored in (torch.bfloat16, torch.float16) and value.dtype != stored
+        sources[index, position] = value.to(torch.float32 if wide else stored).contiguous()
+
+    manager.finish_updates()  # a first one makes masters
+
+    def visit(chunk: Chunk) -> None:
+        for index, slot, start, stop in overlaps(chunk):
+            source = sources.get((chunk.unit.index, index))
+            if source is not None:
+                address = source.data_ptr() + (start - slot.offset_numel) * source.element_size()
+                _write_parameter(chunk, start, stop - start, address, source.dtype, keep_masters=keep)
+
+    for unit in units:
+        given = [sources.get((unit.index, index)) for index in range(len(unit.slots))]
+        whole = all(source is not None for source in given)
+        wide = any(source is not None and source.dtype.itemsize > unit.itemsize for source in given)
+        fresh = not _has_masters(manager, unit)
+        reads: frozenset[Role] = frozenset() if whole else frozenset({Role.PARAM})
+        writes = frozenset({Role.PARAM})
+        if unit.trainable and unit.dtype != "float32" and (wide or not fresh):
+            reads, writes = reads | ALL_STATES, writes | ALL_STATES
+            if manager_has_parameter(manager, unit):
+                reads |= {Role.PARAM}
+        keep = keep_masters and not fresh
+        stream(manager, [unit], visit, reads=reads, writes=writes)
+
+
+def refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dtype = torch.float32) -> None:
+    """Check that a value is a tensor whose elements can be copied to `into`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, torch.Tensor):
+        got = f"a value of type {type(value).__name__}; load what state_dict() returned"
+    elif (kind := unreadable(value)) is not None:
+        way = "convert it to an ordinary dense tensor first"
+        if is_a(value, "torch", "DTensor"):
+            way = "load its full_tensor()"
+        elif package_of(type(value)) == "torchao":
+            way = "load its dequantize()"
+        got = f"{kind}; {way}"
+    elif value.is_meta:
+        got = "one on the meta device, which has no content; load it to the CPU first"
+    elif value.is_complex() and not into.is_complex:
+        got = f"one of {value.dtype}; load real values"
+    else:
+        return
+    raise ConfigError(f"{subject}: expected {expected} but got {got}")
+
+
+def manager_has_parameter(manager: Manager, unit: Unit) -> bool:
+    """Tell whether the unit's parameters have content yet."""
+    shard = manager.shard(unit.index, Role.PARAM)
+    return shard is not None and shard.state is not State.EMPTY
+
+
+def _write_parameter(
+    chunk: Chunk, start: int, numel: int, source: int, dtype: torch.dtype, *, keep_masters: bool
+) -> None:
+    """Write elements and, where it is open, their master (with `keep_masters`, of elements that change)."""
+    unit = chunk.unit
+    size = unit.itemsize
+    target = chunk.at(Role.PARAM, start, size)
+    wide = dtype.itemsize > size
+    if not wide and Role.MASTER in chunk.addresses:
+        _set_masters(chunk, start, numel, source, all_of_them=not keep_masters)
+    if not wide:
+        ctypes.memmove(target, source, numel * size)
+    elif unit.dtype == "float16":
+        cpu_adam.convert(source, cpu_adam.Dtype.FLOAT32, target, cpu_adam.Dtype.FLOAT16, numel)
+    if Role.MASTER not in chunk.addresses:
+        if wide and unit.dtype == "bfloat16":
+            cpu_adam.convert(source, cpu_adam.Dtype.FLOAT32, target, cpu_adam.Dtype.BFLOAT16, numel)
+        return
+    if wide and unit.dtype == "bfloat16":
+        cpu_adam.split_master(source, target, chunk.at(Role.MASTER, start, 2), numel)
+    elif wide:
+        ctypes.memmove(chunk.at(Role.MASTER, start, 4), source, numel * 4)
+
+
+def _set_masters(chunk: Chunk, start: int, numel: int, source: int, *, all_of_them: bool) -> None:
+    """Let the masters of 16-bit parameters (those that change, or all) be their new values."""
+    cpu = torch.device("cpu")
+    new = view_at(storage_at(source, numel * 2, cpu), torch.int16, 0, (numel,))
+    old = view_at(storage_at(chunk.at(Role.PARAM, start, 2), numel * 2, cpu), torch.int16, 0, (numel,))
+    changed = torch.ones_like(new, dtype=torch.bool) if all_of_them else new != old
+    if chunk.unit.dtype == "bfloat16":
+        remainder = storage_at(chunk.at(Role.MASTER, start, 2), numel * 2, cpu)
+        view_at(remainder, torch.int16, 0, (numel,))[changed] = 0
+    else:
+        master = storage_at(chunk.at(Role.MASTER, start, 4), numel * 4, cpu)
+        view_at(master, torch.float32, 0, (numel,))[changed] = new.view(torch.float16)[changed].float()
+
+
+def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str, Any]]:
+    """Return per parameter ``step`` (0-dim fp32) and the optimizer's states by name (fp32, parameter's shape).
+
+    Compressed states are converted, exactly: :func:`scatter_states` stores the same bits again. 16-bit parameters have
+    a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters that have never been
+    updated are left out, as in torch.
+    """
+    manager.finish_updates()  # they count, too
+    states = manager.plan.request.states
+    result = _remembered(counts, states)
+    moved: dict[Where, dict[str, torch.Tensor]] = {}
+    for (index, position), entry in result.items():
+        unit = manager.units[index]
+        names = [name for name, value in entry.items() if value is Placed.MARK]
+        names += ["master"] * (unit.dtype != "float32")
+        shape = unit.slots[position].shape
+        moved[index, position] = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name in names}
+        entry.update(moved[index, position])
+    units = _units_of(manager, set(result))
+
+    def visit(chunk: Chunk) -> None:
+        for index, slot, start, stop in overlaps(chunk):
+            tensors = moved.get((chunk.unit.index, index))
+            if tensors is None:
+                continue
+            skip = start - slot.offset_numel
+            _move_states(chunk, slot, start, stop, states, tensors, save_at_step=None)
+            if "master" in tensors:
+                read_master(chunk, start, stop - start, tensors["master"].data_ptr() + skip * 4)
+
+    stream(manager, units, visit, reads=ALL_STATES | {Role.PARAM})
+    return result
+
+
+def gather_masters(manager: Manager, updated: Container[Where]) -> dict[Where, torch.Tensor | None]:
+    """Return the fp32 masters of 16-bit parameters that are not among `updated`; None where it is the parameter itself.
+
+    Which of the two it is depends on the values only, not on whether the shards have been made yet.
+    """
+    manager.finish_updates()
+    result: dict[Where, torch.Tensor | None] = {}
+    found: dict[Where, torch.Tensor] = {}
+    for unit in manager.units:
+        if not unit.trainable or unit.dtype == "float32":
+            continue
+        for position, slot in enumerate(unit.slots):
+            where = unit.index, position
+            if where in updated:
+                continue
+            result[where] = None
+            if _has_masters(manager, unit):
+                found[where] = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
+
+    def visit(chunk: Chunk) -> None:
+        for index, slot, start, stop in overlaps(chunk):
+            where = chunk.unit.index, index
+            if where not in found:
+                continue
+            part = found[where].view(-1)[start - slot.offset_numel : stop - slot.offset_numel]
+            read_master(chunk, start, stop - start, part.data_ptr())
+            address = chunk.at(Role.PARAM, start, 2)
+            stored = storage_at(address, part.numel() * 2, torch.device("cpu"))
+            values = view_at(stored, getattr(torch, chunk.unit.dtype), 0, (part.numel(),)).float()
+            if not torch.allclose(part, values, rtol=0.0, atol=0.0, equal_nan=True):
+                result[where] = found[where]
+
+    stream(manager, _units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM})
+    return result
+
+
+def states_bytes(manager: Manager, counts: StepCounts) -> int:
+    """Return the bytes that :func:`gather_states` and :func:`gather_masters` will take, at most."""
+    found = _remembered(counts, manager.plan.request.states)
+    size_bytes = 0
+    for unit in manager.units:
+        if unit.trainable:
+            for position, slot in enumerate(unit.slots):
+                names = [value for value in found.get((unit.index, position), {}).values() if value is Placed.MARK]
+                size_bytes += 4 * slot.numel * (len(names) + (unit.dtype != "float32"))
+    return size_bytes
+
+
+def warn_of_size(subject: str, size_bytes: int, budget_bytes: int) -> None:
+    """Warn where real tensors take more memory than the user wants the host to give."""
+    if size_bytes > budget_bytes:
+        warnings.warn(
+            f"{subject}: takes {format_bytes(size_bytes)} of host memory beside what the engine has there, more than "
+            f"the host budget of {format_bytes(budget_bytes)}; make sure that the machine has the room, or read "
+            "parameters in parts with engine.gather or engine.apply",
+            stacklevel=3,
+        )
+
+
+def _has_masters(manager: Manager, unit: Unit) -> bool:
+    """Tell whether the unit has masters that are not its parameters by definition."""
+    shard = manager.shard(unit.index, Role.MASTER)
+    return shard is not None and shard.state is not State.EMPTY
+
+
+def _remembered(counts: StepCounts, states: States) -> dict[Where, dict[str, Any]]:
+    """Return the states of parameters that have been updated; those that are placed as a mark."""
+    if counts.records is not None:
+        return dict(counts.records.items())
+    return {
+        (index, position): {
+            "step": torch.tensor(float(count), dtype=torch.float32, device="cpu"),
+            **dict.fromkeys(states.names, Placed.MARK),
+        }
+        for index, updates in counts.counts.items()
+        for position, count in enumerate(updates)
+        if count
+    }
+
+
+def read_master(chunk: Chunk, start: int, numel: int, target: int) -> None:
+    """Copy the fp32 master of elements from `start` on to `target`."""
+    unit = chunk.unit
+    param = chunk.at(Role.PARAM, start, unit.itemsize)
+    if unit.dtype == "bfloat16":
+        cpu_adam.join_master(param, chunk.at(Role.MASTER, start, 2), target, numel)
+    else:
+        ctypes.memmove(target, chunk.at(Role.MASTER, start, 4), numel * 4)
+
+
+def _move_states(
+    chunk: Chunk,
+    slot: Slot,
+    start: int,
+    stop: int,
+    states: States,
+    values: Mapping[str, torch.Tensor],
+    *,
+    save_at_step: int | None,
+) -> None:
+    """Copy states of a slot's elements [start, stop) to `values` (fp32), or back with the number of the last step."""
+    numel, skip = stop - start, start - slot.offset_numel
+    addresses = {name: values[name].data_ptr() + skip * 4 for name in states.names if name in values}
+    found, scales = chunk.states_at(start, states)
+    if states.kind is cpu_adam.StateKind.FLOAT32:
+        for name, state in zip(states.names, found, strict=True):
+            if name in addresses:  # what an optimizer's own class has not made yet is not there
+                value = addresses[name]
+                source, target = (state, value) if save_at_step is None else (value, state)
+                ctypes.memmove(target, source, numel * 4)
+        return
+    common: dict[str, Any] = {"values": tuple(addresses.values()), "states": found, "units": scales, "numel": numel}
+    common["offset"] = slot.global_numel + skip
+    if save_at_step is None:
+        cpu_adam.load_states(states.kind, **common)
+    else:
+        cpu_adam.save_states(states.kind, seed=STATE_SEED, step=save_at_step, **common)
+
+
+def scatter_states(
+    manager: Manager,
+    counts: StepCounts,
+    values: Mapping[Where, Mapping[str, Any]],
+    masters: Mapping[Where, torch.Tensor | None] | None = None,
+) -> None:
+    """Write optimizer states home; a missing ``master`` keeps the parameter's present one.
+
+    A ``master`` of another dtype than fp32 counts as missing: torch's optimizers cast it to the parameter's, and leave
+    it as it was while the parameter moves on. States that are not placed are kept in fp32, too, as torch does.
+
+    Args:
+        manager: owner of the shards.
+        counts: updates so far.
+        values: states by parameter.
+        masters: what :func:`gather_masters` returned, of parameters without a state; of 16-bit ones it is written.
+
+    Raises:
+        ConfigError: a shape does not fit, a state or ``step`` is missing or not what it has to be, or a parameter is
+            frozen.
+        StateError: a parameter is in use. Nothing was written in either case.
+    """
+    states, records = manager.plan.request.states, counts.records
+    required = {"step", *states.names} if records is None else records.required
+    sources: dict[Where, dict[str, torch.Tensor]] = {}
+    updates: dict[Where, int] = {}
+    for (index, position), entry in values.items():
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        if not unit.trainable:
+            raise ConfigError(f"{slot.name}: expected no optimizer state, for it is frozen")
+        for name in sorted(required, key=lambda name: (name != "step", name)):
+            if name not in entry:
+                raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
+        tensors = {}
+        for name in states.names:
+            value = entry.get(name)
+            if name in required or isinstance(value, torch.Tensor):  # an own class may lack others, or have anything
+                tensors[name] = _state(value, slot, name)
+        master = entry.get("master")
+        if master is not None and unit.dtype != "float32" and _is_exact(master, slot):
+            tensors["master"] = _state(master, slot, "master")
+        sources[index, position] = tensors
+        counted = _updates(entry["step"], slot) if "step" in required and "step" not in states.names else 0
+        updates[index, position] = counted if records is None else 1  # an own class counts for itself, if it does
+    given: dict[Where, torch.Tensor | None] = {}
+    for (index, position), master in (masters or {}).items():
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        if not unit.trainable or unit.dtype == "float32" or "master" in sources.get((index, position), {}):
+            continue
+        if master is None:
+            given[index, position] = None
+        elif _is_exact(master, slot):
+            given[index, position] = _state(master, slot, "master")
+    manager.refuse_leased(_units_of(manager, set(sources) | set(given)))
+    manager.finish_updates()  # a first one makes masters
+    given = {
+        where: master
+        for where, master in given.items()
+        if master is not None or _has_masters(manager, manager.units[where[0]])
+    }
+
+    def visit(chunk: Chunk) -> None:
+        unit = chunk.unit
+        for index, slot, start, stop in overlaps(chunk):
+            where = unit.index, index
+            numel, skip = stop - start, (start - slot.offset_numel) * 4
+            tensors = sources.get(where, {})
+            if where in sources:
+                _move_states(chunk, slot, start, stop, states, tensors, save_at_step=updates[where])
+            master = tensors.get("master", given.get(where))
+            if master is not None:
+                _write_parameter(chunk, start, numel, master.data_ptr() + skip, torch.float32, keep_masters=False)
+            elif where in given:
+                _set_masters(chunk, start, numel, chunk.at(Role.PARAM, start, 2), all_of_them=True)
+
+    roles = ALL_STATES | {Role.PARAM}
+    stream(manager, _units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles)
+    for (index, position), entry in values.items():
+        counts.counts[index][position] = updates[index, position]
+        if records is not None:
+            records.put((index, position), recorded(entry, sources[index, position]))
+
+
+def _state(value: Any, slot: Slot, name: str) -> torch.Tensor:
+    """Return a state that comes from outside as it is moved: in fp32, on the CPU."""
+    refuse_unreadable(value, slot.name, f"{name} of shape {slot.shape}")
+    if tuple(value.shape) != slot.shape:
+        raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(value.shape)}")
+    converted: torch.Tensor = value.detach().to("cpu", torch.float32).contiguous()
+    return converted
+
+
+def _is_exact(master: Any, slot: Slot) -> bool:
+    """Tell whether a ``master`` is one: of fp32."""
+    refuse_unreadable(master, slot.name, f"master of shape {slot.shape}")
+    return bool(master.dtype == torch.float32)
+
+
+def _updates(step: Any, slot: Slot) -> int:
+    """Return the updates that a parameter has had, from the ``step`` of a state."""
+    value = step
+    if isinstance(step, torch.Tensor) and step.numel() == 1 and not step.is_meta:
+        value = step.item()
+    if isinstance(value, numbers.Real) and 0 <= float(value) < MOST_UPDATES and float(value).is_integer():
+        return int(float(value))
+    if isinstance(step, torch.Tensor) and value is step:
+        value = f"a tensor of shape {tuple(step.shape)} on {step.device}"
+    raise ConfigError(
+        f"{slot.name}: expected step as a whole number of updates, 0 or more, but got {value}; load what state_dict() "
+        "returned"
+    )
+
+
+def _units_of(manager: Manager, wanted: set[Where] | None) -> list[Unit]:
+    if wanted is None:
+        return list(manager.units)
+    indices = {index for index, _ in wanted}
+    return [unit for unit in manager.units if unit.index in indices]
+
+
+def overlaps(chunk: Chunk) -> Iterator[tuple[int, Slot, int, int]]:
+    """Yield (slot index, slot, start, stop) of the unit's elements [start, stop) that are in the chunk."""
+    for index, slot in enumerate(chunk.unit.slots):
+        start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
+        if start < stop:
+            yield index, slot, start, stop

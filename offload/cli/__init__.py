@@ -1,0 +1,1 @@
+"""Commands: finetune, bench nvme, doctor."""

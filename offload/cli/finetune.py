@@ -1,0 +1,360 @@
+"""Fine-tunes a causal language model of Hugging Face on a text, through the engine.
+
+Owns the run: training steps, held-out loss, samples before and after, the report. Knows the engine only by its public
+face (:class:`Trainer`), so that the run is tested without one. Heavy libraries are imported where they are used. Next:
+:mod:`offload.cli.report`, and :mod:`offload.cli.main` for the command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import psutil
+import torch
+
+from offload.cli.finetune_progress import LinkMeter, Progress, RssMeter
+from offload.cli.finetune_text import FinetuneError, Settings, Windows, batches, make_windows, read_text
+from offload.cli.report import (
+    MemoryReport,
+    Report,
+    StepRecord,
+    render,
+    write_json,
+    write_plot,
+)
+from offload.stats import Stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Trainer(Protocol):
+    """The part of :class:`offload.Engine` that a run uses."""
+
+    optimizer: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+
+    def backward(self, loss: torch.Tensor) -> Any:
+        """Run backward."""
+
+    def step(self) -> Any:
+        """Update the parameters at an accumulation boundary."""
+
+    def drain(self) -> None:
+        """Wait for what the last step has left to do."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Switch to training mode."""
+
+    def eval(self) -> Any:
+        """Switch to evaluation mode."""
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+
+    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
+        """Write the model in Hugging Face's format."""
+
+    def close(self, *, restore: bool | None = None) -> None:
+        """Give back everything."""
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Gradient norm of the last step, if known."""
+
+    @property
+    def plan(self) -> Any:
+        """The plan, a printable table."""
+
+
+def learning_rate_factor(done: int, settings: Settings) -> float:
+    """Return the factor on the learning rate after `done` steps: linear warm-up, then a cosine to a tenth."""
+    if done < settings.warmup_steps:
+        return (done + 1) / (settings.warmup_steps + 1)
+    rest = max(1, settings.steps - settings.warmup_steps)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (done - settings.warmup_steps) / rest)))
+
+
+def evaluate(engine: Trainer, windows: torch.Tensor, settings: Settings, device: torch.device) -> float:
+    """Return the mean held-out loss; the engine is left in training mode."""
+    engine.eval()
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for begin in range(0, len(windows), settings.batch_size):
+            tokens = windows[begin : begin + settings.batch_size].to(device)
+            total += float(engine(input_ids=tokens, labels=tokens).loss) * len(tokens)
+            count += len(tokens)
+    engine.train()
+    return total / count
+
+
+def continue_text(
+    engine: Trainer, prompt: torch.Tensor, tokens: int, device: torch.device, stop: int | None
+) -> list[int]:
+    """Return up to `tokens` tokens that greedily continue `prompt` ((tokens,) int64); leaves training mode on."""
+    engine.eval()
+    sequence = prompt.to(device).unsqueeze(0)
+    result: list[int] = []
+    with torch.no_grad():
+        for _ in range(tokens):
+            following = int(engine(input_ids=sequence).logits[0, -1].argmax())
+            if following == stop:
+                break
+            result.append(following)
+            sequence = torch.cat([sequence, sequence.new_tensor([[following]])], dim=1)
+    engine.train()
+    return result
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Training:
+    """Outcome of :func:`train`."""
+
+    steps: list[StepRecord]
+    evaluations: list[tuple[int, float]]
+    seconds: float
+    meter: LinkMeter
+
+
+def train(
+    engine: Trainer,
+    windows: Windows,
+    settings: Settings,
+    progress: Progress,
+    device: torch.device,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Training:
+    """Run the steps with evaluations before, between and after them."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: learning_rate_factor(done, settings))
+    supply = batches(windows.train, settings, device)
+    records: list[StepRecord] = []
+    meter = LinkMeter()
+    after = {round(settings.steps * (i + 1) / settings.evaluations) for i in range(settings.evaluations)}
+    loss = evaluate(engine, windows.held_out, settings, device)
+    evaluations = [(0, loss)]
+    _give_back_memory()
+    progress.note(f"held-out loss {loss:.4f} before training")
+    spent = 0.0
+    engine.train()
+    for number in range(1, settings.steps + 1):
+        before, begin = engine.stats(), clock()
+        losses = []
+        rate = float(scheduler.get_last_lr()[0])
+        for _ in range(settings.gradient_accumulation_steps):
+            loss_tensor = engine(**next(supply)).loss
+            losses.append(loss_tensor.detach())
+            engine.backward(loss_tensor)
+            engine.step()
+            del loss_tensor  # the graph holds the activations
+        scheduler.step()
+        if number in after:
+            engine.drain()  # else a part of the step would count to the evaluation
+        mean = sum(float(value) for value in losses) / len(losses)
+        seconds = clock() - begin
+        spent += seconds
+        stats = engine.stats()
+        binding = meter.add(before, stats)
+        records.append(StepRecord(number, mean, engine.grad_norm, rate, seconds))
+        progress.step(records[-1], stats.used_bytes, binding)
+        if number in after:
+            loss = evaluate(engine, windows.held_out, settings, device)
+            evaluations.append((number, loss))
+            _give_back_memory()
+            if number == settings.steps:
+                progress.end()
+            progress.note(f"held-out loss {loss:.4f} after step {number}")
+    return Training(records, evaluations, spent, meter)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder, offline.
+
+    Raises:
+        FinetuneError: the folder or its tokenizer is missing, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise FinetuneError("finetune: transformers is not installed; pip install 'offload[finetune]'") from error
+    if not (folder / "config.json").is_file():
+        raise FinetuneError(f"model {folder}: expected a folder with config.json, as save_pretrained writes it")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"model {folder}: its tokenizer cannot be loaded: {error}") from error
+    return tokenizer
+
+
+def load_model(folder: Path, settings: Settings) -> PreTrainedModel:
+    """Load a causal language model in its own dtype, for training without a cache of keys and values.
+
+    Raises:
+        FinetuneError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise FinetuneError(f"model {folder}: cannot be loaded: {error}") from error
+    model.config.use_cache = False
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Keep the progress bars of loading and saving off the run's own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _give_back_memory() -> None:
+    """Ask the C library for the pages of freed tensors: sequences of growing length leave holes of every size."""
+    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: torch.device) -> int | None:
+    """Return the budgets of the tiers that live in RAM, None where one was not given."""
+    needed = ("device", "cpu") if device.type == "cpu" else ("cpu",)
+    return sum(budget_bytes[tier] for tier in needed) if all(tier in given for tier in needed) else None
+
+
+def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
+    """Fine-tune as `settings` say, showing progress on `stream` (standard output).
+
+    Returns:
+        The report; it is also written to ``settings.output``.
+
+    Raises:
+        FinetuneError: model or text cannot be used.
+        OffloadError: of the engine: impossible budgets, unknown options, non-finite losses.
+        swap.SwapError: the NVMe path is missing, not writable, or full.
+    """
+    import offload
+
+    out = stream if stream is not None else sys.stdout
+    begin = time.perf_counter()
+    given = dict(settings.engine_options.get("max_memory") or {})
+    options = offload.Config.load(
+        settings.engine_options,
+        max_grad_norm=settings.max_grad_norm,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+    )
+    text = read_text(settings.text)
+    torch.manual_seed(settings.seed)
+    tokenizer = load_tokenizer(settings.model)
+    with _quiet_transformers():
+        windows = make_windows(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, settings)
+    from transformers import AutoModelForCausalLM  # noqa: F401 (counts to the baseline)
+
+    if settings.output is not None:
+        settings.output.mkdir(parents=True, exist_ok=True)
+    meter = RssMeter()
+    with _quiet_transformers():
+        model = load_model(settings.model, settings)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{settings.model.name}: {parameters / 1e6:.1f} M parameters; {len(windows.train)} windows of "
+        f"{settings.sequence_length} tokens to train on, {len(windows.held_out)} held out",
+        file=out,
+    )
+    engine = offload.Engine(
+        model, optimizer=offload.AdamW(lr=settings.lr, weight_decay=settings.weight_decay), config=options
+    )
+    try:
+        device = engine.device
+        print(engine.plan, file=out, flush=True)
+        stop = tokenizer.eos_token_id
+        samples = []
+        progress = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
+
+        def sample() -> None:
+            if settings.sample_tokens:
+                tokens = continue_text(engine, windows.prompt, settings.sample_tokens, device, stop)
+                samples.append(str(tokenizer.decode(tokens)))
+
+        sample()
+        _give_back_memory()
+        training = train(engine, windows, settings, progress, device)
+        sample()
+        stats = engine.stats()
+        memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram_budget(stats.budget_bytes, given, device))
+        if settings.save_model and settings.output is not None:
+            with _quiet_transformers():
+                engine.save_pretrained(settings.output / "model")
+                tokenizer.save_pretrained(settings.output / "model")
+    finally:
+        meter.close()
+        engine.close(restore=False)
+    report = Report(
+        model=settings.model.name,
+        parameters=parameters,
+        tokens_per_step=settings.tokens_per_step,
+        steps=training.steps,
+        evaluations=training.evaluations,
+        prompt=str(tokenizer.decode(windows.prompt.tolist())) if samples else "",
+        sample_before=samples[0] if samples else "",
+        sample_after=samples[1] if samples else "",
+        train_seconds=training.seconds,
+        total_seconds=time.perf_counter() - begin,
+        memory=memory,
+        peak_bytes=stats.peak_bytes,
+        budget_bytes=stats.budget_bytes,
+        links=training.meter.per_step(settings.steps),
+        binding_link=training.meter.binding_link,
+        settings=dataclasses.asdict(settings),
+        machine=machine(device),
+    )
+    print(f"\n{render(report)}", file=out)
+    if settings.output is not None:
+        write_json(report, settings.output / "report.json")
+        print(f"\nreport: {settings.output / 'report.json'}", file=out)
+        try:
+            write_plot(report, settings.output / "loss.png")
+            print(f"plot:   {settings.output / 'loss.png'}", file=out)
+        except ImportError:
+            print("plot:   left out: matplotlib is not installed; pip install 'offload[finetune]'", file=out)
+        if settings.save_model:
+            print(f"model:  {settings.output / 'model'}", file=out)
+    return report
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what the figures depend on."""
+    import offload
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "offload": offload.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "device": f"{device.type}: {name}",
+    }

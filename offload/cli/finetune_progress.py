@@ -1,0 +1,143 @@
+"""What a fine-tuning run shows while it goes on: a line per step, the links' traffic, the highest resident memory.
+
+Knows neither models nor the engine, only their figures. Next: :mod:`offload.cli.finetune`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from offload.cli.report import LinkReport, StepRecord, duration_text, size_text
+from offload.stats import Stats
+
+PLAIN_LINE_EVERY_S = 5.0
+
+
+class Progress:
+    """Shows one line per step: rewritten in place on a terminal, else a plain line every few seconds."""
+
+    def __init__(self, stream: TextIO, *, steps: int, tokens_per_step: int) -> None:
+        self._stream = stream
+        self._live = stream.isatty()
+        self._steps = steps
+        self._tokens_per_step = tokens_per_step
+        self._shown_at: float | None = None
+        self._width = 0
+        self._seconds = 0.0  # an exponential mean of the step time
+
+    def step(self, record: StepRecord, used_bytes: Mapping[str, int], binding_link: str) -> None:
+        """Show a finished step."""
+        weight = 1.0 if record.step <= 2 else 0.2  # the first step warms up
+        self._seconds += weight * (record.seconds - self._seconds)
+        now = time.monotonic()
+        last = record.step == self._steps
+        due = self._shown_at is None or now - self._shown_at >= PLAIN_LINE_EVERY_S
+        if not (self._live or last or due):
+            return
+        self._shown_at = now
+        tiers = "  ".join(f"{tier} {size_text(size)}" for tier, size in used_bytes.items())
+        parts = [
+            f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
+            f"loss {record.loss:.4f}",
+            f"{self._tokens_per_step / max(self._seconds, 1e-9):.0f} tokens/s",
+            tiers,
+            f"bound by {binding_link}",
+        ]
+        if not last:
+            parts.append(f"{duration_text(self._seconds * (self._steps - record.step))} left")
+        self._show(" | ".join(parts))
+
+    def note(self, text: str) -> None:
+        """Show a line that stays."""
+        self._clear()
+        print(text, file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Leave the last live line standing."""
+        if self._live and self._width:
+            print(file=self._stream, flush=True)
+            self._width = 0
+
+    def _show(self, line: str) -> None:
+        if not self._live:
+            print(line, file=self._stream, flush=True)
+            return
+        line = line[: max(20, shutil.get_terminal_size().columns - 1)]
+        print("\r" + line.ljust(self._width), end="", file=self._stream, flush=True)
+        self._width = len(line)
+
+    def _clear(self) -> None:
+        if self._live and self._width:
+            print("\r" + " " * self._width + "\r", end="", file=self._stream)
+            self._width = 0
+
+
+class LinkMeter:
+    """Adds up what the links carried between pairs of snapshots, so that evaluations are left out."""
+
+    def __init__(self) -> None:
+        self.size_bytes: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    def add(self, before: Stats, after: Stats) -> str:
+        """Count what happened between two snapshots; return the link that was busy longest between them."""
+        busy: dict[str, float] = {}
+        for name, link in after.links.items():
+            busy[name] = link.seconds - before.links[name].seconds
+            self.size_bytes[name] = self.size_bytes.get(name, 0) + link.bytes - before.links[name].bytes
+            self.seconds[name] = self.seconds.get(name, 0.0) + busy[name]
+        return max(busy, key=busy.__getitem__)
+
+    @property
+    def binding_link(self) -> str:
+        """The link that was busy longest over all."""
+        return max(self.seconds, key=self.seconds.__getitem__) if self.seconds else "compute"
+
+    def per_step(self, steps: int) -> dict[str, LinkReport]:
+        """Return means per step."""
+        count = max(1, steps)
+        return {name: LinkReport(self.size_bytes[name] / count, self.seconds[name] / count) for name in self.seconds}
+
+
+class RssMeter:
+    """Highest resident memory of this process from construction on; `baseline_bytes` is what it was then.
+
+    The kernel's own high-water mark where it can be reset, else a sampling thread.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.baseline_bytes: int = self._process.memory_info().rss
+        self._peak_bytes = self.baseline_bytes
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        except OSError:
+            self._thread = threading.Thread(target=self._sample, name="rss-meter", daemon=True)
+            self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.02):
+            self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
+
+    def peak_bytes(self) -> int:
+        """Return the highest resident memory so far."""
+        if self._thread is None:
+            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+                if line.startswith("VmHWM:"):
+                    self._peak_bytes = max(self._peak_bytes, int(line.split()[1]) * 1024)
+        else:
+            self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
+        return self._peak_bytes
+
+    def close(self) -> None:
+        """Stop sampling."""
+        self._stop.set()

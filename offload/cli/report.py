@@ -1,0 +1,294 @@
+"""What a fine-tuning run reports: figures as text and JSON, the loss as a picture.
+
+Owns the shape of the report and how it is shown. Knows neither the engine nor the model: it is handed plain
+values. Next: :mod:`offload.cli.finetune`, which fills it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+RSS_HEADROOM_BYTES = 64 * MIB  # what the process may need beyond its budgets and the interpreter itself
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step: number (from 1), mean loss, gradient norm if known, learning rate, seconds."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Resident memory of the process against the budgets.
+
+    Attributes:
+        baseline_bytes: RSS with torch and transformers imported, before the model was loaded.
+        peak_bytes: highest RSS from then on.
+        budget_bytes: budgets of the tiers that live in RAM, None where one was not given.
+    """
+
+    baseline_bytes: int
+    peak_bytes: int
+    budget_bytes: int | None
+
+    @property
+    def used_bytes(self) -> int:
+        """Peak over the baseline."""
+        return max(0, self.peak_bytes - self.baseline_bytes)
+
+    @property
+    def within_budget(self) -> bool | None:
+        """Whether the peak stayed within the budget and the head-room; None without a budget."""
+        if self.budget_bytes is None:
+            return None
+        return self.used_bytes <= self.budget_bytes + RSS_HEADROOM_BYTES
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LinkReport:
+    """One link over the training steps: mean bytes and busy seconds per step."""
+
+    bytes_per_step: float
+    seconds_per_step: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """Result of a fine-tuning run.
+
+    Attributes:
+        model: name of the model's folder.
+        parameters: number of parameters, tied ones counted once.
+        tokens_per_step: tokens of one optimizer step.
+        steps: the steps, in order.
+        evaluations: (steps done, held-out loss) in order; the first is before training.
+        prompt, sample_before, sample_after: greedy continuation of held-out text before and after.
+        train_seconds: wall time of the steps; evaluations and samples are not in it.
+        total_seconds: wall time of the whole run.
+        memory: resident memory against the budget.
+        peak_bytes, budget_bytes: bytes per tier as the engine counts them.
+        links: per link, means over the training steps.
+        binding_link: the link that was busy longest during training.
+        settings: the options of the run.
+        machine: where it ran.
+    """
+
+    model: str
+    parameters: int
+    tokens_per_step: int
+    steps: Sequence[StepRecord]
+    evaluations: Sequence[tuple[int, float]]
+    prompt: str
+    sample_before: str
+    sample_after: str
+    train_seconds: float
+    total_seconds: float
+    memory: MemoryReport
+    peak_bytes: Mapping[str, int]
+    budget_bytes: Mapping[str, int]
+    links: Mapping[str, LinkReport]
+    binding_link: str
+    settings: Mapping[str, Any]
+    machine: Mapping[str, Any]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Training speed, first step included."""
+        return len(self.steps) * self.tokens_per_step / self.train_seconds if self.train_seconds > 0 else 0.0
+
+    @property
+    def loss_before(self) -> float:
+        """Held-out loss before training."""
+        return self.evaluations[0][1]
+
+    @property
+    def loss_after(self) -> float:
+        """Held-out loss after training."""
+        return self.evaluations[-1][1]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as plain JSON values; numbers that are not finite become None."""
+        values = dataclasses.asdict(self)
+        values["tokens_per_second"] = self.tokens_per_second
+        values["loss_before"] = self.loss_before
+        values["loss_after"] = self.loss_after
+        values["memory"]["within_budget"] = self.memory.within_budget
+        plain: dict[str, Any] = _plain(values)
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return str(value)
+
+
+def size_text(size_bytes: float) -> str:
+    """Return bytes for people, in three figures: ``812 KiB``, ``1.21 GiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def duration_text(seconds: float) -> str:
+    """Return seconds for people: ``8.2 s``, ``1 min 05 s``, ``2 h 03 min``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _memory_text(memory: MemoryReport) -> str:
+    baseline = size_text(memory.baseline_bytes)
+    text = f"RSS peak {size_text(memory.used_bytes)} over the {baseline} of interpreter and libraries"
+    if memory.budget_bytes is None:
+        return f"{text}; no budget given"
+    limit = f"budget {size_text(memory.budget_bytes)} + {size_text(RSS_HEADROOM_BYTES)}"
+    return f"{text}; {limit}: {'within' if memory.within_budget else 'EXCEEDED'}"
+
+
+def _sample_text(text: str) -> str:
+    return textwrap.fill(
+        " ".join(text.split()) or "(nothing)", width=96, initial_indent="    ", subsequent_indent="    "
+    )
+
+
+def render(report: Report) -> str:
+    """Return the report as text for a terminal."""
+    rows: list[tuple[str, str]] = []
+    before, after = report.loss_before, report.loss_after
+    rows.append(
+        (
+            "held-out loss",
+            f"{before:.4f} before, {after:.4f} after "
+            f"(perplexity {math.exp(min(before, 50)):.1f}, {math.exp(min(after, 50)):.1f})",
+        )
+    )
+    if report.steps:
+        rows.append(("train loss", f"{report.steps[0].loss:.4f} first step, {report.steps[-1].loss:.4f} last"))
+    rows.append(
+        (
+            "speed",
+            f"{report.tokens_per_second:.0f} tokens/s; {len(report.steps)} steps of "
+            f"{report.tokens_per_step} tokens in {duration_text(report.train_seconds)}; "
+            f"the whole run {duration_text(report.total_seconds)}",
+        )
+    )
+    rows.append(("memory", _memory_text(report.memory)))
+    for tier, peak in report.peak_bytes.items():
+        budget = report.budget_bytes.get(tier)
+        rows.append((f"  {tier}", f"peak {size_text(peak)}" + (f" of {size_text(budget)}" if budget else "")))
+    rows.append(("per step", f"bound by {report.binding_link}"))
+    step_seconds = report.train_seconds / len(report.steps) if report.steps else 0.0
+    for name, link in report.links.items():
+        if not link.bytes_per_step and not link.seconds_per_step:
+            continue
+        moved = f"{size_text(link.bytes_per_step):>9}" if link.bytes_per_step else " " * 9
+        busy = f"{link.seconds_per_step:6.3f} s"
+        share = f" {100 * link.seconds_per_step / step_seconds:3.0f} % of the time" if step_seconds > 0 else ""
+        rows.append((f"  {name}", f"{moved} in {busy}{share}" if link.bytes_per_step else f"{moved}    {busy}{share}"))
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{report.model}: {report.parameters / 1e6:.1f} M parameters", ""]
+    lines += [f"{name:<{width}}{text}" for name, text in rows]
+    if report.prompt:
+        lines += ["", "held-out text, as it begins", _sample_text(report.prompt)]
+        lines += ["continued before", _sample_text(report.sample_before)]
+        lines += ["continued after", _sample_text(report.sample_after)]
+    return "\n".join(lines)
+
+
+def write_json(report: Report, path: Path) -> None:
+    """Write the report as JSON; the file appears complete or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(report.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def smoothed(losses: Sequence[float], *, width: int = 9) -> list[float]:
+    """Return the median over `width` neighbours (odd), fewer at both ends: single texts differ much."""
+    reach = width // 2
+    return [statistics.median(losses[max(0, i - reach) : i + reach + 1]) for i in range(len(losses))]
+
+
+def loss_range(report: Report) -> tuple[float, float]:
+    """Return limits of the loss axis: all held-out losses and the middle nine tenths of the training losses."""
+    losses = sorted(loss for loss in (record.loss for record in report.steps) if math.isfinite(loss))
+    cut = len(losses) // 20
+    shown = losses[cut : len(losses) - cut] + [loss for _, loss in report.evaluations if math.isfinite(loss)]
+    low, high = (min(shown), max(shown)) if shown else (0.0, 1.0)
+    margin = 0.15 * (high - low) or 0.1
+    return low - margin, high + margin
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """Draw training loss and held-out loss over the steps as a PNG."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
+    axes = figure.add_subplot()
+    numbers = [record.step for record in report.steps]
+    losses = [record.loss for record in report.steps]
+    axes.plot(numbers, losses, ".", color="#9db8d9", markersize=6, label="training, each step")
+    width = max(3, len(losses) // 4) | 1
+    axes.plot(
+        numbers, smoothed(losses, width=width), color="#1f5aa6", linewidth=2, label=f"training, median of {width}"
+    )
+    steps, held_out = zip(*report.evaluations, strict=True)
+    axes.plot(steps, held_out, color="#c4531a", marker="o", linewidth=1.5, label="held out", zorder=3)
+    for step, loss in (report.evaluations[0], report.evaluations[-1]):
+        axes.annotate(
+            f"{loss:.3f}",
+            (step, loss),
+            textcoords="offset points",
+            xytext=(0, 10),
+            ha="left" if step == steps[0] else "right",
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+            color="#c4531a",
+            fontweight="bold",
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss (nats per token)")
+    budgets = ", ".join(f"{tier} {size_text(size)}" for tier, size in report.budget_bytes.items() if size)
+    axes.set_title(
+        f"{report.model}, {report.parameters / 1e6:.0f} M parameters, "
+        f"{report.tokens_per_second:.0f} tokens/s\n"
+        f"budgets: {budgets or 'what is free'}",
+        fontsize=10,
+        loc="left",
+    )
+    axes.grid(True, color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    axes.set_ylim(*loss_range(report))
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, path)

@@ -1,0 +1,360 @@
+"""The optimizer steps on raw addresses: one pass over gradient, master weight and states.
+
+Owns what a step needs and may not be given; the arithmetic is in ``csrc/cpu_adam``, the hyper-parameters are in
+:mod:`offload.kernels.hyper`. Users import :mod:`offload.kernels.cpu_adam`, which says what holds for every kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.kernels.extension import _cpu_adam
+from offload.kernels.hyper import AdamHyper, Hyper, LambHyper
+from offload.kernels.ranges import Dtype, MasterKind, Range, StateKind, check, checked_numel, state_ranges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepArrays:
+    """The ranges that one optimizer step works on: addresses of `numel` elements each.
+
+    Attributes:
+        numel: Elements in every range.
+        grad: (numel,) ``grad_dtype``; only read.
+        grad_dtype: Any ``Dtype``.
+        master: (numel,) float32, or int16 remainder for ``MasterKind.SPLIT``.
+        master_kind: Where the master weight lives.
+        param: (numel,) bfloat16, the split master's upper half; for ``MasterKind.SPLIT``, else 0.
+        states: (numel,) ``state_kind`` each; as many as the optimizer has, in its order.
+        state_kind: How the states are stored.
+        units: (ceil(numel / 128), 2) uint8, the blocks' exponents; for ``StateKind.INT8``, else 0. All zeros, with
+            states of all zeros, are the states before the first step.
+        emit: (numel,) ``emit_dtype``, written with the new parameter; 0 for none. :func:`step` emits beside
+            ``MasterKind.FLOAT32`` only, in 16 bits.
+        emit_dtype: The dtype of ``emit``.
+        seed: Of the random numbers that round states of fewer than 32 bits.
+        offset: Global index of the first element, the same for the same element in every step, different for every
+            element: random numbers depend on it. For ``StateKind.INT8`` a multiple of 128; blocks begin there, and a
+            range that ends inside a block ends the block (nothing of it may be in another range).
+    """
+
+    numel: int
+    grad: int
+    grad_dtype: Dtype
+    master: int
+    master_kind: MasterKind
+    states: tuple[int, ...]
+    param: int = 0
+    state_kind: StateKind = StateKind.FLOAT32
+    units: int = 0
+    emit: int = 0
+    emit_dtype: Dtype | None = None
+    seed: int = 0
+    offset: int = 0
+
+
+def step(arrays: StepArrays, hyper: Hyper) -> None:
+    """Update master weights and states in place, in one pass over memory.
+
+    Constants are computed in float64 and rounded once; elements in float32 with fma. The formulas are those of the
+    hyper-parameters' classes.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    _check_emission(arrays)
+    _run(arrays, hyper, 0, None, _STEP)
+
+
+def emit(arrays: StepArrays, hyper: AdamHyper, *, pending: int = 0, pending_hyper: AdamHyper | None = None) -> None:
+    """Write the parameter that a step with ``arrays.grad`` would leave, without changing master and states.
+
+    With a pending gradient, first do the :func:`step` with it, in the same pass. So ``emit`` with pending gradients,
+    step after step, and a last ``step``, leave the same bits as plain steps, and every emitted parameter is that of
+    the plain steps: an update can be used before the factor on its gradient (clipping) is final, which is that of the
+    next call. With the factor wrong, emit again without a pending gradient. The split master's upper half stays the
+    committed parameter; the emitted one is beside it. Where a step is dropped altogether, the parameter is the
+    committed one: that upper half, or the converted float32 master.
+
+    Args:
+        arrays: As for :func:`step`, but ``emit`` and ``emit_dtype`` are needed: BFLOAT16 with a split master, any
+            with a float32 one.
+        hyper: Of the step to show.
+        pending: Address, (numel,) ``arrays.grad_dtype``; only read.
+        pending_hyper: Of the step to do first.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    if arrays.emit_dtype is None or (
+        arrays.master_kind is MasterKind.SPLIT and arrays.emit_dtype is not Dtype.BFLOAT16
+    ):
+        raise ValueError(
+            f"emit_dtype: expected {'BFLOAT16' if arrays.master_kind is MasterKind.SPLIT else 'a dtype'} but got "
+            f"{arrays.emit_dtype}; pass the parameter's"
+        )
+    if bool(pending) != (pending_hyper is not None) and arrays.numel:
+        raise ValueError("pending: expected an address and pending_hyper but got only one; pass both or neither")
+    _run(arrays, hyper, pending, pending_hyper, _EMIT if pending_hyper is None else _COMMIT_AND_EMIT)
+
+
+def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | None, mode: int) -> None:
+    kind = arrays.state_kind
+    if kind is not StateKind.FLOAT32 and hyper.RULE != AdamHyper.RULE:
+        raise ValueError(
+            f"state_kind: expected FLOAT32 for {type(hyper).__name__} but got {kind.name}; only Adam's are compressed"
+        )
+    extra = () if pending_hyper is None else (Range("pending", pending, arrays.numel, arrays.grad_dtype.itemsize),)
+    if not _checked_count(arrays, hyper.STATES, *extra):
+        return
+    written = pending_hyper or hyper
+    first, second = (*arrays.states, 0, 0)[:2]
+    _cpu_adam.step(
+        rule=hyper.RULE,
+        state_kind=kind.code,
+        mode=mode,
+        numel=arrays.numel,
+        grad=arrays.grad,
+        grad_dtype=arrays.grad_dtype.value,
+        pending=pending,
+        param=arrays.param,
+        master=arrays.master,
+        master_kind=_master_code(arrays),
+        state0=first,
+        state1=second,
+        units=arrays.units,
+        emit=arrays.emit,
+        constants=hyper.constants(),
+        pending_constants=written.constants(),
+        seed=arrays.seed,
+        number=written.step,
+        offset=arrays.offset,
+    )
+
+
+def _check_emission(arrays: StepArrays) -> None:
+    if arrays.master_kind is MasterKind.SPLIT and (arrays.emit or arrays.emit_dtype is not None):
+        raise ValueError("emit: expected none with a split master, whose upper half is the parameter; pass 0 and None")
+    if arrays.emit_dtype is Dtype.FLOAT32:
+        raise ValueError("emit_dtype: expected BFLOAT16 or FLOAT16 but got FLOAT32; read the master instead")
+    if bool(arrays.emit) != (arrays.emit_dtype is not None) and arrays.numel:
+        raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
+
+
+def _checked_count(arrays: StepArrays, states: tuple[str, ...], *more: Range) -> int:
+    """Return the number of elements; where there are some, refuse ranges that do not fit."""
+    count = checked_numel(arrays.numel)
+    split = arrays.master_kind is MasterKind.SPLIT
+    if not split and arrays.param:
+        raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
+    ranges = state_ranges(arrays.state_kind, states, arrays.states, arrays.units, arrays.offset, count)
+    if count:
+        ranges += [
+            Range("grad", arrays.grad, count, arrays.grad_dtype.itemsize),
+            Range("master", arrays.master, count, 2 if split else 4),
+        ]
+        if split:
+            ranges.append(Range("param", arrays.param, count, 2))
+        if arrays.emit_dtype is not None:
+            ranges.append(Range("emit", arrays.emit, count, arrays.emit_dtype.itemsize))
+        check(*ranges, *more)
+    return count
+
+
+def _master_code(arrays: StepArrays) -> int:
+    return _SPLIT if arrays.master_kind is MasterKind.SPLIT else _FLOAT32_MASTERS[arrays.emit_dtype]
+
+
+def lamb_moments(
+    arrays: StepArrays, hyper: LambHyper, *, before: tuple[float, float] = (0.0, 0.0)
+) -> tuple[float, float]:
+    """Do the first pass of LAMB over a parameter: update the moments, measure parameter and direction.
+
+    A parameter may be divided into ranges that begin at multiples of 65536 of its elements; the sums of one range are
+    `before` of the next, and have the same bits as in one call.
+
+    Args:
+        arrays: As for :func:`step`, with float32 states.
+        hyper: The step's hyper-parameters.
+        before: What the call for the range before returned.
+
+    Returns: The sums of squares of the parameter and of the direction, for :meth:`LambHyper.step_size`.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    if not _checked_lamb(arrays):
+        return before
+    return _cpu_adam.lamb_moments(
+        numel=arrays.numel,
+        grad=arrays.grad,
+        grad_dtype=arrays.grad_dtype.value,
+        param=arrays.param,
+        master=arrays.master,
+        master_kind=_master_code(arrays),
+        exp_avg=arrays.states[0],
+        exp_avg_sq=arrays.states[1],
+        constants=hyper.constants(),
+        param_squares=before[0],
+        direction_squares=before[1],
+    )
+
+
+def lamb_apply(arrays: StepArrays, hyper: LambHyper, step_size: float) -> None:
+    """Do the second pass of LAMB: ``p -= step_size * direction``, once the whole parameter is measured.
+
+    Args:
+        arrays: As for :func:`lamb_moments`; the gradient is not read.
+        hyper: The step's hyper-parameters.
+        step_size: :meth:`LambHyper.step_size` of the whole parameter's sums.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    if _checked_lamb(arrays):
+        _cpu_adam.lamb_apply(
+            numel=arrays.numel,
+            param=arrays.param,
+            master=arrays.master,
+            master_kind=_master_code(arrays),
+            exp_avg=arrays.states[0],
+            exp_avg_sq=arrays.states[1],
+            emit=arrays.emit,
+            constants=hyper.constants(),
+            neg_step=-step_size,
+        )
+
+
+def _checked_lamb(arrays: StepArrays) -> int:
+    _check_emission(arrays)
+    if arrays.state_kind is not StateKind.FLOAT32:
+        raise ValueError(
+            f"state_kind: expected FLOAT32 for LambHyper but got {arrays.state_kind.name}; only Adam's are compressed"
+        )
+    return _checked_count(arrays, LambHyper.STATES)
+
+
+def adam_step(
+    *,
+    numel: int,
+    grad: int,
+    grad_dtype: Dtype,
+    param: int = 0,
+    master: int,
+    master_kind: MasterKind,
+    exp_avg: int,
+    exp_avg_sq: int,
+    emit: int = 0,
+    emit_dtype: Dtype | None = None,
+    hyper: AdamHyper,
+) -> None:
+    """Do one Adam step with float32 states: :func:`step` with its arrays one by one.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
+    """
+    arrays = StepArrays(
+        numel=numel,
+        grad=grad,
+        grad_dtype=grad_dtype,
+        param=param,
+        master=master,
+        master_kind=master_kind,
+        states=(exp_avg, exp_avg_sq),
+        emit=emit,
+        emit_dtype=emit_dtype,
+    )
+    step(arrays, hyper)
+
+
+def save_states(
+    kind: StateKind,
+    *,
+    values: tuple[int, int],
+    states: tuple[int, int],
+    units: int = 0,
+    numel: int,
+    seed: int = 0,
+    step: int = 0,
+    offset: int = 0,
+) -> None:
+    """Store Adam's moments in another format: what a step would have stored.
+
+    What :func:`load_states` gives is stored again exactly, whatever the seed.
+
+    Args:
+        kind: The format to store in.
+        values: Addresses of ``exp_avg`` and ``exp_avg_sq`` (at least 0), (numel,) float32 each; only read.
+        states: Addresses, (numel,) ``kind`` each, written.
+        units: Address, (ceil(numel / 128), 2) uint8, written; for ``StateKind.INT8``, else 0.
+        numel: Elements.
+        seed: Of the random numbers, like `step` and `offset`: see :class:`StepArrays`.
+        step: Number of the step after which the moments have these values.
+        offset: Global index of the first element.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another.
+    """
+    _recode(True, kind, values, states, units, numel, seed, step, offset)
+
+
+def load_states(
+    kind: StateKind,
+    *,
+    values: tuple[int, int],
+    states: tuple[int, int],
+    units: int = 0,
+    numel: int,
+    offset: int = 0,
+) -> None:
+    """Convert Adam's moments to float32, exactly.
+
+    Args:
+        kind: The format they are stored in.
+        values: Addresses, (numel,) float32 each, written.
+        states: Addresses, (numel,) ``kind`` each; only read.
+        units: Address, (ceil(numel / 128), 2) uint8; only read. For ``StateKind.INT8``, else 0.
+        numel: Elements.
+        offset: Global index of the first element; for ``StateKind.INT8`` a multiple of 128.
+
+    Raises:
+        ValueError: A range is missing, superfluous, misaligned or overlaps another.
+    """
+    _recode(False, kind, values, states, units, numel, 0, 0, offset)
+
+
+def _recode(
+    save: bool,
+    kind: StateKind,
+    values: tuple[int, int],
+    states: tuple[int, int],
+    units: int,
+    numel: int,
+    seed: int,
+    step: int,
+    offset: int,
+) -> None:
+    count = checked_numel(numel)
+    ranges = state_ranges(kind, AdamHyper.STATES, states, units, offset, count)
+    if count == 0:
+        return
+    names = AdamHyper.STATES
+    check(*ranges, *(Range(f"{name}_fp32", at, count, 4) for name, at in zip(names, values, strict=True)))
+    _cpu_adam.recode_states(
+        save=save,
+        state_kind=kind.code,
+        numel=count,
+        exp_avg_fp32=values[0],
+        exp_avg_sq_fp32=values[1],
+        exp_avg=states[0],
+        exp_avg_sq=states[1],
+        units=units,
+        seed=seed,
+        step=step,
+        offset=offset,
+    )
+
+
+# Codes of csrc/cpu_adam/kernels.h.
+_STEP, _EMIT, _COMMIT_AND_EMIT = range(3)
+_SPLIT = 0
+_FLOAT32_MASTERS: dict[Dtype | None, int] = {None: 1, Dtype.FLOAT32: 1, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 3}

@@ -1,0 +1,246 @@
+"""Parameters outside their uses: reading one brings it, writing to one is refused by name, and nobody sees stand-ins.
+
+While an engine has a module, its parameters' bytes come and go. In a forward, and inside ``engine.gather``, a parameter
+is *lent*: an ordinary ``nn.Parameter`` whose calls cost nothing extra. At all other times its class is a subclass that
+sees every call. Shape, dtype and the like are answered at once. A read brings the unit, waits for its update, and runs
+on the real content; what the result still views holds the unit where it is. ``parameter.data = value`` goes home. Any
+other write raises.
+
+Owns the classes, and whose a parameter is. Must not know where bytes are: that is the :class:`Keeper`'s business.
+Next: :mod:`offload.module.hooks` lends.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.module.handles import GradientHandle
+from offload.module.refusals import LOST
+from offload.module.torch_calls import (
+    DATA,
+    Does,
+    calling_frame,
+    described,
+    name_of,
+    tensors_in,
+    unchanged,
+    what,
+    written,
+)
+
+
+class Keeper(Protocol):
+    """Has the bytes of parameters."""
+
+    def describe(self, parameter: torch.Tensor) -> str:
+        """Return what a parameter is called, for messages."""
+
+    def read(self, parameters: list[torch.Tensor], call: Callable[[], Any]) -> Any:
+        """Run `call`, which reads these parameters, while they are lent.
+
+        Raises:
+            BudgetError: they do not fit the device budget at once.
+        """
+
+    def assign(self, parameter: torch.Tensor, value: Any) -> None:
+        """Let a parameter's content be that of `value`.
+
+        Raises:
+            StateError: `value` does not fit.
+        """
+
+    def load(self, parameter: torch.Tensor, value: Any) -> bool:
+        """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""
+
+    def collects_state(self, func: Any, caller: FrameType) -> bool:
+        """Tell whether the call is of torch making a state dict, whose values are replaced when it has them all."""
+
+
+# Whose a parameter is, by its identity, which nothing else can have while its owner lives and keeps it.
+owners: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
+
+
+class Absent:
+    """What is added to a parameter's class outside its uses. See the module's text."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        does = what(func)
+        if does is Does.LOOK:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if does is Does.MEASURE:  # what it has when it is lent: a parameter is contiguous in its unit
+            with torch._C.DisableTorchFunctionSubclass():
+                like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+                return func(like, *args[1:], **kwargs)
+        absent: list[torch.Tensor] = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Absent)]
+        if does is Does.OPEN:
+            name = _keeper_of(absent[0], func).describe(absent[0])
+            raise StateError(
+                f"parameter {name}: {name_of(func)} expected memory that stays where it is; take it inside "
+                "'with engine.gather(parameter):', or of parameter.detach().clone()"
+            )
+        if does is Does.PASS:
+            return _passed_on(absent, lambda: func(*args, **kwargs))
+        if does is Does.MAKE:
+            return _make(absent, func, args, kwargs)
+        caller = calling_frame(sys._getframe(1))
+        for target in written(func, args, kwargs):
+            if is_lost(target) and _revive(target, does, func, args):
+                return func(*args, **kwargs)
+        keepers = {id(tensor): _keeper_of(tensor, func) for tensor in absent}
+        keeper = keepers[id(absent[0])]
+        for target in written(func, args, kwargs):
+            if isinstance(target, Absent):
+                return _write(keepers[id(target)], target, does, func, args, kwargs)
+        if unchanged(func, args, kwargs):
+            return args[0]
+        if keeper.collects_state(func, caller):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if caller.f_code is nn.Parameter.__new__.__code__:
+            raise StateError(
+                f"nn.Parameter of parameter {keeper.describe(absent[0])}: expected a tensor that stays where it is; "
+                "make it of a copy, nn.Parameter(parameter.detach().clone())"
+            )
+        if getattr(func, "__self__", None) is DATA:
+            # Not an alias that torch counts no changes of: what is written through it must be noticed.
+            call: Callable[[], Any] = lambda: args[0].detach()  # noqa: E731
+        else:
+            call = lambda: func(*args, **kwargs)  # noqa: E731
+        for other in dict.fromkeys(keepers.values()):
+            mine = [tensor for tensor in absent if keepers[id(tensor)] is other]
+            call = functools.partial(other.read, mine, call)
+        result = call()
+        if name_of(func) == "numpy":
+            result.flags.writeable = False  # nobody would notice what is written there
+        return result
+
+    # Torch does not ask __torch_function__ for the next two.
+
+    def as_subclass(self, kind: type) -> Any:
+        """Return a tensor of another class on the real content."""
+        parameter: Any = self
+        return _keeper_of(parameter, torch.Tensor.as_subclass).read([parameter], lambda: parameter.as_subclass(kind))
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be other memory.
+
+        Raises:
+            StateError: always.
+        """
+        parameter: Any = self
+        name = _keeper_of(parameter, torch.Tensor.set_).describe(parameter)
+        raise StateError(
+            f"parameter {name}: set_ would give it other memory than its engine's, as parametrizations do; change the "
+            "module's structure before the engine is made"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an ordinary parameter with the real content."""
+        parameter: Any = self
+        keeper = _keeper_of(parameter, copy.deepcopy)
+        return keeper.read([parameter], lambda: copy.deepcopy(parameter, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary parameter with the real content."""
+        parameter: Any = self
+        keeper = _keeper_of(parameter, copy.copy)
+        return keeper.read([parameter], lambda: parameter.__reduce_ex__(protocol))
+
+
+class AbsentParameter(Absent, nn.Parameter):
+    """An ``nn.Parameter`` outside its uses."""
+
+
+@functools.cache
+def absent_class(kind: type) -> type:
+    """Return the class that parameters of class `kind` have outside their uses."""
+    return AbsentParameter if kind is nn.Parameter else type(f"Absent{kind.__name__}", (Absent, kind), {})
+
+
+def is_lost(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter's content went with its engine."""
+    return isinstance(parameter, Absent) and id(parameter) not in owners
+
+
+def _keeper_of(parameter: torch.Tensor, func: Any) -> Keeper:
+    keeper = owners.get(id(parameter))
+    if keeper is None:
+        raise StateError(f"{described(func)} of a parameter of shape {tuple(parameter.shape)}: {LOST}")
+    return keeper
+
+
+def base_class(kind: type) -> type:
+    """Return the class whose :func:`absent_class` this is."""
+    return kind.__mro__[2]
+
+
+def _revive(parameter: torch.Tensor, does: Does, func: Any, args: Any) -> bool:
+    """Make a parameter whose content was lost an ordinary one, which is about to get another content as a whole."""
+    if does is Does.ASSIGN:
+        parameter.__class__ = base_class(type(parameter))
+        return True
+    if name_of(func) != "copy_" or args[0] is not parameter:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+    parameter.__class__ = base_class(type(parameter))
+    return True
+
+
+def _passed_on(absent: list[torch.Tensor], call: Callable[[], Any]) -> Any:
+    """Run a call that finds by itself what it needs of parameters: they are ordinary ones meanwhile."""
+    kinds = [type(parameter) for parameter in absent]
+    for parameter, kind in zip(absent, kinds, strict=True):
+        parameter.__class__ = base_class(kind)
+    try:
+        return call()
+    finally:
+        for parameter, kind in zip(absent, kinds, strict=True):
+            if parameter.__class__ is base_class(kind):
+                parameter.__class__ = kind
+
+
+def _make(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    """Make a tensor like a parameter; not the states of an optimizer that would find no gradients."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in absent:
+            if isinstance(parameter.grad, GradientHandle):
+                name = _keeper_of(parameter, func).describe(parameter)
+                raise StateError(
+                    f"{name_of(func)} of parameter {name}: expected no tensor like it while its gradient waits for the "
+                    "engine's step, for so an optimizer that is not the engine's makes states; step with "
+                    "engine.optimizer, or pass that optimizer to offload.Engine; for a tensor of your own, give "
+                    "parameter.shape"
+                )
+        return func(*args, **kwargs)
+
+
+def _write(keeper: Keeper, parameter: torch.Tensor, does: Does, func: Any, args: Any, kwargs: Any) -> Any:
+    """Take a value over; refuse every other write."""
+    if does is Does.ASSIGN and name_of(func) == "__set__":
+        return keeper.assign(parameter, args[1])
+    if name_of(func) == "copy_" and keeper.load(parameter, args[1] if len(args) > 1 else kwargs.get("other")):
+        return parameter
+    if any(isinstance(tensor, GradientHandle) for tensor in tensors_in((args, kwargs))):
+        raise StateError(
+            f"parameter {keeper.describe(parameter)}: {described(func)} of a gradient that waits for the engine's "
+            "step, as from an optimizer that is not the engine's; step with engine.optimizer, or pass the other one to "
+            "offload.Engine"
+        )
+    raise StateError(
+        f"parameter {keeper.describe(parameter)}: {described(func)} would write where nothing written stays; write "
+        "inside 'with engine.gather(parameter, modify=True):', or in engine.apply(function)"
+    )

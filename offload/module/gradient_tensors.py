@@ -1,0 +1,141 @@
+"""Gradients with elements for a while: what ``engine.gather_gradients`` gives and takes.
+
+Owns the exchange of handles and tensors in ``.grad``. What a gradient is worth is :mod:`offload.module.handles`'
+business. Next: :mod:`offload.engine`, which offers it to users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError, StateError
+from offload.memory.tiers import Budget, Tier
+from offload.module.handles import GradientHandle, Handles
+from offload.module.hooks import Hooks
+from offload.planning.units import Where
+from offload.shards.manager import Manager
+
+
+class GradientTensors:
+    """Gathers gradients of one engine. See the module's text."""
+
+    def __init__(
+        self, handles: Handles, hooks: Hooks, budgets: Mapping[Tier, Budget], manager: Callable[[], Manager]
+    ) -> None:
+        """Prepare.
+
+        Args:
+            handles: of the engine.
+            hooks: knows where each parameter is.
+            budgets: that of the device is charged.
+            manager: returns the owner of the shards, or raises where it is not to be used any more.
+        """
+        self._handles = handles
+        self._hooks = hooks
+        self._budget = budgets[Tier.DEVICE]
+        self._manager = manager
+
+    @contextlib.contextmanager
+    def gather(
+        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None, *, modify: bool
+    ) -> Iterator[None]:
+        """Let ``.grad`` have elements inside the ``with`` block; see ``Engine.gather_gradients``."""
+        self._manager()
+        self._handles.adopt()
+        places = self._places(params)
+        with torch._C.DisableTorchFunctionSubclass():
+            before = {where: parameter.grad for where, parameter in places.items()}
+            size_bytes = sum(places[where].nbytes for where, handle in before.items() if handle is not None)
+        self._budget.reserve("gathered gradients", size_bytes)
+        try:
+            given = self._give(places, before)
+            with self._handles.lending(places):
+                whole = False
+                try:
+                    yield
+                    whole = True
+                finally:
+                    changed = self._take_back(places, before, given, modify=modify and whole)
+            if changed and not modify:
+                raise StateError(
+                    f"gather_gradients: the gradient of {self._handles.name_of(changed[0])} was changed; pass "
+                    "modify=True to keep changes"
+                )
+        finally:
+            self._budget.release("gathered gradients", size_bytes)
+
+    def _give(
+        self, places: Mapping[Where, nn.Parameter], before: Mapping[Where, torch.Tensor | None]
+    ) -> dict[Where, torch.Tensor]:
+        given = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for where, parameter in places.items():
+                handle = before[where]
+                if isinstance(handle, GradientHandle):
+                    given[where] = self._elements(handle, parameter)
+                    parameter.grad = given[where]
+        return given
+
+    def _elements(self, handle: GradientHandle, parameter: nn.Parameter) -> torch.Tensor:
+        value = self._handles.value_of(handle)
+        return self._handles.values(value, parameter.dtype, parameter.device).view(parameter.shape)
+
+    def _take_back(
+        self,
+        places: Mapping[Where, nn.Parameter],
+        before: Mapping[Where, torch.Tensor | None],
+        given: Mapping[Where, torch.Tensor],
+        *,
+        modify: bool,
+    ) -> list[Where]:
+        """Put handles in place again; returns whose gradients were changed."""
+        changed = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for where, parameter in places.items():
+                now, handle = parameter.grad, before[where]
+                if handle is None:
+                    same = now is None
+                else:
+                    assert isinstance(handle, GradientHandle)
+                    if not self._handles.is_current(handle):  # zero_grad() inside the block
+                        continue
+                    same = now is given[where] and _same_bits(now, self._elements(handle, parameter))
+                if not same:
+                    changed.append(where)
+                if same or not modify:
+                    parameter.grad = handle
+                elif now is not None:
+                    self._handles.replace(parameter, where, now)
+        return changed
+
+    def _places(self, params: object) -> dict[Where, nn.Parameter]:
+        """Return the parameters whose gradients are to be gathered by their place."""
+        if params is None:
+            params = self._handles.parameters()
+        elif isinstance(params, nn.Module):
+            params = [parameter for parameter in params.parameters() if parameter.requires_grad]
+        elif isinstance(params, torch.Tensor):
+            params = [params]
+        if not isinstance(params, Iterable):
+            raise ConfigError(
+                "gather_gradients: expected a parameter, several, or a module but got a value of type "
+                f"{type(params).__name__}; pass some of the model's own"
+            )
+        places = {}
+        for parameter in params:
+            where = self._hooks.slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
+            if where is None or not self._handles.trains(where):
+                raise StateError(
+                    "gather_gradients: expected parameters that this engine trains but got "
+                    + (f"one of shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else "others")
+                )
+            places[where] = parameter
+        return places
+
+
+def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())

@@ -1,0 +1,679 @@
+"""What ``parameter.grad`` is when the gradient has moved away: a tensor without memory that knows its norm.
+
+A gradient leaves the device as soon as autograd has made it. What stays in ``.grad`` is a :class:`GradientHandle` of
+its shape, dtype and device. Its value is what the coming step would use: averaged, unscaled, and times the factors that
+it has been multiplied by, which enter the step as one multiplication. So torch's clipping, a trainer's, ``GradScaler``
+and ``is None`` work as ever; what needs the elements is refused by name.
+
+As in torch, ``.grad`` is the truth: where it is None, the step leaves the parameter out; a tensor that somebody has put
+there is the gradient.
+
+Owns the handles of one engine and what the step learns from them. The bytes are in :mod:`offload.shards.gradients`.
+Next: :mod:`offload.module.hooks` puts handles in place, :mod:`offload.optim.recipe` uses their factors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.module.torch_calls import DATA, Does, described, name_of, names, tensors_in, unchanged, what
+from offload.planning.units import Unit, Where
+from offload.shards.gradients import Gradients
+
+KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
+NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """What a handle stands for; its aliases share it.
+
+    Attributes:
+        where: the parameter.
+        origin: is the same object as long as the gradient is the one that this was made for.
+        scale: product of the numbers that it was multiplied by.
+        clip: product of the 0-dim tensors that it was multiplied by, which is how torch clips.
+        content: is the same object as long as the elements are those that this was made for.
+    """
+
+    where: Where
+    origin: object
+    content: object
+    scale: float = 1.0
+    clip: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What the step multiplies the gradient by, beside averaging and unscaling."""
+        return self.scale * self.clip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientNorm:
+    """Global norm of a step's gradients: of all of the model's, whether the optimizer has the parameter or not.
+
+    Attributes:
+        squares: sum of squares of the raw gradients (sums over micro-batches, with the loss scale in them), before
+            clipping.
+        left: the same after what torch has clipped.
+        bad: names of parameters with NaN or infinite elements.
+        spoilt: names of parameters whose gradient was multiplied by NaN or infinity.
+        count: parameters that have a gradient.
+        factors: per parameter what its gradient was multiplied by; 1 where it is absent.
+    """
+
+    squares: float
+    left: float
+    bad: list[str]
+    spoilt: list[str]
+    count: int
+    factors: dict[Where, float]
+
+
+class Handles:
+    """Handles of one engine. See the module's text."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        gradients: Gradients,
+        device: torch.device,
+        averaging: Callable[[], float],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            units: of the model.
+            parameters: per unit, its parameters.
+            gradients: has the bytes.
+            device: of the handles.
+            averaging: returns what makes the mean over micro-batches of a sum of scaled gradients.
+        """
+        self._gradients = gradients
+        self._device = device
+        self.averaging = averaging
+        self._slots = {
+            (unit.index, slot): parameter
+            for unit in units
+            if unit.trainable
+            for slot, parameter in enumerate(parameters[unit.index])
+        }
+        self._units = units
+        self._origins: dict[Where, object] = {}
+        self._contents: dict[Where, object] = {}  # another one when elements have become others
+        self._lent: set[Where] = set()  # whose ``.grad`` has elements for a while
+
+    # --- in backward ------------------------------------------------------------------------------------------------
+
+    def take(self, parameter: torch.Tensor, where: Where) -> tuple[torch.Tensor, GradientHandle | None]:
+        """Take what autograd has left in ``.grad``, which is None then.
+
+        Returns:
+            The gradient of this pass, and the handle that it was added to; None where nothing was there before.
+        """
+        if where in self._lent:
+            raise StateError(
+                f"backward: the gradient of {self.name_of(where)} is gathered; leave the engine.gather_gradients block "
+                "first"
+            )
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if not isinstance(gradient, GradientHandle):
+            if where in self._origins:  # ``.grad`` was cleared since the last pass
+                self._gradients.forget(*where)
+            return gradient, None
+        try:
+            incoming = gradient.take_incoming()
+            value = self.value_of(gradient, where)
+            if value.factor != 1.0:  # of what has arrived so far
+                self._gradients.multiply(*where, value.factor)
+            self._change(where, value)
+        except BaseException:
+            parameter.grad = gradient
+            raise
+        return incoming, gradient
+
+    def put(self, parameter: torch.Tensor, where: Where, before: GradientHandle | None, *, scale: float = 1.0) -> None:
+        """Leave a handle in ``.grad``, the former one where there was one."""
+        if before is None:
+            self._origins[where] = self._contents[where] = new = object()
+            shape, dtype = tuple(parameter.shape), parameter.dtype
+            before = GradientHandle(self, shape, dtype, self._device, Value(where, new, new, scale))
+        # With create_graph, autograd has made it a result of its own addition.
+        parameter.grad = before if before.grad_fn is None else before.like()
+
+    def _change(self, where: Where, value: Value) -> None:
+        """Note that elements have become others, which `value` stands for: copies from before refuse."""
+        self._contents[where] = value.content = object()
+        value.scale = value.clip = 1.0
+
+    # --- at the step ------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Take over what somebody has put in ``.grad``, and forget what somebody has taken out of it.
+
+        Raises:
+            StateError: a handle there is of another parameter, or of an earlier step; or gradients are gathered.
+        """
+        if self._lent:
+            raise StateError("gradients are gathered: leave the engine.gather_gradients block first")
+        with torch._C.DisableTorchFunctionSubclass():
+            for where, parameter in self._slots.items():
+                gradient = parameter.grad
+                if isinstance(gradient, GradientHandle):
+                    self.value_of(gradient, where)
+                elif gradient is not None:
+                    self.replace(parameter, where, gradient)
+                elif where in self._origins:
+                    del self._origins[where]
+                    self._gradients.forget(*where)
+
+    def replace(self, parameter: torch.Tensor, where: Where, gradient: torch.Tensor) -> None:
+        """Let a tensor be what the coming step uses as a parameter's gradient."""
+        dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        self._gradients.overwrite(*where, dense.detach().reshape(-1))
+        self.put(parameter, where, None, scale=1.0 / self.averaging())
+
+    @contextlib.contextmanager
+    def lending(self, places: Iterable[Where]) -> Iterator[None]:
+        """Let ``.grad`` of parameters have elements meanwhile.
+
+        Raises:
+            StateError: some are gathered already.
+        """
+        if self._lent:
+            raise StateError("gather_gradients: gradients are gathered already; leave that block first")
+        self._lent = set(places)
+        try:
+            yield
+        finally:
+            self._lent = set()
+
+    def trains(self, where: Where) -> bool:
+        """Tell whether a parameter is one of those that are trained."""
+        return where in self._slots
+
+    def is_current(self, handle: GradientHandle) -> bool:
+        """Tell whether the gradient that a handle was made for still waits for its step."""
+        return self._origins.get(handle.value.where) is handle.value.origin
+
+    def measure(self) -> GradientNorm:
+        """Add up what was measured when the gradients arrived, in model order: the same bits for every placement."""
+        self._gradients.settle()
+        squares = left = 0.0
+        bad, spoilt, factors, count = list[str](), list[str](), dict[Where, float](), 0
+        for where, value in self._values():
+            total = self._gradients.sum_of(*where)
+            assert total is not None, where
+            count += 1
+            squares += total[0] * (value.scale * value.scale) if value.scale != 1.0 else total[0]
+            left += total[0] * (value.factor * value.factor) if value.factor != 1.0 else total[0]
+            if total[1]:
+                bad.append(self.name_of(where))
+            if not math.isfinite(value.factor):
+                spoilt.append(self.name_of(where))
+            if value.factor != 1.0:
+                factors[where] = value.factor
+        return GradientNorm(squares, left, bad, spoilt, count, factors)
+
+    def factors(self) -> dict[Where, float]:
+        """Return per gradient that waits what it has been multiplied by. :meth:`adopt` comes first."""
+        return {where: value.factor for where, value in self._values()}
+
+    def clear(self) -> None:
+        """Let every ``.grad`` be None; handles that somebody has kept refuse from now on."""
+        self._origins.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._slots.values():
+                parameter.grad = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained, in model order."""
+        return list(self._slots.values())
+
+    def _values(self) -> Iterator[tuple[Where, Value]]:
+        """Yield what is in ``.grad`` of each parameter, in model order. :meth:`adopt` comes first."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = [(where, parameter.grad) for where, parameter in self._slots.items()]
+        for where, gradient in found:
+            if isinstance(gradient, GradientHandle):
+                yield where, self.value_of(gradient, where)
+
+    # --- what handles ask -------------------------------------------------------------------------------------------
+
+    def name_of(self, where: Where) -> str:
+        """Return a parameter's name."""
+        return self._units[where[0]].slots[where[1]].name
+
+    def value_of(self, handle: GradientHandle, where: Where | None = None) -> Value:
+        """Return what a handle stands for.
+
+        Raises:
+            StateError: the gradient is gone, or it is not the one of the parameter at `where`.
+        """
+        value = handle.value
+        if where is not None and (handle.book is not self or value.where != where):
+            raise StateError(
+                f"gradient of {self.name_of(where)}: expected its own in .grad but got that of "
+                f"{handle.book.name_of(value.where)}; use engine.gather_gradients(modify=True) to copy gradients"
+            )
+        if not self.is_current(handle):
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected one that waits for a step but this handle is from "
+                f"before the last step or zero_grad, and the gradient is gone; {KEEP}"
+            )
+        if value.content is not self._contents[value.where]:
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected elements of when this copy was made but a later "
+                f"backward pass or assignment has changed them, and a handle keeps none; {KEEP}"
+            )
+        return value
+
+    def norm(self, value: Value, order: float) -> float:
+        """Return the norm of what the step would use of a gradient."""
+        return self._raw_norm(value.where, order) * abs(value.factor) * self.averaging()
+
+    def is_finite(self, value: Value) -> bool:
+        """Tell whether all elements are."""
+        self._gradients.settle()
+        total = self._gradients.sum_of(*value.where)
+        assert total is not None
+        return not total[1] and math.isfinite(value.factor)
+
+    def values(self, value: Value, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the elements, (numel,), as a tensor of its own."""
+        real = self._gradients.content(*value.where).to(device, copy=True)
+        factor = value.factor * self.averaging()
+        return (real if factor == 1.0 else real.mul_(factor)).to(dtype)
+
+    def fill(self, value: Value, content: torch.Tensor | float) -> None:
+        """Let the elements be those of a tensor of the same shape, or one number."""
+        with torch._C.DisableTorchFunctionSubclass():
+            now = self._slots[value.where].grad
+        if not isinstance(now, GradientHandle) or now.value is not value:
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected the one in .grad to be written to but got a copy, "
+                f"which has no elements of its own; {KEEP}"
+            )
+        if isinstance(content, torch.Tensor):
+            content = content.detach().reshape(-1)
+        self._gradients.overwrite(*value.where, content)
+        self._change(value.where, value)
+        if isinstance(content, torch.Tensor):
+            value.scale = 1.0 / self.averaging()
+
+    def _raw_norm(self, where: Where, order: float) -> float:
+        if order == 2.0:
+            self._gradients.settle()
+            total = self._gradients.sum_of(*where)
+            assert total is not None
+            return math.sqrt(total[0]) if total[0] >= 0 else total[0]  # NaN stays NaN
+        content = self._gradients.content(*where)
+        if not content.numel():
+            return 0.0
+        norms = [torch.linalg.vector_norm(part.float(), order) for part in content.split(NORM_NUMEL)]
+        return float(torch.linalg.vector_norm(torch.stack(norms), order)) if order else float(sum(norms))
+
+
+class GradientHandle(torch.Tensor):
+    """Stands for a gradient that has left. See the module's text.
+
+    Attributes:
+        book: of the engine that has the gradient.
+        value: what it stands for.
+    """
+
+    book: Handles
+    value: Value
+
+    @staticmethod
+    def __new__(
+        cls, book: Handles, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, value: Value
+    ) -> GradientHandle:
+        """Make a handle of a tensor of `shape`, `dtype` and `device`."""
+        handle: GradientHandle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        handle.book, handle.value = book, value
+        handle._incoming = None
+        return handle
+
+    _incoming: torch.Tensor | None
+
+    def like(
+        self,
+        *,
+        value: Value | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> GradientHandle:
+        """Return another handle; an alias of this one where there is no other `value`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = tuple(self.shape if shape is None else shape)
+            return GradientHandle(self.book, shape, dtype or self.dtype, device or self.device, value or self.value)
+
+    def take_incoming(self) -> torch.Tensor:
+        """Return what autograd has added to this handle."""
+        incoming, self._incoming = self._incoming, None
+        assert incoming is not None
+        return incoming
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        does, name = what(func), name_of(func)
+        self = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
+        if does is Does.ASSIGN:
+            return _assign(args[0], args[1] if len(args) > 1 else None)
+        if does in (Does.LOOK, Does.MEASURE, Does.MAKE) and name not in _BYTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _FINITENESS:
+            return _finiteness(self, func, args)
+        if name == "__repr__":
+            return repr(self)
+        if unchanged(func, args, kwargs):
+            return args[0]
+        if name not in _ANSWERED and getattr(func, "__self__", None) is not DATA:
+            self.refuse(described(func))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        handle = next(tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, cls))
+        answer = _ANSWERS.get(name)
+        return handle.refuse(name) if answer is None else answer(handle, func, args, kwargs or {})
+
+    def refuse(self, what: str) -> Any:
+        """Refuse what needs the elements.
+
+        Raises:
+            StateError: always.
+        """
+        name = self.book.name_of(self.value.where)
+        self.book.value_of(self)
+        raise StateError(
+            f"{what} of the gradient of {name}: expected a tensor with elements but the gradient has left the device; "
+            "step with engine.optimizer, clip with clip_grad_norm_, and for the elements use "
+            "'with engine.gather_gradients(parameter, modify=...):'"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
+        """Say what it stands for, without the elements."""
+        with torch._C.DisableTorchFunctionSubclass():
+            form = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
+        return f"GradientHandle({self.book.name_of(self.value.where)}, {form}, factor={self.value.factor:g})"
+
+    def as_subclass(self, kind: type) -> Any:
+        """Refuse to be of another class; torch does not ask ``__torch_function__``.
+
+        Raises:
+            StateError: always.
+        """
+        return self.refuse("as_subclass")
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to be other memory; torch does not ask ``__torch_function__``.
+
+        Raises:
+            StateError: always.
+        """
+        return self.refuse("set_")
+
+    def __deepcopy__(self, memo: object) -> Any:
+        """Refuse to be copied.
+
+        Raises:
+            StateError: always.
+        """
+        return self.refuse("deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse to be pickled.
+
+        Raises:
+            StateError: always.
+        """
+        return self.refuse("a pickle")
+
+
+# --- what handles answer ----------------------------------------------------------------------------------------------
+
+_BYTES = names("data_ptr const_data_ptr __dlpack_device__")
+_FINITENESS = names("isfinite isinf isnan isneginf isposinf")
+# By the names that torch's Python functions have. What they lead to below is in _ANSWERS.
+_ANSWERED = names(
+    "mul mul_ multiply multiply_ div div_ divide divide_ true_divide true_divide_ neg neg_ negative negative_ zero_ "
+    "__mul__ __rmul__ __imul__ __truediv__ __itruediv__ __neg__ __pos__ positive detach detach_ clone "
+    "norm vector_norm linalg_vector_norm linalg_norm _foreach_norm _foreach_mul _foreach_mul_ _foreach_div "
+    "_foreach_div_ _foreach_neg _foreach_neg_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_ "
+    "to float double half bfloat16 cpu cuda contiguous view reshape flatten view_as ravel alias"
+)
+
+
+def _finiteness(handle: GradientHandle, func: Any, args: Sequence[Any]) -> torch.Tensor:
+    """Return a mask: one value for all where all elements are finite, else made from them."""
+    value = handle.book.value_of(handle)
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, device, dtype = tuple(handle.shape), handle.device, handle.dtype
+    if handle.book.is_finite(value):
+        mask: torch.Tensor = func(torch.zeros((), device=device), *args[1:])
+        return mask.expand(shape)
+    mask = func(handle.book.values(value, dtype, device), *args[1:])
+    return mask.view(shape)
+
+
+def _number(handle: GradientHandle, value: Any, name: str) -> float:
+    """Return a number, or what is in a tensor of one element."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    if isinstance(value, torch.Tensor) and not isinstance(value, GradientHandle) and value.numel() == 1:
+        return float(value)
+    return float(handle.refuse(f"{name} by other than a number"))
+
+
+def _multiply(handle: GradientHandle, factor: float, by: Any) -> None:
+    value = handle.book.value_of(handle)
+    if isinstance(by, torch.Tensor):
+        value.clip *= factor
+    else:
+        value.scale *= factor
+
+
+def _factor(handle: GradientHandle, by: Any, name: str) -> float:
+    number = _number(handle, by, name)
+    if not name.removeprefix("_foreach_").startswith(("div", "true_divide")):
+        return number
+    return 1.0 / number if number else math.copysign(math.inf, number)
+
+
+def _scaled(handle: GradientHandle, by: Any, name: str) -> GradientHandle:
+    """Return a handle of its own for the product."""
+    product = handle.like(value=dataclasses.replace(handle.book.value_of(handle)))
+    _multiply(product, _factor(handle, by, name), by)
+    return product
+
+
+def _mul(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    name = func._schema.name.removeprefix("aten::")
+    if kwargs or len(args) != 2 or (args[0] is not handle and (name.endswith("_") or name != "mul")):
+        handle.refuse(name)
+    by = args[1] if args[0] is handle else args[0]
+    if not name.endswith("_"):
+        return _scaled(handle, by, name)
+    _multiply(handle, _factor(handle, by, name), by)
+    return handle
+
+
+def _neg(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    if not func._schema.name.endswith("_"):
+        return _scaled(handle, -1.0, "neg")
+    _multiply(handle, -1.0, None)
+    return handle
+
+
+def _add(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    """Take what autograd adds; nobody else adds."""
+    name = func._schema.name.removeprefix("aten::")
+    by_autograd = torch._C._current_graph_task_id() != -1 and len(args) == 2 and not kwargs
+    if not by_autograd or args[0] is not handle or isinstance(args[1], GradientHandle):
+        handle.refuse(name)
+    target = handle if name == "add_" else handle.like()
+    target._incoming = args[1]
+    return target
+
+
+def _assign(target: GradientHandle, content: Any) -> None:
+    """Do ``target.data = content``."""
+    if target is content:  # module.to() of what is there already
+        return
+    value = target.book.value_of(target)
+    with torch._C.DisableTorchFunctionSubclass():
+        own, got = (
+            (tuple(tensor.shape), tensor.dtype, tensor.device) if isinstance(tensor, torch.Tensor) else type(tensor)
+            for tensor in (target, content)
+        )
+    if own != got or content.layout is not torch.strided:
+        raise StateError(
+            f"gradient of {target.book.name_of(value.where)}: expected a dense tensor of shape, dtype and device {own} "
+            f"as its .data but got {got}"
+        )
+    if not isinstance(content, GradientHandle):
+        target.book.fill(value, content)
+        return
+    other = content.book.value_of(content, value.where)
+    value.scale, value.clip = other.scale, other.clip
+
+
+def _zero(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    handle.book.fill(handle.book.value_of(handle), 0.0)
+    return handle
+
+
+def _alias(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    return handle.like()
+
+
+def _clone(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    return handle.like(value=dataclasses.replace(handle.book.value_of(handle)))
+
+
+def _to_copy(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    value = dataclasses.replace(handle.book.value_of(handle))
+    dtype = kwargs.get("dtype") or handle.dtype
+    if not dtype.is_floating_point:
+        handle.refuse("_to_copy")
+    return handle.like(value=value, dtype=dtype, device=kwargs.get("device"))
+
+
+def _view(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
+    if isinstance(args[1], torch.dtype):
+        handle.refuse("view as another dtype")
+    shape = torch.empty(handle.shape, device="meta").view(args[1]).shape
+    return handle.like(shape=shape)
+
+
+def _norm(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    order = given.get("ord", given.get("p", 2))
+    if given.get("dim") or given.get("out") is not None:
+        handle.refuse(func._schema.name.removeprefix("aten::") + " along a dimension")
+    result = _norm_of(handle, 2.0 if order is None else float(order), given.get("dtype"))
+    return result.view([1] * handle.dim()) if given.get("keepdim") else result
+
+
+def _norm_of(handle: GradientHandle, order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a norm, in fp32 where the gradient has fewer bits."""
+    dtype = dtype or (torch.float64 if handle.dtype is torch.float64 else torch.float32)
+    return torch.tensor(handle.book.norm(handle.book.value_of(handle), order), dtype=dtype, device=handle.device)
+
+
+def _foreach_norm(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    return [
+        _norm_of(tensor, float(order), dtype)
+        if isinstance(tensor, GradientHandle)
+        else torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        for tensor in args[0]
+    ]
+
+
+def _foreach_scale(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+    name = func._schema.name.removeprefix("aten::")
+    in_place = name.endswith("_")
+    single = getattr(torch.Tensor, name.removeprefix("_foreach_"))
+    factors = args[1] if isinstance(args[1], (list, tuple)) else [args[1]] * len(args[0])
+    results = []
+    for tensor, by in zip(args[0], factors, strict=True):
+        if not isinstance(tensor, GradientHandle):
+            results.append(single(tensor, by))
+        elif in_place:
+            _multiply(tensor, _factor(tensor, by, name), by)
+        else:
+            results.append(_scaled(tensor, by, name))
+    return None if in_place else results
+
+
+def _foreach_each(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> list[Any] | None:
+    name = func._schema.name.removeprefix("aten::")
+    single = getattr(torch.Tensor, name.removeprefix("_foreach_"))
+    results = [single(tensor) for tensor in args[0]]
+    return None if name.endswith("_") else results
+
+
+def _unscale(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> None:
+    """Do what ``GradScaler.unscale_`` wants: note what is not finite, and multiply by a number."""
+    tensors, found_inf, inverse = args
+    for tensor in tensors:
+        if not isinstance(tensor, GradientHandle):
+            func([tensor], found_inf, inverse)
+            continue
+        value = tensor.book.value_of(tensor)
+        if not tensor.book.is_finite(value):
+            found_inf.fill_(1.0)
+        value.scale *= float(inverse)
+
+
+_ANSWERS: dict[str, Callable[[GradientHandle, Any, Any, Any], Any]] = {
+    "add": _add,
+    "add_": _add,
+    "mul": _mul,
+    "mul_": _mul,
+    "div": _mul,
+    "div_": _mul,
+    "neg": _neg,
+    "neg_": _neg,
+    "zero_": _zero,
+    "detach": _alias,
+    "alias": _alias,
+    "lift_fresh": _alias,
+    "clone": _clone,
+    "_to_copy": _to_copy,
+    "view": _view,
+    "_unsafe_view": _view,
+    "norm": _norm,
+    "linalg_vector_norm": _norm,
+    "_foreach_norm": _foreach_norm,
+    "_foreach_mul": _foreach_scale,
+    "_foreach_mul_": _foreach_scale,
+    "_foreach_div": _foreach_scale,
+    "_foreach_div_": _foreach_scale,
+    "_foreach_neg": _foreach_each,
+    "_foreach_neg_": _foreach_each,
+    "_foreach_zero_": _foreach_each,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}

@@ -1,0 +1,157 @@
+"""Modules of bitsandbytes with 4-bit weights: made ready for an engine, and given back.
+
+Owns what such modules would do to their weights by themselves - quantize them when they are moved, pack them anew for a
+processor, cast a bias, keep weights until backward - which has to happen before the engine has them, or not at all. No
+library is imported: modules are known by the class of their weights. Next: :mod:`offload.checkpoint.loading`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from offload.classes import is_a
+from offload.errors import SAVE_FIRST, ConfigError, StateError
+from offload.module.hooks import Hooks
+
+_FUNCTION = "MatMul4BitBackward"  # of bitsandbytes; keeps (None, weight) in an attribute called tensors
+
+
+def make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Quantize what ``.to(device)`` would, where it is, and undo or do what a first forward does to parameters.
+
+    That stays done where something later fails: the weights are what the user wanted them to be.
+
+    Args:
+        model: may have modules of bitsandbytes.
+        dtype: that parameters will be cast to; None where they keep theirs.
+
+    Raises:
+        ConfigError: a 4-bit weight is to be trained, has no scales or would be cast, or a bias gets another dtype than
+            its module computes in. Nothing was changed.
+    """
+    found = list(_four_bit(model))
+    for name, module, weight in found:
+        if weight.requires_grad:
+            raise ConfigError(
+                f"parameter {name}: expected 4-bit weights of bitsandbytes to be frozen but got requires_grad=True; "
+                "call requires_grad_(False) on it, and train adapters"
+            )
+        if weight.bnb_quantized and weight.quant_state is None:
+            raise ConfigError(
+                f"parameter {name}: expected 4-bit weights of bitsandbytes with their scales but got none; load the "
+                "model again"
+            )
+        if weight.quant_storage.is_floating_point and dtype not in (None, weight.quant_storage):
+            raise ConfigError(
+                f"dtype: expected {weight.quant_storage}, in which {name} keeps its 4-bit weights, but got {dtype}; "
+                "leave dtype= out, or load the model with another quant_storage"
+            )
+        if _bias(module) is not None and dtype is not None and module.compute_dtype not in (None, dtype):
+            raise ConfigError(
+                f"dtype: expected {module.compute_dtype}, in which the module of {name} computes, but got {dtype}; "
+                "leave dtype= out, or load the model with that compute dtype"
+            )
+    for _, module, weight in found:
+        if getattr(weight.quant_state, "packing_format_for_cpu", False):
+            module.state_dict()  # unpacks, in place
+        if not weight.bnb_quantized:
+            weight.to(weight.device)  # in place, too
+        bias = _bias(module)
+        if bias is not None and module.compute_dtype not in (None, bias.dtype):
+            Hooks.give_back(bias, bias.detach().to(module.compute_dtype))  # as its forward rebinds it
+
+
+class FourBitModules:
+    """The 4-bit modules of one engine, as long as it has them."""
+
+    def __init__(self, model: nn.Module, hooks: Hooks) -> None:
+        self._model = model
+        self._hooks = hooks
+        self._handles: list[RemovableHandle] = []
+        self._packing: list[Any] = []  # modules that would pack their weights for the processor
+        self._moved: list[tuple[Any, torch.device]] = []  # scales, with where they were
+
+    def attach(self, device: torch.device) -> None:
+        """Move scales to the device, where compute wants them, and keep modules from changing their weights."""
+        for name, module, weight in _four_bit(self._model):
+            where = weight.quant_state.absmax.device
+            if where != device:
+                self._moved.append((weight.quant_state, where))
+                weight.quant_state.to(device)
+            if getattr(module, "support_avx512bf16_for_cpu", False):
+                module.support_avx512bf16_for_cpu = False
+                self._packing.append(module)
+            if _bias(module) is not None:
+                self._handles.append(module.register_forward_pre_hook(_check_bias(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._let_go, prepend=True))
+
+    def detach(self) -> None:
+        """Undo :meth:`attach`. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._packing:
+            module.support_avx512bf16_for_cpu = True
+        for scales, device in self._moved:
+            scales.to(device)
+        self._handles, self._packing, self._moved = [], [], []
+
+    def _let_go(self, module: nn.Module, args: object, output: object) -> None:
+        """Let a weight that waits for backward be a handle, as if the function had saved it with autograd.
+
+        It keeps the tensor itself, with which its unit would have to stay on the device.
+        """
+        last: Any = output.grad_fn if isinstance(output, torch.Tensor) else None
+        before = [node for node, _ in last.next_functions[:1]] if last is not None else []  # where the last is a cast
+        for node in (last, *before):
+            tensors = getattr(node, "tensors", None)
+            if type(node).__name__ == _FUNCTION and isinstance(tensors, tuple) and len(tensors) == 2:
+                if isinstance(tensors[1], torch.Tensor):
+                    node.tensors = _Waiting(self._hooks, tensors[1])
+                return
+
+
+class _Waiting:
+    """In the place of a function's own pair of nothing and a weight."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, hooks: Hooks, weight: torch.Tensor) -> None:
+        self._packed, self._unpack = hooks.keep(weight)
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        yield None
+        yield self._unpack(self._packed)
+
+
+def _four_bit(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the 4-bit weights of a model with their names and modules."""
+    for path, module in model.named_modules():
+        for name, weight in module.named_parameters(prefix=path, recurse=False):
+            if is_a(weight, "bitsandbytes", "Params4bit"):
+                yield name, module, weight
+
+
+def _bias(module: Any) -> nn.Parameter | None:
+    """Return the bias that a module casts to what it computes in."""
+    return module.bias if is_a(module, "bitsandbytes", "Linear4bit") else None
+
+
+def _check_bias(name: str) -> Any:
+    """Return a hook that refuses what would cast the bias beside the weight `name` for good, in the middle of a run."""
+
+    def check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        values = args[0] if args else kwargs["x"]
+        computes = module.compute_dtype or values.dtype
+        if module.bias.dtype != computes:
+            raise StateError(
+                f"parameter {name.removesuffix('weight')}bias: expected {computes}, in which its module computes, but "
+                f"got {module.bias.dtype}; make the module with that compute_dtype, or close the engine and "
+                f"cast it; {SAVE_FIRST}"
+            )
+
+    return check

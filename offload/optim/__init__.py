@@ -1,0 +1,1 @@
+"""What a step does: rules, recipe, loss scale, torch's own classes. Not where bytes are."""

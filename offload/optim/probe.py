@@ -1,0 +1,483 @@
+"""What an optimizer class of torch remembers of a parameter, and needs to update it: found by letting it step.
+
+Owns copies of a user's optimizer that have no parameters, the refusal of classes that cannot work on one parameter
+after the other, the sizes of states and temporaries. Everything happens on small tensors of its own: neither the user's
+model nor the optimizer is touched. Knows nothing of units and tiers. Next: :mod:`offload.optim.torch_class` makes the
+steps.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from offload.errors import ConfigError
+from offload.optim.takeover import GIVEN
+from offload.planning.placement import MOMENTS, OwnBytes
+
+Options = Mapping[str, Any]  # of a param group, without its parameters
+
+# Extents of the tensors on which a class is tried, by dimension: primes, so that the extents of a state tell which of
+# the parameter's they are; the second ones in the opposite order of size, so that a minimum is not taken for an extent.
+# The later pairs are for classes that do not take small tensors.
+_EXTENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((5, 7, 3, 11, 2, 13), (17, 13, 19, 7, 23, 5)),
+    ((37, 41), (101, 97)),
+    ((257, 263), (277, 271)),
+)
+_STEPS = 2
+_SAMPLE_NUMEL = 1 << 13  # of the tensors on which temporaries are measured
+_REMEDY = "use offload.AdamW or a class of torch.optim that updates each parameter by itself, such as torch.optim.NAdam"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnHyper:
+    """What a step of a user's own class needs to know: options of the group, and the factor on the gradient."""
+
+    options: dict[str, Any]
+    grad_scale: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnClass:
+    """An optimizer whose own class makes the steps.
+
+    Attributes:
+        make: returns an instance like the user's, with these param groups and no states.
+        names: states of the parameter's own shape, which are placed like Adam's moments.
+        required: states that every parameter has after a step.
+        size: what is kept and made outside the tiers.
+    """
+
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+    names: tuple[str, ...]
+    required: frozenset[str]
+    size: OwnBytes
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Let operations do what they do outside of all contexts: updates are made inside forwards, too."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield
+
+
+def options_of(group: Options) -> dict[str, Any]:
+    """Return a group's options as they are now, with one parameter at a time updated."""
+    options = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    return {name: False if name in ("foreach", "fused") else value for name, value in options.items()}
+
+
+def own_class(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None) -> OwnClass:
+    """Find out what a user's optimizer remembers and needs.
+
+    Args:
+        optimizer: over the model's parameters; it is not changed.
+        dtype: what parameters will be cast to; None where they keep theirs.
+
+    Raises:
+        ConfigError: its class needs a closure, or all parameters at once, or cannot step on a tensor of a parameter's
+            number of dimensions; the text says why.
+    """
+    name = type(optimizer).__name__
+    _refuse_closures(optimizer)
+    make = _maker(optimizer)
+    found: list[tuple[torch.Tensor, _Memory, Options]] = []
+    memories: dict[tuple[str, int], _Memory] = {}
+    states = dict(optimizer.state.items())  # empty where an engine has them
+    with plain_torch(), torch.random.fork_rng(devices=[]):
+        for group in optimizer.param_groups:
+            options = options_of(group)
+            key = repr(options)
+            for parameter in group["params"]:
+                if not parameter.requires_grad:
+                    continue
+                kind = (key, parameter.dim())
+                if kind not in memories:
+                    memories[kind] = _memory(name, make, options, parameter, states.get(parameter) or {})
+                found.append((parameter, memories[kind], options))
+        names = _placed([(memory, parameter.numel()) for parameter, memory, _ in found])
+        kept = sum(memory.kept_bytes(parameter.shape, names) for parameter, memory, _ in found)
+        step = _step_bytes(name, make, [(p, options, memory) for p, memory, options in found], dtype)
+    every = [frozenset(memory.keys) for _, memory, _ in found]
+    required = frozenset.intersection(*every) if every else frozenset()
+    return OwnClass(make, names, required, OwnBytes(name, kept, step))
+
+
+# --- copies of the optimizer ------------------------------------------------------------------------------------------
+
+
+class _Guard(dict[int, Any]):
+    """The memo of a deep copy, which comes by here with every object: parameters must not be among them."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], name: str) -> None:
+        super().__init__()
+        self._forbidden = {id(parameter) for parameter in parameters}
+        self._name = name
+
+    def get(self, key: int, default: Any = None) -> Any:
+        if key in self._forbidden:
+            raise ConfigError(
+                f"optimizer: expected {self._name} to keep parameters in its groups only but it has some in an "
+                f"attribute of its own, and cannot work on one after the other; {_REMEDY}"
+            )
+        return super().get(key, default)
+
+
+def _maker(optimizer: torch.optim.Optimizer) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Return what makes copies of an optimizer: of all that it has but parameters, states and hooks."""
+    kind = type(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state", *GIVEN) and not name.startswith("_optimizer_")
+    }  # `step` is there where a scheduler counts the calls, too
+    try:
+        own = copy.deepcopy(own, _Guard(parameters, kind.__name__))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"optimizer: expected attributes of {kind.__name__} that can be copied but got {type(error).__name__}: "
+            f"{error}; {_REMEDY}"
+        ) from error
+    hooks = [name for name in vars(optimizer) if name.startswith("_optimizer_")]
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = object.__new__(kind)
+        vars(made).update(copy.deepcopy(own))
+        vars(made).update((hook, collections.OrderedDict()) for hook in hooks)
+        vars(made).update(state=collections.defaultdict(dict), param_groups=groups)
+        return made
+
+    return make
+
+
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(type(optimizer).step).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD,)
+    ]
+    if len(needed) > 1:  # beside self
+        raise ConfigError(
+            f"optimizer: expected a class whose step() needs no argument but {type(optimizer).__name__}.step needs "
+            f"{', '.join(needed[1:])}: it computes the loss several times per step; {_REMEDY}"
+        )
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Size:
+    """Bytes of a tensor: `constant` times the product of these extents of the parameter."""
+
+    constant: int
+    extents: tuple[int, ...]
+
+    def of(self, shape: Sequence[int]) -> int:
+        return self.constant * math.prod(shape[extent] for extent in self.extents)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Memory:
+    """What is remembered of a parameter with a certain number of dimensions.
+
+    Attributes:
+        keys: names of the states.
+        whole: those of the parameter's shape in fp32.
+        sizes: (state, size of a tensor in it).
+        seeds: what the first step needs, as a function of the shape.
+    """
+
+    keys: tuple[str, ...]
+    whole: tuple[str, ...]
+    sizes: tuple[tuple[str, _Size], ...]
+    seeds: Callable[[Sequence[int]], dict[str, Any]]
+
+    def kept_bytes(self, shape: Sequence[int], placed: Sequence[str]) -> int:
+        """Return the bytes of the states that are not placed."""
+        away = set(placed) & set(self.whole)
+        return sum(size.of(shape) for name, size in self.sizes if name not in away)
+
+
+def _memory(
+    name: str,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    options: Options,
+    parameter: torch.Tensor,
+    state: Mapping[str, Any],
+) -> _Memory:
+    """Let a class step on tensors with as many dimensions as a parameter; `state` is what it has of that one."""
+    problem: Exception | None = None
+    for extents in _EXTENTS:
+        if parameter.dim() > len(extents[0]) and extents is not _EXTENTS[0]:
+            continue
+        shapes = [(pair + (1,) * parameter.dim())[: parameter.dim()] for pair in extents]
+        for seeds in (lambda shape: {}, lambda shape: _like(state, parameter.shape, shape)):
+            try:
+                first, second = (_try(name, make, options, shape, seeds) for shape in shapes)
+            except ConfigError:
+                raise
+            except Exception as error:
+                problem = problem or error
+                continue
+            keys = tuple(first)
+            if "master" in keys:
+                raise ConfigError(
+                    f"optimizer: expected no state of {name} with the name 'master', which the engine gives to fp32 "
+                    "masters; rename it"
+                )
+            whole = tuple(
+                key for key in keys if parameter.dim() and all(map(_is_whole, (first[key], second.get(key)), shapes))
+            )
+            sizes = tuple(_sizes(name, first, second, shapes))
+            return _Memory(keys, whole, sizes, seeds)
+    assert problem is not None
+    raise ConfigError(
+        f"optimizer: expected {name} to step on dense tensors with {parameter.dim()} dimensions on the CPU, one by "
+        f"one, but it raised {type(problem).__name__}: {problem}; {_REMEDY}"
+    ) from problem
+
+
+def _like(state: Mapping[str, Any], shape: torch.Size, wanted: Sequence[int]) -> dict[str, Any]:
+    """Return states as a class has made them for a parameter of `shape`, for one of the shape that is wanted."""
+    made = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
+            fill = value.flatten()[0].item() if value.numel() else 0.0
+            made[key] = torch.full(tuple(wanted), fill, dtype=torch.float32, device="cpu")
+        else:
+            made[key] = copy.deepcopy(value)
+    return made
+
+
+def _try(
+    name: str,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    options: Options,
+    shape: tuple[int, ...],
+    seeds: Callable[[Sequence[int]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Step on two parameters of `shape` together and one by one; return the states of the first.
+
+    Raises:
+        ConfigError: the two are not independent of each other, or something else than states has changed.
+    """
+
+    def run(numbers: Sequence[int]) -> tuple[list[Any], list[dict[str, Any]]]:
+        parameters = [torch.nn.Parameter(_noise(shape, number)) for number in numbers]
+        group = {**copy.deepcopy(dict(options)), "params": parameters}
+        optimizer = make([group])
+        for parameter in parameters:
+            if seed := seeds(shape):
+                optimizer.state[parameter] = seed
+        before = _plain_attributes(optimizer)
+        torch.manual_seed(0)
+        for step in range(_STEPS):
+            for parameter, number in zip(parameters, numbers, strict=True):
+                parameter.grad = _noise(shape, 10 + number + step)
+            optimizer.step()
+        changed = [key for key in group if key != "params" and not (key in options and _same(group[key], options[key]))]
+        changed += [key for key, value in _plain_attributes(optimizer).items() if not _same(before.get(key), value)]
+        if changed:
+            raise ConfigError(
+                f"optimizer: expected {name} to keep what it remembers per parameter but a step changes {changed[0]!r} "
+                f"for all of them; {_REMEDY}"
+            )
+        return parameters, [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+
+    together, alone = run((1, 2)), [run((1,)), run((2,))]
+    for position, (parameters, states) in enumerate(alone):
+        if not (_same(together[0][position], parameters[0]) and _same(together[1][position], states[0])):
+            raise ConfigError(
+                f"optimizer: expected {name} to update each parameter by itself, always in the same way, but the "
+                f"result depends on other parameters or on chance; {_REMEDY}"
+            )
+    parameter, state = alone[0][0][0], alone[0][1][0]
+    places = [tensor.untyped_storage().data_ptr() for tensor in tensors_in([parameter, state]) if tensor.numel()]
+    if len(set(places)) < len(places):
+        raise ConfigError(
+            f"optimizer: expected states of {name} with memory of their own but two of them, or one and the parameter, "
+            f"share theirs; clone what is remembered"
+        )
+    return state
+
+
+def _noise(shape: Sequence[int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return copies of the attributes that a user's class may have of its own."""
+    own = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
+    return {name: copy.deepcopy(value) for name, value in own.items() if name not in ("state", "param_groups")}
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Tell whether plain values are equal; of others nothing is known, so they count as equal."""
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    plain = (bool, int, float, complex, str, bytes, type(None))
+    return left == right if isinstance(left, plain) or isinstance(right, plain) else True
+
+
+def _is_whole(value: Any, shape: Sequence[int]) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and tuple(value.shape) == tuple(shape)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors of a state."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def _sizes(
+    name: str, first: Mapping[str, Any], second: Mapping[str, Any], shapes: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, _Size]]:
+    """Find out how the sizes of states follow from the parameter's extents."""
+    dims = range(len(shapes[0]))
+    subsets = [subset for count in dims for subset in itertools.combinations(dims, count + 1)]
+    for key in first:
+        pairs = list(zip(tensors_in(first[key]), tensors_in(second.get(key)), strict=False))
+        for left, right in pairs:
+            constant, extents = left.element_size(), list[int]()
+            matches = left.dim() == right.dim()
+            for one, other in zip(left.shape, right.shape, strict=False):
+                fitting = (
+                    subset
+                    for subset in subsets
+                    if (one, other) == tuple(math.prod(shape[dim] for dim in subset) for shape in shapes)
+                )
+                subset = () if one == other else next(fitting, None)
+                matches = matches and subset is not None
+                constant *= one if one == other else 1
+                extents += subset or ()
+            if not matches:
+                raise ConfigError(
+                    f"optimizer: expected states of {name} whose size follows from the parameter's but {key!r} has "
+                    f"{tuple(left.shape)} for {tuple(shapes[0])} and {tuple(right.shape)} for {tuple(shapes[1])}; "
+                    f"{_REMEDY}"
+                )
+            yield key, _Size(constant, tuple(extents))
+
+
+def _placed(found: Sequence[tuple[_Memory, int]]) -> tuple[str, ...]:
+    """Return the whole states of at least half of all elements; others (Adafactor's of vectors) are kept."""
+    total = sum(numel for _, numel in found)
+    weights: dict[str, int] = {}
+    for memory, numel in found:
+        for key in memory.whole:
+            weights[key] = weights.get(key, 0) + numel
+    return tuple(key for key, weight in weights.items() if weight * 2 >= total)[: len(MOMENTS)]
+
+
+# --- temporaries ------------------------------------------------------------------------------------------------------
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Measures the most bytes of tensors that operations have made and that are alive at once."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        for tensor in known:
+            self._note(tensor, counts=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self._note(tensor, counts=True)
+        name = func.overloadpacket.__name__
+        if name.endswith("mm") or "linalg" in name:  # these convert and reorder their operands inside
+            inside = sum(4 * tensor.numel() for tensor in tensors_in([*args, result]))
+            self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()) + inside)
+        return result
+
+    def _note(self, tensor: torch.Tensor, *, counts: bool) -> None:
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        self._live.setdefault(reference.cdata, (reference, storage.nbytes() if counts else 0))
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._live.values()))
+
+
+def _step_bytes(
+    name: str,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    found: Sequence[tuple[torch.Tensor, Options, _Memory]],
+    dtype: torch.dtype | None,
+) -> int:
+    """Return what updating the parameter that needs most takes: fp32 copies, and what torch makes on the way."""
+    ratios: dict[tuple[str, tuple[int, ...]], float] = {}
+    most = 0.0
+    for parameter, options, memory in found:
+        shape, numel = tuple(parameter.shape), parameter.numel()
+        key = (repr(options), shape)
+        if key not in ratios:
+            ratios[key] = _temporary_ratio(name, make, options, memory, shape)
+        split = (dtype or parameter.dtype) == torch.bfloat16  # then its fp32 master is a copy, like the gradient always
+        most = max(most, numel * (4 * (1 + split) + ratios[key]))
+    return math.ceil(most)
+
+
+def _temporary_ratio(
+    name: str,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    options: Options,
+    memory: _Memory,
+    shape: tuple[int, ...],
+) -> float:
+    """Return bytes of temporaries per element for a parameter of `shape`, measured on a small one with its sides."""
+    shrink = min(1.0, (_SAMPLE_NUMEL / max(math.prod(shape), 1)) ** (1 / max(len(shape), 1)))
+    sample = tuple(max(round(extent * shrink), min(extent, 2)) for extent in shape)
+    if math.prod(sample) == 0:
+        return 0.0
+    parameter = torch.nn.Parameter(_noise(sample, 1))
+    optimizer = make([{**copy.deepcopy(dict(options)), "params": [parameter]}])
+    if seed := memory.seeds(sample):
+        optimizer.state[parameter] = seed
+    peak = 0
+    torch.manual_seed(0)
+    for step in range(_STEPS):  # the first makes the states; they are copied to their places then
+        parameter.grad = _noise(sample, 10 + step)
+        with _LiveBytes([parameter, parameter.grad, *tensors_in(optimizer.state.get(parameter))]) as live:
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise ConfigError(
+                    f"optimizer: expected {name} to step on a tensor of shape {sample} but it raised "
+                    f"{type(error).__name__}: {error}; {_REMEDY}"
+                ) from error
+        peak = max(peak, live.peak_bytes)
+    return float(peak / math.prod(sample))

@@ -1,0 +1,253 @@
+"""What a step does to each unit: ranges with their hyper-parameters, and the update as a visit of chunks.
+
+Owns the recipe of a step, the counts of updates that bias correction needs, and the beginning of a step.
+:mod:`offload.shards.backward_updates` and :mod:`offload.shards.forward_updates` visit chunks with it when a unit's turn
+has come. The arithmetic of an element is in ``csrc/cpu_adam``. Where a parameter's bytes are is none of its business.
+Next: :mod:`offload.optimizer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload.kernels import cpu_adam
+from offload.optim.probe import OwnClass, OwnHyper
+from offload.optim.rules import STATE_SEED, Rule, StepOf
+from offload.optim.torch_class import Records
+from offload.planning.placement import States
+from offload.planning.roles import Role
+from offload.planning.units import Unit, Where
+from offload.shards.backward_updates import EarlyUpdates
+from offload.shards.forward_updates import PendingUpdates
+from offload.shards.gradients import KERNEL_DTYPE
+from offload.shards.manager import Manager
+from offload.shards.stream import ALL_STATES, Chunk
+
+CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+
+
+def trainable_units(units: Iterable[Unit]) -> list[Unit]:
+    """Return the units that the optimizer updates, in update order."""
+    return [unit for unit in units if unit.trainable]
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """Return what gradients are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` defines it."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + CLIP_EPSILON))
+
+
+class StepCounts:
+    """Updates that each parameter has had: bias correction counts only those, as in torch.
+
+    Attributes:
+        counts: per trainable unit and slot.
+        records: what an optimizer's own class remembers, where it makes the steps, else None.
+    """
+
+    def __init__(self, units: Iterable[Unit], own: OwnClass | None = None) -> None:
+        self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(units)}
+        self.records = Records(own) if own else None
+
+
+def group_of_slots(
+    param_groups: Iterable[dict[str, Any]], units: Sequence[Unit], parameters: Sequence[Sequence[torch.nn.Parameter]]
+) -> dict[int, list[dict[str, Any] | None]]:
+    """Return per trainable unit and slot the param group it is in, None where the optimizer leaves it out."""
+    group_of = {id(p): group for group in param_groups for p in group["params"]}
+    return {unit.index: [group_of.get(id(p)) for p in parameters[unit.index]] for unit in trainable_units(units)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Segment:
+    """Elements [begin, end) of a unit with the same hyper-parameters; `shift` more are their global indices."""
+
+    begin: int
+    end: int
+    shift: int
+    hyper: StepOf
+
+    def goes_on_in(self, other: _Segment) -> bool:
+        """Tell whether the two are one."""
+        return self.end == other.begin and self.shift == other.shift and self.hyper is other.hyper
+
+
+class Recipe:
+    """What a step does to each unit. All that decides on the result is read when it is made.
+
+    What happens to groups afterwards changes nothing.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        counts: StepCounts,
+        groups: dict[int, list[dict[str, Any] | None]],
+        *,
+        rule: Rule,
+        grad_scale: float,
+        factors: Mapping[Where, float] | None = None,
+    ) -> None:
+        """Read the hyper-parameters.
+
+        Args:
+            manager: owner of the shards.
+            counts: updates so far.
+            groups: param group per slot.
+            rule: the optimizer.
+            grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
+            factors: what some parameters' gradients are multiplied by in addition.
+        """
+        self._manager = manager
+        self._counts = counts
+        self._groups = groups
+        self._hyper_of: dict[tuple[int, int, float], StepOf] = {}
+        self._whole = rule.whole
+        self._make = rule.hyper
+        self._grad_scale = grad_scale
+        self._factors = factors or {}
+        self._ranges: dict[int, list[_Segment]] = {}
+
+    def updated(self, unit: Unit) -> list[int]:
+        """Return the slots of a unit that are updated: those with a gradient that the optimizer has."""
+        arrived, groups = self._manager.gradients.arrived(unit.index), self._groups[unit.index]
+        return [slot for slot, group in enumerate(groups) if arrived[slot] and group is not None]
+
+    def ranges(self, unit: Unit) -> list[_Segment]:
+        """Return the ranges of a unit that are updated, in order.
+
+        Raises:
+            ConfigError: a hyper-parameter is out of its range.
+        """
+        known = self._ranges.get(unit.index)
+        if known is not None:
+            return known
+        # What lies behind a parameter must not scale its last block, or count for its norm.
+        exact_ends = self._whole or self._states.kind is cpu_adam.StateKind.INT8
+        ranges: list[_Segment] = []
+        for position in self.updated(unit):
+            slot = unit.slots[position]
+            end = unit.slots[position + 1].offset_numel if position + 1 < len(unit.slots) else unit.numel
+            segment = _Segment(
+                slot.offset_numel,
+                slot.end_numel if exact_ends else end,
+                slot.global_numel - slot.offset_numel,
+                self._hyper(unit, position),
+            )
+            if ranges and not self._whole and ranges[-1].goes_on_in(segment):
+                ranges[-1] = dataclasses.replace(ranges[-1], end=segment.end)
+            else:
+                ranges.append(segment)
+        self._ranges[unit.index] = ranges
+        return ranges
+
+    def visit(self, chunk: Chunk) -> None:
+        """Update a chunk of a unit that :meth:`ranges` was asked for."""
+        begin = time.perf_counter()
+        manager, done = self._manager, 0
+        for segment in self._ranges[chunk.unit.index]:
+            start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
+            if start < stop:
+                grad_dtype = manager.gradients.dtype(chunk.unit)
+                if isinstance(segment.hyper, OwnHyper):
+                    assert self._counts.records is not None
+                    self._counts.records.update(chunk, start, segment.hyper, self._states, grad_dtype=grad_dtype)
+                else:
+                    _update_range(chunk, start, stop, segment, self._states, grad_dtype=grad_dtype)
+                done += stop - start
+        size = sum(
+            manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
+            for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
+        )
+        manager.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
+
+    @property
+    def _states(self) -> States:
+        return self._manager.plan.request.states
+
+    def _hyper(self, unit: Unit, position: int) -> StepOf:
+        group = self._groups[unit.index][position]
+        assert group is not None
+        count = self._counts.counts[unit.index][position] + 1
+        scale = self._grad_scale * self._factors.get((unit.index, position), 1.0)
+        key = (id(group), count, scale)
+        hyper = self._hyper_of.get(key)
+        if hyper is None:
+            hyper = self._hyper_of[key] = self._make(group, count, scale)
+        return hyper
+
+
+def begin_step(
+    manager: Manager,
+    counts: StepCounts,
+    recipe: Recipe,
+    early: EarlyUpdates | None,
+    *,
+    safe_point: contextlib.AbstractContextManager[object],
+) -> None:
+    """Take one optimizer step with the gradients that have arrived; the updates are made when they are needed.
+
+    Args:
+        manager: owner of the shards.
+        counts: updates so far; raised by one for what is updated.
+        recipe: what is done.
+        early: updates that were made in backward.
+        safe_point: held while an update is half done.
+
+    Raises:
+        ConfigError: a hyper-parameter is out of its range.
+        StateError: parameters are in use. Nothing was changed in either case.
+    """
+    updated = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
+    counted = {unit.index: recipe.updated(unit) for unit in updated}
+    manager.refuse_in_use(updated)
+    taken = early.settle(recipe) if early is not None else set()
+    left = [unit for unit in updated if unit.index not in taken]
+    order, stays = manager.order_of_use(), manager.plan.stays
+    left.sort(key=lambda unit: (not stays(unit), order[unit.index]))
+    pending = PendingUpdates(manager, left, recipe.visit, safe_point=safe_point)
+    for index, slots in counted.items():
+        for slot in slots:
+            counts.counts[index][slot] += 1
+    viewed = [unit for unit in left if manager.working.borrowed(unit.index)]
+    for unit in left:
+        if stays(unit) or unit in viewed:  # whoever views parameters sees their update now, as in torch
+            pending.require(unit.index)
+    if viewed:
+        pending.finish_open()  # and may write to them: nothing of it may be on its way home
+
+
+def _update_range(
+    chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, grad_dtype: cpu_adam.Dtype
+) -> None:
+    unit = chunk.unit
+    dtype = KERNEL_DTYPE[unit.dtype]
+    param = chunk.at(Role.PARAM, start, unit.itemsize)
+    split, half = dtype is cpu_adam.Dtype.BFLOAT16, dtype is cpu_adam.Dtype.FLOAT16
+    found, scales = chunk.states_at(start, states)
+    arrays = cpu_adam.StepArrays(
+        numel=stop - start,
+        grad=chunk.at(Role.GRAD, start, grad_dtype.itemsize),
+        grad_dtype=grad_dtype,
+        master=chunk.at(Role.MASTER, start, 2 if split else 4) if split or half else param,
+        master_kind=cpu_adam.MasterKind.SPLIT if split else cpu_adam.MasterKind.FLOAT32,
+        states=found,
+        param=param if split else 0,
+        state_kind=states.kind,
+        units=scales,
+        emit=param if half else 0,
+        emit_dtype=dtype if half else None,
+        seed=STATE_SEED,
+        offset=start + segment.shift,
+    )
+    if isinstance(segment.hyper, cpu_adam.LambHyper):  # all of a parameter is here: see Rule.whole
+        sums = cpu_adam.lamb_moments(arrays, segment.hyper)
+        cpu_adam.lamb_apply(arrays, segment.hyper, segment.hyper.step_size(*sums))
+    else:
+        assert not isinstance(segment.hyper, OwnHyper)
+        cpu_adam.step(arrays, segment.hyper)

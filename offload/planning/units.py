@@ -1,0 +1,123 @@
+"""Units, and the slots of parameters in them: what travels together, and where in it each parameter lies.
+
+Values only. Next: :mod:`offload.planning.partition` finds the units of a model, :mod:`offload.planning.placement` their
+homes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+PAD_NUMEL = 4096  # units are padded to this many elements, so that every role is a whole number of 4 KiB pages
+SLOT_ALIGN_NUMEL = 128  # parameters start at a block of 8-bit states, and on cache lines in every role
+
+
+Where = tuple[int, int]  # unit index, slot index
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter inside its unit.
+
+    Attributes:
+        name: path in the model.
+        shape: of the parameter.
+        numel: elements.
+        offset_numel: elements from the unit's start to its first one, in every role.
+        global_numel: index of its first element in the whole model: it depends on neither units nor placement.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    numel: int
+    offset_numel: int
+    global_numel: int
+
+    @property
+    def end_numel(self) -> int:
+        """First element behind the parameter."""
+        return self.offset_numel + self.numel
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that travel together: one module's, of one dtype, all trainable or all frozen.
+
+    Attributes:
+        index: position in model order; also the order of optimizer updates.
+        name: module path, with a suffix where a module has several units.
+        dtype: torch dtype name, e.g. ``"bfloat16"``.
+        itemsize: bytes per element of the parameter.
+        trainable: has gradients and optimizer states.
+        numel: elements including padding, a multiple of :data:`PAD_NUMEL`.
+        slots: the parameters.
+        whole: no chunk divides a parameter.
+    """
+
+    index: int
+    name: str
+    dtype: str
+    itemsize: int
+    trainable: bool
+    numel: int
+    slots: tuple[Slot, ...]
+    whole: bool = False
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of the PARAM shard."""
+        return self.numel * self.itemsize
+
+    def chunks(self, chunk_numel: int) -> list[tuple[int, int]]:
+        """Return the element ranges [begin, end) in which the unit is updated and swapped."""
+        if not self.whole:
+            return [(begin, min(begin + chunk_numel, self.numel)) for begin in range(0, self.numel, chunk_numel)]
+        pieces = self._pieces()
+        limit = max(chunk_numel, *(end - begin for begin, end in pieces))
+        ranges = [pieces[0]]
+        for begin, end in pieces[1:]:
+            if end - ranges[-1][0] <= limit:
+                ranges[-1] = (ranges[-1][0], end)
+            else:
+                ranges.append((begin, end))
+        return ranges
+
+    def chunk_limit(self, chunk_numel: int) -> int:
+        """Return the most elements that a chunk has room for."""
+        return max(chunk_numel, *(end - begin for begin, end in self._pieces())) if self.whole else chunk_numel
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """Return the smallest ranges that begin on a page in every role, and divide no parameter."""
+        begins = {slot.offset_numel for slot in self.slots if slot.offset_numel % PAD_NUMEL == 0}
+        starts = sorted({0} | (begins - {self.numel}))
+        return list(zip(starts, [*starts[1:], self.numel], strict=True))
+
+
+def aligned_numel(numel: int, multiple: int = SLOT_ALIGN_NUMEL) -> int:
+    """Return the elements that a parameter of `numel` takes in its unit."""
+    return -(-numel // multiple) * multiple
+
+
+def lay_out(
+    sizes: Sequence[tuple[str, tuple[int, ...]]], global_numels: Sequence[int] | None = None, *, whole: bool = False
+) -> tuple[tuple[Slot, ...], int]:
+    """Place parameters one behind the other.
+
+    Args:
+        sizes: (name, shape) of each parameter.
+        global_numels: index of each one's first element in the model; None where the unit is all of it.
+        whole: no chunk will divide a parameter, so that those of a page and more begin on one.
+
+    Returns:
+        The slots, and the unit's padded number of elements.
+    """
+    slots, offset = [], 0
+    for position, (name, shape) in enumerate(sizes):
+        numel = math.prod(shape)
+        if whole and numel >= PAD_NUMEL:
+            offset = aligned_numel(offset, PAD_NUMEL)
+        slots.append(Slot(name, shape, numel, offset, offset if global_numels is None else global_numels[position]))
+        offset += aligned_numel(numel, PAD_NUMEL if whole and numel >= PAD_NUMEL else SLOT_ALIGN_NUMEL)
+    return tuple(slots), max(-(-offset // PAD_NUMEL), 1) * PAD_NUMEL

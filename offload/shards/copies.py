@@ -1,0 +1,316 @@
+"""The copies of every shard: the states that tell which are valid, and the transfers between them.
+
+Owns the table of shards, the regions that their working copies live in, and what is in flight. It is the only writer of
+a shard's state: whoever has something happen to a shard calls :meth:`Copies.change`, or one of the steps that come in
+pairs - a fetch, a flush - and are the same for every role. It decides nothing: :mod:`offload.shards.working_set`
+chooses which parameters come and go, :mod:`offload.shards.gradients` which gradients, :mod:`offload.shards.leases` what
+is streamed over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from offload.errors import InternalError
+from offload.memory.tiers import Arena, Buffer, Region, Tier
+from offload.memory.transfer import Ticket, TicketGroup, Transfer
+from offload.planning.placement import STATE_ROLES, Plan
+from offload.planning.roles import Role
+from offload.shards.shard import IN_FLIGHT, Event, Shard, State, advance, check
+from swap import SwapStore
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stray:
+    """A buffer whose shard has left it while something still uses it: a late transfer, or a tensor of the user.
+
+    Attributes:
+        owner: its name in `region`, a negative number.
+        region: where it goes when it is free; None where it is a home and stays the shard's.
+        busy: tells whether it is still in use.
+    """
+
+    owner: int
+    region: Region | None
+    busy: Callable[[], bool]
+
+
+class Copies:
+    """Shards, states and transfers of one engine. See the module's text.
+
+    Attributes:
+        regions: where working copies live: of PARAM on the device, of GRAD in host memory. A role without is absent.
+        dump: describes everything, for error messages.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        arenas: Mapping[Tier, Arena],
+        store: SwapStore | None,
+        *,
+        deadline_s: float,
+        dump: Callable[[], str],
+    ) -> None:
+        self.plan = plan
+        self.dump = dump
+        self._store = store
+        self._deadline_s = deadline_s
+        self._table: dict[tuple[int, Role], Shard] = {}
+        self._transfers: dict[tuple[int, Role], Transfer] = {}
+        self._unread: set[tuple[int, Role]] = set()  # failed by a read: their homes are as they were
+        self._strays: list[Stray] = []
+        self._stray_names = itertools.count(-1, -1)
+        for unit in plan.request.units:
+            for role in (Role.PARAM, Role.GRAD, *STATE_ROLES):
+                size = plan.role_bytes(unit, role)
+                home = plan.home(unit, role)
+                if size == 0 or home is None:
+                    continue
+                shard = self._table[unit.index, role] = Shard(unit, role, home, size)
+                if home is not Tier.NVME:
+                    shard.home_buffer = arenas[home].take(plan.room_bytes(unit, role))
+                    if role is not Role.PARAM:  # room for fp32 gradients stays untouched until it is needed
+                        touch(shard.home_buffer, plan.chunk_bytes(unit, role, unit.numel))
+        rooms = ((Role.PARAM, Tier.DEVICE, plan.working_bytes), (Role.GRAD, Tier.HOST, plan.grad_pool_bytes))
+        self.regions = {role: Region(arenas[tier].take(size)) for role, tier, size in rooms if size}
+
+    # --- shards and states ------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Shard]:
+        """Iterate over all shards, unit by unit."""
+        return iter(self._table.values())
+
+    def get(self, index: int, role: Role) -> Shard | None:
+        """Return a shard, None where the unit has none in this role."""
+        return self._table.get((index, role))
+
+    def of(self, index: int, role: Role) -> Shard:
+        """Return a shard that exists."""
+        return self._table[index, role]
+
+    def change(self, shard: Shard, *events: Event) -> None:
+        """Let `events` happen to a shard, one after the other.
+
+        Raises:
+            InternalError: one has no meaning in the state, or would break a lease.
+        """
+        for event in events:
+            shard.state = advance(shard, event)
+
+    def forgive(self, shard: Shard) -> None:
+        """Let a shard whose fetch failed count as stored again: whoever reads it meets the error again, or not."""
+        if _key(shard) in self._unread:
+            self._unread.discard(_key(shard))
+            self.change(shard, Event.RESTORE, Event.OVERWRITE_HOME)
+
+    def is_lost(self, shard: Shard) -> bool:
+        """Tell whether the content is gone, at home too."""
+        return shard.state is State.FAILED and _key(shard) not in self._unread
+
+    def discard(self, shard: Shard) -> None:
+        """Forget a shard's content, wherever it is."""
+        with contextlib.suppress(Exception):  # a transfer of what nobody needs any more
+            self.settle(shard)
+        if shard.work_buffer is not None:
+            self.leave(shard)
+        if shard.state is State.FAILED:
+            self._unread.discard(_key(shard))
+            self.change(shard, Event.RESTORE)
+        elif shard.state is not State.EMPTY:
+            self.change(shard, Event.DISCARD)
+        if shard.home is Tier.NVME:
+            self._delete_chunks(shard, aside=False)
+
+    def take_aside(self, shards: Sequence[Shard]) -> None:
+        """Let what was written aside be the content of `shards`, which are at home on NVMe; the old one is deleted."""
+        for shard in shards:  # the states have one record: all names first
+            self.change(shard, Event.OVERWRITE_HOME)
+            self._delete_chunks(shard, aside=False)
+        for shard in shards:
+            shard.side = not shard.side
+
+    def drop_aside(self, shards: Sequence[Shard]) -> None:
+        """Delete what was written aside."""
+        for shard in shards:
+            self._delete_chunks(shard, aside=True)
+
+    def _delete_chunks(self, shard: Shard, *, aside: bool) -> None:
+        store = self.require_store()
+        for number in range(len(shard.unit.chunks(self.plan.chunk_numel))):
+            key = chunk_key(shard, number, aside=aside)
+            if key in store:
+                store.delete(key)
+
+    # --- buffers of working copies ----------------------------------------------------------------------------------
+
+    def allocate(self, shard: Shard) -> Buffer | None:
+        """Return a buffer for the shard's working copy, or None where nothing large enough is free."""
+        self.sweep(shard.role)
+        return self.regions[shard.role].allocate(shard.size_bytes, shard.unit.index)
+
+    def sweep(self, role: Role) -> None:
+        """Free the buffers of strays that nothing uses any more. A role's region belongs to one thread at a time."""
+        region = self.regions[role]
+        for stray in [stray for stray in self._strays if stray.region is region and not stray.busy()]:
+            self._strays.remove(stray)
+            region.free(stray.owner)
+
+    def leave(self, shard: Shard, busy: Callable[[], bool] = lambda: False) -> None:
+        """Take the working copy off its buffer, which is free as soon as it is not `busy`; a home stays the shard's."""
+        region = self.regions[shard.role] if shard.work_buffer is not None else None
+        shard.work_buffer = None
+        if not busy():
+            if region is not None:
+                region.free(shard.unit.index)
+            return
+        name = next(self._stray_names)
+        if region is not None:
+            region.hand_over(shard.unit.index, name)
+        self._strays.append(Stray(name, region, busy))
+
+    def evict(self, shard: Shard) -> None:
+        """Drop a working copy that equals its home."""
+        self.change(shard, Event.EVICT)
+        self.leave(shard)
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def start_fetch(self, shard: Shard, buffer: Buffer, start: Callable[[], Transfer]) -> None:
+        """Fetch a working copy into `buffer`, which :meth:`allocate` gave, by what `start` starts."""
+        self.change(shard, Event.FETCH)
+        shard.work_buffer = buffer
+        try:
+            self._transfers[_key(shard)] = start()
+        except BaseException:
+            self._fetch_failed(shard)
+            raise
+
+    def start_flush(self, shard: Shard) -> None:
+        """Write a working copy to its home on NVMe."""
+        self.change(shard, Event.FLUSH)
+        assert shard.work_buffer is not None
+        try:
+            tickets = self._tickets(shard, shard.work_buffer.address, self.require_store().put)
+        except BaseException:
+            self.change(shard, Event.FLUSH_FAILED)
+            raise
+        self._transfers[_key(shard)] = TicketGroup(tickets)
+
+    def flushing(self, shard: Shard, tickets: Sequence[Ticket]) -> None:
+        """Note that `tickets`, which are under way, write a working copy home."""
+        self.change(shard, Event.FLUSH)
+        self._transfers[_key(shard)] = TicketGroup(tickets)
+
+    def is_late(self, shard: Shard) -> bool:
+        """Tell whether :meth:`settle` would have to wait."""
+        return shard.state in IN_FLIGHT and not self._transfers[_key(shard)].done()
+
+    def settle(self, shard: Shard) -> None:
+        """Wait for the transfer of a shard, if there is one. What interrupts the wait leaves it under way.
+
+        Raises:
+            swap.SwapError: an I/O error, or the deadline passed; with the state of all shards as a note.
+            OffloadError: a copy did not end in time.
+        """
+        if shard.state not in IN_FLIGHT:
+            return
+        fetching = shard.state is State.FETCHING
+        try:
+            self._transfers[_key(shard)].wait(self._deadline_s)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # from Python 3.11 on
+                error.add_note(self.dump())
+            if fetching:
+                self._fetch_failed(shard)
+            else:
+                del self._transfers[_key(shard)]
+                self.change(shard, Event.FLUSH_FAILED)
+            raise
+        del self._transfers[_key(shard)]
+        self.change(shard, Event.FETCHED if fetching else Event.FLUSHED)
+
+    def in_flight(self, role: Role) -> list[Shard]:
+        """Return the shards of a role that have a transfer."""
+        return [self._table[key] for key in list(self._transfers) if key[1] is role]
+
+    def start_reads(self, shard: Shard, address: int, *, urgent: bool) -> list[Ticket]:
+        """Start to read a shard from NVMe to host `address`."""
+        return self._tickets(shard, address, functools.partial(self.require_store().get, urgent=urgent))
+
+    def require_store(self) -> SwapStore:
+        """Return the swap store."""
+        assert self._store is not None, "a shard has its home on NVMe but there is no store"
+        return self._store
+
+    # --- life and death ---------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let everything come to rest."""
+        for transfer in self._transfers.values():
+            with contextlib.suppress(Exception):  # closing: nobody needs the bytes any more
+                transfer.wait(self._deadline_s)
+        self._transfers.clear()
+
+    def strays(self) -> list[Callable[[], bool]]:
+        """Return what tells of each buffer that its shard has left whether it is still in use."""
+        return [stray.busy for stray in self._strays if stray.busy()]
+
+    def check(self) -> None:
+        """Check the invariants of every shard.
+
+        Raises:
+            InternalError: one does not hold.
+        """
+        for shard in self:
+            check(shard)
+            if (shard.state in IN_FLIGHT) != (_key(shard) in self._transfers):
+                raise InternalError(f"{shard.describe()}: in flight and transfers disagree")
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _fetch_failed(self, shard: Shard) -> None:
+        transfer = self._transfers.pop(_key(shard), None)
+        self.change(shard, Event.FETCH_FAILED)
+        self._unread.add(_key(shard))
+        # It may only have been late: then it still writes to the buffer.
+        self.leave(shard, lambda: transfer is not None and not transfer.done())
+
+    def _tickets(
+        self, shard: Shard, address: int, start: Callable[[tuple[int, str, int], int, int], Ticket]
+    ) -> list[Ticket]:
+        """Call `start` with key, address and bytes of each of a shard's chunks; all or nothing."""
+        itemsize = shard.size_bytes // shard.unit.numel
+        tickets: list[Ticket] = []
+        try:
+            for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel)):
+                at, size = address + begin * itemsize, (end - begin) * itemsize
+                tickets.append(start(chunk_key(shard, number), at, size))
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is on its way up
+                TicketGroup(tickets).wait(self._deadline_s)
+            raise
+        return tickets
+
+
+def _key(shard: Shard) -> tuple[int, Role]:
+    return shard.unit.index, shard.role
+
+
+def chunk_key(shard: Shard, number: int, *, aside: bool = False) -> tuple[int, str, int]:
+    """Return the name of a shard's chunk in the swap store, or of what is written aside of it.
+
+    The state roles are one record, named by MASTER.
+    """
+    role = Role.MASTER if shard.role in STATE_ROLES else shard.role
+    return shard.unit.index, role.value + "'" * (shard.side is not aside), number
+
+
+def touch(buffer: Buffer, size_bytes: int | None = None) -> None:
+    """Bring the pages in now, all or the first `size_bytes`: the first step must not pay for page faults."""
+    ctypes.memset(buffer.address, 0, buffer.size_bytes if size_bytes is None else size_bytes)

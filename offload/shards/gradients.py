@@ -1,0 +1,337 @@
+"""Gradients: taken in as they arrive, summed over micro-batches, spilled to NVMe where host memory cannot hold them.
+
+Owns what has arrived since the last step, the sums that the norm is made of, the precision in which backward passes
+are added, and who leaves the pool of gradients on their way to NVMe. Knows neither where a gradient comes from nor what
+becomes of it. Next: :mod:`offload.module.handles` stands for it in ``.grad``, :mod:`offload.optim.recipe` uses it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Container
+
+import torch
+
+from offload.errors import InternalError, StateError
+from offload.kernels import cpu_adam
+from offload.memory.tiers import Buffer, Tier, storage_at, view_at
+from offload.memory.transfer import Mover, TicketGroup
+from offload.planning.placement import Plan
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.copies import Copies
+from offload.shards.shard import Event, Shard, State
+
+WIDEN_NUMEL = 1 << 20  # elements that are widened at once
+
+KERNEL_DTYPE = {
+    "float32": cpu_adam.Dtype.FLOAT32,
+    "bfloat16": cpu_adam.Dtype.BFLOAT16,
+    "float16": cpu_adam.Dtype.FLOAT16,
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Gradient:
+    """What is known of a unit's gradient in the current step.
+
+    Attributes:
+        arrived: per slot, whether a gradient has come since the last step.
+        missing: slots whose gradient has not come in the current backward.
+        sums: per slot, the sum of squares and number of non-finite elements of the final gradient, None until known.
+        passes: per slot, the backward pass in which it came last, and how many have brought one.
+        final_adds: gradients that were taken, or are about to be, with no further micro-batch to come.
+    """
+
+    arrived: list[bool]
+    missing: set[int]
+    sums: list[tuple[float, int] | None]
+    passes: list[tuple[int, int]]
+    final_adds: int = 0
+
+    @classmethod
+    def of(cls, unit: Unit) -> Gradient:
+        """Return that of a unit of which nothing has arrived."""
+        slots = len(unit.slots)
+        return cls([False] * slots, set(range(slots)), [None] * slots, [(-1, 0)] * slots)
+
+
+class Gradients:
+    """Gradients of one engine. See the module's text."""
+
+    def __init__(self, plan: Plan, copies: Copies, mover: Mover, *, deadline_s: float) -> None:
+        self._copies = copies
+        self._mover = mover
+        self._accumulate = plan.request.accumulate
+        self._may_widen = bool(plan.wide_bytes)
+        self._deadline_s = deadline_s
+        self._gradients = {unit.index: Gradient.of(unit) for unit in plan.request.units if unit.trainable}
+        self._held: set[int] = set()  # units whose gradients belong to a step that has not used them yet
+        self._wide: set[int] = set()  # units of 16 bits whose gradients have become fp32
+        self.finish_step: Callable[[], None] = lambda: None  # makes that step use them, and leave idle buffers
+        self.on_complete: Callable[[int], None] = lambda index: None  # all of a unit's gradient has come
+        self.on_change: Callable[[int], None] = lambda index: None  # more is added to what was complete
+        self.on_drop: Callable[[], None] = lambda: None  # all are about to be forgotten
+
+    def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0) -> None:
+        """Add one parameter's gradient to what has arrived since the last step.
+
+        What comes in one backward pass is added in the gradient's dtype, as autograd does. What comes in another one is
+        added in fp32.
+
+        Args:
+            index: unit.
+            slot: position of the parameter in the unit.
+            gradient: (slot shape) in the unit's dtype, on the device.
+            final: no further micro-batch follows before the step, so the sum of squares is taken now.
+            backward_pass: a number that the gradients of one backward pass have in common.
+
+        Raises:
+            StateError: it comes in a second backward pass, and the plan has no room for the sum in fp32. What has
+                arrived is as it was.
+        """
+        self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
+        known = self._gradients[index]
+        latest, count = known.passes[slot]
+        another = known.arrived[slot] and backward_pass != latest
+        widen = another and not self._is_fp32(self._copies.of(index, Role.GRAD).unit)
+        if widen and not self._may_widen:
+            raise StateError(self._refusal(self._copies.of(index, Role.GRAD).unit, slot))
+        known.passes[slot] = (backward_pass, count + 1 if another or not count else count)
+        if final:
+            known.final_adds += 1
+            if known.final_adds > len(known.arrived):
+                self.on_change(index)
+        gradient = gradient.contiguous()
+        self._mover.read_tensor(gradient, lambda address: self._add(index, slot, address, final=final, widen=widen))
+
+    def _add(self, index: int, slot: int, source: int, *, final: bool, widen: bool) -> None:
+        shard, gradient = self._copies.of(index, Role.GRAD), self._gradients[index]
+        if widen:
+            self._widen(shard)
+        total = cpu_adam.take_gradient(
+            src=source,
+            src_dtype=KERNEL_DTYPE[shard.unit.dtype],
+            dst=self._address(shard, slot),
+            dst_dtype=self.dtype(shard.unit),
+            numel=shard.unit.slots[slot].numel,
+            add=gradient.arrived[slot],
+            measure=final,
+        )
+        gradient.arrived[slot] = True
+        gradient.sums[slot] = total if final else None
+        gradient.missing.discard(slot)
+        if not gradient.missing:
+            gradient.missing = set(range(len(shard.unit.slots)))
+            if shard.home is Tier.NVME:
+                self._copies.start_flush(shard)
+            if final:
+                self.on_complete(index)
+
+    def passes(self, index: int, slot: int, backward_pass: int) -> int:
+        """Return how many backward passes will have brought a gradient since the last step when this one has."""
+        latest, count = self._gradients[index].passes[slot]
+        return count + (backward_pass != latest)
+
+    @property
+    def most_passes(self) -> int:
+        """The most backward passes that have brought a gradient of one parameter since the last step."""
+        return max((count for known in self._gradients.values() for _, count in known.passes), default=0)
+
+    def is_whole(self, index: int) -> bool:
+        """Tell whether each parameter's gradient has come once since the last micro-batch, and all are there."""
+        gradient = self._gradients[index]
+        return gradient.final_adds == len(gradient.arrived) and all(gradient.arrived)
+
+    def sums(self, index: int) -> list[tuple[float, int] | None]:
+        """Return per slot (sum of squares, non-finite elements) of the step's gradient; None where none has arrived.
+
+        Sums that were not taken at arrival (the last micro-batch did not reach the parameter) are taken now.
+        """
+        return [self.sum_of(index, slot) for slot in range(len(self._gradients[index].arrived))]
+
+    def sum_of(self, index: int, slot: int) -> tuple[float, int] | None:
+        """Return (sum of squares, non-finite elements) of a parameter's gradient, None where none has arrived."""
+        gradient = self._gradients[index]
+        if not gradient.arrived[slot]:
+            return None
+        total = gradient.sums[slot]
+        if total is None:
+            shard = self._copies.of(index, Role.GRAD)
+            numel = shard.unit.slots[slot].numel
+            total = cpu_adam.sum_of_squares(self._address(shard, slot), self.dtype(shard.unit), numel)
+            gradient.sums[slot] = total
+        return total
+
+    def arrived(self, index: int) -> list[bool]:
+        """Return per slot whether a gradient has arrived since the last step."""
+        return self._gradients[index].arrived
+
+    @property
+    def any_arrived(self) -> bool:
+        """Whether any gradient has arrived since the last step."""
+        return any(any(gradient.arrived) for gradient in self._gradients.values())
+
+    # --- what has arrived, for those who look at it or change it -----------------------------------------------------
+
+    def content(self, index: int, slot: int) -> torch.Tensor:
+        """Return a view of what has arrived of a parameter's gradient, as long as no other one is asked for.
+
+        Returns:
+            (numel,) in :meth:`dtype`, in host memory: the sum over micro-batches, with the loss scale in it.
+        """
+        self.settle()
+        shard = self._copies.of(index, Role.GRAD)
+        dtype = torch.float32 if self._is_fp32(shard.unit) else getattr(torch, shard.unit.dtype)
+        numel = shard.unit.slots[slot].numel
+        storage = storage_at(self._address(shard, slot), numel * dtype.itemsize, torch.device("cpu"))
+        return view_at(storage, dtype, 0, (numel,))
+
+    def overwrite(self, index: int, slot: int, content: torch.Tensor | float) -> None:
+        """Let a parameter's gradient be `content`: (numel,) of any dtype on any device, or one number for all."""
+        self.settle()
+        self.finish_step()
+        self.on_change(index)
+        gradient = self._gradients[index]
+        gradient.arrived[slot] = True
+        gradient.sums[slot] = None
+        view = self.content(index, slot)
+        view.copy_(content) if isinstance(content, torch.Tensor) else view.fill_(content)
+
+    def multiply(self, index: int, slot: int, factor: float) -> None:
+        """Multiply what has arrived of a parameter's gradient."""
+        self.on_change(index)
+        self._gradients[index].sums[slot] = None
+        self.content(index, slot).mul_(factor)
+
+    def forget(self, index: int, slot: int) -> None:
+        """Forget what has arrived of a parameter's gradient."""
+        self.settle()
+        self.on_change(index)
+        gradient = self._gradients[index]
+        gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = False, None, (-1, 0)
+
+    # --- life and death ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until every gradient is in host memory (they may still be on their way to NVMe)."""
+        self._mover.settle(self._deadline_s)
+
+    def drop(self) -> None:
+        """Forget all gradients that have arrived since the last step."""
+        self.settle()
+        self.on_drop()
+        for index in self._gradients:
+            shard = self._copies.of(index, Role.GRAD)
+            if index not in self._held:
+                self._discard(shard)
+            self._gradients[index] = Gradient.of(shard.unit)
+
+    def hold(self, indices: Container[int]) -> list[Buffer]:
+        """Close a step: forget what has arrived, but keep the gradients of units `indices` until :meth:`release`.
+
+        Returns:
+            Host memory of gradients that nothing is kept of: idle, and the step's until it has ended.
+        """
+        self._held = {index for index in self._gradients if index in indices}
+        self.drop()
+        return [buffer for index in self._gradients if index not in self._held for buffer in self._idle(index)]
+
+    def release(self, index: int) -> list[Buffer]:
+        """Let the gradient of a unit that was held go: the step has used it; returns its memory as :meth:`hold`."""
+        self._held.discard(index)
+        self._discard(self._copies.of(index, Role.GRAD))
+        return self._idle(index)
+
+    def _discard(self, shard: Shard) -> None:
+        self._copies.discard(shard)
+        self._wide.discard(shard.unit.index)
+
+    def _idle(self, index: int) -> list[Buffer]:
+        """Return the host memory that only this gradient is ever in; not the room for fp32, which stays untouched."""
+        shard = self._copies.of(index, Role.GRAD)
+        if shard.home is not Tier.HOST or shard.home_buffer is None:
+            return []
+        used_bytes = shard.unit.numel * self.dtype(shard.unit).itemsize
+        return [dataclasses.replace(shard.home_buffer, size_bytes=used_bytes)]
+
+    # --- how it is stored -------------------------------------------------------------------------------------------
+
+    def dtype(self, unit: Unit) -> cpu_adam.Dtype:
+        """Return the dtype in which a unit's gradient is stored now."""
+        return cpu_adam.Dtype.FLOAT32 if self._is_fp32(unit) else KERNEL_DTYPE[unit.dtype]
+
+    def _is_fp32(self, unit: Unit) -> bool:
+        return self._accumulate or unit.dtype == "float32" or unit.index in self._wide
+
+    def _widen(self, shard: Shard) -> None:
+        """Let a unit's gradient be fp32 from now on, where it is: the last elements move first."""
+        unit = shard.unit
+        if self._is_fp32(unit):  # another of its parameters was here before
+            return
+        buffer = self._at_home(shard)
+        memory = storage_at(buffer.address, unit.numel * 4, torch.device("cpu"))
+        narrow = view_at(memory, getattr(torch, unit.dtype), 0, (unit.numel,))
+        wide = view_at(memory, torch.float32, 0, (unit.numel,))
+        for end in range(unit.numel, 0, -WIDEN_NUMEL):
+            begin = max(end - WIDEN_NUMEL, 0)
+            wide[begin:end] = narrow[begin:end].float()
+        self._wide.add(unit.index)
+
+    @staticmethod
+    def _refusal(unit: Unit, slot: int) -> str:
+        return (
+            f"gradient of {unit.slots[slot].name}: expected one backward pass per step but got a second one, which "
+            f"would be added in {unit.dtype}; the budgets leave no room for the sum in fp32, so pass "
+            "gradient_accumulation_steps, the number of backward passes per step (and gradient_reduction='sum' where "
+            "the loss is divided by it already)"
+        )
+
+    def _address(self, shard: Shard, slot: int) -> int:
+        """Return where a parameter's gradient may be read and written now, in host memory."""
+        buffer = self._at_home(shard) if shard.home_buffer is not None else self._in_pool(shard)
+        return buffer.address + shard.unit.slots[slot].offset_numel * self.dtype(shard.unit).itemsize
+
+    def _at_home(self, shard: Shard) -> Buffer:
+        if shard.state is State.EMPTY:
+            self._copies.change(shard, Event.OVERWRITE_HOME)
+        assert shard.home_buffer is not None
+        return shard.home_buffer
+
+    def _in_pool(self, shard: Shard) -> Buffer:
+        copies = self._copies
+        copies.settle(shard)
+        if shard.state is State.STORED:
+            buffer = self._room_for(shard)
+            copies.start_fetch(
+                shard, buffer, lambda: TicketGroup(copies.start_reads(shard, buffer.address, urgent=True))
+            )
+            copies.settle(shard)
+        if shard.state is State.RESIDENT:
+            copies.change(shard, Event.MODIFY)
+        elif shard.state is State.EMPTY:
+            buffer = self._room_for(shard)
+            copies.change(shard, Event.OVERWRITE_WORK)
+            shard.work_buffer = buffer
+        elif shard.state is State.FAILED:
+            raise StateError(
+                f"gradient of {shard.unit.name}: part of it was lost by a failed transfer; drop the gradients with "
+                "engine.zero_grad() and run the micro-batches again"
+            )
+        assert shard.work_buffer is not None, shard.describe()
+        return shard.work_buffer
+
+    def _room_for(self, shard: Shard) -> Buffer:
+        """Find room in the pool: the oldest one leaves first."""
+        while True:
+            buffer = self._copies.allocate(shard)
+            if buffer is not None:
+                return buffer
+            owners = [owner for owner in self._copies.regions[Role.GRAD].owners() if owner >= 0]
+            if not owners:
+                raise InternalError(f"{shard.describe()}: does not fit the gradient pool\n{self._copies.dump()}")
+            oldest = self._copies.of(max(owners), Role.GRAD)  # in backward, units come in reverse model order
+            if oldest.state is State.DIRTY:
+                self._copies.start_flush(oldest)
+            self._copies.settle(oldest)
+            self._copies.evict(oldest)

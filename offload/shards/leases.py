@@ -1,0 +1,213 @@
+"""Access to shards chunk by chunk, wherever they are: what :mod:`offload.shards.stream` runs over.
+
+Owns the leases of one stream and where the bytes of what it has open are. A working copy on a CPU device stands for its
+home; elsewhere the home is read and overwritten. Knows nothing of the order in which chunks come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+
+from offload.errors import StateError
+from offload.memory.tiers import Tier
+from offload.memory.transfer import CudaMover, Ticket
+from offload.planning.placement import STATE_ROLES
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.copies import chunk_key
+from offload.shards.manager import Manager
+from offload.shards.shard import Event, Shard, State
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+    """Addresses of one unit's shards while they are open, by role; absent where the bytes come through staging.
+
+    Attributes:
+        addresses: start of each directly addressable shard.
+        fresh_states: the states have no content yet: they count as zero moments and a master equal to the parameter.
+        write_through: a working copy that must be copied to this host address after it was changed, or 0.
+    """
+
+    addresses: dict[Role, int]
+    fresh_states: bool
+    write_through: int = 0
+
+
+class Leases:
+    """The shards that one stream has open."""
+
+    def __init__(self, manager: Manager) -> None:
+        self._manager = manager
+        self._copies = manager.copies
+        self._working = manager.working
+        self._reading: list[Shard] = []
+        self._writing: list[tuple[Shard, State]] = []  # with the state before
+
+    def open(self, unit: Unit, *, reads: frozenset[Role], writes: frozenset[Role]) -> Access:
+        """Lease the shards of `unit` until :meth:`close` or :meth:`abandon`.
+
+        PARAM, GRAD and the state roles may be asked for; state roles go together.
+
+        Raises:
+            StateError: content that is to be read was lost, or has never been there.
+        """
+        addresses: dict[Role, int] = {}
+        write_through = 0
+        fresh = False
+        for role in reads | writes:
+            shard = self._copies.get(unit.index, role)
+            if shard is None:
+                continue
+            if role is Role.PARAM:
+                self._copies.forgive(shard)
+            if shard.state is State.FAILED and role in reads:
+                raise StateError(
+                    f"{role.value} of {unit.name}: expected content but it was lost by a failed step or transfer; "
+                    "load it again"
+                )
+            if role is Role.PARAM:
+                if shard.state is State.EMPTY and role in reads:
+                    raise StateError(f"parameters of {unit.name}: expected content but nothing was loaded yet")
+                write_through = self._open_param(shard, role in writes, addresses)
+                continue
+            if shard.home_buffer is not None:
+                addresses[role] = shard.home_buffer.address
+            elif role is Role.GRAD:
+                self._copies.settle(shard)
+                if shard.work_buffer is not None:
+                    addresses[role] = shard.work_buffer.address
+            if role in STATE_ROLES:
+                fresh = shard.state in (State.EMPTY, State.FAILED)
+            if role in writes:
+                self._write(shard, Event.OVERWRITE_HOME)
+            elif shard.state is not State.EMPTY:
+                self._read(shard)
+        return Access(addresses, fresh, write_through)
+
+    def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
+        """Lease PARAM; returns the home address to write a changed working copy through to."""
+        home = shard.home_buffer
+        host_device = self._manager.device.type == "cpu"
+        if shard.state is State.FETCHING:
+            self._working.finish_prefetch(shard)
+        if shard.state is State.RESIDENT and not host_device and write:
+            self._working.refuse_borrowed(shard)
+            self._working.evict(shard)
+        if shard.state is State.RESIDENT and host_device:
+            assert shard.work_buffer is not None
+            addresses[Role.PARAM] = shard.work_buffer.address
+            if not write:
+                self._read(shard)
+                return 0
+            self._write(shard, Event.MODIFY)
+            return home.address if home is not None else 0
+        if home is not None and (host_device or shard.home is Tier.HOST):
+            addresses[Role.PARAM] = home.address
+        if write:
+            self._write(shard, Event.OVERWRITE_HOME)
+        else:
+            self._read(shard)
+        return 0
+
+    def _read(self, shard: Shard) -> None:
+        shard.readers += 1
+        self._reading.append(shard)
+
+    def _write(self, shard: Shard, event: Event) -> None:
+        before = shard.state
+        if before is State.FAILED:
+            self._copies.change(shard, Event.RESTORE)
+        self._copies.change(shard, event)
+        shard.writing = True
+        self._writing.append((shard, before))
+
+    def close(self) -> None:
+        """Return the leases: what was written is now the shards' content."""
+        self.hand_over(frozenset(Role), ())
+        self.stop_reading()
+
+    def hand_over(self, roles: Container[Role], leaving: Sequence[Ticket]) -> None:
+        """Return the leases on what was written in `roles`; `leaving` still take PARAM's working copy home."""
+        for shard, _ in self._writing:
+            if shard.role not in roles:
+                continue
+            shard.writing = False
+            if shard.role is not Role.PARAM:
+                continue
+            self._manager.versions[shard.unit.index] += 1
+            if shard.state is State.DIRTY and leaving:
+                self._copies.flushing(shard, leaving)
+            elif shard.state is State.DIRTY:
+                self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
+            if shard.home is Tier.DEVICE and shard.unit.index not in self._working:
+                assert shard.home_buffer is not None
+                self._working.bind(shard, shard.home_buffer)
+        self._writing = [(shard, before) for shard, before in self._writing if shard.role not in roles]
+
+    def abandon(self, written: Container[int]) -> None:
+        """Return the leases after an exception.
+
+        Args:
+            written: units that may have been written to: what was open for writing of them is lost now. Others are as
+                they were.
+        """
+        self.stop_reading()
+        for shard, before in self._writing:
+            shard.writing = False
+            if shard.unit.index in written or before is State.FAILED:
+                self._copies.change(shard, Event.ABANDON)
+                if shard.role is Role.PARAM:
+                    self._manager.versions[shard.unit.index] += 1
+                    if shard.unit.index in self._working:
+                        self._working.unbind_lost(shard)
+            elif before is State.EMPTY:
+                self._copies.change(shard, Event.DISCARD)
+            elif before is State.RESIDENT:
+                self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
+        self._writing.clear()
+
+    def stop_reading(self) -> None:
+        """Return the leases on what was only read."""
+        for shard in self._reading:
+            shard.readers -= 1
+        self._reading.clear()
+
+    # --- chunks that come through staging ---------------------------------------------------------------------------
+
+    def read_chunk(
+        self, unit: Unit, role: Role, number: int, address: int, size_bytes: int, *, urgent: bool = False
+    ) -> Ticket | None:
+        """Start bringing chunk `number` to host `address`, before what is not urgent; None if it was never written.
+
+        The state roles are one record per chunk, named by :attr:`Role.MASTER`.
+        """
+        shard = self._record(unit, role)
+        if shard.home is Tier.DEVICE:
+            mover, at = self._on_gpu(shard, number)
+            return mover.download(at, address, size_bytes)
+        store, key = self._copies.require_store(), chunk_key(shard, number)
+        return store.get(key, address, size_bytes, urgent=urgent) if key in store else None
+
+    def write_chunk(
+        self, unit: Unit, role: Role, number: int, address: int, size_bytes: int, *, aside: bool = False
+    ) -> Ticket:
+        """Start writing chunk `number` from host `address` to its home, or beside what it has there."""
+        shard = self._record(unit, role)
+        if shard.home is Tier.DEVICE:
+            mover, at = self._on_gpu(shard, number)
+            return mover.upload(address, at, size_bytes)
+        return self._copies.require_store().put(chunk_key(shard, number, aside=aside), address, size_bytes)
+
+    def _record(self, unit: Unit, role: Role) -> Shard:
+        if role is not Role.MASTER:
+            return self._copies.of(unit.index, role)
+        return next(shard for state in STATE_ROLES if (shard := self._copies.get(unit.index, state)) is not None)
+
+    def _on_gpu(self, shard: Shard, number: int) -> tuple[CudaMover, int]:
+        """Return the mover, and the device address of a chunk of a shard whose home is there."""
+        mover = self._manager.mover
+        assert isinstance(mover, CudaMover) and shard.home_buffer is not None
+        begin = shard.unit.chunks(self._manager.plan.chunk_numel)[number][0]
+        return mover, shard.home_buffer.address + self._manager.chunk_bytes(shard.unit, shard.role, 0, begin)

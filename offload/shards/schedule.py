@@ -1,0 +1,85 @@
+"""When is each unit used next? The recorded trace of a step and the table made of it.
+
+Owns the trace of the previous step, the position in it, and resynchronisation when the control flow differs. Pure
+Python over unit indices: no tensors, no I/O, no clocks. Next: :mod:`offload.shards.manager` prefetches and evicts by
+it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+NEVER = 1 << 60
+
+
+class Schedule:
+    """Next-use table over a cyclic trace of unit uses.
+
+    The trace of step t predicts step t+1. Uses are recorded as they happen; :meth:`restart` closes a step. A use that
+    the trace did not predict moves the position to that unit's next predicted use, if there is one: dynamic control
+    flow costs prefetches, never correctness.
+    """
+
+    def __init__(self, first_guess: list[int]) -> None:
+        """Start from a guess, normally the units in model order and back."""
+        self._trace: list[int] = []
+        self._positions: dict[int, list[int]] = {}
+        self._recorded: list[int] = []
+        self._position = 0
+        self._adopt(first_guess)
+
+    @property
+    def trace(self) -> tuple[int, ...]:
+        """The uses that are predicted for a step."""
+        return tuple(self._trace)
+
+    @property
+    def position(self) -> int:
+        """Uses of this cycle so far, as far as they were predicted."""
+        return self._position
+
+    def use(self, unit: int) -> None:
+        """Record that `unit` is used now and move on."""
+        if self._recorded and self._recorded[-1] == unit:
+            return
+        self._recorded.append(unit)
+        if self._trace and self._trace[self._position % len(self._trace)] == unit:
+            self._position += 1
+            return
+        distance = self.distance(unit)
+        if distance != NEVER:
+            self._position += distance + 1
+
+    def restart(self) -> None:
+        """Close a step: what was recorded becomes the prediction, the position goes to its start."""
+        if self._recorded:
+            self._adopt(self._recorded)
+            self._recorded = []
+        self._position = 0
+
+    def distance(self, unit: int) -> int:
+        """Return after how many further uses `unit` is used again (0: next), :data:`NEVER` if not in the trace."""
+        positions = self._positions.get(unit)
+        if not positions:
+            return NEVER
+        length = len(self._trace)
+        now = self._position % length
+        index = bisect.bisect_left(positions, now)
+        return positions[index] - now if index < len(positions) else positions[0] + length - now
+
+    def upcoming(self, limit: int) -> Iterator[int]:
+        """Yield the next distinct units, nearest first, looking at most `limit` uses ahead."""
+        seen: set[int] = set()
+        length = len(self._trace)
+        for step in range(min(limit, length)):
+            unit = self._trace[(self._position + step) % length]
+            if unit not in seen:
+                seen.add(unit)
+                yield unit
+
+    def _adopt(self, trace: list[int]) -> None:
+        self._trace = list(trace)
+        self._positions = {}
+        for position, unit in enumerate(self._trace):
+            self._positions.setdefault(unit, []).append(position)

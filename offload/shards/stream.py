@@ -1,0 +1,297 @@
+"""Runs over shards chunk by chunk, wherever they live: reads, work and writes as a pipeline.
+
+Owns the pipeline over the staging buffers: while one chunk is computed on, the next ones are arriving from NVMe and the
+previous ones are leaving, so both queues of the drive are busy at once. What lives in memory is used in place, and a
+unit of which nothing moves is one chunk. The optimizer step, checkpoints and loading are all visits of this one stream.
+Knows no hyper-parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from offload.kernels import cpu_adam
+from offload.memory.tiers import Buffer
+from offload.memory.transfer import Ticket
+from offload.planning.placement import STAGING_SLOTS, STATE_ROLES, States, whole_pages
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.leases import Access, Leases
+from offload.shards.manager import Manager
+
+ALL_STATES = frozenset(STATE_ROLES)
+
+
+@dataclasses.dataclass(slots=True)
+class Chunk:
+    """Elements [begin, end) of a unit, with the host address of each role's first element."""
+
+    unit: Unit
+    number: int
+    begin: int
+    end: int
+    addresses: dict[Role, int]
+    access: Access
+    leases: Leases
+    reading: list[Ticket] = dataclasses.field(default_factory=list)
+    writing: list[Ticket] = dataclasses.field(default_factory=list)
+    writing_param: list[Ticket] = dataclasses.field(default_factory=list)  # of `writing`
+    staged: frozenset[Role] = frozenset()
+
+    @property
+    def numel(self) -> int:
+        """Elements in the chunk."""
+        return self.end - self.begin
+
+    def at(self, role: Role, element: int, itemsize: int) -> int:
+        """Return the address of unit element `element` in `role`, whose elements have `itemsize` bytes."""
+        return self.addresses[role] + (element - self.begin) * itemsize
+
+    def states_at(self, element: int, states: States) -> tuple[tuple[int, ...], int]:
+        """Return the addresses of the optimizer's states, and of the scales of 8-bit ones (else 0), at `element`."""
+        found = tuple(self.at(role, element, states.kind.itemsize) for role, _ in states.roles())
+        scales = self.addresses.get(Role.SCALES)
+        return found, 0 if scales is None else scales + states.kind.units_bytes(element - self.begin)
+
+
+def stream(
+    manager: Manager,
+    units: Iterable[Unit],
+    visit: Callable[[Chunk], None],
+    *,
+    reads: frozenset[Role],
+    writes: frozenset[Role] = frozenset(),
+    keep_early: bool = False,
+) -> None:
+    """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
+
+    Args:
+        manager: owner of the shards.
+        units: what to run over.
+        visit: works on a chunk in place; chunks of `reads` hold the current content (states that have none yet count
+            as zero moments and a master equal to the parameter).
+        reads: roles whose content is needed. The state roles go together, in one record on NVMe.
+        writes: roles that `visit` changes as a whole; they are written home.
+        keep_early: updates that are made during backward stay as they are; not where anything is written.
+
+    Raises:
+        StateError: parameters that are to be written are in use; nothing was touched.
+        swap.SwapError: an I/O error or a missed deadline. What was to be written of units that `visit` has seen is then
+            FAILED; the others are as they were.
+        Exception: what `visit` raised, likewise.
+    """
+    units = list(units)
+    if Role.PARAM in writes:
+        manager.refuse_leased(units)
+    assert not (keep_early and writes)
+    manager.rest_updates() if keep_early else manager.finish_updates()
+    pipeline = Pipeline(manager, reads=reads, writes=writes)
+    leases = Leases(manager)
+    written: set[int] = set()
+    chunks: list[Chunk] = []
+    try:
+        for unit in units:
+            chunks += pipeline.open(unit, leases)
+        for chunk in chunks[: pipeline.ahead]:
+            pipeline.start(chunk)
+        for index, chunk in enumerate(chunks):
+            if index + pipeline.ahead < len(chunks):
+                pipeline.start(chunks[index + pipeline.ahead])
+            for ticket in chunk.reading:
+                ticket.wait(manager.deadline_s)
+            written.add(chunk.unit.index)
+            pipeline.work(chunk, visit)
+        for chunk in chunks:
+            for ticket in chunk.writing:
+                ticket.wait(manager.deadline_s)
+    except BaseException:
+        come_to_rest(chunks, manager.deadline_s)
+        leases.abandon(written)
+        raise
+    leases.close()
+
+
+def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
+    """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up."""
+    for chunk in chunks:
+        for ticket in (*chunk.reading, *chunk.writing):
+            with contextlib.suppress(Exception):
+                ticket.wait(deadline_s)
+
+
+class Pipeline:
+    """Slots of host memory, which chunks take in turn: started, worked on and gone in one order."""
+
+    def __init__(
+        self,
+        manager: Manager,
+        *,
+        reads: frozenset[Role],
+        writes: frozenset[Role] = frozenset(),
+        aside: bool = False,
+    ) -> None:
+        """Prepare; `reads` and `writes` as in :func:`stream`.
+
+        With `aside`, what is written goes beside the content, which stays as it is: PARAM and the states are at home
+        on NVMe then, and PARAM is not leased.
+        """
+        self._manager = manager
+        self._aside = aside
+        self._reads = reads
+        self._writes = writes
+        self._free = deque(buffer.address for buffer in manager.staging)  # slots that were never used
+        self._taken: deque[tuple[Chunk, int]] = deque()  # chunks and their slots, the oldest first
+
+    @property
+    def ahead(self) -> int:
+        """So many chunks may be started and not worked on: half of the slots, the others are being written."""
+        return max(len(self._free) + len(self._taken), STAGING_SLOTS) // 2
+
+    def widen(self, buffers: Iterable[Buffer]) -> None:
+        """Use host memory that is idle as further slots, as many as there may be."""
+        plan = self._manager.plan
+        size = plan.staging_slot_bytes
+        for buffer in buffers if size else ():
+            for address in range(buffer.address, buffer.address + buffer.size_bytes - size + 1, size):
+                if len(self._free) + len(self._taken) < plan.most_slots:
+                    self._free.append(address)
+
+    def open(self, unit: Unit, leases: Leases) -> list[Chunk]:
+        """Lease what is needed of a unit; returns its chunks."""
+        if self._aside:
+            access = leases.open(unit, reads=self._reads - {Role.PARAM}, writes=frozenset())
+        else:
+            access = leases.open(unit, reads=self._reads, writes=self._writes)
+        spans = _ranges(self._manager, unit, access, self._reads | self._writes)
+        return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
+
+    def has_room(self, started: int) -> bool:
+        """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
+        return started < (len(self._free) + len(self._taken) if self._free else self.ahead)
+
+    def leaving(self) -> list[Ticket]:
+        """Return the writes that must be over before the next chunk can have a slot."""
+        return self._taken[0][0].writing if self._taken and not self._free else []
+
+    def start(self, chunk: Chunk, *, urgent: bool = False) -> None:
+        """Give the chunk its addresses; start the reads of what comes through staging.
+
+        They come before what is not `urgent`, as long as no write has to make room.
+        """
+        manager, unit = self._manager, chunk.unit
+        staged = []
+        for role in _roles(manager, unit, self._reads | self._writes):
+            base = chunk.access.addresses.get(role)
+            if base is None:
+                staged.append(role)
+            else:
+                chunk.addresses[role] = base + manager.chunk_bytes(unit, role, 0, chunk.begin)
+        if not staged:
+            return
+        for ticket in self.leaving():  # the slot's previous user was worked on long ago
+            ticket.wait(manager.deadline_s)
+        chunk.staged = frozenset(staged)
+        urgent = urgent and bool(self._free)
+        address = self._free.popleft() if self._free else self._taken.popleft()[1]
+        self._taken.append((chunk, address))
+        for role in staged:
+            chunk.addresses[role] = address
+            address += manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+        self.read(chunk, urgent=urgent)
+
+    def read(self, chunk: Chunk, *, urgent: bool = False) -> None:
+        """Start the reads of a chunk that has its addresses."""
+        chunk.reading = []
+        try:
+            self._read(chunk, urgent=urgent)
+        except BaseException:
+            come_to_rest([chunk], self._manager.deadline_s)
+            raise
+
+    def _read(self, chunk: Chunk, *, urgent: bool) -> None:
+        manager, unit, access = self._manager, chunk.unit, chunk.access
+        for role in (Role.PARAM, Role.GRAD):
+            if role in chunk.staged and role in self._reads:
+                size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+                here = manager.working_address(unit.index) if self._aside and role is Role.PARAM else None
+                if here is not None:
+                    ctypes.memmove(chunk.addresses[role], here + manager.chunk_bytes(unit, role, 0, chunk.begin), size)
+                    continue
+                ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size, urgent=urgent)
+                if ticket is not None:
+                    chunk.reading.append(ticket)
+        record = [role for role in STATE_ROLES if role in chunk.staged and role in self._reads]
+        if record and not access.fresh_states:
+            size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
+            address = chunk.addresses[record[0]]
+            ticket = chunk.leases.read_chunk(unit, Role.MASTER, chunk.number, address, size, urgent=urgent)
+            if ticket is not None:
+                chunk.reading.append(ticket)
+
+    def work(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
+        """Call `visit` with a chunk whose reads are over, and start its writes."""
+        if chunk.access.fresh_states:
+            _initialise_states(self._manager, chunk)
+        visit(chunk)
+        self._write(chunk)
+
+    def _write(self, chunk: Chunk) -> None:
+        manager, unit, writes = self._manager, chunk.unit, self._writes
+        for role in (Role.PARAM, Role.GRAD):
+            if role not in writes or role not in chunk.addresses:
+                continue
+            size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+            shard = manager.shard(unit.index, role)
+            assert shard is not None
+            if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
+                ticket = chunk.leases.write_chunk(
+                    unit, role, chunk.number, chunk.addresses[role], size, aside=self._aside
+                )
+                chunk.writing.append(ticket)
+                if role is Role.PARAM:
+                    chunk.writing_param.append(ticket)
+            elif role is Role.PARAM and chunk.access.write_through:
+                target = chunk.access.write_through + manager.chunk_bytes(unit, role, 0, chunk.begin)
+                ctypes.memmove(target, chunk.addresses[role], size)
+        record = [role for role in STATE_ROLES if role in chunk.staged and role in writes]
+        if record:
+            size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
+            address = chunk.addresses[record[0]]
+            chunk.writing.append(
+                chunk.leases.write_chunk(unit, Role.MASTER, chunk.number, address, size, aside=self._aside)
+            )
+
+
+def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
+    """Return the wanted roles that the unit has, records in their order."""
+    order = (Role.PARAM, Role.GRAD, *STATE_ROLES)
+    return [role for role in order if role in wanted and manager.shard(unit.index, role) is not None]
+
+
+def _ranges(manager: Manager, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int]]:
+    """Return the element ranges that are visited: all at once where everything is at home in memory and stays there."""
+    for role in _roles(manager, unit, wanted):
+        home = manager.copies.of(unit.index, role).home_buffer
+        if home is None or access.addresses.get(role) != home.address:
+            return unit.chunks(manager.plan.chunk_numel)
+    return [(0, unit.numel)]
+
+
+def _initialise_states(manager: Manager, chunk: Chunk) -> None:
+    """Give states that have no content their first one: zero moments, a master equal to the parameter."""
+    for role in STATE_ROLES:
+        if role in chunk.addresses:
+            size = manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            ctypes.memset(chunk.addresses[role], 0, size)
+    if chunk.unit.dtype == "float16" and Role.MASTER in chunk.addresses and Role.PARAM in chunk.addresses:
+        cpu_adam.convert(
+            chunk.addresses[Role.PARAM],
+            cpu_adam.Dtype.FLOAT16,
+            chunk.addresses[Role.MASTER],
+            cpu_adam.Dtype.FLOAT32,
+            chunk.numel,
+        )

@@ -1,0 +1,434 @@
+"""Which units' parameters are on the device: fetched into the working region, bound, and evicted from it.
+
+Owns the choice of who leaves for whom, and knows whether somebody else still looks at a unit's bytes. It rebinds no
+parameter itself: that is the :class:`Binder`'s work (``hooks.py``). Leases and prefetching are the business of
+:mod:`offload.shards.manager`, which is next.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import gc
+import logging
+from collections.abc import Callable, Container, Iterable
+from typing import Protocol
+
+import torch
+
+from offload.config import format_bytes
+from offload.errors import BudgetError, InternalError, StateError
+from offload.memory.tiers import (
+    BUFFER_ALIGNMENT_BYTES,
+    HUGE_PAGE_BYTES,
+    Arena,
+    Budget,
+    Buffer,
+    Region,
+    Tier,
+    storage_use_count,
+)
+from offload.memory.transfer import Mover, Ticket
+from offload.planning.placement import Request
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.copies import Copies, touch
+from offload.shards.schedule import NEVER, Schedule
+from offload.shards.shard import HAS_WORKING_COPY, Shard, State
+
+logger = logging.getLogger(__name__)
+
+
+class Binder(Protocol):
+    """Makes parameters see their bytes."""
+
+    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        """Let the unit's parameters view `storage`."""
+
+    def unbind(self, unit: Unit) -> None:
+        """Let the unit's parameters be stand-ins without memory."""
+
+    def changed(self, unit: Unit) -> str | None:
+        """Return the name of a bound parameter that somebody else has changed."""
+
+
+@dataclasses.dataclass(slots=True)
+class Residency:
+    """A unit's parameters on the device: their storage, and how many references are its own and the binding's."""
+
+    storage: torch.UntypedStorage
+    own_references: int
+
+    def borrowed(self) -> bool:
+        """Tell whether a tensor other than the parameters still views the bytes."""
+        return storage_use_count(self.storage) > self.own_references
+
+
+class WorkingSet:
+    """Parameters on the device. See the module's text."""
+
+    def __init__(
+        self, request: Request, copies: Copies, arena: Arena, budget: Budget, mover: Mover, binder: Binder
+    ) -> None:
+        self._request = request
+        self._units = request.units
+        self._copies = copies
+        self._arena = arena
+        self._budget = budget
+        self._mover = mover
+        self._binder = binder
+        self._residency: dict[int, Residency] = {}
+        self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
+        self.finish_open_updates: Callable[[], None] = lambda: None  # so that what they have taken may be evicted
+        self.wanted_here: Callable[[], Container[int]] = tuple  # units that must not leave for a prefetch
+        region = copies.regions.get(Role.PARAM)
+        self._elastic = region if arena.device.type == "cpu" else None  # a GPU's arena is one allocation
+        if self._elastic is not None:
+            self.shrink(self._elastic.size_bytes)
+            touch(self._elastic.whole)
+
+    def __contains__(self, index: int) -> bool:
+        """Tell whether the unit's parameters are on the device and bound."""
+        return index in self._residency
+
+    def storage(self, index: int) -> torch.UntypedStorage:
+        """Return the storage that a unit's parameters view."""
+        return self._residency[index].storage
+
+    def borrowed(self, index: int) -> bool:
+        """Tell whether a tensor other than the parameters views the unit's bytes on the device."""
+        return index in self._residency and self._residency[index].borrowed()
+
+    # --- coming -----------------------------------------------------------------------------------------------------
+
+    def start_fetch(self, shard: Shard, schedule: Schedule, *, required: bool) -> bool:
+        """Start to bring PARAM to the device; what is used later than it gives way, with `required` anything that may.
+
+        Returns:
+            False where there is no room and it is not `required`.
+
+        Raises:
+            BudgetError: there is no room and it is `required`.
+            swap.SwapError: an I/O error.
+        """
+        buffer = self._room_for(shard, schedule, required=required)
+        if buffer is None:
+            return False
+        copies, mover, home = self._copies, self._mover, shard.home_buffer
+        if home is not None:
+            copies.start_fetch(shard, buffer, lambda: mover.fetch_host(home.address, buffer, shard.size_bytes))
+        else:
+
+            def read(address: int) -> list[Ticket]:
+                return copies.start_reads(shard, address, urgent=required)
+
+            copies.start_fetch(shard, buffer, lambda: mover.fetch_nvme(read, buffer, shard.size_bytes))
+        return True
+
+    def finish_fetch(self, shard: Shard) -> None:
+        """Wait for a fetch, and bind what it brings."""
+        self._copies.settle(shard)
+        assert shard.work_buffer is not None
+        self.bind(shard, shard.work_buffer)
+
+    def finish_prefetch(self, shard: Shard) -> None:
+        """Wait for a fetch that nobody has asked for: if it failed, the shard is as it was before, and may be read."""
+        try:
+            self.finish_fetch(shard)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            logger.warning("prefetch: %s", error)
+            self._copies.forgive(shard)
+
+    def bind(self, shard: Shard, buffer: Buffer) -> None:
+        """Let the unit's parameters view `buffer`."""
+        storage = self._arena.storage(buffer)
+        if shard.unit.index not in self._hidden:
+            self._binder.bind(shard.unit, storage)
+        self._residency[shard.unit.index] = Residency(storage, storage_use_count(storage))
+
+    def hide(self, shard: Shard) -> None:
+        """Let the unit's parameters be stand-ins until :meth:`show`: what is on the device is of before a step.
+
+        Where an update does not take place on the device, the working copy is dropped.
+        """
+        index = shard.unit.index
+        if shard.home is not Tier.DEVICE and self._arena.device.type != "cpu":
+            if shard.state is State.FETCHING:
+                self.finish_prefetch(shard)
+            if shard.state is State.RESIDENT:
+                self.evict(shard)
+        residency = self._residency.get(index)
+        if residency is not None:
+            self._binder.unbind(shard.unit)
+            residency.own_references = 1
+        self._hidden.add(index)
+
+    def hides(self, index: int) -> bool:
+        """Tell whether the unit's parameters are stand-ins wherever their bytes are."""
+        return index in self._hidden
+
+    def show(self, shard: Shard) -> None:
+        """Let the unit's parameters be seen again, where they are on the device."""
+        self._hidden.discard(shard.unit.index)
+        residency = self._residency.get(shard.unit.index)
+        if residency is not None:
+            borrowed = storage_use_count(residency.storage) - residency.own_references
+            self._binder.bind(shard.unit, residency.storage)
+            residency.own_references = storage_use_count(residency.storage) - borrowed
+
+    def read_again(self, shard: Shard, deadline_s: float) -> None:
+        """Let a working copy be what its home holds, whatever somebody has written to it."""
+        home, buffer = shard.home_buffer, shard.work_buffer
+        assert shard.state is State.RESIDENT and buffer is not None, shard.describe()
+        if home is not None:
+            self._mover.fetch_host(home.address, buffer, shard.size_bytes).wait(deadline_s)
+        else:
+            read = functools.partial(self._copies.start_reads, shard, urgent=True)
+            self._mover.fetch_nvme(read, buffer, shard.size_bytes).wait(deadline_s)
+
+    # --- going ------------------------------------------------------------------------------------------------------
+
+    def evict(self, shard: Shard) -> None:
+        """Drop a working copy that equals its home.
+
+        Raises:
+            StateError: somebody has changed it.
+        """
+        self._refuse_change(shard.unit)
+        buffer = shard.work_buffer
+        assert buffer is not None
+        self._copies.evict(shard)
+        self._mover.release(buffer)
+        self._unbind(shard)
+
+    def refuse_borrowed(self, shard: Shard) -> None:
+        """Check that a working copy that is about to be replaced is not viewed by anybody else.
+
+        Raises:
+            StateError: it is; names the unit.
+        """
+        if shard.state is State.RESIDENT and self.borrowed(shard.unit.index):
+            raise StateError(
+                f"parameters of {shard.unit.name}: a tensor outside the model still views their device memory, so "
+                "they cannot be replaced; drop it before the step"
+            )
+
+    def unbind_lost(self, shard: Shard) -> None:
+        """Take the parameters off content that is neither old nor new; tensors of the user keep their memory."""
+        self._copies.leave(shard, self._unbind(shard).borrowed)
+
+    def refuse_changes(self) -> None:
+        """Check that nobody else has written to parameters on the device.
+
+        Raises:
+            StateError: somebody has, outside ``engine.gather(modify=True)``; names the parameter.
+        """
+        for index in self._residency:
+            self._refuse_change(self._units[index])
+
+    def close(self) -> list[Callable[[], bool]]:
+        """Unbind everything; returns what tells of each unit that somebody still views whether that is so."""
+        left = [self._unbind(self._copies.of(index, Role.PARAM)) for index in list(self._residency)]
+        return [residency.borrowed for residency in left if residency.borrowed()]
+
+    def check(self) -> None:
+        """Check that what is bound follows from the states.
+
+        Raises:
+            InternalError: it does not.
+        """
+        for shard in self._copies:
+            if shard.role is Role.PARAM and shard.home is not Tier.DEVICE:
+                if (shard.unit.index in self) != (shard.state in HAS_WORKING_COPY):
+                    raise InternalError(f"{shard.describe()}: binding and state disagree")
+
+    def lay_aside(self, shard: Shard) -> None:
+        """Move a unit that is about to be borrowed to where the largest unit still fits beside it.
+
+        Where it is borrowed it cannot be moved any more, and in the middle of a small region it would cut the room for
+        the others in two. Only where memory is the CPU's.
+        """
+        region, copies = self._elastic, self._copies
+        if region is None or shard.home is Tier.DEVICE or self.borrowed(shard.unit.index):
+            return
+        largest = max(s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE)
+        if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - _padded(shard.size_bytes)):
+            return
+        self.finish_open_updates()
+        for arriving in copies.in_flight(Role.PARAM):
+            self.finish_prefetch(arriving)
+        copies.sweep(Role.PARAM)
+        for owner in region.owners()[: region.owners().index(shard.unit.index)]:
+            other = copies.of(owner, Role.PARAM) if owner >= 0 else None
+            if other is not None and other.state is State.RESIDENT and not other.readers and not self.borrowed(owner):
+                self.evict(other)
+        self._pack(region)
+
+    # --- the region's size ------------------------------------------------------------------------------------------
+
+    @property
+    def size_bytes(self) -> int:
+        """Present size of the working region, where it can change; else 0."""
+        return self._elastic.size_bytes if self._elastic is not None else 0
+
+    @property
+    def smallest_arena_bytes(self) -> int:
+        """Device memory that the parameters need at least, were they placed for it."""
+        return self._widest_bytes(self._units)
+
+    def shrink(self, by_bytes: int) -> int:
+        """Give memory of the working region and its reservation back; returns how much was possible.
+
+        It stays as large as the largest units that must be there together.
+
+        Raises:
+            StateError: somebody has changed a unit that would have to leave.
+        """
+        region, copies = self._elastic, self._copies
+        if region is None:
+            return 0
+        copies.sweep(Role.PARAM)
+        by_bytes = -(-by_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        streamed = [s.unit for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
+        smallest = min(self._widest_bytes(streamed), region.size_bytes)
+        wanted_bytes = max(region.size_bytes - by_bytes, smallest)
+        for owner in region.owners_beyond(wanted_bytes):
+            shard = copies.of(owner, Role.PARAM) if owner >= 0 else None
+            if shard is not None and shard.state in (State.DIRTY, State.FLUSHING):
+                self.finish_open_updates()
+            if shard is not None and shard.state is State.FETCHING:
+                self.finish_prefetch(shard)
+            if shard is None or shard.readers or self.borrowed(owner):
+                break
+            if shard.state is State.RESIDENT:
+                self.evict(shard)
+        copies.sweep(Role.PARAM)
+        part = region.resize(max(wanted_bytes, region.end_bytes))
+        if part.size_bytes:
+            self._arena.discard(part)
+            self._budget.release("arena", part.size_bytes)
+        return part.size_bytes
+
+    def grow(self, by_bytes: int) -> int:
+        """Take memory for the working region, at most `by_bytes` and what the plan gave it; returns how much."""
+        region = self._elastic
+        if region is None:
+            return 0
+        by_bytes = min(by_bytes, region.largest_bytes - region.size_bytes)
+        by_bytes -= by_bytes % BUFFER_ALIGNMENT_BYTES
+        if by_bytes:
+            self._budget.reserve("arena", by_bytes)
+            touch(region.resize(region.size_bytes + by_bytes))
+        return by_bytes
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _widest_bytes(self, units: Iterable[Unit]) -> int:
+        return sum(_padded(unit.param_bytes) for unit in self._request.widest(units))
+
+    def _grow_for(self, size_bytes: int) -> bool:
+        """Make a gap of `size_bytes` at the region's end, if the plan's size and the budget allow it."""
+        region = self._elastic
+        if region is None:
+            return False
+        missing_bytes = _padded(size_bytes) - (region.size_bytes - region.end_bytes)
+        if missing_bytes > min(self._budget.free_bytes, region.largest_bytes - region.size_bytes):
+            return False
+        return self.grow(missing_bytes) == missing_bytes
+
+    def _unbind(self, shard: Shard) -> Residency:
+        if shard.unit.index not in self._hidden:
+            self._binder.unbind(shard.unit)
+        residency = self._residency.pop(shard.unit.index)
+        residency.own_references = 1  # its own
+        return residency
+
+    def _refuse_change(self, unit: Unit) -> None:
+        name = self._binder.changed(unit)
+        if name is not None:
+            raise StateError(
+                f"parameter {name}: was changed in place or rebound outside the engine, and would be lost; change it "
+                "inside engine.gather(parameter, modify=True)"
+            )
+
+    def _room_for(self, shard: Shard, schedule: Schedule, *, required: bool) -> Buffer | None:
+        """Find a working buffer, evicting what is needed later; None where that is not possible and not `required`."""
+        copies = self._copies
+        region = copies.regions[Role.PARAM]
+        buffer = copies.allocate(shard)
+        if buffer is not None:
+            return buffer
+        mine = schedule.distance(shard.unit.index)
+        wanted = () if required else self.wanted_here()
+
+        def cost(owner: int) -> float | None:
+            if owner < 0 or owner in wanted:
+                return None
+            other = copies.of(owner, Role.PARAM)
+            if other.state is not State.RESIDENT or other.readers or self.borrowed(owner):
+                return None
+            distance = schedule.distance(owner)
+            if not required and distance <= mine:
+                return None
+            return -distance if distance != NEVER else float("-inf")
+
+        window = region.cheapest_window(shard.size_bytes, cost)
+        if window is None and required:
+            self.finish_open_updates()
+            for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
+                self.finish_fetch(arriving)
+            window = region.cheapest_window(shard.size_bytes, cost)
+            if window is None and self._grow_for(shard.size_bytes):
+                return copies.allocate(shard)
+            if window is None:
+                gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
+                window = region.cheapest_window(shard.size_bytes, cost)
+        if window is None:
+            if not required:
+                return None
+            buffer = self._compact(region, cost, shard)
+            if buffer is not None:
+                return buffer
+            raise BudgetError(
+                f"device budget: unit {shard.unit.name} needs {format_bytes(shard.size_bytes)} in one piece but the "
+                f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
+                f'max_memory["device"] or lower activation_memory\n{copies.dump()}'
+            )
+        for owner in window:
+            self.evict(copies.of(owner, Role.PARAM))
+        buffer = copies.allocate(shard)
+        assert buffer is not None
+        return buffer
+
+    def _compact(self, region: Region, cost: Callable[[int], float | None], shard: Shard) -> Buffer | None:
+        """Make one gap of all: evict what may go, and move leased copies together (where memory is the CPU's)."""
+        for owner in region.owners():
+            if cost(owner) is not None:
+                self.evict(self._copies.of(owner, Role.PARAM))
+        if self._arena.device.type == "cpu":
+            self._pack(region)
+        return self._copies.allocate(shard)
+
+    def _pack(self, region: Region) -> None:
+        """Move together what may be moved."""
+        copies = self._copies
+
+        def movable(owner: int) -> bool:
+            if owner not in self or self.borrowed(owner):
+                return False
+            return copies.of(owner, Role.PARAM).state is State.RESIDENT  # not while it is updated, or leaves
+
+        for owner, source, target in region.pack(movable):
+            moved = copies.of(owner, Role.PARAM)
+            self._refuse_change(moved.unit)
+            self._unbind(moved)
+            ctypes.memmove(target.address, source.address, moved.size_bytes)
+            moved.work_buffer = target
+            self.bind(moved, target)
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
