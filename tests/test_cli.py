@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload.cli import finetune, report
 from offload.cli.finetune_progress import Progress, RssMeter
 from offload.cli.finetune_text import (
     FinetuneError,
@@ -31,7 +32,6 @@ from offload.cli.finetune_text import (
     read_text,
     split_text,
 )
-from offload.cli.main import finetune, report
 from offload.cli.main import main as cli
 from offload.stats import LINKS, LinkStats, Stats
 

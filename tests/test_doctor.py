@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.cli import doctor
 from offload.cli.doctor import (
     Facts,
     Finding,
@@ -25,7 +26,6 @@ from offload.cli.doctor import (
     findings_text,
     gather,
 )
-from offload.cli.main import doctor
 from offload.memory import machine
 
 ROOT = Path(__file__).resolve().parent.parent

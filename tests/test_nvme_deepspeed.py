@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.cli.main import nvme_deepspeed
+from offload.cli import nvme_deepspeed
 from offload.cli.nvme_bench import Options, run_bench
 from offload.cli.nvme_deepspeed import (
     DEEPSPEED,

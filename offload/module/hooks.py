@@ -39,6 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.activations.ledger import WORTH_SAMPLING_BYTES, Activations, SavedActivation
 from offload.errors import NEW_ENGINE, SAVE_FIRST, BudgetError, StateError
+from offload.labels import labelled
 from offload.memory.tiers import view_at
 from offload.module import refusals
 from offload.module.absent import absent_class, is_lost, owners
@@ -145,6 +146,7 @@ class Hooks:
 
     # --- binding ----------------------------------------------------------------------------------------------------
 
+    @labelled("bind")
     def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
         """Let the unit's parameters view `storage`."""
         dtype = self._dtypes[unit.index]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from offload.kernels import cpu_adam
+from offload.labels import labelled
 from offload.optim.probe import OwnClass, OwnHyper
 from offload.optim.rules import STATE_SEED, Rule, StepOf
 from offload.optim.torch_class import Records
@@ -146,6 +147,7 @@ class Recipe:
         self._ranges[unit.index] = ranges
         return ranges
 
+    @labelled("update")
     def visit(self, chunk: Chunk) -> None:
         """Update a chunk of a unit that :meth:`ranges` was asked for."""
         begin = time.perf_counter()

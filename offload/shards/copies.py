@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from offload.errors import InternalError
+from offload.labels import labelled
 from offload.memory.tiers import Arena, Buffer, Region, Tier
 from offload.memory.transfer import Ticket, TicketGroup, Transfer
 from offload.planning.placement import STATE_ROLES, Plan
@@ -181,6 +182,7 @@ class Copies:
 
     # --- transfers --------------------------------------------------------------------------------------------------
 
+    @labelled("fetch")
     def start_fetch(self, shard: Shard, buffer: Buffer, start: Callable[[], Transfer]) -> None:
         """Fetch a working copy into `buffer`, which :meth:`allocate` gave, by what `start` starts."""
         self.change(shard, Event.FETCH)
@@ -191,6 +193,7 @@ class Copies:
             self._fetch_failed(shard)
             raise
 
+    @labelled("spill")
     def start_flush(self, shard: Shard) -> None:
         """Write a working copy to its home on NVMe."""
         self.change(shard, Event.FLUSH)
@@ -211,6 +214,7 @@ class Copies:
         """Tell whether :meth:`settle` would have to wait."""
         return shard.state in IN_FLIGHT and not self._transfers[_key(shard)].done()
 
+    @labelled("wait")
     def settle(self, shard: Shard) -> None:
         """Wait for the transfer of a shard, if there is one. What interrupts the wait leaves it under way.
 

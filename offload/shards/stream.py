@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from offload.kernels import cpu_adam
+from offload.labels import labelled
 from offload.memory.tiers import Buffer
 from offload.memory.transfer import Ticket
 from offload.planning.placement import STAGING_SLOTS, STATE_ROLES, States, whole_pages
@@ -212,6 +213,7 @@ class Pipeline:
             come_to_rest([chunk], self._manager.deadline_s)
             raise
 
+    @labelled("fetch")
     def _read(self, chunk: Chunk, *, urgent: bool) -> None:
         manager, unit, access = self._manager, chunk.unit, chunk.access
         for role in (Role.PARAM, Role.GRAD):
@@ -239,6 +241,7 @@ class Pipeline:
         visit(chunk)
         self._write(chunk)
 
+    @labelled("write_back")
     def _write(self, chunk: Chunk) -> None:
         manager, unit, writes = self._manager, chunk.unit, self._writes
         for role in (Role.PARAM, Role.GRAD):
