@@ -59,6 +59,7 @@ FACES = {
     "offload._cpu_adam": ("offload.kernels.extension",),
 }
 REBINDS_DATA = {"offload.module.hooks", "offload.module.absent"}  # the latter of a parameter whose engine is gone
+SHARD_FIELDS = ("state", "_state", "readers", "writing", "home_buffer", "work_buffer", "side")
 WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
 MAY_PRINT = {"offload.cli.main", "offload.cli.finetune", "offload.cli.finetune_progress", "offload.__main__"}
@@ -214,9 +215,9 @@ def duty_violations(sources: Sources) -> Iterator[str]:
         for line, owner, attribute in assigned_attributes(source):
             if attribute == "data" and owner != "self" and name not in REBINDS_DATA:
                 yield f"{name}:{line} assigns {owner}.data; only hooks.py rebinds a parameter's data"
-            if attribute in ("state", "_state") and owner != "self" and name.startswith("offload"):
+            if attribute in SHARD_FIELDS and owner != "self" and name.startswith("offload"):
                 if name not in WRITES_SHARD_STATE:
-                    yield f"{name}:{line} assigns {owner}.{attribute}; only copies.py writes a shard's state"
+                    yield f"{name}:{line} assigns {owner}.{attribute}; only copies.py writes a shard's fields"
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.module == "offload.shards.shard" and name not in USES_EVENTS:
                 if any(alias.name in ("Event", "advance") for alias in node.names):
@@ -324,6 +325,9 @@ def test_checker_accepts_right_imports(sources: Sources) -> None:
         ({"offload.engine": "setattr(p, 'data', x)"}, "only hooks.py"),
         ({"offload.engine": "shard.state = State.DIRTY"}, "only copies.py"),
         ({"offload.module.hooks": "self.shards[0].state = State.DIRTY"}, "only copies.py"),
+        ({"offload.shards.leases": "shard.readers += 1"}, "only copies.py"),
+        ({"offload.shards.leases": "shard.writing = False"}, "only copies.py"),
+        ({"offload.shards.working_set": "shard.work_buffer = target"}, "only copies.py"),
         ({"offload.engine": "from offload.shards.shard import Event, Role"}, "imports events"),
         ({"offload.memory.tiers": "def f():\n    print('x')"}, "offload.memory.tiers:2 prints"),
         ({"swap.store": "print('x')"}, "prints"),

@@ -148,6 +148,30 @@ class Copies:
             if key in store:
                 store.delete(key)
 
+    # --- leases -----------------------------------------------------------------------------------------------------
+
+    def lease(self, shard: Shard) -> None:
+        """Note that somebody reads a shard, on whichever copy."""
+        shard.readers += 1
+
+    def return_lease(self, shard: Shard) -> None:
+        """Note that somebody has stopped reading a shard."""
+        assert shard.readers > 0, shard.describe()
+        shard.readers -= 1
+
+    def drop_leases(self, shard: Shard) -> None:
+        """Forget who reads a shard: an exception has torn them away."""
+        shard.readers = 0
+
+    def begin_writing(self, shard: Shard, event: Event) -> None:
+        """Let `event` open a shard to be written."""
+        self.change(shard, event)
+        shard.writing = True
+
+    def end_writing(self, shard: Shard) -> None:
+        """Note that nobody writes a shard any more."""
+        shard.writing = False
+
     # --- buffers of working copies ----------------------------------------------------------------------------------
 
     def allocate(self, shard: Shard) -> Buffer | None:
@@ -161,6 +185,15 @@ class Copies:
         for stray in [stray for stray in self._strays if stray.region is region and not stray.busy()]:
             self._strays.remove(stray)
             region.free(stray.owner)
+
+    def begin_in(self, shard: Shard, buffer: Buffer) -> None:
+        """Let a shard without content have a working copy in `buffer`, which somebody is about to fill."""
+        self.change(shard, Event.OVERWRITE_WORK)
+        shard.work_buffer = buffer
+
+    def note_moved(self, shard: Shard, buffer: Buffer) -> None:
+        """Note that the bytes of a working copy were moved to `buffer`."""
+        shard.work_buffer = buffer
 
     def leave(self, shard: Shard, busy: Callable[[], bool] = lambda: False) -> None:
         """Take the working copy off its buffer, which is free as soon as it is not `busy`; a home stays the shard's."""

@@ -311,8 +311,7 @@ class Gradients:
             copies.change(shard, Event.MODIFY)
         elif shard.state is State.EMPTY:
             buffer = self._room_for(shard)
-            copies.change(shard, Event.OVERWRITE_WORK)
-            shard.work_buffer = buffer
+            copies.begin_in(shard, buffer)
         elif shard.state is State.FAILED:
             raise StateError(
                 f"gradient of {shard.unit.name}: part of it was lost by a failed transfer; drop the gradients with "

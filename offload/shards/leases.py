@@ -112,15 +112,14 @@ class Leases:
         return 0
 
     def _read(self, shard: Shard) -> None:
-        shard.readers += 1
+        self._copies.lease(shard)
         self._reading.append(shard)
 
     def _write(self, shard: Shard, event: Event) -> None:
         before = shard.state
         if before is State.FAILED:
             self._copies.change(shard, Event.RESTORE)
-        self._copies.change(shard, event)
-        shard.writing = True
+        self._copies.begin_writing(shard, event)
         self._writing.append((shard, before))
 
     def close(self) -> None:
@@ -133,7 +132,7 @@ class Leases:
         for shard, _ in self._writing:
             if shard.role not in roles:
                 continue
-            shard.writing = False
+            self._copies.end_writing(shard)
             if shard.role is not Role.PARAM:
                 continue
             self._manager.versions[shard.unit.index] += 1
@@ -155,7 +154,7 @@ class Leases:
         """
         self.stop_reading()
         for shard, before in self._writing:
-            shard.writing = False
+            self._copies.end_writing(shard)
             if shard.unit.index in written or before is State.FAILED:
                 self._copies.change(shard, Event.ABANDON)
                 if shard.role is Role.PARAM:
@@ -171,7 +170,7 @@ class Leases:
     def stop_reading(self) -> None:
         """Return the leases on what was only read."""
         for shard in self._reading:
-            shard.readers -= 1
+            self._copies.return_lease(shard)
         self._reading.clear()
 
     # --- chunks that come through staging ---------------------------------------------------------------------------

@@ -164,20 +164,18 @@ class Manager:
         """Take a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
         shard = self._params[index]
         self._make_resident(shard)
-        shard.readers += 1  # prefetching must not evict what was asked for
+        self.copies.lease(shard)  # prefetching must not evict what was asked for
         try:
             self.prefetch()
         except OSError as error:  # whoever needs what could not be fetched meets the error again
             logger.warning("prefetch: %s", error)
         except BaseException:
-            shard.readers -= 1
+            self.copies.return_lease(shard)
             raise
 
     def release(self, index: int) -> None:
         """Return a lease."""
-        shard = self._params[index]
-        assert shard.readers > 0, shard.describe()
-        shard.readers -= 1
+        self.copies.return_lease(self._params[index])
 
     def refuse_leased(self, units: Iterable[Unit]) -> None:
         """Check that nobody uses the parameters of `units`, which are about to be written.
@@ -367,7 +365,7 @@ class Manager:
             self.finish_updates()
         for unit in self.units:
             shard = self._params[unit.index]
-            shard.readers = 0
+            self.copies.drop_leases(shard)
             if shard.state is State.FETCHING:
                 with contextlib.suppress(Exception):  # the reader of the parameter will meet the error again
                     self.working.finish_fetch(shard)

@@ -426,7 +426,7 @@ class WorkingSet:
             self._refuse_change(moved.unit)
             self._unbind(moved)
             ctypes.memmove(target.address, source.address, moved.size_bytes)
-            moved.work_buffer = target
+            copies.note_moved(moved, target)
             self.bind(moved, target)
 
 
