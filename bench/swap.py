@@ -27,8 +27,8 @@ from offload.cli.nvme_deepspeed import DeepSpeed, deepspeed_installed
 from offload.cli.nvme_measure import Contender, ContenderError, Pattern, Settings, Workload, Workspace, size_text
 from offload.cli.nvme_peers import Fio, fio_installed
 from swap import Aio, Job, Mode, StoreTicket, SwapStore, wait_all
-from swap.checksums import crc32c_at, crc32c_kernel
-from swap.files import open_unlinked, reserve
+from swap.io.checksums import crc32c_at, crc32c_kernel
+from swap.io.files import open_unlinked, reserve
 
 MIB = 1 << 20
 BLOCK = 4096

@@ -4,7 +4,9 @@ Owns: the public names of the package. Stands on its own: no torch, no tensors, 
 Next: `store` (objects under keys), `aio` (raw reads and writes), `extents` (free space), `errors`.
 """
 
-from swap.aio import (
+from swap.backing import Mode
+from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError, SwapLockedError
+from swap.io.aio import (
     Aio,
     IoTicket,
     Job,
@@ -14,11 +16,9 @@ from swap.aio import (
     uring_refusal,
     wait_all,
 )
-from swap.backing import Mode
-from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError, SwapLockedError
-from swap.extents import Extent, ExtentAllocator
-from swap.faults import Fault, FaultAction, FaultTarget
+from swap.io.faults import Fault, FaultAction, FaultTarget
 from swap.snapshot import Snapshot
+from swap.space.extents import Extent, ExtentAllocator
 from swap.stats import AioStats, Latency, SwapStats
 from swap.store import SwapStore
 from swap.transfers import StoreTicket

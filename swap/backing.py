@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from swap.disk import Disk
-from swap.files import SwapFile, create_scratch
-from swap.run_directory import RunDirectory, open_run
-from swap.space import Space
+from swap.durable.disk import Disk
+from swap.durable.run_directory import RunDirectory, open_run
+from swap.io.files import SwapFile, create_scratch
+from swap.space.allocation import Space
 
 
 class Mode(Enum):

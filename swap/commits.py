@@ -12,8 +12,8 @@ import threading
 
 from swap.backing import Backing
 from swap.errors import SwapError, SwapFullError
-from swap.mapping import Changes, Version, VersionMap
-from swap.puts import PutOrder
+from swap.space.mapping import Changes, Version, VersionMap
+from swap.space.puts import PutOrder
 from swap.transfers import Transfers
 
 

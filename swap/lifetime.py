@@ -14,8 +14,8 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 
-from swap.aio import Aio
 from swap.errors import SwapDeadlineError, SwapError
+from swap.io.aio import Aio
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Final, TypeVar
 
-from swap.aio import Priority
 from swap.errors import SwapFullError, format_bytes
+from swap.io.aio import Priority
 from swap.lifetime import Gate
-from swap.mapping import Version, VersionMap
-from swap.puts import Put, PutOrder
 from swap.snapshot import Snapshot
-from swap.space import Space
+from swap.space.allocation import Space
+from swap.space.mapping import Version, VersionMap
+from swap.space.puts import Put, PutOrder
 from swap.transfers import Read, StoreTicket, Transfers, Write
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
 from typing import Protocol
 
-from swap.mapping import Version
+from swap.space.mapping import Version
 from swap.transfers import StoreTicket
 
 

@@ -24,19 +24,19 @@ from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from swap.aio import Aio
 from swap.backing import Mode, open_backing
-from swap.checksums import GRANULE_BYTES
 from swap.commits import Commits
-from swap.disk import Disk
-from swap.faults import Fault
+from swap.durable.disk import Disk
+from swap.durable.records import encode_key
+from swap.io.aio import Aio
+from swap.io.checksums import GRANULE_BYTES
+from swap.io.faults import Fault
 from swap.lifetime import Gate, Holdings, weakly
-from swap.mapping import VersionMap
 from swap.objects import Item, Objects
-from swap.puts import PutOrder
-from swap.records import encode_key
 from swap.snapshot import Snapshot
-from swap.space import check_weights
+from swap.space.allocation import check_weights
+from swap.space.mapping import VersionMap
+from swap.space.puts import PutOrder
 from swap.stats import SwapStats
 from swap.transfers import StoreTicket, Transfers
 
@@ -91,7 +91,7 @@ class SwapStore:
             weights: share of every path in files and objects, usually its measured bandwidth. None spreads objects
                 equally, and the capacity in proportion to free space.
             checksums: compare every read with the checksums of what was written; None means for DURABLE only.
-            engine: "auto", "io_uring" or "threads"; see `swap.aio.Aio`.
+            engine: "auto", "io_uring" or "threads"; see `swap.io.aio.Aio`.
             deadline_s: limit in seconds of waits that give none.
             faults: faults to inject, for tests.
             disk: how manifests are written and flushed, for tests.
@@ -330,7 +330,7 @@ class SwapStore:
         self._transfers.drain(self.deadline_s if deadline_s is None else deadline_s)
 
     def register_buffer(self, address: int, length: int) -> bool:
-        """Pin a memory range once for all transfers (best effort); see `swap.aio.Aio.register_buffer`."""
+        """Pin a memory range once for all transfers (best effort); see `swap.io.aio.Aio.register_buffer`."""
         self._gate.check()
         return self._aio.register_buffer(address, length)
 

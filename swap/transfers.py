@@ -15,11 +15,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from swap.aio import Aio, IoTicket, Job, Priority
-from swap.checksums import ReadPart, parts_of_read, words
 from swap.errors import SwapError
-from swap.files import SwapFile
-from swap.mapping import Version
+from swap.io.aio import Aio, IoTicket, Job, Priority
+from swap.io.checksums import ReadPart, parts_of_read, words
+from swap.io.files import SwapFile
+from swap.space.mapping import Version
 
 
 class StoreTicket:

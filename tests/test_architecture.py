@@ -32,13 +32,13 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 SWAP_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("extension", "errors", "faults", "stats", "checksums", "disk"),
-    ("extents", "operations", "records"),
-    ("aio",),
-    ("files", "space", "puts", "lifetime"),
-    ("mapping",),
-    ("transfers", "manifest"),
-    ("snapshot", "run_directory"),
+    ("errors", "stats"),
+    ("io",),
+    ("space",),
+    ("durable",),
+    ("lifetime",),
+    ("transfers",),
+    ("snapshot",),
     ("backing", "objects"),
     ("commits",),
     ("store",),
@@ -55,7 +55,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 }
 # compiled module -> the files that may import it
 FACES = {
-    "swap._aio": ("swap.extension",),
+    "swap._aio": ("swap.io.extension",),
     "offload._cpu_adam": ("offload.kernels.extension",),
 }
 REBINDS_DATA = {"offload.module.hooks", "offload.module.absent"}  # the latter of a parameter whose engine is gone
@@ -266,8 +266,8 @@ def test_import_is_quick() -> None:
     [
         ({"swap.store": "import torch"}, "swap.store imports torch"),
         ({"swap.store": "def f():\n    from torch.nn import Module"}, "swap.store imports torch.nn"),
-        ({"swap.aio": "from offload.errors import OffloadError"}, "swap.aio imports offload.errors"),
-        ({"swap.extents": "from swap.store import SwapStore", "swap.store": ""}, "imports go down only"),
+        ({"swap.io.aio": "from offload.errors import OffloadError"}, "swap.io.aio imports offload.errors"),
+        ({"swap.space.extents": "from swap.store import SwapStore", "swap.store": ""}, "imports go down only"),
         (
             {"offload.memory.tiers": "import offload.shards.manager", "offload.shards.manager": ""},
             "imports go down only",
@@ -309,7 +309,7 @@ def test_checker_finds_wrong_imports(sources: Sources, expected: str) -> None:
             "offload.cli.finetune": "import offload\nfrom offload import Engine",
             "offload": "from .engine import Engine",
         },
-        {"offload.kernels.extension": "from offload import _cpu_adam", "swap.extension": "from swap import _aio"},
+        {"offload.kernels.extension": "from offload import _cpu_adam", "swap.io.extension": "from swap import _aio"},
         {"offload.config": "from offload.errors import ConfigError", "offload.errors": ""},
     ],
 )

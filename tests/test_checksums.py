@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_aio import engine  # noqa: F401 (fixture)
 
 from swap import Aio, Fault, FaultAction, FaultTarget, IoTicket, Job, SwapCorruptError, SwapError
-from swap.checksums import crc32c, crc32c_at, crc32c_kernel, parts_of_read, words
+from swap.io.checksums import crc32c, crc32c_at, crc32c_kernel, parts_of_read, words
 
 BLOCK = 4096
 

@@ -29,7 +29,7 @@ from swap import (
     SwapStore,
     engines_available,
 )
-from swap.checksums import GRANULE_BYTES
+from swap.io.checksums import GRANULE_BYTES
 
 MIB = 1 << 20
 

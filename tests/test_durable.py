@@ -35,10 +35,10 @@ from swap import (
     SwapLockedError,
     SwapStore,
 )
-from swap.disk import Disk
-from swap.manifest import Manifest
-from swap.mapping import Version
-from swap.records import decode_key, decode_record, encode_key, encode_record
+from swap.durable.disk import Disk
+from swap.durable.manifest import Manifest
+from swap.durable.records import decode_key, decode_record, encode_key, encode_record
+from swap.space.mapping import Version
 
 CAPACITY = 64 * BLOCK
 TESTS = str(Path(__file__).parent)
@@ -144,7 +144,9 @@ def test_several_paths(engine: str, tmp_path: Path) -> None:
         assert get(store, "large") == pattern(8 << 20, 1)
     with pytest.raises(SwapError, match="expected 3 paths but got 2"):
         open_store(paths[:2])
-    with pytest.raises(SwapCorruptError, match="of run .* in swap.manifest of the first path but there is none"):
+    with pytest.raises(
+        SwapCorruptError, match="of run .* in swap.manifest of the first path but there is none"
+    ):
         open_store([paths[1], paths[0], paths[2]])
     with pytest.raises(SwapCorruptError, match="expected the data file of path 1 of run .* but got path 2"):
         SwapStore([paths[0], paths[2], paths[1]], capacity, mode=Mode.DURABLE)
@@ -645,7 +647,7 @@ def test_commit_writes_what_changed_and_not_what_is_there(tmp_path: Path) -> Non
 
 
 def test_log_is_written_anew_when_it_has_grown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swap.manifest._LEAST_LOG_BYTES", 2000)
+    monkeypatch.setattr("swap.durable.manifest._LEAST_LOG_BYTES", 2000)
     with open_store(tmp_path) as store:
         sizes = []
         for number in range(60):
@@ -660,8 +662,8 @@ def test_log_is_written_anew_when_it_has_grown(tmp_path: Path, monkeypatch: pyte
 def test_log_that_cannot_be_written_anew_does_not_fail_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swap.manifest._LEAST_LOG_BYTES", 1)
-    monkeypatch.setattr("swap.manifest._GROWTH", 0)
+    monkeypatch.setattr("swap.durable.manifest._LEAST_LOG_BYTES", 1)
+    monkeypatch.setattr("swap.durable.manifest._GROWTH", 0)
     disk = FaultyDisk(1 << 30, False, errno.ENOSPC)
     with open_store(tmp_path, disk=disk) as store:
         put(store, "a", pattern(BLOCK, 1))
@@ -764,7 +766,7 @@ def test_power_cut_at_any_operation_leaves_a_committed_state(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random puts, deletes, commits and aborts; the image holds the last commit that returned, or the one under way."""
-    monkeypatch.setattr("swap.manifest._LEAST_LOG_BYTES", 1500)  # so that the log is written anew now and then
+    monkeypatch.setattr("swap.durable.manifest._LEAST_LOG_BYTES", 1500)  # so that the log is written anew now and then
     for nth in range(1, 500):
         chance = random.Random(seed)
         directory, image = tmp_path / f"{nth}", tmp_path / f"{nth}-image"
@@ -818,7 +820,7 @@ import os, random, signal, sys
 sys.path.insert(0, sys.argv[1])
 from aligned_memory import Memory
 from swap import Mode, SwapStore
-from swap.disk import Disk
+from swap.durable.disk import Disk
 import test_durable
 
 directory, engine, seed, kill_at = sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])

@@ -29,7 +29,7 @@ from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk, stream
 from swap import SwapError
-from swap.faults import Fault, FaultTarget
+from swap.io.faults import Fault, FaultTarget
 
 CHUNK = 4096
 UNITS = 3

@@ -54,8 +54,8 @@ from offload.cli.nvme_peers import Fio, fio_command, fio_installed, naive_conten
 from offload.cli.nvme_report import report_json, report_text, wear_text, write_report
 from offload.errors import ConfigError
 from offload.memory import drives as known
-from swap.aio import engines_available
 from swap.errors import SwapError, SwapFullError
+from swap.io.aio import engines_available
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
@@ -396,7 +396,7 @@ def test_directories_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Mon
         open_unlinked(tmp_path / "missing", MIB)
     with pytest.raises(SwapError, match="not a file"):
         open_unlinked(tmp_path / "file", MIB)
-    monkeypatch.setattr("swap.files.preallocate", lambda fd, length: errno.ENOSPC)
+    monkeypatch.setattr("swap.io.files.preallocate", lambda fd, length: errno.ENOSPC)
     with pytest.raises(SwapFullError, match="1 MiB .* needed but .* free .ENOSPC"):
         open_unlinked(tmp_path, MIB)
 

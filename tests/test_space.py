@@ -12,7 +12,7 @@ from test_store import engine as engine  # a fixture
 from test_store import get, put
 
 from swap import SwapStore
-from swap.space import STRIPE_BYTES, Piece, Space
+from swap.space.allocation import STRIPE_BYTES, Piece, Space
 
 BLOCK = 4096
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_aio import in_child
 
-import swap.files
+import swap.io.files
 from swap import (
     Extent,
     Fault,
@@ -37,7 +37,7 @@ from swap import (
     engines_available,
     wait_all,
 )
-from swap.files import SwapFile, divide_capacity
+from swap.io.files import SwapFile, divide_capacity
 
 BLOCK = 4096
 MIB = 1 << 20
@@ -487,9 +487,9 @@ def test_shares_follow_free_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
     space = {1010: Space(300), 1011: Space(100), 1012: Space(100)}
     device = {1010: 1, 1011: 2, 1012: 2}  # two paths on the second device share its 100 blocks
-    monkeypatch.setattr(swap.files.os, "fstatvfs", space.__getitem__)
+    monkeypatch.setattr(swap.io.files.os, "fstatvfs", space.__getitem__)
     real = os.fstat
-    monkeypatch.setattr(swap.files.os, "fstat", lambda fd: Stat(device[fd]) if fd in device else real(fd))
+    monkeypatch.setattr(swap.io.files.os, "fstat", lambda fd: Stat(device[fd]) if fd in device else real(fd))
     files = [SwapFile(fd, f"/{fd}", True, BLOCK) for fd in device]
     assert divide_capacity(files, 40 * BLOCK, BLOCK) == [30 * BLOCK, 5 * BLOCK, 5 * BLOCK]
     assert divide_capacity(files, 400 * BLOCK, BLOCK) == [300 * BLOCK, 50 * BLOCK, 50 * BLOCK]
@@ -531,7 +531,7 @@ def test_refused_preallocation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, kind: type[SwapError], text: str
 ) -> None:
     before = descriptors()
-    monkeypatch.setattr(swap.files, "preallocate", lambda fd, length: code)
+    monkeypatch.setattr(swap.io.files, "preallocate", lambda fd, length: code)
     with pytest.raises(kind, match=text):
         SwapStore(tmp_path, 65536)
     assert descriptors() == before
@@ -540,7 +540,7 @@ def test_refused_preallocation(
 def test_file_system_without_preallocation(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(swap.files, "preallocate", lambda fd, length: errno.EOPNOTSUPP)
+    monkeypatch.setattr(swap.io.files, "preallocate", lambda fd, length: errno.EOPNOTSUPP)
     with caplog.at_level(logging.WARNING), SwapStore(tmp_path, 65536) as store:
         put(store, "a", pattern(65536))
         assert get(store, "a") == pattern(65536)
@@ -568,7 +568,7 @@ def refuse_open(monkeypatch: pytest.MonkeyPatch, flag: int, code: int) -> None:
             raise OSError(code, os.strerror(code))
         return real(path, flags, *rest)
 
-    monkeypatch.setattr(swap.files.os, "open", refusing)
+    monkeypatch.setattr(swap.io.files.os, "open", refusing)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 // fork.
 //
 // Owns: the life of an engine under Python's rules (destructors that must neither hang nor throw).
-// Must not know: anything about stores, keys, alignment rules; swap/aio.py gives types and error texts.
+// Must not know: anything about stores, keys, alignment rules; swap/io/aio.py gives types and error texts.
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
@@ -362,7 +362,7 @@ std::uint32_t crc32c_bytes(const py::bytes& bytes, std::uint32_t crc) {
 }  // namespace
 
 PYBIND11_MODULE(_aio, m) {
-    m.doc() = "Asynchronous file I/O (io_uring or threads); use swap.aio, its typed face.";
+    m.doc() = "Asynchronous file I/O (io_uring or threads); use swap.io.aio, its typed face.";
 #ifdef OFFLOAD_HAVE_LIBURING
     m.attr("BUILT_WITH_IO_URING") = true;
 #else

@@ -189,7 +189,7 @@ def _extension_facts() -> dict[str, Any]:
     except Exception as error:
         errors["offload._cpu_adam"] = str(error.__cause__ or error)
     try:
-        from swap.aio import uring_refusal
+        from swap.io.aio import uring_refusal
 
         values["uring_refusal"] = uring_refusal()
     except Exception as error:
@@ -236,7 +236,7 @@ def _path_facts(path: Path) -> PathFacts:
 
 def _probe_path(path: Path) -> PathFacts:
     """Create a file without a name in `path` and ask about it; nothing is written."""
-    from swap.aio import file_facts
+    from swap.io.aio import file_facts
 
     flags, direct = os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, True
     try:

@@ -42,8 +42,8 @@ from offload.cli.nvme_measure import (
 from offload.cli.nvme_peers import Fio, fio_installed, naive_contenders
 from offload.errors import ConfigError
 from offload.memory import drives, machine
-from swap.aio import engines_available, file_facts, uring_refusal
 from swap.errors import SwapFullError
+from swap.io.aio import engines_available, file_facts, uring_refusal
 
 DEFAULT_SIZE_BYTES = 1 << 30
 FREE_SHARE = 0.10  # of the free space that the bench may fill

@@ -1,4 +1,4 @@
-"""Measure reads and writes of a drive through the I/O engines of :mod:`swap.aio`.
+"""Measure reads and writes of a drive through the I/O engines of :mod:`swap.io.aio`.
 
 Owns the words of the NVMe bench (:class:`Workload`, :class:`Sample`, :class:`Contender`), the unlinked files and the
 memory that contenders share, and our own contenders. Must not know the peers, which cases are worth measuring, or how
@@ -24,9 +24,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import swap.files
-from swap.aio import Aio, IoTicket, Job, Priority, wait_all
+import swap.io.files
 from swap.errors import SwapError
+from swap.io.aio import Aio, IoTicket, Job, Priority, wait_all
 
 MIB = 1 << 20
 DEADLINE_SECONDS = 600.0  # a slow drive is what the bench is for; only a dead one is an error
@@ -83,7 +83,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How an engine is asked to work; see :class:`swap.aio.Aio`. `threads` matters to the thread engine only."""
+    """How an engine is asked to work; see :class:`swap.io.aio.Aio`. `threads` matters to the thread engine only."""
 
     engine: str = "io_uring"
     queue_depth: int = 32
@@ -141,7 +141,7 @@ class ScratchFile:
         size_bytes: reserved on the drive.
     """
 
-    file: swap.files.SwapFile
+    file: swap.io.files.SwapFile
     size_bytes: int
 
     @property
@@ -179,9 +179,9 @@ def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> S
         SwapFullError: not enough room.
         SwapError: the directory is missing or not writable.
     """
-    file = swap.files.open_unlinked(str(directory), direct=direct)
+    file = swap.io.files.open_unlinked(str(directory), direct=direct)
     try:
-        swap.files.reserve(file, size_bytes)
+        swap.io.files.reserve(file, size_bytes)
     except BaseException:
         os.close(file.fd)
         raise
@@ -248,7 +248,7 @@ class Workspace:
             SwapFullError: the drive has become too full for that.
         """
         for file in self.files:
-            swap.files.reserve(file.file, file.size_bytes)
+            swap.io.files.reserve(file.file, file.size_bytes)
 
 
 def _fill_with_noise(address: int, length: int) -> None:
@@ -338,7 +338,7 @@ def open_engine(settings: Settings, place: Workspace, *, registered: bool) -> It
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ours:
-    """An engine of :mod:`swap.aio`.
+    """An engine of :mod:`swap.io.aio`.
 
     Attributes:
         settings: of the engine.

@@ -27,12 +27,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from swap.disk import Disk
+from swap.durable.disk import Disk
+from swap.durable.records import Record, decode_key, decode_record, encode_key, encode_record, may_be_torn
 from swap.errors import SwapCorruptError, SwapError, SwapFullError
-from swap.extents import Extent
-from swap.mapping import Changes, Version
-from swap.records import Record, decode_key, decode_record, encode_key, encode_record, may_be_torn
-from swap.space import Piece
+from swap.space.allocation import Piece
+from swap.space.extents import Extent
+from swap.space.mapping import Changes, Version
 
 _log = logging.getLogger(__name__)
 

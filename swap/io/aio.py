@@ -24,9 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swap.errors import SwapDeadlineError, SwapError
-from swap.extension import _aio
-from swap.faults import Fault, FaultTarget
-from swap.operations import IoTicket, Job, Priority, Ticket, wait_all
+from swap.io.extension import _aio
+from swap.io.faults import Fault, FaultTarget
+from swap.io.operations import IoTicket, Job, Priority, Ticket, wait_all
 from swap.stats import AioStats, Latency
 
 __all__ = [

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
-from swap.extension import _aio
+from swap.io.extension import _aio
 
 _REMEDIES = {
     _errno.EIO: "the device failed: look at the kernel log and replace or avoid the drive",

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
-from swap.space import Piece
+from swap.space.allocation import Piece
 
 
 @dataclass(slots=True, eq=False)

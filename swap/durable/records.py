@@ -15,7 +15,7 @@ import re
 from collections.abc import Hashable
 from typing import Any, Final
 
-from swap.checksums import crc32c
+from swap.io.checksums import crc32c
 
 _PREFIX_BYTES: Final = 18  # two words of 8 hexadecimal digits, each with a blank
 

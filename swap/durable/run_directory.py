@@ -26,15 +26,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from swap.checksums import GRANULE_BYTES
-from swap.disk import Disk
+from swap.durable.disk import Disk
+from swap.durable.manifest import Manifest, RunFacts, with_sizes
+from swap.durable.records import decode_record, encode_record
 from swap.errors import SwapCorruptError, SwapError, SwapLockedError, format_bytes
-from swap.extents import Extent
-from swap.files import SwapFile, divide_capacity, open_error, open_named, reserve
-from swap.manifest import Manifest, RunFacts, with_sizes
-from swap.mapping import Version
-from swap.records import decode_record, encode_record
-from swap.space import Piece, Space
+from swap.io.checksums import GRANULE_BYTES
+from swap.io.files import SwapFile, divide_capacity, open_error, open_named, reserve
+from swap.space.allocation import Piece, Space
+from swap.space.extents import Extent
+from swap.space.mapping import Version
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from swap.aio import file_facts, preallocate
 from swap.errors import SwapError, SwapFullError, format_bytes
+from swap.io.aio import file_facts, preallocate
 
 _log = logging.getLogger(__name__)
 

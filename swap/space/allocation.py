@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from swap.extents import Extent, ExtentAllocator
+from swap.space.extents import Extent, ExtentAllocator
 
 
 @dataclass(frozen=True, slots=True)

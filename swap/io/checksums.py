@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from swap.extension import _aio
+from swap.io.extension import _aio
 
 GRANULE_BYTES: Final = 256 << 10
 """Bytes per checksum. A read of a part of an object reads at most two granules more than was asked for."""

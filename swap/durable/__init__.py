@@ -1,0 +1,1 @@
+"""What survives the process: records, manifests, the directory of a run."""
