@@ -144,9 +144,7 @@ def test_several_paths(engine: str, tmp_path: Path) -> None:
         assert get(store, "large") == pattern(8 << 20, 1)
     with pytest.raises(SwapError, match="expected 3 paths but got 2"):
         open_store(paths[:2])
-    with pytest.raises(
-        SwapCorruptError, match="of run .* in swap.manifest of the first path but there is none"
-    ):
+    with pytest.raises(SwapCorruptError, match="of run .* in swap.manifest of the first path but there is none"):
         open_store([paths[1], paths[0], paths[2]])
     with pytest.raises(SwapCorruptError, match="expected the data file of path 1 of run .* but got path 2"):
         SwapStore([paths[0], paths[2], paths[1]], capacity, mode=Mode.DURABLE)
