@@ -13,7 +13,8 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def blocks(kind: str) -> list[str]:
-    return re.findall(rf"^```{kind}\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for language, text in fenced if language == kind]
 
 
 def test_the_first_script(tmp_path: Path) -> None:
