@@ -23,12 +23,14 @@ from torch import nn
 from offload.activations.ledger import Activations
 from offload.activations.rss import open_resident_set
 from offload.checkpoint.digests import take_digests
-from offload.checkpoint.loading import Loader, free_bytes, open_tiers, resolve_device
+from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
 from offload.config import Config, OptimizerSpec
 from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
+from offload.memory.device import resolve_device
+from offload.memory.machine import free_bytes
 from offload.memory.tiers import Budget, Tier, resolve_budgets
 from offload.module import refusals
 from offload.module.absent import is_lost

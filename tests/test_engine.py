@@ -35,7 +35,7 @@ from torch import nn
 
 import offload
 from offload import AdamW, Engine
-from offload.checkpoint.loading import resolve_device
+from offload.memory.device import resolve_device
 from offload.module.handles import GradientHandle
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")

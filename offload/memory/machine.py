@@ -12,6 +12,7 @@ import dataclasses
 import os
 import platform
 import resource
+import shutil
 import subprocess
 from collections.abc import Iterator
 from importlib import metadata
@@ -225,3 +226,10 @@ def free_space(path: str | Path) -> int:
     """
     info = os.statvfs(path)
     return info.f_bavail * info.f_frsize
+
+
+def free_bytes(paths: tuple[Path, ...]) -> int | None:
+    """Return the free bytes at the NVMe paths together, None without paths; missing ones are the store's to report."""
+    if not paths:
+        return None
+    return sum(shutil.disk_usage(path).free for path in paths if path.exists())
