@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from offload.cli import finetune, report
+from offload.cli import main as cli
 from offload.cli.finetune_progress import Progress, RssMeter
 from offload.cli.finetune_text import (
     FinetuneError,
@@ -32,7 +33,6 @@ from offload.cli.finetune_text import (
     read_text,
     split_text,
 )
-from offload.cli.main import main as cli
 from offload.stats import LINKS, LinkStats, Stats
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.cli.main import main as cli
+from offload.cli import main as cli
 from offload.cli.nvme_bench import (
     Figure,
     Options,
