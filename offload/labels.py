@@ -12,10 +12,10 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from offload.torch_private import is_profiled
+
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009 - untyped
 
 
 def labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -24,7 +24,7 @@ def labelled(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not _is_profiled():
+            if not is_profiled():
                 return function(*args, **kwargs)
             with torch.profiler.record_function(f"offload::{name}"):
                 return function(*args, **kwargs)

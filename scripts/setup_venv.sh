@@ -77,6 +77,6 @@ pip install --no-build-isolation --constraint constraints.txt \
 import importlib
 for name in ("swap._aio", "offload._cpu_adam"):
     importlib.import_module(name)
-from swap.aio import engines_available
+from swap import engines_available
 print("== ready: I/O engines", ", ".join(engines_available()))
 PY

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Wings of the house and single files beside them, from the bottom to the top. A file may import from lower layers, and
 # from its own wing without a circle. Wings of one layer do not import each other; single files of one layer may.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "stats", "interrupt", "classes", "labels", "groups", "config"),
+    ("errors", "stats", "interrupt", "classes", "torch_private", "labels", "groups", "config"),
     ("kernels",),
     ("memory",),
     ("planning", "activations"),
@@ -62,6 +62,8 @@ REBINDS_DATA = {"offload.module.hooks", "offload.module.absent"}  # the latter o
 SHARD_FIELDS = ("state", "_state", "readers", "writing", "home_buffer", "work_buffer", "side")
 WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
+PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\btorch(\.\w+)+ import (.*\W)?_\w|\btorch\.autograd\._")
+USES_PRIVATE_TORCH = {"offload.torch_private"}
 MAY_PRINT = {"offload.cli.main", "offload.cli.finetune", "offload.cli.finetune_progress", "offload.__main__"}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
@@ -222,6 +224,10 @@ def duty_violations(sources: Sources) -> Iterator[str]:
             if isinstance(node, ast.ImportFrom) and node.module == "offload.shards.shard" and name not in USES_EVENTS:
                 if any(alias.name in ("Event", "advance") for alias in node.names):
                     yield f"{name}:{node.lineno} imports events; who changes a shard's state is in USES_EVENTS"
+        if name not in USES_PRIVATE_TORCH:
+            for line, text in enumerate(source.splitlines(), start=1):
+                if PRIVATE_TORCH.search(text):
+                    yield f"{name}:{line} uses private torch; it has a room, torch_private.py"
         if name not in MAY_PRINT:
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -331,6 +337,7 @@ def test_checker_accepts_right_imports(sources: Sources) -> None:
         ({"offload.engine": "from offload.shards.shard import Event, Role"}, "imports events"),
         ({"offload.memory.tiers": "def f():\n    print('x')"}, "offload.memory.tiers:2 prints"),
         ({"swap.store": "print('x')"}, "prints"),
+        ({"offload.module.hooks": "with torch._C.DisableTorchFunction(): pass"}, "uses private torch"),
     ],
 )
 def test_checker_finds_duties_in_the_wrong_place(sources: Sources, expected: str) -> None:

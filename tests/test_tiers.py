@@ -26,8 +26,8 @@ from offload.memory.tiers import (
     Region,
     Tier,
     resolve_budgets,
-    storage_use_count,
 )
+from offload.torch_private import storage_use_count
 
 PAGE = BUFFER_ALIGNMENT_BYTES
 CPU = torch.device("cpu")

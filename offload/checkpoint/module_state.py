@@ -26,6 +26,7 @@ from offload.planning.partition import UnitTree
 from offload.planning.roles import Role
 from offload.planning.units import Where
 from offload.shards.manager import Manager
+from offload.torch_private import no_subclasses
 
 SWAP_NUMEL = 1 << 20  # elements that change places at once
 
@@ -146,7 +147,7 @@ class ModuleTensors:
         manager, unit = self._manager(), self._tree.units[index]
         manager.finish_updates()
         shard = manager.copies.of(index, Role.PARAM)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             values = {
                 (index, slot): self._tree.parameters[index][slot].detach().to("cpu", copy=True)
                 for slot in self._hooks.changes(unit)

@@ -18,7 +18,7 @@ from offload.classes import is_a, package_of
 from offload.config import format_bytes
 from offload.errors import ConfigError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import storage_at, view_at
+from offload.memory.tiers import view_at
 from offload.module.refusals import unreadable
 from offload.optim.recipe import StepCounts
 from offload.optim.rules import STATE_SEED
@@ -29,6 +29,7 @@ from offload.planning.units import Slot, Unit, Where
 from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk, stream
+from offload.torch_private import storage_at
 
 MOST_UPDATES = 1 << 53  # which a float counts exactly
 

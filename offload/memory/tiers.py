@@ -14,7 +14,6 @@ import mmap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
 
 import psutil
 import torch
@@ -22,6 +21,7 @@ import torch
 from offload.config import Share, format_bytes
 from offload.errors import BudgetError
 from offload.memory import machine
+from offload.torch_private import no_dispatch, no_functions, storage_at
 
 logger = logging.getLogger(__name__)
 
@@ -197,13 +197,6 @@ def _release_kept() -> None:
     _kept[:] = [kept for kept in _kept if any(busy() for busy in kept[2])]
 
 
-def storage_at(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:
-    """Return a torch storage over memory that somebody else owns."""
-    construct: Callable[..., Any] = torch._C._construct_storage_from_data_pointer
-    storage: torch.UntypedStorage = construct(address, device, size_bytes)
-    return storage
-
-
 def view_at(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
@@ -219,18 +212,12 @@ def view_at(
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
             return view_at(storage, dtype, offset_numel, shape, stride)
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with no_functions(), no_dispatch():
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
         set_storage: Callable[..., torch.Tensor] = tensor.set_
         if stride is None:
             return set_storage(storage, offset_numel, shape)
         return set_storage(storage, offset_numel, shape, stride)
-
-
-def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold `storage` (the argument itself counts as one)."""
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count
 
 
 def _round_up(value: int, multiple: int) -> int:

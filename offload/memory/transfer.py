@@ -18,8 +18,9 @@ from typing import Protocol
 import torch
 
 from offload.errors import OffloadError
-from offload.memory.tiers import Buffer, storage_at, view_at
+from offload.memory.tiers import Buffer, view_at
 from offload.stats import Counters
+from offload.torch_private import storage_at
 
 
 class Ticket(Protocol):

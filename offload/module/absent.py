@@ -37,6 +37,7 @@ from offload.module.torch_calls import (
     what,
     written,
 )
+from offload.torch_private import no_subclasses
 
 
 class Keeper(Protocol):
@@ -78,10 +79,10 @@ class Absent:
         kwargs = kwargs or {}
         does = what(func)
         if does is Does.LOOK:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 return func(*args, **kwargs)
         if does is Does.MEASURE:  # what it has when it is lent: a parameter is contiguous in its unit
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
                 return func(like, *args[1:], **kwargs)
         absent: list[torch.Tensor] = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Absent)]
@@ -107,7 +108,7 @@ class Absent:
         if unchanged(func, args, kwargs):
             return args[0]
         if keeper.collects_state(func, caller):
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 return func(*args, **kwargs)
         if caller.f_code is nn.Parameter.__new__.__code__:
             raise StateError(
@@ -194,7 +195,7 @@ def _revive(parameter: torch.Tensor, does: Does, func: Any, args: Any) -> bool:
         return True
     if name_of(func) != "copy_" or args[0] is not parameter:
         return False
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
     parameter.__class__ = base_class(type(parameter))
     return True
@@ -215,7 +216,7 @@ def _passed_on(absent: list[torch.Tensor], call: Callable[[], Any]) -> Any:
 
 def _make(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     """Make a tensor like a parameter; not the states of an optimizer that would find no gradients."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         for parameter in absent:
             if isinstance(parameter.grad, GradientHandle):
                 name = _keeper_of(parameter, func).describe(parameter)

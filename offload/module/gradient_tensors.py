@@ -18,6 +18,7 @@ from offload.module.handles import GradientHandle, Handles
 from offload.module.hooks import Hooks
 from offload.planning.units import Where
 from offload.shards.manager import Manager
+from offload.torch_private import no_subclasses
 
 
 class GradientTensors:
@@ -47,7 +48,7 @@ class GradientTensors:
         self._manager()
         self._handles.adopt()
         places = self._places(params)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             before = {where: parameter.grad for where, parameter in places.items()}
             size_bytes = sum(places[where].nbytes for where, handle in before.items() if handle is not None)
         self._budget.reserve("gathered gradients", size_bytes)
@@ -72,7 +73,7 @@ class GradientTensors:
         self, places: Mapping[Where, nn.Parameter], before: Mapping[Where, torch.Tensor | None]
     ) -> dict[Where, torch.Tensor]:
         given = {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             for where, parameter in places.items():
                 handle = before[where]
                 if isinstance(handle, GradientHandle):
@@ -94,7 +95,7 @@ class GradientTensors:
     ) -> list[Where]:
         """Put handles in place again; returns whose gradients were changed."""
         changed = []
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             for where, parameter in places.items():
                 now, handle = parameter.grad, before[where]
                 if handle is None:

@@ -27,6 +27,7 @@ from offload.errors import StateError
 from offload.module.torch_calls import DATA, Does, described, name_of, names, tensors_in, unchanged, what
 from offload.planning.units import Unit, Where
 from offload.shards.gradients import Gradients
+from offload.torch_private import in_backward, no_subclasses
 
 KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
 NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
@@ -166,7 +167,7 @@ class Handles:
         """
         if self._lent:
             raise StateError("gradients are gathered: leave the engine.gather_gradients block first")
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             for where, parameter in self._slots.items():
                 gradient = parameter.grad
                 if isinstance(gradient, GradientHandle):
@@ -232,7 +233,7 @@ class Handles:
     def clear(self) -> None:
         """Let every ``.grad`` be None; handles that somebody has kept refuse from now on."""
         self._origins.clear()
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             for parameter in self._slots.values():
                 parameter.grad = None
 
@@ -242,7 +243,7 @@ class Handles:
 
     def _values(self) -> Iterator[tuple[Where, Value]]:
         """Yield what is in ``.grad`` of each parameter, in model order. :meth:`adopt` comes first."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             found = [(where, parameter.grad) for where, parameter in self._slots.items()]
         for where, gradient in found:
             if isinstance(gradient, GradientHandle):
@@ -297,7 +298,7 @@ class Handles:
 
     def fill(self, value: Value, content: torch.Tensor | float) -> None:
         """Let the elements be those of a tensor of the same shape, or one number."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             now = self._slots[value.where].grad
         if not isinstance(now, GradientHandle) or now.value is not value:
             raise StateError(
@@ -356,7 +357,7 @@ class GradientHandle(torch.Tensor):
         device: torch.device | None = None,
     ) -> GradientHandle:
         """Return another handle; an alias of this one where there is no other `value`."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             shape = tuple(self.shape if shape is None else shape)
             return GradientHandle(self.book, shape, dtype or self.dtype, device or self.device, value or self.value)
 
@@ -374,7 +375,7 @@ class GradientHandle(torch.Tensor):
         if does is Does.ASSIGN:
             return _assign(args[0], args[1] if len(args) > 1 else None)
         if does in (Does.LOOK, Does.MEASURE, Does.MAKE) and name not in _BYTES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 return func(*args, **kwargs)
         if name in _FINITENESS:
             return _finiteness(self, func, args)
@@ -384,7 +385,7 @@ class GradientHandle(torch.Tensor):
             return args[0]
         if name not in _ANSWERED and getattr(func, "__self__", None) is not DATA:
             self.refuse(described(func))
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             return func(*args, **kwargs)
 
     @classmethod
@@ -412,7 +413,7 @@ class GradientHandle(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         """Say what it stands for, without the elements."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             form = f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}'"
         return f"GradientHandle({self.book.name_of(self.value.where)}, {form}, factor={self.value.factor:g})"
 
@@ -466,7 +467,7 @@ _ANSWERED = names(
 def _finiteness(handle: GradientHandle, func: Any, args: Sequence[Any]) -> torch.Tensor:
     """Return a mask: one value for all where all elements are finite, else made from them."""
     value = handle.book.value_of(handle)
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         shape, device, dtype = tuple(handle.shape), handle.device, handle.dtype
     if handle.book.is_finite(value):
         mask: torch.Tensor = func(torch.zeros((), device=device), *args[1:])
@@ -527,7 +528,7 @@ def _neg(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientH
 def _add(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
     """Take what autograd adds; nobody else adds."""
     name = func._schema.name.removeprefix("aten::")
-    by_autograd = torch._C._current_graph_task_id() != -1 and len(args) == 2 and not kwargs
+    by_autograd = in_backward() and len(args) == 2 and not kwargs
     if not by_autograd or args[0] is not handle or isinstance(args[1], GradientHandle):
         handle.refuse(name)
     target = handle if name == "add_" else handle.like()
@@ -540,7 +541,7 @@ def _assign(target: GradientHandle, content: Any) -> None:
     if target is content:  # module.to() of what is there already
         return
     value = target.book.value_of(target)
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         own, got = (
             (tuple(tensor.shape), tensor.dtype, tensor.device) if isinstance(tensor, torch.Tensor) else type(tensor)
             for tensor in (target, content)

@@ -26,11 +26,10 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,27 +43,25 @@ from offload.memory.tiers import view_at
 from offload.module import refusals
 from offload.module.absent import absent_class, is_lost, owners
 from offload.module.handles import Handles
+from offload.module.saved import InForce, Over, SavedView
 from offload.module.torch_calls import Does, calling_frame, what
 from offload.planning.partition import UnitTree
 from offload.planning.units import Unit
 from offload.shards.manager import Manager
+from offload.torch_private import (
+    NO_GRAPH_TASK,
+    function_modes,
+    graph_task,
+    in_backward,
+    is_transformed,
+    may_have_hooks,
+    no_functions,
+    no_subclasses,
+    top_hooks,
+)
 
 # Modules that some engine manages, so that a second one can be refused.
 _managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-_NO_GRAPH_TASK = -1  # torch's number where no backward pass is running
-
-
-class SavedView(NamedTuple):
-    """What autograd keeps instead of a tensor that views a unit."""
-
-    unit: int
-    version: int
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ class Hooks:
         self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
         self._away: dict[int, list[int]] = {}  # units whose parameters are stand-ins, with torch's counters since then
         self._rebound: dict[int, str] = {}  # parameter of a unit that somebody has changed while it was a stand-in
-        self._stack: list[tuple[nn.Module, tuple[int, ...], _InForce]] = []
+        self._stack: list[tuple[nn.Module, tuple[int, ...], InForce]] = []
         self._watching = 0
         self._registered: list[RemovableHandle] = []
         self._manager: Manager | None = None
@@ -130,7 +127,7 @@ class Hooks:
         self._process = os.getpid()
         self._pass = 0  # number of the latest backward pass
         self._tasks: set[int] = set()  # torch's numbers of that pass, and of those inside it that repeat segments
-        self._repeated_in = _NO_GRAPH_TASK  # the one in which a segment was repeated last
+        self._repeated_in = NO_GRAPH_TASK  # the one in which a segment was repeated last
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled, which is to say, that a module is: its hooks hold this object.
@@ -150,7 +147,7 @@ class Hooks:
     def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
         """Let the unit's parameters view `storage`."""
         dtype = self._dtypes[unit.index]
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             versions = self._away.pop(unit.index, None)
             if versions is not None:
                 self._note_rebound(unit, versions)
@@ -168,7 +165,7 @@ class Hooks:
         self._rebound.pop(unit.index, None)
         if base is not None:
             del self._bases[base]
-        with torch._C.DisableTorchFunction():
+        with no_functions():
             for index, parameter in enumerate(self._tree.parameters[unit.index]):
                 parameter.data = self._stand_ins[unit.index][index]
             self._away[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
@@ -183,7 +180,7 @@ class Hooks:
 
     def replace(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Give the unit's parameters ordinary memory: the engine is being closed."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             for parameter, tensor in zip(self._tree.parameters[unit.index], tensors, strict=True):
                 parameter.data = tensor
         self._set_classes(unit.index, self._kinds[unit.index])
@@ -195,7 +192,7 @@ class Hooks:
     @staticmethod
     def give_back(parameter: nn.Parameter, own: torch.Tensor) -> None:
         """Let a parameter that was rebound view its own memory again."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             parameter.data = own
 
     def changed(self, unit: Unit) -> str | None:
@@ -209,7 +206,7 @@ class Hooks:
         if versions is None:
             return
         base, rebound = self._base_of[unit.index], self._rebound.get(unit.index)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             found = [(p._version, p.data_ptr()) for p in self._tree.parameters[unit.index]]
         for position, (slot, version, now) in enumerate(zip(unit.slots, versions, found, strict=True)):
             moved = slot.numel and now[1] != base + slot.offset_numel * unit.itemsize
@@ -224,7 +221,7 @@ class Hooks:
         """
         for index, base in self._base_of.items():
             unit = self._tree.units[index]
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 found = [parameter.data_ptr() for parameter in self._tree.parameters[index]]
             for slot, now in zip(unit.slots, found, strict=True):
                 if slot.numel and now != base + slot.offset_numel * unit.itemsize:
@@ -237,7 +234,7 @@ class Hooks:
         """Take the present content of the unit's parameters as its own."""
         self._rebound.pop(unit.index, None)
         if unit.index in self._versions:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 self._versions[unit.index] = [p._version for p in self._tree.parameters[unit.index]]
 
     def untrained(self) -> str | None:
@@ -245,7 +242,7 @@ class Hooks:
         model = self._model()
         if model is None:
             return None
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
                     where = self._slot_of.get(id(parameter))
@@ -343,19 +340,19 @@ class Hooks:
             self.unwind()  # an interrupt has torn out of what was not called through the engine
         assert self._activations is not None and self._ask is not None and self._handles is not None
         self._ask.check_interrupt()
-        if not _may_have_hooks():
+        if not may_have_hooks():
             raise StateError(
                 "model: cannot be differentiated by torch.func (grad, vjp, jacrev, vmap) while an engine has it, for "
                 "its parameters come and go; use torch.autograd, or close the engine first"
             )
-        if _torch_transforms():
+        if is_transformed():
             raise StateError(
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
                 f"parameters come and go; call it as it is, or close the engine first; {SAVE_FIRST}"
             )
         if in_backward():
             self._note_task()
-            self._repeated_in = torch._C._current_graph_task_id()
+            self._repeated_in = graph_task()
         elif not self._stack:
             self.end_pass()
             self.settle_changes()
@@ -384,11 +381,11 @@ class Hooks:
 
     def _is_stale(self, module: nn.Module) -> bool:
         """Tell whether what is on the stack cannot be under way where a forward of `module` begins, in no backward."""
-        if self._stack[-1][2].graph_task != _NO_GRAPH_TASK:
+        if self._stack[-1][2].graph_task != NO_GRAPH_TASK:
             return True
         return module is self._model() and all(entered is not module for entered, _, _ in self._stack)
 
-    def _enter(self) -> _InForce:
+    def _enter(self) -> InForce:
         """Enter what must be active inside a forward, and inside the forward that a backward pass repeats.
 
         A segment of gradient checkpointing brings saved-tensor hooks of its own, which hide those of the outermost
@@ -398,11 +395,11 @@ class Hooks:
         if not self._stack and not in_backward():
             self._manager.begin_pass(training=torch.is_grad_enabled())
         seeing = bool(self._stack or self._watching) and (not in_backward() or self._sees())
-        contexts = _InForce()
-        hidden = _top_hooks()
+        contexts = InForce()
+        hidden = top_hooks()
         owner = getattr(hidden[0], "__self__", None) if hidden is not None else None
-        if owner is not self and not (isinstance(owner, _Over) and owner.hooks is self):
-            over = self if hidden is None else _Over(self, *hidden)
+        if owner is not self and not (isinstance(owner, Over) and owner.hooks is self):
+            over = self if hidden is None else Over(self, *hidden)
             contexts.enter(torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack))
         if not seeing:
             contexts.enter(self._seeing())
@@ -416,7 +413,7 @@ class Hooks:
         assert self._manager is not None
         if not self._manager.hides_parameters:
             return True
-        modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+        modes = function_modes()
         return any(isinstance(mode, _SeeParameters) and mode.hooks is self for mode in modes)
 
     def _seeing(self) -> contextlib.AbstractContextManager[object]:
@@ -527,7 +524,7 @@ class Hooks:
         indices = list(dict.fromkeys(self._slot_of[id(parameter)][0] for parameter in parameters))
         try:
             with contextlib.ExitStack() as contexts:
-                if _top_hooks() is None and torch.is_grad_enabled():
+                if top_hooks() is None and torch.is_grad_enabled():
                     contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
                 result = self.use_unannounced(indices, call)
         except BudgetError as error:
@@ -554,7 +551,7 @@ class Hooks:
             return
         assert self._ask is not None and self._manager is not None
         where = self._slot_of[id(parameter)]
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_subclasses():
             own = (tuple(parameter.shape), parameter.dtype, parameter.device)
             got = (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else type(value)
             if own != got:
@@ -648,7 +645,7 @@ class Hooks:
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
-        pack, unpack = _top_hooks() or (self.pack, self.unpack)
+        pack, unpack = top_hooks() or (self.pack, self.unpack)
         return pack(tensor), unpack
 
     def view_in_segment(self, tensor: torch.Tensor) -> SavedView | None:
@@ -688,7 +685,7 @@ class Hooks:
             self = reference()
             if self is None:  # collected with its engine, and could not remove this; somebody else has the parameter
                 return
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 self._take_gradient(parameter, unit, slot)
 
         return hook
@@ -736,7 +733,7 @@ class Hooks:
 
     def _note_task(self) -> None:
         """Note which backward pass is under way; those that repeat a segment inside it belong to it."""
-        task = torch._C._current_graph_task_id()
+        task = graph_task()
         if task in self._tasks:
             return
         if self._repeated_in in self._tasks:
@@ -748,75 +745,7 @@ class Hooks:
     def end_pass(self) -> None:
         """Note that the latest backward pass is over: what comes is of another one."""
         self._tasks.clear()
-        self._repeated_in = _NO_GRAPH_TASK
-
-
-class _Over:
-    """Our saved-tensor hooks over those of somebody else: views of units are ours, everything else is theirs.
-
-    Gradient checkpointing without reentrance counts the tensors that pass its hooks, in the forward and again in its
-    repetition; views of units pass it by both times. So a unit need not stay on the device while its segment waits.
-    """
-
-    def __init__(
-        self, hooks: Hooks, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-    ) -> None:
-        self.hooks = hooks
-        self._pack = pack
-        self._unpack = unpack
-
-    def pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd shall keep for `tensor`."""
-        view = self.hooks.view_in_segment(tensor)
-        return view if view is not None else _Theirs(self._pack(tensor), self._unpack)
-
-    def unpack(self, saved: object) -> torch.Tensor:
-        """Return the tensor that :meth:`pack` was given."""
-        return saved.unpack(saved.packed) if isinstance(saved, _Theirs) else self.hooks.unpack(saved)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Theirs:
-    """What other saved-tensor hooks made of a tensor."""
-
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor]
-
-
-class _InForce:
-    """What one forward has put on torch's stacks of saved-tensor hooks and modes, and takes off again.
-
-    An interrupt tears out of a module without its forward hook. What is on the stacks then lies there until
-    :meth:`Hooks.unwind`, and contexts that were left meanwhile have taken off the uppermost instead of their own: so as
-    many are taken off as were put there, whosever they are. But every thread has its own stacks, and torch puts them
-    back when a node of a backward pass ends, or fails: what is on the present stacks then is not touched.
-    """
-
-    __slots__ = ("_contexts", "_thread", "graph_task")
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self.graph_task: int = torch._C._current_graph_task_id()
-        self._contexts: list[contextlib.AbstractContextManager[object]] = []
-
-    def enter(self, context: contextlib.AbstractContextManager[object]) -> None:
-        """Enter a context that :meth:`leave` leaves."""
-        context.__enter__()
-        self._contexts.append(context)
-
-    def leave(self) -> None:
-        """Leave all contexts that are still in force."""
-        here = self._thread == threading.get_ident() and self.graph_task == torch._C._current_graph_task_id()
-        while self._contexts:
-            context = self._contexts.pop()
-            if isinstance(context, torch.autograd.graph.saved_tensors_hooks):
-                there = here and _top_hooks() is not None
-            elif isinstance(context, TorchFunctionMode):
-                there = here and torch._C._len_torch_function_stack() > 0
-            else:
-                there = True
-            if there:
-                context.__exit__(None, None, None)
+        self._repeated_in = NO_GRAPH_TASK
 
 
 class _SeeParameters(TorchFunctionMode):
@@ -834,7 +763,7 @@ class _SeeParameters(TorchFunctionMode):
         if not used or self.hooks.all_lent(used) or what(func) in _NOT_SERVED:
             return func(*args, **kwargs)
         if self.hooks.collects_state(func, calling_frame(sys._getframe(1))):
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_subclasses():
                 return func(*args, **kwargs)
         return self.hooks.use_unannounced(list(dict.fromkeys(used)), lambda: func(*args, **kwargs))
 
@@ -865,33 +794,8 @@ def _address(tensor: torch.Tensor) -> int | None:
         return None
     if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
         return None
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_subclasses():
         return tensor.untyped_storage().data_ptr()
-
-
-_torch_top_hooks: Callable[[bool], Any] = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # noqa: B009 - untyped
-
-
-_may_have_hooks: Callable[[], bool] = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled")  # noqa: B009 - untyped
-
-
-def _top_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
-    """Return the saved-tensor hooks that are in force in this thread."""
-    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = _torch_top_hooks(False)
-    return hooks
-
-
-def in_backward() -> bool:
-    """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
-    task: int = torch._C._current_graph_task_id()
-    return task != _NO_GRAPH_TASK
-
-
-def _torch_transforms() -> bool:
-    """Tell whether torch records or compiles what runs now, instead of just running it."""
-    return (
-        torch._C._get_tracing_state() is not None or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-    )
 
 
 _MEMORY_FORMATS = (torch.channels_last, torch.channels_last_3d)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from offload.torch_private import no_subclasses, parse_to
+
 
 class Does(Enum):
     """What a call does with its tensors."""
@@ -141,9 +143,8 @@ def unchanged(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
             return False
         if True in args[1:]:  # non_blocking or copy: not worth telling them apart
             return False
-        with torch._C.DisableTorchFunctionSubclass():
-            parse: Any = torch._C._nn._parse_to
-            device, wanted, _, memory_format = parse(*args[1:], **kwargs)
+        with no_subclasses():
+            device, wanted, _, memory_format = parse_to(*args[1:], **kwargs)
         if memory_format is not None:
             return False
     elif name in _CONVERSIONS:

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.errors import ConfigError
 from offload.optim.takeover import GIVEN
 from offload.planning.placement import MOMENTS, OwnBytes
+from offload.torch_private import no_functions, no_modes
 
 Options = Mapping[str, Any]  # of a param group, without its parameters
 
@@ -70,8 +71,8 @@ class OwnClass:
 def plain_torch() -> Iterator[None]:
     """Let operations do what they do outside of all contexts: updates are made inside forwards, too."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
+        stack.enter_context(no_functions())
+        stack.enter_context(no_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))

@@ -18,12 +18,13 @@ import torch
 
 from offload.errors import StateError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import storage_at, view_at
+from offload.memory.tiers import view_at
 from offload.optim.probe import OwnClass, OwnHyper, plain_torch, tensors_in
 from offload.planning.placement import States
 from offload.planning.roles import Role
 from offload.planning.units import Slot, Where
 from offload.shards.stream import Chunk
+from offload.torch_private import storage_at
 
 
 class Placed(Enum):

@@ -15,6 +15,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.planning.units import Unit, aligned_numel, lay_out
+from offload.torch_private import no_subclasses
 
 SMALL_SHARE = 64  # modules below 1/64 of the model are not split further
 LOOSE_SHARE = 8  # modules that are not elements of a list are split above 1/8 of the model
@@ -163,7 +164,7 @@ def find_units(
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Refuse two parameters on the same bytes: they would become two, and be trained apart."""
     ranges = []
-    with torch._C.DisableTorchFunctionSubclass():  # an engine's parameters, which are refused elsewhere, as they are
+    with no_subclasses():  # an engine's parameters, which are refused elsewhere, as they are
         for name, parameter in model.named_parameters():
             strides = zip(parameter.shape, parameter.stride(), strict=True)
             span = sum((size - 1) * stride for size, stride in strides) + 1

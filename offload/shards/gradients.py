@@ -14,13 +14,14 @@ import torch
 
 from offload.errors import InternalError, StateError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import Buffer, Tier, storage_at, view_at
+from offload.memory.tiers import Buffer, Tier, view_at
 from offload.memory.transfer import Mover, TicketGroup
 from offload.planning.placement import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Copies
 from offload.shards.shard import Event, Shard, State
+from offload.torch_private import storage_at
 
 WIDEN_NUMEL = 1 << 20  # elements that are widened at once
 

@@ -19,16 +19,7 @@ import torch
 
 from offload.config import format_bytes
 from offload.errors import BudgetError, InternalError, StateError
-from offload.memory.tiers import (
-    BUFFER_ALIGNMENT_BYTES,
-    HUGE_PAGE_BYTES,
-    Arena,
-    Budget,
-    Buffer,
-    Region,
-    Tier,
-    storage_use_count,
-)
+from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Budget, Buffer, Region, Tier
 from offload.memory.transfer import Mover, Ticket
 from offload.planning.placement import Request
 from offload.planning.roles import Role
@@ -36,6 +27,7 @@ from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch
 from offload.shards.schedule import NEVER, Schedule
 from offload.shards.shard import HAS_WORKING_COPY, Shard, State
+from offload.torch_private import storage_use_count
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,64 @@
+"""What the package uses of torch that is not public: a new version of torch is checked against this one file.
+
+Owns the names and their types. Knows nothing of engines. The layers' test lets nobody else use ``torch._C``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+NO_GRAPH_TASK = -1  # torch's number where no backward pass is running
+
+# Contexts in which nobody sees a call: not the classes of its tensors, not modes either, nor what is below.
+no_subclasses = torch._C.DisableTorchFunctionSubclass
+no_functions = torch._C.DisableTorchFunction
+no_dispatch = torch._C._DisableTorchDispatch
+no_modes = _disable_current_modes
+
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009 - untyped
+parse_to: Callable[..., Any] = torch._C._nn._parse_to
+
+_autograd: Any = torch._C._autograd
+may_have_hooks: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
+
+
+def top_hooks() -> SavedTensorHooks | None:
+    """Return the saved-tensor hooks that are in force in this thread."""
+    hooks: SavedTensorHooks | None = _autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def in_backward() -> bool:
+    """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
+    return graph_task() != NO_GRAPH_TASK
+
+
+def function_modes() -> list[Any]:
+    """Return the modes of ``torch.overrides`` that are active in this thread, the outermost first."""
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def is_transformed() -> bool:
+    """Tell whether torch records or compiles what runs now, instead of just running it."""
+    compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return torch._C._get_tracing_state() is not None or compiles
+
+
+def storage_at(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:
+    """Return a torch storage over memory that somebody else owns."""
+    construct: Callable[..., Any] = torch._C._construct_storage_from_data_pointer
+    storage: torch.UntypedStorage = construct(address, device, size_bytes)
+    return storage
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects hold `storage` (the argument itself counts as one)."""
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count
