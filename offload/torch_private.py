@@ -1,4 +1,4 @@
-"""What the package uses of torch that is not public: a new version of torch is checked against this one file.
+"""What the package uses of torch that is not public: a new version of torch is checked against this file.
 
 Owns the names and their types. Knows nothing of engines. The layers' test lets nobody else use ``torch._C``.
 """
