@@ -62,7 +62,7 @@ REBINDS_DATA = {"offload.module.hooks", "offload.module.absent"}  # the latter o
 SHARD_FIELDS = ("state", "_state", "readers", "writing", "home_buffer", "work_buffer", "side")
 WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
-PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\btorch(\.\w+)+ import (.*\W)?_\w|\btorch\.autograd\._")
+PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| import (.*\W)?_\w)|\btorch\.autograd\._")
 USES_PRIVATE_TORCH = {"offload.torch_private"}
 MAY_PRINT = {"offload.cli.main", "offload.cli.finetune", "offload.cli.finetune_progress", "offload.__main__"}
 
@@ -338,6 +338,8 @@ def test_checker_accepts_right_imports(sources: Sources) -> None:
         ({"offload.memory.tiers": "def f():\n    print('x')"}, "offload.memory.tiers:2 prints"),
         ({"swap.store": "print('x')"}, "prints"),
         ({"offload.module.hooks": "with torch._C.DisableTorchFunction(): pass"}, "uses private torch"),
+        ({"offload.module.hooks": "from torch.utils._python_dispatch import TorchDispatchMode"}, "uses private torch"),
+        ({"offload.module.hooks": "from torch.nn import Module, _reduction"}, "uses private torch"),
     ],
 )
 def test_checker_finds_duties_in_the_wrong_place(sources: Sources, expected: str) -> None:

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from offload.errors import ConfigError
 from offload.optim.takeover import GIVEN
 from offload.planning.placement import MOMENTS, OwnBytes
-from offload.torch_private import no_functions, no_modes
+from offload.torch_private import TorchDispatchMode, no_functions, no_modes
 
 Options = Mapping[str, Any]  # of a param group, without its parameters
 
