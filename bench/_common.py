@@ -7,11 +7,12 @@ import os
 import platform
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.cli.finetune_text import Settings, Windows, make_windows, read_text
+if TYPE_CHECKING:  # an earlier commit, which a bench may run on, has other files
+    from offload.cli.finetune_text import Settings, Windows
 
 
 def model_directory() -> Path:
@@ -31,6 +32,7 @@ def _cache() -> Path:
 def text_windows(settings: Settings) -> Windows:
     """Return token windows of a text, cut by the model's own tokenizer."""
     from offload.cli.finetune import load_tokenizer
+    from offload.cli.finetune_text import make_windows, read_text
 
     encode = load_tokenizer(settings.model)
     return make_windows(

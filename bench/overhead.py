@@ -45,7 +45,6 @@ import torch  # noqa: E402
 from _common import emit, load_model  # noqa: E402
 
 import offload  # noqa: E402
-from offload.kernels import cpu_adam  # noqa: E402
 
 HYPER: dict[str, Any] = {
     "lr": 1e-5,
@@ -74,6 +73,8 @@ class PlainLoop:
 
     def step(self, batch: dict[str, Any]) -> float:
         """Take one step; returns the loss."""
+        from offload.kernels import cpu_adam
+
         loss = self.model(**batch).loss
         loss.backward()
         self.count += 1

@@ -1,5 +1,5 @@
-// Python face of the kernels: addresses are integers, checked in offload/kernels/cpu_adam.py. Every call releases the
-// GIL.
+// Python face of the kernels: addresses are integers, checked in offload/kernels/cpu_adam.py. Every call
+// releases the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -314,7 +314,8 @@ std::int64_t count_split_failures(std::uint64_t first, std::uint64_t last) {
 PYBIND11_MODULE(_cpu_adam, m) {
     using namespace offload::cpu_adam;
     using Release = py::call_guard<py::gil_scoped_release>;
-    m.doc() = "CPU optimizer kernels on raw addresses; use offload.kernels.cpu_adam, which checks its arguments.";
+    m.doc() =
+        "CPU optimizer kernels on raw addresses; use offload.kernels.cpu_adam, which checks its arguments.";
     m.def("step", &step, py::kw_only(), py::arg("rule"), py::arg("state_kind"), py::arg("mode"),
           py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"), py::arg("pending"), py::arg("param"),
           py::arg("master"), py::arg("master_kind"), py::arg("state0"), py::arg("state1"), py::arg("units"),
