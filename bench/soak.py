@@ -38,8 +38,6 @@ from swap import Fault, FaultAction, FaultTarget
 
 Digests = dict[str, dict[str, str]]
 
-UNDER_WAY = {"waits": "_waiting", "is open": "_open", "is done": "_done", "goes home": "_closing"}  # of updates
-
 
 class Different(Exception):
     """Two sides differ; the text says where, `what` is the same for a file."""

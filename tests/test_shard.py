@@ -16,10 +16,8 @@ from offload.planning.roles import Role
 from offload.planning.units import PAD_NUMEL, SLOT_ALIGN_NUMEL, Unit, aligned_numel, lay_out
 from offload.shards import shard as module
 from offload.shards.shard import (
-    HAS_VALID_HOME,
     HAS_WORKING_COPY,
     IN_FLIGHT,
-    SETTLED,
     TRANSITIONS,
     Event,
     Shard,
@@ -28,6 +26,7 @@ from offload.shards.shard import (
     check,
 )
 
+HAS_VALID_HOME = {State.STORED, State.FETCHING, State.RESIDENT}
 UNIT = Unit(0, "blocks.0", "bfloat16", 2, True, PAD_NUMEL, ())
 BUFFER = Buffer(Tier.DEVICE, 4096, 0, PAD_NUMEL * 2)
 
@@ -250,7 +249,6 @@ def test_check_names_what_contradicts_itself() -> None:
 
 def test_the_groups_of_states() -> None:
     assert {State.FETCHING, State.FLUSHING} == IN_FLIGHT
-    assert SETTLED.isdisjoint(IN_FLIGHT | {State.DIRTY, State.FAILED})
 
 
 # --- layout ---------------------------------------------------------------------------------------------------------

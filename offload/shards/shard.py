@@ -88,9 +88,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 }
 
 IN_FLIGHT = frozenset({State.FETCHING, State.FLUSHING})
-SETTLED = frozenset({State.EMPTY, State.STORED, State.RESIDENT})
 HAS_WORKING_COPY = frozenset({State.RESIDENT, State.DIRTY, State.FLUSHING})
-HAS_VALID_HOME = frozenset({State.STORED, State.FETCHING, State.RESIDENT})
 _EXCLUSIVE = frozenset({Event.OVERWRITE_HOME, Event.OVERWRITE_WORK, Event.MODIFY, Event.DISCARD, Event.RESTORE})
 
 
