@@ -96,6 +96,7 @@ class Facts:
         torch: version, None when missing.
         torch_error: why torch cannot be imported.
         torch_cuda: CUDA version that torch was built with.
+        omp_dynamic: OpenMP may start fewer threads than it is asked for.
         transformers: version, None when missing.
         extension_errors: compiled extension -> why it cannot be loaded.
         uring_refusal: why io_uring cannot be used, None when it can.
@@ -120,6 +121,7 @@ class Facts:
     torch: str | None = None
     torch_error: str | None = None
     torch_cuda: str | None = None
+    omp_dynamic: bool = False
     transformers: str | None = None
     extension_errors: dict[str, str] = dataclasses.field(default_factory=dict)
     uring_refusal: str | None = None
@@ -158,6 +160,7 @@ def _system_facts() -> dict[str, Any]:
         "system": platform.system(),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "omp_dynamic": os.environ.get("OMP_DYNAMIC", "").strip().lower() == "true",
         "transformers": machine.version_of("transformers"),
         "lockable_bytes": machine.locked_memory_limit(),
         "open_files": None if open_files == resource.RLIM_INFINITY else open_files,
@@ -272,6 +275,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         _kernel(facts),
         _python(facts),
         _torch(facts),
+        *_threads(facts),
         _transformers(facts),
         *_extensions(facts),
         *_gpu(facts),
@@ -341,6 +345,12 @@ def _torch(facts: Facts) -> Finding:
     if _version(facts.torch) < LEAST_TORCH:
         return _problem("torch", f"{facts.torch}, {built}", "pip install 'torch>=2.7'")
     return _ok("torch", f"{facts.torch}, {built}")
+
+
+def _threads(facts: Facts) -> list[Finding]:
+    if not facts.omp_dynamic:
+        return []
+    return [_problem("OpenMP", "OMP_DYNAMIC=TRUE, with which torch itself computes NaN", "unset OMP_DYNAMIC")]
 
 
 def _transformers(facts: Facts) -> Finding:
