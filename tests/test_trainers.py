@@ -124,7 +124,7 @@ def test_trainer(trainer_steps: int, options: dict[str, Any], dtype: torch.dtype
     # torch adds bf16 gradients of several micro-batches in bf16 and takes their norms in it, the engine in fp32
     exact = dtype is torch.float32
     assert_close(ours.losses, truth.losses, 1e-4 if exact else 2e-3)
-    assert_close(ours.norms, truth.norms, 1e-4 if exact else 5e-2)
+    assert_close(ours.norms, truth.norms, 1e-4 if exact else 8e-3)  # one unit of bf16 in which torch rounds them
     assert_close(ours.norms[:1], truth.norms[:1], 1e-6 if exact else 8e-3)
 
 
