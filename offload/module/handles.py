@@ -30,6 +30,7 @@ from offload.shards.gradients import Gradients
 from offload.torch_private import in_backward, no_subclasses
 
 KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
+_DEVICE = torch.ops.prim.device.default
 NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
 
 
@@ -331,18 +332,23 @@ class GradientHandle(torch.Tensor):
     Attributes:
         book: of the engine that has the gradient.
         value: what it stands for.
+        place: the device that it says it is on. To torch's dispatcher it is a meta tensor, so torch refuses to make it
+            the ``.data`` of a tensor, for which it asks no class.
     """
 
     book: Handles
     value: Value
+    place: torch.device
 
     @staticmethod
     def __new__(
         cls, book: Handles, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, value: Value
     ) -> GradientHandle:
         """Make a handle of a tensor of `shape`, `dtype` and `device`."""
-        handle: GradientHandle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        handle.book, handle.value = book, value
+        handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device="meta", dispatch_device=True
+        )
+        handle.book, handle.value, handle.place = book, value, device
         handle._incoming = None
         return handle
 
@@ -359,7 +365,7 @@ class GradientHandle(torch.Tensor):
         """Return another handle; an alias of this one where there is no other `value`."""
         with no_subclasses():
             shape = tuple(self.shape if shape is None else shape)
-            return GradientHandle(self.book, shape, dtype or self.dtype, device or self.device, value or self.value)
+            return GradientHandle(self.book, shape, dtype or self.dtype, device or self.place, value or self.value)
 
     def take_incoming(self) -> torch.Tensor:
         """Return what autograd has added to this handle."""
@@ -374,7 +380,7 @@ class GradientHandle(torch.Tensor):
         self = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
         if does is Does.ASSIGN:
             return _assign(args[0], args[1] if len(args) > 1 else None)
-        if does in (Does.LOOK, Does.MEASURE, Does.MAKE) and name not in _BYTES:
+        if does in (Does.LOOK, Does.MEASURE) and name not in _BYTES:
             with no_subclasses():
                 return func(*args, **kwargs)
         if name in _FINITENESS:
@@ -392,6 +398,8 @@ class GradientHandle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is _DEVICE:
+            return args[0].place
         name = func._schema.name.removeprefix("aten::")
         handle = next(tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, cls))
         answer = _ANSWERS.get(name)
