@@ -156,34 +156,41 @@ class Side:
     @property
     def store(self) -> Any:
         """The swap store, None where there is none."""
-        return self.engine._manager.store if self.engine._manager is not None else None
+        return self.engine._manager.tiers.store if self.engine._manager is not None else None
 
     def note(self, when: str) -> None:
         """Note what is under way: updates that the last step left, updates of the next one, transfers."""
-        manager, early = self.engine._manager, self.engine._early
+        manager = self.engine._manager
         assert manager is not None
         self.region_sizes.add(manager.working.size_bytes)
         parts = []
-        for title, owner in (("update", manager.updates), ("early update", early)):
+        for title, owner in (("update", manager.forward), ("early update", manager.backward)):
             for state, field in (
                 ("waits", "_waiting"),
                 ("is open", "_open"),
                 ("is done", "_done"),
-                ("goes", "_closing"),
+                ("goes", "_leaving"),
             ):
                 found = getattr(owner, field, ())
-                parts += [f"{title} of {getattr(each, 'unit', each).name} {state}" for each in found]
+                parts += [f"{title} of {unit_name(each)} {state}" for each in found]
         for shard in manager.copies:
             if shard.state.value not in ("empty", "stored", "resident"):
                 parts.append(f"{shard.role.value} of {shard.unit.name} is {shard.state.value}")
-        if manager.store is not None:
-            parts.append(f"{manager.store.stats().in_flight} I/Os in flight")
+        if manager.tiers.store is not None:
+            parts.append(f"{manager.tiers.store.stats().in_flight} I/Os in flight")
         self.under_way.append(f"{self.name}, {when}: " + ("; ".join(parts) or "nothing"))
 
     def unit_of(self, parameter: str) -> str:
         """Return the name of the unit that a parameter is in."""
         units = self.engine._manager.units if self.engine._manager is not None else ()
         return next((unit.name for unit in units for slot in unit.slots if slot.name == parameter), "none")
+
+
+def unit_name(entry: Any) -> str:
+    """Return the name of the unit that an entry of a queue of updates is about."""
+    update = getattr(entry, "update", entry)
+    name: str = getattr(update, "unit", update).name
+    return name
 
 
 class Lockstep:

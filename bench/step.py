@@ -133,7 +133,7 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
             max_grad_norm=max_grad_norm,
             **options(placement, large=name == "large"),
         )
-        engine._overlap = placement != IN_TURN
+        engine._step.overlap = placement != IN_TURN
         seconds, losses, work = [], [], []
         before = engine.stats()
         for number, batch in enumerate(data):

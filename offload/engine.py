@@ -1,16 +1,14 @@
 """The engine: wraps a module and trains it within memory budgets.
 
-Owns the order of things - plan, load, forward, backward, step, close - and the errors for calls out of order. The work
-is done below: :mod:`offload.planning.placement` plans, :mod:`offload.checkpoint.loading` sets up,
-:mod:`offload.shards.manager` moves, :mod:`offload.module.hooks` ties in the module, :mod:`offload.optimizer` updates,
-:mod:`offload.checkpoint.module_state` reads and writes the module's tensors.
+Owns the order of things - forward, backward, step, close - and the errors for calls out of order. The work is done
+below: :mod:`offload.build` makes the parts, :mod:`offload.shards.manager` moves, :mod:`offload.module.hooks` ties in
+the module, :mod:`offload.optim.step` takes steps, :mod:`offload.checkpoint.module_state` reads and writes tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -20,41 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.activations.ledger import Activations
-from offload.activations.rss import open_resident_set
+from offload.build import EngineCalls, build
 from offload.checkpoint.digests import take_digests
-from offload.checkpoint.loading import Loader, open_tiers
-from offload.checkpoint.module_state import ModuleTensors
 from offload.config import Config, OptimizerSpec
 from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
 from offload.interrupt import Deferral
-from offload.kernels import cpu_adam
-from offload.memory.device import resolve_device
-from offload.memory.machine import free_bytes
-from offload.memory.tiers import Budget, Tier, resolve_budgets
+from offload.life import Life
+from offload.memory.tiers import Tier
 from offload.module import refusals
 from offload.module.absent import is_lost
-from offload.module.gradient_tensors import GradientTensors
-from offload.module.handles import GradientNorm, Handles
-from offload.module.hooks import Ask, Hooks
-from offload.module.quantized import make_ready
 from offload.module.torch_calls import tensors_in
-from offload.optim.progress import LossScaler, Progress
-from offload.optim.recipe import Recipe, StepCounts, begin_step, clip_factor, group_of_slots
-from offload.optim.rules import rule_of
+from offload.optim.step import Step
 from offload.optim.takeover import unwrapped
-from offload.optimizer import OffloadOptimizer, tie_optimizer
-from offload.planning.partition import find_units
-from offload.planning.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
-from offload.shards.backward_updates import Calm, EarlyUpdates
+from offload.optimizer import Calls, OffloadOptimizer
+from offload.planning.placement import Plan
 from offload.shards.manager import Manager
-from offload.stats import Counters, Stats
+from offload.stats import Stats
 
 logger = logging.getLogger(__name__)
-
-_FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
-SMALLEST_UNIT_LIMIT = 1 << 20
 
 
 class Engine:
@@ -100,117 +81,34 @@ class Engine:
             StateError: the model is wrapped already, or somebody else places, calls or reduces its parameters.
             swap.SwapError: the NVMe path is missing, not writable, or full.
         """
-        self._manager: Manager | None = None
+        self._life = Life(trains=optimizer is not None)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
         refusals.refuse_ranks()
         refusals.refuse_model(model)
-        optimizer = unwrapped(optimizer)
-        self.config = Config.load(config, **options)
         self.module = model
-        self.device = resolve_device(self.config.device)
-        self._unusable: str | None = None
-        self._closed = False
-        self._process = os.getpid()
+        self.config = Config.load(config, **options)
         self._deferral = Deferral()
-
-        cast = getattr(torch, self.config.dtype) if self.config.dtype else None
-        rule = None if optimizer is None else rule_of(optimizer, cast)
-        make_ready(model, cast)
-        limits = resolve_budgets(self.config.budgets(), self.device, free_bytes(self.config.paths()))
-        limit = self.config.bytes_of("unit_bytes")
-        self._tree = find_units(
-            model,
-            max_unit_bytes=limit or max(limits[Tier.DEVICE] // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT),
-            dtype=cast,
-            train=optimizer is not None,
-            whole=rule is not None and rule.whole,
-        )
-        self._hooks = Hooks(model, self._tree, self.device)
-        self.plan: Plan = make_plan(
-            Request(
-                units=self._tree.units,
-                budgets=limits,
-                param_tier=_FORCED[self.config.offload_param],
-                optimizer_tier=_FORCED[self.config.offload_optimizer],
-                accumulate=self.config.gradient_accumulation_steps > 1,
-                device_is_host=self.device.type == "cpu",
-                activation_bytes=self.config.bytes_of("activation_memory"),
-                chunk_numel=self.config.chunk_numel,
-                states=rule.states(cpu_adam.StateKind(self.config.state_dtype)) if rule else ADAM_STATES,
-                held_together=self._tree.held_together(model, more_than=WORKING_UNITS),
-                own=rule.own.size if rule and rule.own else None,
-            )
-        )
-        if self.config.threads is not None:
-            cpu_adam.set_num_threads(self.config.threads)
-        self._counters = Counters()
-        self._budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
-        self._step_counts = StepCounts(self._tree.units, rule.own if rule else None)
-        if self._step_counts.records is not None:
-            self._step_counts.records.charge = lambda size: self._budgets[Tier.HOST].reserve("optimizer", size)
-        trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in self._tree.units)
-        self._scaler = LossScaler(self.config, enabled=trains_fp16)
-        self._run = Progress(self._scaler)
-        self._micro_batch = 0
         self._in_backward = False
         self._step_is_ours = False  # not asked for by optimizer.step(), which does nothing where torch's would not
-        self._divides: bool | None = None if self.config.gradient_reduction is None else True  # known to be meant
         self._last_loss: weakref.ref[torch.Tensor] | None = None
-        self._grad_norm: float | None = None
-        self._overlap = True  # updates are made while backward and the next forward compute; else inside the step
-        self._calm = Calm(expected=self.config.max_grad_norm is None)
-        self._early: EarlyUpdates | None = None
-
-        self.optimizer = (
-            None if optimizer is None else OffloadOptimizer(list(model.parameters()), optimizer, rule, self._run)
-        )
-        self._loader = Loader(model, self._tree, self._hooks, self.config.init_weights)
-        manager = open_tiers(self.plan, self.config, self.device, self._budgets, self._hooks, self._counters)
-        self._manager = manager
-        try:
-            self._loader.load(manager)
-            if self.optimizer is not None:
-                self.optimizer.on_step = self._step_now
-                self.optimizer.on_zero_grad = self.zero_grad
-                tie_optimizer(self.optimizer, optimizer, self._require_open, self._tree, self._hooks, self._step_counts)
-        except BaseException:
-            with contextlib.ExitStack() as last:
-                unloaded: dict[int, list[torch.Tensor]] = {}
-                last.callback(self._loader.give_back, unloaded)
-                last.callback(manager.close)
-                self._manager = None
-                unloaded.update(self._loader.unload(manager))
-            raise
-        meter = open_resident_set() if self.device.type == "cpu" else None
-        try:
-            self._activations = Activations(
-                self._budgets[Tier.DEVICE], manager.working, meter, beside_bytes=self.plan.request.own_bytes
-            )
-            self._tensors = ModuleTensors(model, self._tree, self._hooks, self._require_open)
-            self._handles = Handles(
-                self._tree.units, self._tree.parameters, manager.gradients, self.device, self._averaging
-            )
-            self._gradients = GradientTensors(self._handles, self._hooks, self._budgets, self._require_open)
-            ask = Ask(
-                final_micro_batch=self._is_final,
-                refuse_gradient=self._refuse_gradient,
-                check_interrupt=self._deferral.check,
-                assign=self._tensors.assign,
-                take_over=self._tensors.take_over,
-                load=self._tensors.load_one,
-            )
-            self._hooks.attach(manager, self._activations, self._handles, ask)
-        except BaseException:
-            if meter is not None:
-                meter.close()
-            raise
-        self._tensors.attach()
-        if self.plan.early_bytes and self.optimizer is not None:
-            self._early = EarlyUpdates(manager, self._guess, safe_point=self._deferral)
-        self._loader.move_buffers(self.device)
-        manager.prefetch()
-        logger.info("plan:\n%s", self.plan)
+        calls = EngineCalls(Calls(self._step_now, self.zero_grad), self._refuse_gradient, self._deferral, self._life)
+        parts = build(model, unwrapped(optimizer), self.config, calls)
+        self.device = parts.device
+        self.plan: Plan = parts.plan
+        self.optimizer: OffloadOptimizer | None = parts.optimizer
+        self._step = parts.step
+        self._run = parts.run
+        self._counts = parts.counts
+        self._counters = parts.counters
+        self._budgets = parts.budgets
+        self._tree = parts.tree
+        self._hooks = parts.hooks
+        self._loader = parts.loader
+        self._activations = parts.activations
+        self._tensors = parts.tensors
+        self._handles = parts.handles
+        self._gradients = parts.gradients
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -250,12 +148,10 @@ class Engine:
             NonFiniteError: the loss is NaN or infinite; no gradient was computed.
             StateError: backward was called for this loss already, or the engine is closed.
         """
-        manager = self._require_open()
-        self._divides = True
+        manager, step = self._require_open(), self._require_step("backward")
+        step.micro_batches.note_meant()
         if not isinstance(loss, torch.Tensor):
             raise StateError(f"backward: expected the loss as a tensor but got {type(loss).__name__}; pass output.loss")
-        if self.optimizer is None:
-            raise StateError("backward: this engine only evaluates; pass optimizer=offload.AdamW(...)")
         if self._last_loss is not None and self._last_loss() is loss:
             raise StateError(
                 "backward: called twice for the same loss; run the forward again, or pass retain_graph=True"
@@ -270,11 +166,12 @@ class Engine:
         self._in_backward = True
         with self._deferral:
             try:
-                self._hooks.backward(loss * self._scaler.scale if self._scaler.enabled else loss, **kwargs)
+                scaler = self._run.scaler
+                self._hooks.backward(loss * scaler.scale if scaler.enabled else loss, **kwargs)
                 self._activations.close_pass()
                 self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
             except BaseException:
-                self._micro_batch = 0
+                step.micro_batches.done = 0
                 _clean_up(self._hooks.unwind, self._handles.clear, self._activations.abandon_pass, manager.reset)
                 raise
             finally:
@@ -300,12 +197,11 @@ class Engine:
                 written, the engine cannot be used further and says so.
         """
         self._require_open()
-        if self.optimizer is None:
-            raise StateError("step: this engine only evaluates; pass optimizer=offload.AdamW(...)")
-        self._divides = True
-        self._micro_batch += 1
-        if self._micro_batch < self.config.gradient_accumulation_steps:
+        step = self._require_step("step")
+        step.micro_batches.note_meant()
+        if not step.micro_batches.close():
             return False
+        assert self.optimizer is not None
         before = self._run.steps
         self._step_is_ours = True
         try:
@@ -347,47 +243,45 @@ class Engine:
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next :meth:`step` updates the parameters."""
-        return self._micro_batch + 1 >= self.config.gradient_accumulation_steps
+        return self._step is None or self._step.micro_batches.last
 
     def zero_grad(self) -> None:
         """Forget the gradients that have arrived since the last step."""
         manager = self._require_open()
         self._hooks.unwind()
         self._drop_gradients(manager)
-        self._micro_batch = 0
+        if self._step is not None:
+            self._step.micro_batches.done = 0
 
     def _drop_gradients(self, manager: Manager) -> None:
         self._handles.clear()
-        manager.gradients.drop()
+        manager.drop_gradients()
 
     def _has_gradients(self) -> bool:
         """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""
-        if self._manager is None or self._closed or self.optimizer is None:
+        manager = self._manager
+        if manager is None or self._life.closed or self.optimizer is None:
             return False
         self._handles.adopt()
-        return self._manager.gradients.any_arrived
-
-    def _is_final(self, passes: int) -> bool:
-        """Tell whether the backward pass under way is the last one before the step; it is number `passes`."""
-        return self.is_gradient_accumulation_boundary() or passes >= self.config.gradient_accumulation_steps
+        return manager.gradients.any_arrived
 
     def _step_now(self) -> bool:
-        manager = self._require_open()
+        manager, step = self._require_open(), self._require_step("step")
         self._last_loss = None
         self._hooks.unwind()
         with self._deferral:  # Ctrl-C comes through when the step is done
             try:
-                return self._take_step(manager)
+                return self._take_step(manager, step)
             except BaseException as error:
-                self._micro_batch = 0
+                step.micro_batches.done = 0
                 if manager.has_lost_content():
-                    self._unusable = f"a step failed half way ({type(error).__name__}: {error})"
+                    self._life.lose(f"a step failed half way ({type(error).__name__}: {error})")
                 else:
                     with contextlib.suppress(Exception):  # the first error is on its way up
                         self._drop_gradients(manager)  # the micro-batches are run again, after every kind of error
                 raise
 
-    def _take_step(self, manager: Manager) -> bool:
+    def _take_step(self, manager: Manager, step: Step) -> bool:
         offloaded = self.optimizer
         assert offloaded is not None
         name = self._hooks.untrained()
@@ -399,96 +293,24 @@ class Engine:
         offloaded.refuse_foreign()
         self._activations.close_pass()
         self._hooks.settle_changes()
-        manager.finish_step()  # of units that were not used since the last step
+        manager.forward.finish()  # updates of units that were not used since the last step
         manager.working.refuse_changes()
         self._handles.adopt()
         norm = self._handles.measure()
         if not self._step_is_ours and (norm.count == 0 or offloaded.only_makes_states(norm.squares)):
-            self._micro_batch = 0
-            self._drop_gradients(manager)  # also where there are none: updates that were guessed may be under way
-            manager.restart_schedule()
+            self._handles.clear()
+            step.pass_over()
             if norm.count == 0:
                 offloaded.note_nothing()
             return False
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
-        self._refuse_ambiguity()
-        averaged = self._averaging()
-        guessed = self._early is not None and self._early.guessed
-        if norm.bad or norm.spoilt:
-            self._calm.note(calm=False, guessed=guessed)
-            return self._skip(norm, averaged)
-        self._grad_norm = norm.squares**0.5 * averaged
-        factor = clip_factor(norm.left**0.5 * averaged, self.config.max_grad_norm)
-        as_expected = manager.gradients.most_passes <= self.config.gradient_accumulation_steps
-        self._calm.note(calm=factor == 1.0 and not norm.factors and as_expected, guessed=guessed)
-        manager.restart_schedule()
-        recipe = self._recipe(factor * averaged, norm.factors)
-        begin_step(manager, self._step_counts, recipe, self._early, safe_point=self._deferral)
+        taken = step.take(norm)
         self._handles.clear()
-        self._run.steps += 1
-        self._micro_batch = 0
-        self._divides = None if self.config.gradient_reduction is None else True
-        self._scaler.succeeded()
-        if not self._overlap:
-            manager.finish_updates()
-        elif manager.updates is not None:
-            manager.updates.begin()
-        manager.prefetch()
-        return True
-
-    def _averaging(self) -> float:
-        """Return what makes the mean over micro-batches (or the sum) of a sum of scaled gradients."""
-        divides = self.config.gradient_reduction != "sum"
-        return 1.0 / ((self.config.gradient_accumulation_steps if divides else 1) * self._scaler.scale)
-
-    def _refuse_ambiguity(self) -> None:
-        """Refuse a step of which nobody has said who divides by the number of micro-batches."""
-        count = self.config.gradient_accumulation_steps
-        if count > 1 and not self._divides:
-            raise StateError(
-                f"step: expected engine.backward() or engine.step() where gradient_accumulation_steps={count} averages "
-                "but got loss.backward() and optimizer.step(), as from trainers, which divide the loss; pass "
-                'gradient_reduction="sum" if the loss is divided already, "mean" if it is not'
-            )
-
-    def _guess(self) -> Recipe | None:
-        """Return what the step will do if it clips nothing, None where that is unlikely."""
-        if not self._overlap or not self._calm:
-            return None
-        return self._recipe(self._averaging())
-
-    def _recipe(self, grad_scale: float, factors: Mapping[tuple[int, int], float] | None = None) -> Recipe:
-        manager, offloaded = self._require_open(), self.optimizer
-        assert offloaded is not None
-        groups = group_of_slots(offloaded.param_groups, self._tree.units, self._tree.parameters)
-        return Recipe(manager, self._step_counts, groups, rule=offloaded.rule, grad_scale=grad_scale, factors=factors)
-
-    def _skip(self, norm: GradientNorm, averaged: float) -> bool:
-        """Leave everything as it is: a gradient is not finite."""
-        manager = self._require_open()
-        self._micro_batch = 0
-        self._grad_norm = norm.squares**0.5 * averaged
-        self._drop_gradients(manager)
-        manager.restart_schedule()
-        if self._scaler.enabled and norm.bad:
-            self._run.skipped += 1
-            self._scaler.overflowed()
-            logger.info("step skipped: gradient overflow in %s; loss scale %g", norm.bad[0], self._scaler.scale)
-            return False
-        if not norm.bad:
-            raise NonFiniteError(
-                f"gradient of {norm.spoilt[0]}: was multiplied by NaN or infinity; the step was skipped, parameters "
-                "and states are unchanged. Look at max_norm of clip_grad_norm_, or at what else scales gradients"
-            )
-        more = f" and {len(norm.bad) - 1} more" if len(norm.bad) > 1 else ""
-        raise NonFiniteError(
-            f"gradient of {norm.bad[0]}{more}: expected finite values but got NaN or infinity; the step was skipped, "
-            "parameters and states are unchanged. Look at the batch, the learning rate and the loss"
-        )
+        return taken
 
     def _refuse_gradient(self) -> str | None:
-        if self._scaler.enabled and not self._in_backward:
+        if self._run.scaler.enabled and not self._in_backward:
             return "float16: the loss must be scaled; call engine.backward(loss) instead of loss.backward()"
         return None
 
@@ -593,13 +415,13 @@ class Engine:
         It is that of the gradients that wait for the next step, or of the last step where there are none.
         """
         if self._has_gradients():
-            return float(self._handles.measure().squares ** 0.5 * self._averaging())
-        return self._grad_norm
+            return float(self._handles.measure().squares ** 0.5 * self._require_step("grad_norm").averaging())
+        return None if self._step is None else self._step.grad_norm
 
     @property
     def loss_scale(self) -> float:
         """Current loss scale; 1.0 unless float16 is trained."""
-        return self._scaler.scale
+        return self._run.scaler.scale
 
     @property
     def training(self) -> bool:
@@ -624,9 +446,9 @@ class Engine:
         used = {tier.value: budget.used_bytes for tier, budget in self._budgets.items()}
         manager = self._manager
         if manager is not None:
-            used = manager.used_bytes()
-            if manager.store is not None:
-                swapped = manager.store.stats()
+            used = manager.tiers.used_bytes()
+            if manager.tiers.store is not None:
+                swapped = manager.tiers.store.stats()
                 links["nvme_read"] = type(links["h2d"])(swapped.read_bytes, swapped.read_seconds)
                 links["nvme_write"] = type(links["h2d"])(swapped.written_bytes, swapped.write_seconds)
                 peak[Tier.NVME.value] = swapped.peak_used_bytes
@@ -647,7 +469,7 @@ class Engine:
             used_bytes=used,
             peak_bytes=peak,
             budget_bytes={tier.value: budget.limit_bytes for tier, budget in self._budgets.items()},
-            loss_scale=self._scaler.scale,
+            loss_scale=self._run.scaler.scale,
         )
 
     def digests(self) -> dict[str, dict[str, str]]:
@@ -672,7 +494,7 @@ class Engine:
         manager = self._require_open()
         self._hooks.settle_changes()
         self._handles.adopt()
-        return take_digests(manager, self._step_counts, self._handles.factors())
+        return take_digests(manager, self._counts, self._handles.factors())
 
     # --- closing ----------------------------------------------------------------------------------------------------
 
@@ -692,26 +514,26 @@ class Engine:
             StateError: somebody has changed a parameter in a forward, and the change is lost; the engine is closed.
         """
         manager = self._manager
-        if manager is None or self._closed or os.getpid() != self._process:  # what a forked child has is its parent's
+        if manager is None or self._life.closed or not self._life.here:
             return
         total = sum(unit.param_bytes for unit in self._tree.units)
         if restore is None:
             room = self._budgets[Tier.HOST].limit_bytes
             room += self._budgets[Tier.DEVICE].limit_bytes if self.device.type == "cpu" else 0
-            restore = self._unusable is None and total <= room
+            restore = self._life.unusable is None and total <= room
         _clean_up(self._hooks.unwind)
         lost: Exception | None = None
         if restore:
             try:
                 self._hooks.settle_changes()
-                self._hooks.refuse_rebound()
+                self._hooks.binding.refuse_rebound()
             except Exception as error:  # told when the engine is closed
                 lost = error
         else:
-            manager.updates = None  # nobody will see what they would have made
-        self._closed = True
+            manager.forward.abandon()  # nobody will see what they would have made
+        self._life.close()
         if self.optimizer is not None:
-            self.optimizer.release(lost=any(map(any, self._step_counts.counts.values())))
+            self.optimizer.release(lost=any(map(any, self._counts.counts.values())))
         with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
             manager.reset()
         self._tensors.detach()
@@ -728,7 +550,7 @@ class Engine:
 
     def _leave_module(self, restored: dict[int, list[torch.Tensor]]) -> None:
         """Give the module what was restored, or a guard against being used."""
-        self._manager = None
+        self._life.end()
         self._loader.give_back(restored)
         if not restored:
             self.module.register_forward_pre_hook(_refuse_forward)
@@ -758,23 +580,22 @@ class Engine:
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be shutting down
-            if getattr(self, "_manager", None) is not None:
+            if self._manager is not None:
                 self.close(restore=False)
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _manager(self) -> Manager | None:
+        return self._life.manager
+
     def _require_open(self) -> Manager:
-        refusals.refuse_child(self._process)
-        if self._unusable is not None:
-            raise StateError(f"engine: {self._unusable}; close it and resume from a checkpoint")
-        if self._closed or self._manager is None:
-            states = " and load what engine.optimizer.state_dict() returned before" if self.optimizer else ""
-            raise StateError(f"engine: it is closed; make a new one{states}")
-        updates = self._manager.updates
-        if updates is not None and updates.failure is not None:
-            self._unusable = f"a step failed half way ({type(updates.failure).__name__}: {updates.failure})"
-            updates.check()
-        return self._manager
+        return self._life.require_open()
+
+    def _require_step(self, what: str) -> Step:
+        if self._step is None:
+            raise StateError(f"{what}: this engine only evaluates; pass optimizer=offload.AdamW(...)")
+        return self._step
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, argument in (*enumerate(args), *kwargs.items()):

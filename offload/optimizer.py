@@ -1,33 +1,39 @@
 """The optimizer's public face: a ``torch.optim.Optimizer`` whose states are in the tiers.
 
-Owns groups, options and dicts as torch's optimizers have them, and ties an optimizer that the user brings to its
-states. What a step does is :mod:`offload.optim.recipe`'s business. Next: :mod:`offload.engine`.
+Owns groups, options and dicts as torch's optimizers have them. The states are the business of
+:mod:`offload.checkpoint.optimizer_state`, a step is that of :mod:`offload.optim.step`. Next: :mod:`offload.build`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from offload.checkpoint import values as checkpoint
 from offload.checkpoint.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
+from offload.checkpoint.optimizer_state import OptimizerStates
 from offload.config import Adam, AdamW, OptimizerSpec, check_hyper_parameters, hyper_parameters
 from offload.errors import TRAIN_MORE, ConfigError, StateError
-from offload.memory.tiers import Tier
-from offload.module.hooks import Hooks
 from offload.optim import progress
 from offload.optim.offloaded_states import OffloadedStates, refuse
-from offload.optim.recipe import StepCounts
-from offload.optim.rules import Rule, rule_of
-from offload.optim.takeover import give_back, hide_states, take_over
-from offload.planning.partition import UnitTree
-from offload.shards.manager import Manager
+from offload.optim.rules import Rule
+from offload.optim.takeover import give_back, take_over
 
-StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
-MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls:
+    """What the optimizer asks of its engine.
+
+    Attributes:
+        step: takes the step.
+        zero_grad: forgets the gradients.
+    """
+
+    step: Callable[[], object]
+    zero_grad: Callable[[], None]
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -45,8 +51,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self,
         parameters: Sequence[torch.nn.Parameter],
         spec: OptimizerSpec | torch.optim.Optimizer,
-        rule: Rule | None = None,
-        run: progress.Progress | None = None,
+        rule: Rule,
+        run: progress.Progress,
+        offloaded: OptimizerStates,
+        calls: Calls,
     ) -> None:
         """Take over hyper-parameters and groups.
 
@@ -54,13 +62,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             parameters: the model's parameters.
             spec: hyper-parameters, for all trainable ones or those that it names, or a torch optimizer whose groups are
                 shared from now on.
-            rule: of `spec`, where it is known.
+            rule: of `spec`.
             run: what is saved beside the states.
+            offloaded: the states.
+            calls: what is asked of the engine.
 
         Raises:
             ConfigError: an optimizer class or option that is not supported, or parameters of another model.
         """
-        self.rule: Rule = rule or rule_of(spec)
+        self.rule = rule
         self._made = False
         self._states = OffloadedStates()
         self._nothing_was_said = False  # that a step found no gradient
@@ -68,10 +78,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._model = parameters  # kept alive, so that no other tensor gets their ids
         self._run = run
         self._predecessor = spec  # kept alive: hooks that it has are run
-        self.on_step: Callable[[], object] = lambda: None
-        self.on_zero_grad: Callable[[], None] = lambda: None
-        self.gather_state: Callable[[], tuple[StatesOf, MastersOf]] = lambda: ({}, {})
-        self.scatter_state: Callable[[StatesOf, MastersOf], None] = lambda states, masters: None
+        self._offloaded = offloaded
+        self._calls = calls
         if isinstance(spec, torch.optim.Optimizer):
             super().__init__([{**group} for group in spec.param_groups], dict(spec.defaults))
             self.param_groups = spec.param_groups  # shared: schedulers made for `spec` keep working
@@ -223,12 +231,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.on_step()
+        self._calls.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that have arrived since the last step."""
-        self.on_zero_grad()
+        self._calls.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups and states in torch's format, states as fp32 CPU tensors of the parameters' shapes.
@@ -244,13 +252,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         packed = super().state_dict()
         positions = {parameter: position for position, parameter in enumerate(self._parameters())}
-        states, masters = self.gather_state()
+        states, masters = self._offloaded.gather()
         packed["state"] = {positions[parameter]: state for parameter, state in states.items()}
         own = {positions[parameter]: master for parameter, master in masters.items() if parameter in positions}
         if own:
             packed["masters"] = own
-        if self._run is not None:
-            packed["run"] = self._run.state_dict()
+        packed["run"] = self._run.state_dict()
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -287,8 +294,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         finally:
             self.param_groups = groups  # the same objects: schedulers hold them
             vars(self).pop("state", None)  # torch has put one there
-        self.scatter_state(states, own)
-        if run is not None and self._run is not None:
+        self._offloaded.replace(states, own)
+        if run is not None:
             self._run.load_state_dict(run)
         for group, values in zip(groups, loaded, strict=True):
             group.update(values)
@@ -329,87 +336,3 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all groups, as torch numbers them."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-
-def tie_optimizer(
-    offloaded: OffloadOptimizer,
-    given: OptimizerSpec | torch.optim.Optimizer | None,
-    manager: Callable[[], Manager],
-    tree: UnitTree,
-    hooks: Hooks,
-    counts: StepCounts,
-) -> None:
-    """Let the optimizer's states be those in the tiers; the states that a torch optimizer brings move there.
-
-    Args:
-        offloaded: the engine's optimizer.
-        given: what the user passed.
-        manager: returns the owner of the shards, or raises where it is not to be used any more.
-        tree: units and parameters of the model.
-        hooks: knows where each parameter is.
-        counts: updates that each parameter has had.
-
-    Raises:
-        ConfigError: a state does not fit its parameter.
-    """
-
-    def place_of(parameter: torch.Tensor) -> tuple[int, int]:
-        where = hooks.slot_of(parameter)
-        if where is None:
-            raise StateError("optimizer state: belongs to a parameter that is not the model's")
-        return where
-
-    def scatter(states: StatesOf, masters: MastersOf) -> None:
-        values = {place_of(parameter): offloaded.rule.with_step(state) for parameter, state in states.items()}
-        own = {place_of(parameter): master for parameter, master in masters.items()}
-        checkpoint.scatter_states(manager(), counts, values, own)
-
-    def replace(states: StatesOf, masters: MastersOf) -> None:
-        if counts.records is not None:
-            scatter(states, masters)
-            counts.records.keep_only([hooks.slot_of(parameter) for parameter in states])
-            return
-        everything = dict(states)
-        for index, updates in counts.counts.items():  # what is not in the dict starts anew, as in torch
-            for slot, count in enumerate(updates):
-                parameter = tree.parameters[index][slot]
-                if count and parameter not in states:
-                    shape = tree.units[index].slots[slot].shape
-                    zeros = {  # one each: compressed states are made of both moments, which must not overlap
-                        name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name in offloaded.rule.names
-                    }
-                    everything[parameter] = {"step": 0, **zeros}
-        scatter(everything, masters)
-
-    def gather() -> tuple[StatesOf, MastersOf]:
-        hooks.settle_changes()
-        budget = manager().budgets[Tier.HOST]
-        checkpoint.warn_of_size("optimizer.state_dict", checkpoint.states_bytes(manager(), counts), budget.limit_bytes)
-        states = checkpoint.gather_states(manager(), counts)
-        masters = checkpoint.gather_masters(manager(), states)
-        return (
-            {tree.parameters[index][slot]: state for (index, slot), state in states.items()},
-            {tree.parameters[index][slot]: master for (index, slot), master in masters.items()},
-        )
-
-    offloaded.gather_state = gather
-    offloaded.scatter_state = replace
-    if isinstance(given, torch.optim.Optimizer):
-        # Not a `master` that an engine's state dict has left there: in torch, the parameter itself is what is updated.
-        # Adagrad's are there before the first step, and say nothing then, but to its own class.
-        own = counts.records is not None
-        updated = {
-            p: state for p, state in given.state.items() if state and (_has_steps(state) or (own and p.requires_grad))
-        }
-        scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()}, {})
-        if given.state:
-            given.state.clear()
-        hide_states(given)
-
-
-def _has_steps(state: Mapping[str, Any]) -> bool:
-    """Tell whether a state says that its parameter has been updated; also where ``step`` is nothing that can count."""
-    step = state.get("step", 1)
-    if isinstance(step, torch.Tensor):
-        return step.is_meta or step.numel() != 1 or bool(step.item())
-    return step is None or bool(step)

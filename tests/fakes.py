@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -214,7 +215,22 @@ class FakeStore:
             poke(ticket.address, self.objects[ticket.key][: ticket.end - ticket.address])
 
 
+def versions(manager: Manager) -> list[int]:
+    """Return per unit the version of its parameters' content."""
+    return [manager.tiers.param(unit.index).version for unit in manager.units]
+
+
 def make_manager(plan: Plan, store: Any, *, binder: FakeBinder | None = None, prefetch: bool = False) -> Manager:
     """Return a manager on the CPU with budgets that are exactly the plan's arenas."""
     limits = {tier: Budget(tier, plan.arena_bytes[tier]) for tier in Tier}
-    return Manager(plan, CPU, limits, store, binder or FakeBinder(), Counters(), deadline_s=30.0, prefetch=prefetch)
+    return Manager(
+        plan,
+        CPU,
+        limits,
+        store,
+        binder or FakeBinder(),
+        Counters(),
+        deadline_s=30.0,
+        safe_point=contextlib.nullcontext(),
+        prefetch=prefetch,
+    )

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.optim.step import Calm
 from offload.planning.partition import find_units
 
 UNIT_BYTES = 8 << 10
@@ -68,6 +69,19 @@ def working_bytes(
     tree = find_units(model, max_unit_bytes=unit_bytes, dtype=cast, whole=whole)
     sizes = sorted((-(-unit.param_bytes // PAGE) * PAGE for unit in tree.units), reverse=True)
     return sum(sizes[:units])
+
+
+class _Restless(Calm):
+    """Holds no step to be worth a guess."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def guess_nothing(engine: offload.Engine) -> None:
+    """Have no update made during backward."""
+    assert engine._step is not None
+    engine._step._calm = _Restless(expected=False)
 
 
 def everything_on_device() -> dict[str, Any]:

@@ -863,7 +863,7 @@ def test_apply_runs_within_the_budgets(place: str, tmp_path: Path) -> None:
             assert torch.equal(value, before[name] * (0.5 if name.endswith("weight") else 1))
         engine.apply(lambda name, parameter: parameter.zero_(), model.blocks[2].bias)
         assert not engine.state_dict()["blocks.2.bias"].any() and engine.state_dict()["blocks.1.bias"].any()
-        homes = {engine._manager.shard(u.index, Role.PARAM).home for u in engine.plan.request.units}
+        homes = {engine._manager.copies.get(u.index, Role.PARAM).home for u in engine.plan.request.units}
         assert (Tier.DEVICE in homes) == (place == "device")
         with pytest.raises(KeyError):
             engine.apply(_raise)

@@ -22,7 +22,7 @@ class FakeRegion:
 
     def __init__(self, budget: Budget, working: int, smallest: int, largest: int) -> None:
         self.budget, self.size_bytes, self.smallest, self.largest = budget, working, smallest, largest
-        budget.reserve("arena", working)
+        self.claim = budget.claim("arena", working)
 
     @property
     def smallest_arena_bytes(self) -> int:
@@ -31,13 +31,13 @@ class FakeRegion:
     def shrink(self, by_bytes: int) -> int:
         given = min(by_bytes, self.size_bytes - self.smallest)
         self.size_bytes -= given
-        self.budget.release("arena", given)
+        self.claim.resize(self.claim.size_bytes - given)
         return given
 
     def grow(self, by_bytes: int) -> int:
         taken = min(by_bytes, self.largest - self.size_bytes)
         self.size_bytes += taken
-        self.budget.reserve("arena", taken)
+        self.claim.resize(self.claim.size_bytes + taken)
         return taken
 
 
@@ -95,13 +95,13 @@ def test_a_storage_is_charged_once_and_refunded_with_its_last_tensor() -> None:
     bench = Bench()
     whole = tensor(3 * MIB)
     first, second = SavedActivation(whole, bench.activations), SavedActivation(whole[5:], bench.activations)
-    assert bench.budget.reservations()["activations"] == 3 * MIB
+    assert bench.budget.claims()["activations"] == 3 * MIB
     del first
     bench.activations.settle()
-    assert bench.budget.reservations()["activations"] == 3 * MIB
+    assert bench.budget.claims()["activations"] == 3 * MIB
     del second
     bench.activations.settle()
-    assert "activations" not in bench.budget.reservations()
+    assert "activations" not in bench.budget.claims()
 
 
 def test_what_does_not_fit_is_owed_until_the_region_has_given_way() -> None:
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_owed_until_the_region_has_given_way() -> None:
     assert bench.region.size_bytes == 600 * MIB  # an operation is under way: nothing moves
     bench.activations.balance()
     assert bench.region.size_bytes == 500 * MIB  # 1000 - 500
-    assert bench.budget.reservations() == {"arena": 500 * MIB, "activations": 500 * MIB}
+    assert bench.budget.claims() == {"arena": 500 * MIB, "activations": 500 * MIB}
     del kept
     bench.activations.settle()
     assert bench.budget.used_bytes == 500 * MIB
@@ -129,7 +129,7 @@ def test_what_does_not_fit_beside_the_smallest_region_is_refused_and_refunded() 
     bench.activations.balance()
     kept.clear()
     bench.activations.balance()
-    assert bench.budget.reservations() == {"arena": 100 * MIB}
+    assert bench.budget.claims() == {"arena": 100 * MIB}
 
 
 def test_the_region_grows_into_what_the_highest_peak_has_left() -> None:
@@ -171,7 +171,7 @@ def test_a_measured_peak_over_the_budget_is_refused_with_what_would_do() -> None
 
 def test_the_refusal_says_where_fewer_parameters_on_the_device_would_do() -> None:
     bench = Bench()
-    bench.budget.reserve("arena", 500 * MIB)  # parameters whose home is the device
+    bench.budget.claim("arena", 500 * MIB)  # parameters whose home is the device
     bench.activations.open_pass()
     bench.meter.spike(600 * MIB)  # 400 are left; 600 and a sixteenth would fit beside 100
     with pytest.raises(BudgetError, match="set activation_memory to 637.50 MiB, so that parameters leave the device"):
@@ -233,7 +233,7 @@ def test_holes_in_the_heap_are_given_back_where_room_is_short(trims: list[None])
 
     def fresh(room: int) -> Bench:
         bench = Bench()
-        bench.budget.reserve("arena", bench.budget.free_bytes - room)
+        bench.budget.claim("arena", bench.budget.free_bytes - room)
         bench.activations = Activations(bench.budget, bench.region, bench.meter)
         return bench
 

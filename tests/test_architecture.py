@@ -26,7 +26,8 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("shards",),
     ("optim", "module"),
     ("checkpoint",),
-    ("optimizer",),
+    ("life", "optimizer"),
+    ("build",),
     ("engine",),
     ("cli",),
     ("__main__",),
@@ -58,8 +59,8 @@ FACES = {
     "swap._aio": ("swap.io.extension",),
     "offload._cpu_adam": ("offload.kernels.extension",),
 }
-REBINDS_DATA = {"offload.module.hooks", "offload.module.absent"}  # the latter of a parameter whose engine is gone
-SHARD_FIELDS = ("state", "_state", "readers", "writing", "home_buffer", "work_buffer", "side")
+REBINDS_DATA = {"offload.module.binding", "offload.module.absent"}  # the latter of a parameter whose engine is gone
+SHARD_FIELDS = ("state", "_state", "readers", "writing", "drops", "home_buffer", "work_buffer", "side", "version")
 WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
 PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| import (.*\W)?_\w)|\btorch\.autograd\._")
@@ -216,7 +217,7 @@ def duty_violations(sources: Sources) -> Iterator[str]:
             continue
         for line, owner, attribute in assigned_attributes(source):
             if attribute == "data" and owner != "self" and name not in REBINDS_DATA:
-                yield f"{name}:{line} assigns {owner}.data; only hooks.py rebinds a parameter's data"
+                yield f"{name}:{line} assigns {owner}.data; only binding.py rebinds a parameter's data"
             if attribute in SHARD_FIELDS and owner != "self" and name.startswith("offload"):
                 if name not in WRITES_SHARD_STATE:
                     yield f"{name}:{line} assigns {owner}.{attribute}; only copies.py writes a shard's fields"
@@ -232,6 +233,49 @@ def duty_violations(sources: Sources) -> Iterator[str]:
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                     yield f"{name}:{node.lineno} prints; use logging"
+
+
+def callable_attributes(sources: Sources) -> set[str]:
+    """Return the names of attributes that hold something to call: annotated so, or called and no method anywhere."""
+    found, called, methods, assigned, weak = set[str](), set[str](), set[str](), set[str](), set[str]()
+    for source in sources.values():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, (ast.Attribute, ast.Name)):
+                target, kind = node.target, ast.unparse(node.annotation)
+                name = target.attr if isinstance(target, ast.Attribute) else target.id
+                found.update([name] if "Callable[" in kind else [])
+                weak.update([name] if "weakref.ref[" in kind else [])
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called.add(node.func.attr)
+            elif isinstance(node, ast.ClassDef):
+                methods.update(part.name for part in node.body if isinstance(part, ast.FunctionDef))
+        assigned.update(attribute for _, _, attribute in assigned_attributes(source))
+    return (found | (called & assigned - methods)) - weak
+
+
+# file -> what it may keep: the signal handler that was there before, whose place it takes for a while
+KEEPS_CALLABLES = {"offload.interrupt": "_handler"}
+
+
+def filled_in_violations(sources: Sources) -> Iterator[str]:
+    """Yield where somebody gives an object something to call after it was made."""
+    slots = callable_attributes(sources)
+    for name, source in sources.items():
+        constructors = [
+            (node.lineno, node.end_lineno or 0)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__new__", "__post_init__")
+        ]
+        for line, owner, attribute in assigned_attributes(source):
+            inside = any(first <= line <= last for first, last in constructors)
+            if KEEPS_CALLABLES.get(name) == attribute:
+                continue
+            if attribute in slots and not (owner == "self" and inside):
+                yield f"{name}:{line} fills in {owner}.{attribute}; give what is to be called to the constructor"
+
+
+def test_nothing_to_call_is_filled_in_later() -> None:
+    assert list(filled_in_violations(read_sources())) == []
 
 
 def test_imports_go_one_way() -> None:
@@ -265,6 +309,31 @@ def test_import_is_quick() -> None:
 
 
 # --- the checker itself ---
+
+
+FILLED = "class A:\n    def __init__(self) -> None:\n        self.on_end: Callable[[], None] = lambda: None\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FILLED + "a.on_end = done",
+        FILLED + "    def attach(self, end: Any) -> None:\n        self.on_end = end",
+        FILLED + "setattr(a, 'on_end', done)",
+        "class A:\n    def __init__(self) -> None:\n        self.end = None\n    def f(self):\n        self.end()\n"
+        "a.end = done",
+    ],
+)
+def test_checker_finds_what_is_filled_in(source: str) -> None:
+    assert any("fills in" in found for found in filled_in_violations({"offload.engine": source}))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [FILLED, FILLED + "a.numbers = 3", "class A:\n    def end(self): pass\na.end()", "a.count += f(1)"],
+)
+def test_checker_accepts_what_is_given_at_once(source: str) -> None:
+    assert list(filled_in_violations({"offload.engine": source})) == []
 
 
 @pytest.mark.parametrize(
@@ -326,9 +395,9 @@ def test_checker_accepts_right_imports(sources: Sources) -> None:
 @pytest.mark.parametrize(
     ("sources", "expected"),
     [
-        ({"offload.engine": "param.data = x"}, "only hooks.py"),
-        ({"offload.engine": "a, p.data = 1, x"}, "only hooks.py"),
-        ({"offload.engine": "setattr(p, 'data', x)"}, "only hooks.py"),
+        ({"offload.engine": "param.data = x"}, "only binding.py"),
+        ({"offload.engine": "a, p.data = 1, x"}, "only binding.py"),
+        ({"offload.engine": "setattr(p, 'data', x)"}, "only binding.py"),
         ({"offload.engine": "shard.state = State.DIRTY"}, "only copies.py"),
         ({"offload.module.hooks": "self.shards[0].state = State.DIRTY"}, "only copies.py"),
         ({"offload.shards.leases": "shard.readers += 1"}, "only copies.py"),
@@ -349,7 +418,7 @@ def test_checker_finds_duties_in_the_wrong_place(sources: Sources, expected: str
 @pytest.mark.parametrize(
     "sources",
     [
-        {"offload.module.hooks": "param.data = x"},
+        {"offload.module.binding": "param.data = x"},
         {"offload.shards.copies": "shard.state = State.DIRTY"},
         {"offload.shards.leases": "from offload.shards.shard import Event"},
         {"offload.optimizer": "self.state[p] = {}\nself.state = {}"},

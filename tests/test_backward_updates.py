@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke
+from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke, versions
 from harness import WIDTH, assert_same_tensors, batch, everything_on_device, loss_of, one_torch_thread, tight
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,13 +21,14 @@ from offload import AdamW, Engine
 from offload.errors import ConfigError, NonFiniteError
 from offload.kernels import cpu_adam
 from offload.memory.tiers import Tier
+from offload.optim.step import MOST_CALM_STEPS, Calm
 from offload.planning.placement import Homes, Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
-from offload.shards.backward_updates import MOST_CALM_STEPS, Calm, EarlyUpdates
+from offload.shards.backward_updates import BackwardUpdates
 from offload.shards.manager import Manager
 from offload.shards.shard import State
-from offload.shards.stream import ALL_STATES, Chunk, stream
+from offload.shards.stream import ALL_STATES, Chunk
 from swap import SwapError
 from swap.io.faults import Fault, FaultTarget
 
@@ -66,21 +67,24 @@ class Bench:
 
     manager: Manager
     store: FakeStore
-    early: EarlyUpdates
+    early: BackwardUpdates
     recipe: FakeRecipe
     asked: list[None]
+
+    def guess(self) -> FakeRecipe:
+        self.asked.append(None)
+        return self.recipe
 
     def fetch(self, *indices: int) -> None:
         """Bring parameters to the device, as a backward does."""
         for index in indices:
-            self.manager.acquire(index)
-            self.manager.release(index)
+            self.manager.acquire(index).close()
         self.store.events.clear()
 
     def add(self, index: int, *, final: bool = True) -> None:
         """Let a unit's gradient arrive, and pass by as the hooks do."""
-        self.manager.gradients.add(index, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=final)
-        self.manager.advance_updates()
+        self.manager.add_gradient(index, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=final)
+        self.manager.advance_updates(self.guess)
 
     def arrive(self) -> None:
         """Let everything that is in flight be over."""
@@ -92,7 +96,7 @@ class Bench:
         """Pass by until nothing is left to do."""
         for _ in range(8 * UNITS):
             self.arrive()
-            self.manager.advance_updates()
+            self.manager.advance_updates(self.guess)
         self.arrive()
 
     def happened(self, what: str) -> list[Any]:
@@ -116,17 +120,10 @@ def watching(
     plan = make_plan_with(units, [home] * len(units), chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
     plan = dataclasses.replace(plan, early_bytes=room(plan, units[0]))
     manager = make_manager(plan, store)
-    recipe, asked = FakeRecipe(store), []
-
-    def guess() -> FakeRecipe:
-        asked.append(None)
-        return recipe
-
     try:
-        stream(manager, units, lambda chunk: None, reads=frozenset(), writes=ROLES)
+        manager.stream(units, lambda chunk: None, reads=frozenset(), writes=ROLES)
         store.events.clear()
-        early = EarlyUpdates(manager, guess, safe_point=contextlib.nullcontext())
-        bench = Bench(manager, store, early, recipe, asked)
+        bench = Bench(manager, store, manager.backward, FakeRecipe(store), [])
         bench.fetch(*range(UNITS))
         yield bench
         bench.arrive()
@@ -162,13 +159,14 @@ def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other
         bench.add(2)
         bench.add(1)
         fourth = bench.manager.copies.of(3, Role.PARAM)
-        assert bench.manager.working.start_fetch(fourth, Uses(), required=required)  # type: ignore[arg-type]
+        wanted = () if required else bench.early.wanted_here()
+        assert bench.manager.working.start_fetch(fourth, Uses(), required=required, wanted=wanted)  # type: ignore[arg-type]
         assert [index for index in range(UNITS) if index not in bench.manager.working] == [gone]
         bench.manager.copies.settle(fourth)
         bench.manager.working.finish_fetch(fourth)
         bench.make_all()
         assert bench.happened("visit") == [(2, 0), (2, 1)] + [(1, 0), (1, 1)] * required, "what has left waits"
-        assert bench.early.settle(bench.recipe) == ({1, 2} if required else {2})
+        assert bench.early.reconcile(bench.recipe) == ({1, 2} if required else {2})
         bench.manager.check()
 
 
@@ -187,16 +185,16 @@ def test_what_was_guessed_right_becomes_the_content() -> None:
             bench.add(index)
         bench.make_all()
         used = bench.store.used_bytes
-        versions = list(bench.manager.versions)
-        assert bench.early.settle(bench.recipe) == {0, 1, 2}
+        counted = versions(bench.manager)
+        assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
         assert bench.store.used_bytes == used / 2, "the old content is deleted"
         after = bench.content()
         assert after.keys() == before.keys()
         for key, data in after.items():
             assert data[0] == before[key][0] + 1 and data[1:2048] == before[key][1:2048]
-        assert [now - then for now, then in zip(bench.manager.versions, versions, strict=True)] == [1, 1, 1]
+        assert [now - then for now, then in zip(versions(bench.manager), counted, strict=True)] == [1, 1, 1]
         assert all(shard.readers == 0 for shard in bench.manager.copies)
-        assert bench.manager.counters.early_units == 3 and bench.manager.counters.early_units_dropped == 0
+        assert bench.manager.tiers.counters.early_units == 3 and bench.manager.tiers.counters.early_units_dropped == 0
         bench.manager.check()
 
 
@@ -208,12 +206,11 @@ def test_the_content_goes_on_from_there() -> None:
             for index in (2, 1, 0):
                 bench.add(index)
             bench.make_all()
-            assert bench.early.settle(bench.recipe) == {0, 1, 2}
-            bench.manager.gradients.drop()
+            assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
+            bench.manager.drop_gradients()
             bench.fetch(0, 1, 2)
             seen: list[int] = []
-            stream(
-                bench.manager,
+            bench.manager.stream(
                 bench.manager.units[:1],
                 lambda chunk, seen=seen: seen.append(peek(chunk.addresses[Role.PARAM], 1)[0]),
                 reads=frozenset({Role.PARAM}),
@@ -227,9 +224,9 @@ def test_what_was_guessed_wrong_changes_nothing() -> None:
         for index in (2, 1, 0):
             bench.add(index)
         bench.make_all()
-        assert bench.early.settle(FakeRecipe(bench.store, version="clipped")) == set()
+        assert bench.early.reconcile(FakeRecipe(bench.store, version="clipped")) == set()
         assert bench.store.objects == before
-        assert bench.manager.counters.early_units == 0 and bench.manager.counters.early_units_dropped == 3
+        assert bench.manager.tiers.counters.early_units == 0 and bench.manager.tiers.counters.early_units_dropped == 3
         bench.manager.check()
 
 
@@ -238,7 +235,7 @@ def test_what_is_under_way_at_the_step_is_finished_and_what_waits_is_left() -> N
         for index in (2, 1, 0):
             bench.add(index)
         assert bench.happened("get") == [(2, "master", 0), (2, "master", 1)]
-        assert bench.early.settle(bench.recipe) == {2}
+        assert bench.early.reconcile(bench.recipe) == {2}
         assert bench.happened("visit") == [(2, 0), (2, 1)]
         assert not bench.store.flying
         bench.manager.check()
@@ -257,9 +254,9 @@ def test_what_is_under_way_is_given_up_where_the_guess_was_wrong() -> None:
         before = dict(bench.store.objects)
         bench.add(2)
         bench.arrive()
-        bench.manager.advance_updates()
+        bench.manager.advance_updates(bench.guess)
         assert bench.happened("visit")
-        assert bench.early.settle(FakeRecipe(bench.store, version="clipped")) == set()
+        assert bench.early.reconcile(FakeRecipe(bench.store, version="clipped")) == set()
         assert bench.store.objects == before and not bench.store.flying
 
 
@@ -272,12 +269,12 @@ def test_a_gradient_that_changes_withdraws_its_unit(when: str) -> None:
         bench.add(2)
         if when == "done":
             bench.make_all()
-        bench.manager.gradients.add(2, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+        bench.manager.add_gradient(2, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
         assert {key: data for key, data in bench.store.objects.items() if key[0] == 2} == {
             key: data for key, data in before.items() if key[0] == 2
         }
         bench.make_all()
-        assert 2 not in bench.early.settle(bench.recipe)
+        assert 2 not in bench.early.reconcile(bench.recipe)
         bench.manager.check()
 
 
@@ -288,17 +285,17 @@ def test_whoever_looks_or_drops_withdraws_all(who: str) -> None:
         for index in (2, 1, 0):
             bench.add(index)
         bench.arrive()
-        bench.manager.advance_updates()
+        bench.manager.advance_updates(bench.guess)
         if who == "stream":
-            stream(bench.manager, bench.manager.units, lambda chunk: None, reads=frozenset({Role.PARAM}))
+            bench.manager.stream(bench.manager.units, lambda chunk: None, reads=frozenset({Role.PARAM}))
         elif who == "drop":
-            bench.manager.gradients.drop()
+            bench.manager.drop_gradients()
         elif who == "reset":
             bench.manager.reset()
         else:
             bench.manager.finish_updates()
         assert bench.store.objects == before and not bench.store.flying
-        assert bench.early.settle(bench.recipe) == set()
+        assert bench.early.reconcile(bench.recipe) == set()
         bench.manager.check()
 
 
@@ -315,14 +312,14 @@ def test_a_reader_that_disturbs_nothing_finds_staging_free_and_the_updates_go_on
             seen.append((chunk.unit.index, chunk.number))
             for role in (Role.PARAM, Role.MASTER):
                 key = (chunk.unit.index, role.value, chunk.number)
-                size = bench.manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+                size = bench.manager.tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
                 assert peek(chunk.addresses[role], size) == before[key][:size], "of before the step"
 
-        stream(bench.manager, bench.manager.units, visit, reads=ROLES | {Role.GRAD}, keep_early=True)
+        bench.manager.stream(bench.manager.units, visit, reads=ROLES | {Role.GRAD}, keep_early=True)
         assert seen == [(index, number) for index in range(UNITS) for number in range(2)]
         assert [update.unit.index for update in bench.early._waiting] == waiting, "nothing more was begun"
         bench.make_all()
-        assert bench.early.settle(bench.recipe) == {0, 1, 2}
+        assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
         bench.manager.check()
 
 
@@ -347,7 +344,7 @@ def test_only_where_the_old_content_stays_and_the_gradient_waits(home: Homes) ->
         for index in range(UNITS):
             bench.add(index)
         bench.make_all()
-        assert bench.early.settle(bench.recipe) == set()
+        assert bench.early.reconcile(bench.recipe) == set()
         assert not bench.happened("visit")
 
 
@@ -359,9 +356,9 @@ def test_room_is_never_exceeded() -> None:
             for index in (2, 1, 0):
                 bench.add(index)
             bench.make_all()
-            assert bench.store.used_bytes - settled == bench.manager.plan.aside_bytes(bench.manager.units[0])
-            assert bench.early.settle(bench.recipe) == {2}
-            bench.manager.gradients.drop()
+            assert bench.store.used_bytes - settled == bench.manager.tiers.plan.aside_bytes(bench.manager.units[0])
+            assert bench.early.reconcile(bench.recipe) == {2}
+            bench.manager.drop_gradients()
             bench.fetch(2)
 
 
@@ -372,7 +369,7 @@ def test_a_unit_that_somebody_looks_at_is_updated_in_place() -> None:
         for index in (2, 1, 0):
             bench.add(index)
         bench.make_all()
-        assert bench.early.settle(bench.recipe) == {0, 2}
+        assert bench.early.reconcile(bench.recipe) == {0, 2}
         assert view.numel() and bench.manager.copies.of(1, Role.PARAM).state is State.RESIDENT
         del view, kept
 
@@ -385,7 +382,7 @@ def test_parameters_that_have_left_are_left_to_the_forward() -> None:
             bench.add(index)
         bench.make_all()
         assert not [key for key in bench.happened("get") if key[1] == "param"]
-        assert bench.early.settle(bench.recipe) == {0, 2}
+        assert bench.early.reconcile(bench.recipe) == {0, 2}
         assert not {0, 2} & set(bench.manager.working._residency), "the copies on the device were of before the step"
 
 
@@ -399,7 +396,7 @@ def test_an_error_is_met_by_whoever_makes_the_update_afterwards(kind: str) -> No
             bench.arrive()
         bench.make_all()
         bench.store.fail = lambda what, key, count: None
-        assert bench.early.settle(bench.recipe) == set()
+        assert bench.early.reconcile(bench.recipe) == set()
         assert bench.store.objects == before
         bench.manager.check()
 
@@ -510,12 +507,12 @@ def test_updates_are_begun_during_backward(tmp_path: Path) -> None:
     model = make()
     with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:
         seen = []
-        store = engine._manager.store
+        store = engine._manager.tiers.store
         assert store is not None
 
         def pass_by(*_: object) -> None:
             store.drain()
-            engine._manager.advance_updates()
+            engine._manager.advance_updates(engine._step.guess)
 
         model[1].register_full_backward_hook(pass_by)
         model[0].weight.register_hook(lambda gradient: seen.append(engine.stats().update_chunks))
@@ -600,7 +597,7 @@ def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_p
             engine.step()
             engine.drain()
             loss = loss_of(engine, 1)
-            store = engine._manager.store
+            store = engine._manager.tiers.store
             if fail is not None:
                 assert store is not None
                 store.inject(Fault(nth=fail, target=target))
@@ -612,7 +609,7 @@ def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_p
             if store is not None:
                 with contextlib.suppress(SwapError):  # whoever needs what has failed meets the error
                     store.drain()
-                engine._manager.advance_updates()
+                engine._manager.advance_updates(engine._step.guess)
                 store.clear_faults()
             engine.step()
             return everything(engine), early_units(engine)[1] > 0
@@ -645,7 +642,7 @@ def test_interrupt_in_an_update_during_backward(tmp_path: Path, monkeypatch: pyt
             train(engine, 0)
             engine.step()
             engine.drain()
-            if engine._early is not None:
+            if engine.plan.early_bytes:
                 monkeypatch.setattr(cpu_adam, "step", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     for _ in range(100):  # passing by makes an update at some time

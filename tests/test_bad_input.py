@@ -31,6 +31,7 @@ from harness import (
     assert_same_tensors,
     batch,
     everything_on_device,
+    guess_nothing,
     host,
     loss_of,
     one_torch_thread,
@@ -757,17 +758,11 @@ def read_error_in_backward(engine: Engine) -> None:
     store(engine).clear_faults()
 
 
-def update_after_the_step(engine: Engine) -> None:
-    """Have no update made during backward."""
-    assert engine._early is not None
-    engine._early._guess = lambda: None
-
-
 def read_error_in_an_update(engine: Engine) -> None:
     """An update whose bytes cannot be read is made when they can be: a read damages nothing."""
     assert engine.optimizer is not None
     if not engine.stats().step:  # states that have never been written are not read
-        update_after_the_step(engine)
+        guess_nothing(engine)
         return
     store(engine).inject(Fault(nth=1, target=FaultTarget.READS, forever=True))
     for look in (engine.drain, engine.state_dict, engine.optimizer.state_dict, lambda: loss_of(engine, 0)):
@@ -828,8 +823,8 @@ DISTURBANCES = [
 
 
 def store(engine: Engine) -> Any:
-    assert engine._manager is not None and engine._manager.store is not None
-    return engine._manager.store
+    assert engine._manager is not None and engine._manager.tiers.store is not None
+    return engine._manager.tiers.store
 
 
 @pytest.mark.parametrize("disturb", DISTURBANCES, ids=lambda f: f.__name__)
@@ -883,7 +878,7 @@ def test_interrupt_in_an_update_comes_through_when_nothing_is_half_done(
             signal.raise_signal(signal.SIGINT)
         real(*arguments)
 
-    update_after_the_step(engine)
+    guess_nothing(engine)
     step(engine, 0)
     engine.backward(loss_of(engine, 1))
     monkeypatch.setattr(cpu_adam, "step", interrupted)
@@ -1050,7 +1045,7 @@ def test_write_error_in_a_step(code: int, tmp_path: Path) -> None:
     """Disk full or broken in the middle of the update: the step is lost, which every further call says."""
     model = net()
     engine = Engine(model, AdamW(), **tight(model, tmp_path))
-    update_after_the_step(engine)
+    guess_nothing(engine)
     step(engine, 0)
     engine.backward(loss_of(engine, 1))
     store(engine).inject(Fault(nth=5, errno=code, target=FaultTarget.WRITES))
@@ -1117,7 +1112,7 @@ def test_every_single_transfer_may_fail(
                 except SwapError as error:
                     assert error.errno == errno.EIO
                     failed += 1
-                    if engine._unusable is None:
+                    if engine._life.unusable is None:
                         engine._manager.check()  # type: ignore[union-attr]
             else:
                 pytest.fail("a transfer that failed once failed again")

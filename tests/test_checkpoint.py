@@ -244,11 +244,10 @@ def test_a_resident_working_copy_is_read_and_written_with_its_home() -> None:
         units = [make_unit(0, [5000], "bfloat16")]
         with managing(units, [Homes(tier, H, N)], working_bytes=units[0].param_bytes) as (manager, _):
             scatter_parameters(manager, {(0, 0): random(5000, 1)})
-            manager.acquire(0)
-            manager.release(0)
+            manager.acquire(0).close()
             new = rounded(random(5000, 2), "bfloat16")
             scatter_parameters(manager, {(0, 0): new})
-            shard = manager.shard(0, Role.PARAM)
+            shard = manager.copies.get(0, Role.PARAM)
             assert shard is not None and shard.state is State.RESIDENT
             assert torch.equal(gather_parameters(manager)[0, 0], new)
             manager.working.evict(shard)

@@ -69,7 +69,7 @@ def differences(left: Digests, right: Digests) -> set[tuple[str, str]]:
 def flip_one_bit(engine: Engine, role: Role) -> None:
     """Flip the lowest bit of the first element of the first parameter of the first unit, in memory."""
     assert engine._manager is not None
-    shard = engine._manager.shard(0, role)
+    shard = engine._manager.copies.get(0, role)
     assert shard is not None and shard.home_buffer is not None
     byte = (ctypes.c_ubyte * 1).from_address(shard.home_buffer.address)
     byte[0] ^= 1

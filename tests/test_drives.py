@@ -102,7 +102,7 @@ def test_the_engine_uses_what_was_measured(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     options = {"max_memory": {"device": "1MiB", "cpu": "8MiB", "nvme": "64MiB"}, "offload_param": "nvme"}
     with offload.Engine(model, offload.AdamW(), device="cpu", nvme_path=tmp_path / "a", **options) as engine:
-        store = engine._manager.store  # type: ignore[union-attr]
+        store = engine._manager.tiers.store  # type: ignore[union-attr]
         assert store is not None and store.engine == "threads"
         engine.backward(engine(torch.ones(2, 16)).mean())
         assert engine.step()

@@ -23,6 +23,7 @@ from harness import (
     assert_same_tensors,
     batch,
     everything_on_device,
+    guess_nothing,
     host,
     loss_of,
     nvme,
@@ -1373,8 +1374,7 @@ def test_evaluation_in_inference_mode_leaves_nothing_behind(where: str, tmp_path
     """What is fetched in inference mode is used for training afterwards."""
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)])
     with Engine(model, AdamW(), **(everything_on_device() if where == "device" else tight(model, tmp_path))) as engine:
-        if engine._early is not None:
-            engine._early._guess = lambda: None  # all updates are made after the step
+        guess_nothing(engine)  # all updates are made after the step
         for number in range(4):
             with torch.inference_mode():
                 evaluated = loss_of(engine, number)

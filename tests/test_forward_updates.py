@@ -21,10 +21,10 @@ from offload.errors import StateError
 from offload.memory.tiers import Tier
 from offload.planning.placement import STAGING_SLOTS, Homes
 from offload.planning.roles import Role
-from offload.shards.forward_updates import PendingUpdates
+from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.manager import Manager
 from offload.shards.shard import State
-from offload.shards.stream import ALL_STATES, Chunk, stream
+from offload.shards.stream import ALL_STATES, Chunk
 from swap import SwapError
 
 CHUNK = 4096
@@ -50,7 +50,7 @@ def pending(
     chunks: int = 2,
     early_bytes: int = 0,
     staging_slots: int = STAGING_SLOTS,
-) -> Iterator[tuple[Manager, FakeStore, PendingUpdates]]:
+) -> Iterator[tuple[Manager, FakeStore, ForwardUpdates]]:
     """A step over units of some chunks with all content in place and gradients there; nothing of it has been done.
 
     The device has room for `working` units, and `resident` are there.
@@ -67,15 +67,15 @@ def pending(
     )
     manager = make_manager(plan, store, prefetch=resident == 0)
     try:
-        stream(manager, units, lambda chunk: None, reads=frozenset(), writes=ROLES)
+        manager.stream(units, lambda chunk: None, reads=frozenset(), writes=ROLES)
         for unit in units[:resident]:
-            manager.acquire(unit.index)
-            manager.release(unit.index)
+            manager.acquire(unit.index).close()
         for unit in units:
-            manager.gradients.add(unit.index, 0, torch.ones(chunks * CHUNK, dtype=torch.bfloat16), final=True)
+            manager.add_gradient(unit.index, 0, torch.ones(chunks * CHUNK, dtype=torch.bfloat16), final=True)
         store.events.clear()
         store.urgent.clear()
-        yield manager, store, PendingUpdates(manager, units, noted(store), safe_point=contextlib.nullcontext())
+        manager.forward.begin(units, noted(store))
+        yield manager, store, manager.forward
     finally:
         arrive_quietly(store)
         manager.close()
@@ -94,18 +94,18 @@ def arrive(store: FakeStore) -> None:
 def test_nothing_is_done_before_somebody_needs_it() -> None:
     with pending(working=UNITS, resident=1) as (manager, store, updates):
         assert store.events == []
-        updates.begin()
+        updates.read_ahead()
         assert happened(store, "get") == [(0, "master", 0), (0, "master", 1)], "two chunks ahead"
         updates.advance()
         assert not happened(store, "get over") and not happened(store, "visit"), "it waits for nothing"
         assert all(index in updates for index in range(UNITS))
-        assert manager.updates is updates
+        assert manager.forward.active
 
 
 def test_passing_by_works_on_what_has_arrived() -> None:
     chunks = [(index, number) for index in range(2) for number in range(2)]
     with pending(working=UNITS, resident=2) as (_, store, updates):
-        updates.begin()
+        updates.read_ahead()
         assert happened(store, "get") == [(index, "master", number) for index, number in chunks], "into all four slots"
         arrive(store)
         updates.advance()
@@ -119,7 +119,7 @@ def test_passing_by_works_on_what_has_arrived() -> None:
 
 def test_reads_that_are_waited_for_come_first_unless_a_write_makes_room() -> None:
     with pending(working=UNITS, resident=2) as (_, store, updates):
-        updates.begin()
+        updates.read_ahead()
         first_four = happened(store, "get")
         assert store.urgent == first_four, "the forward that begins next waits for them"
         updates.require(3)
@@ -130,7 +130,7 @@ def test_reads_that_are_waited_for_come_first_unless_a_write_makes_room() -> Non
 def test_units_that_need_no_slot_are_not_begun_all_at_once() -> None:
     """What is begun cannot leave the device; there are two slots, which stay free."""
     with pending(Homes(H, H, H), staging_slots=2) as (_, __, updates):
-        updates.begin()
+        updates.read_ahead()
         assert len(updates._open) == 2 and len(updates._waiting) == UNITS - 2
         updates.finish()
 
@@ -138,20 +138,20 @@ def test_units_that_need_no_slot_are_not_begun_all_at_once() -> None:
 def test_a_unit_waits_for_its_own_update_only() -> None:
     """The next unit's reads are under way before the last chunk is worked on, its updates are not made."""
     with pending(working=3) as (manager, store, updates):
-        updates.begin()
+        updates.read_ahead()
         manager.prefetch()
         arrive(store)
         store.events.clear()
-        manager.acquire(0)
+        lease = manager.acquire(0)
         assert 0 not in updates and 1 in updates
         assert happened(store, "visit") == [(0, 0), (0, 1)]
         assert (1, "master", 0) in happened(store, "get"), "both queues are busy while unit 0 is used"
         assert not happened(store, "put over"), "nobody waits for what goes home"
         assert manager.copies.of(0, Role.PARAM).state is State.FLUSHING
         manager.check()
-        manager.release(0)
+        lease.close()
         updates.finish()
-        assert manager.updates is None
+        assert not manager.forward.active
         assert happened(store, "visit") == [(index, number) for index in range(UNITS) for number in range(2)]
         assert {shard.state for shard in manager.copies if shard.role in ALL_STATES} == {State.STORED}
         assert all(not shard.writing and not shard.readers for shard in manager.copies)
@@ -167,7 +167,7 @@ def test_prefetching_leaves_the_drive_to_updates() -> None:
             params = (manager.copies.of(index, Role.PARAM) for index in range(UNITS))
             return [shard.unit.index for shard in params if shard.state is State.FETCHING]
 
-        updates.begin()
+        updates.read_ahead()
         manager.prefetch()
         assert len(coming()) == 2
         arrive(store)
@@ -180,16 +180,15 @@ def test_prefetching_from_memory_is_in_nobodys_way() -> None:
         updates.require(1)
         manager.prefetch()
         params = [manager.copies.of(index, Role.PARAM) for index in range(UNITS)]
-        assert manager.updates is not None
+        assert manager.forward.active
         assert [shard.state for shard in params] == [State.FETCHING] * 2 + [State.STORED] * 2, "two are up to date"
 
 
 def test_a_parameter_is_read_once_for_its_update_and_its_use() -> None:
     with pending(working=UNITS) as (manager, store, updates):
-        updates.begin()
+        updates.read_ahead()
         for index in range(UNITS):
-            manager.acquire(index)
-            manager.release(index)
+            manager.acquire(index).close()
         params = [key for key in happened(store, "get") if key[1] == "param"]
         assert sorted(params) == [(index, "param", number) for index in range(UNITS) for number in range(2)]
 
@@ -197,7 +196,7 @@ def test_a_parameter_is_read_once_for_its_update_and_its_use() -> None:
 def test_a_gradient_is_kept_until_its_update_and_no_longer() -> None:
     with pending() as (manager, _, updates):
         states = [manager.copies.of(index, Role.GRAD) for index in range(UNITS)]
-        manager.gradients.drop()  # as zero_grad() does
+        manager.drop_gradients()  # as zero_grad() does
         assert {shard.state for shard in states} == {State.STORED}
         updates.require(1)
         assert [shard.state for shard in states] == [State.EMPTY] * 2 + [State.STORED] * 2
@@ -207,8 +206,8 @@ def test_a_gradient_is_kept_until_its_update_and_no_longer() -> None:
 def test_a_gradient_of_the_next_step_finishes_the_last_one_first() -> None:
     with pending() as (manager, store, updates):
         updates.require(0)
-        manager.gradients.add(3, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
-        assert manager.updates is None
+        manager.add_gradient(3, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+        assert not manager.forward.active
         assert happened(store, "visit")[-1] == (3, 1)
         assert manager.gradients.arrived(3) == [True]
 
@@ -227,7 +226,7 @@ def in_gradient_memory(manager: Manager, store: FakeStore) -> set[int]:
 def test_memory_of_gradients_that_were_used_takes_further_chunks() -> None:
     """Bytes of a slot: 2 + 2 + 2 + 4 + 4 of each of 4096 elements; a gradient of 16 chunks is as long as 2 slots."""
     with pending(chunks=16) as (manager, store, updates):
-        assert manager.plan.staging_slot_bytes == 14 * CHUNK
+        assert manager.tiers.plan.staging_slot_bytes == 14 * CHUNK
         updates.require(0)
         assert in_gradient_memory(manager, store) == set(), "unit 0 was the first to give its memory"
         updates.require(1)
@@ -241,8 +240,8 @@ def test_memory_of_a_gradient_is_left_before_the_next_one_comes() -> None:
     with pending(chunks=16) as (manager, store, updates):
         updates.require(3)
         assert in_gradient_memory(manager, store) and not updates._waiting, "only writes are left"
-        manager.gradients.add(0, 0, torch.ones(16 * CHUNK, dtype=torch.bfloat16), final=True)
-        assert manager.updates is None and not store.flying
+        manager.add_gradient(0, 0, torch.ones(16 * CHUNK, dtype=torch.bfloat16), final=True)
+        assert not manager.forward.active and not store.flying
 
 
 @pytest.mark.parametrize(("spare", "slots"), [(0, 16), (1, 17), (1000, 64)])
@@ -250,7 +249,7 @@ def test_there_are_no_more_slots_than_new_versions_have_room(spare: int, slots: 
     """Of 16 the plan takes care; beside them, what updates in backward do not need while others are made after it."""
     size = 14 * CHUNK + 4096
     with pending(chunks=120, early_bytes=spare * size) as (manager, store, updates):
-        assert manager.plan.most_slots == slots
+        assert manager.tiers.plan.most_slots == slots
         updates.finish()
         pipeline = updates._pipeline
         assert len(pipeline._free) + len(pipeline._taken) == slots
@@ -258,8 +257,8 @@ def test_there_are_no_more_slots_than_new_versions_have_room(spare: int, slots: 
 
 def test_whoever_streams_finishes_first() -> None:
     with pending() as (manager, store, _):
-        stream(manager, manager.units[:1], noted(store), reads=frozenset({Role.PARAM}))
-        assert len(happened(store, "visit")) == 2 * UNITS + 2 and manager.updates is None
+        manager.stream(manager.units[:1], noted(store), reads=frozenset({Role.PARAM}))
+        assert len(happened(store, "visit")) == 2 * UNITS + 2 and not manager.forward.active
 
 
 def test_old_parameters_are_not_to_be_seen() -> None:
@@ -287,7 +286,7 @@ def test_writes_that_are_over_just_after_they_were_asked_for(needed: bool, monke
             for index in range(UNITS):
                 updates.require(index)
         updates.finish()
-        assert manager.updates is None
+        assert not manager.forward.active
         assert not any(index in updates for index in range(UNITS))
         assert not any(manager.working.hides(index) for index in range(UNITS))
 
@@ -295,17 +294,17 @@ def test_writes_that_are_over_just_after_they_were_asked_for(needed: bool, monke
 def test_parameters_in_use_are_not_updated() -> None:
     with pending(working=UNITS) as (manager, store, updates):
         updates.finish()
-        manager.acquire(1)
+        lease = manager.acquire(1)
         with pytest.raises(StateError, match="u1: cannot be written while they are in use"):
-            PendingUpdates(manager, manager.units, noted(store), safe_point=contextlib.nullcontext())
-        assert manager.updates is None
-        manager.release(1)
+            updates.begin(manager.units, noted(store))
+        assert not manager.forward.active
+        lease.close()
 
 
 def test_a_read_that_fails_is_repeated_for_who_needs_it() -> None:
     with pending() as (manager, store, updates):
         store.fail = lambda kind, key, count: SwapError("injected", errno=5) if key == (0, "master", 0) else None
-        updates.begin()
+        updates.read_ahead()
         arrive_quietly(store)
         updates.advance()
         assert not happened(store, "visit"), "who passes by meets no error"
@@ -384,7 +383,7 @@ def session(path: Path, placement: str, *, overlap: bool, dtype: torch.dtype, lo
         placement
     ]()
     with Engine(model, AdamW(lr=1e-2), **where, **options) as engine:
-        engine._overlap = overlap
+        engine._step.overlap = overlap
         assert engine.optimizer is not None
         schedule = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5)
         seen, norms = [], []
@@ -489,7 +488,7 @@ def test_any_interleaving_gives_the_same(
     def run(overlap: bool, **options: Any) -> list[torch.Tensor]:
         model, seen = make(), []
         engine = Engine(model, AdamW(lr=1e-2), max_grad_norm=1.0, **options)
-        engine._overlap = overlap
+        engine._step.overlap = overlap
         assert engine.optimizer is not None
         for number, action in enumerate(actions):
             if action in ("batch", "skipping"):

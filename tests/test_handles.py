@@ -594,7 +594,7 @@ def test_trainers_and_the_engines_own_accumulation_agree_to_the_bit(updated_earl
         places = {**tight(model, tmp_path, dtype="bfloat16"), "max_memory": {"device": "64MiB", "cpu": "64MiB"}}
         places["max_memory"]["nvme"] = "64MiB"
         with Engine(model, AdamW(lr=1e-2), **places, **options) as engine:
-            engine._overlap = updated_early
+            engine._step.overlap = updated_early
             for step in range(3):
                 for number in range(4):
                     loss = engine(batch(4 * step + number).bfloat16()).float().sub(1).pow(4).mean()
@@ -768,9 +768,7 @@ def test_data_of_a_gradient_is_assigned(wrapped: tuple[Engine, Net, Net]) -> Non
 
 
 @pytest.mark.parametrize("kind", ["tensor", "parameter", "empty", "double", "wrapped in a module of its own"])
-def test_a_gradient_does_not_become_the_data_of_a_foreign_tensor(
-    kind: str, wrapped: tuple[Engine, Net, Net]
-) -> None:
+def test_a_gradient_does_not_become_the_data_of_a_foreign_tensor(kind: str, wrapped: tuple[Engine, Net, Net]) -> None:
     """Torch asks no class there, and reading such a tensor would end the process."""
     engine, model, plain = wrapped
     backward(engine, plain)
@@ -783,7 +781,8 @@ def test_a_gradient_does_not_become_the_data_of_a_foreign_tensor(
         "wrapped in a module of its own": nn.Linear(WIDTH, WIDTH).weight,
     }[kind]
     before = foreign.detach().clone()
-    for gradient in (weight.grad, weight.grad.data, weight.grad * 2, weight.grad.view(-1), weight.grad.to(foreign.dtype)):
+    grad = weight.grad
+    for gradient in (grad, grad.data, grad * 2, grad.view(-1), grad.to(foreign.dtype)):
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
             foreign.data = gradient
     assert torch.equal(foreign, before)

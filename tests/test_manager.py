@@ -25,9 +25,10 @@ from offload.memory.tiers import Buffer, Tier, view_at
 from offload.planning.placement import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
+from offload.shards.copies import Lease
 from offload.shards.manager import Manager
 from offload.shards.shard import State
-from offload.shards.stream import ALL_STATES, Chunk, stream
+from offload.shards.stream import ALL_STATES, Chunk
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapStore
 from swap.store import StoreTicket
 
@@ -123,6 +124,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.versions = itertools.count(1)
         self.content: dict[tuple[int, Role], int | str] = {}
         self.leases = dict.fromkeys(range(len(self.UNITS)), 0)
+        self.held: dict[int, list[Lease]] = {index: [] for index in range(len(self.UNITS))}
         self.borrowed: list[tuple[int, torch.Tensor]] = []
         self.gradients: dict[tuple[int, int], int] = {}  # sum of what has arrived, per slot
         self.faults = 0
@@ -131,8 +133,8 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.manager.close()
         self.manager.close()
-        for budget in self.manager.budgets.values():
-            assert budget.reservations() == {}
+        for budget in self.manager.tiers.budgets.values():
+            assert budget.claims() == {}
         assert not self.binder.bound
         for index, tensor in self.borrowed:
             self.check_borrowed(index, tensor)  # the memory outlives the manager
@@ -147,7 +149,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return word(unit.index, role, version) if isinstance(version, int) else bytes(2)
 
     def roles(self, unit: Unit) -> list[Role]:
-        return [role for role in ROLE_NUMBER if self.manager.shard(unit.index, role) is not None]
+        return [role for role in ROLE_NUMBER if self.manager.copies.get(unit.index, role) is not None]
 
     def is_lost(self, unit: Unit, roles: Iterable[Role] = ROLE_NUMBER) -> bool:
         return any(self.content.get((unit.index, role)) == LOST for role in roles)
@@ -175,7 +177,7 @@ class ManagerMachine(RuleBasedStateMachine):
         def visit(chunk: Chunk) -> None:
             visits.append(chunk.unit.index)
             for role in self.roles(chunk.unit):
-                size = self.manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+                size = self.manager.tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
                 if role in reads:
                     assert words(peek(chunk.addresses[role], size)) == {self.expected(chunk.unit, role)}
                 if role in writes:
@@ -187,7 +189,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
         done = False
         try:
-            stream(self.manager, units, visit, reads=reads, writes=writes)
+            self.manager.stream(units, visit, reads=reads, writes=writes)
             done = True
         except Stop:
             pass
@@ -197,7 +199,7 @@ class ManagerMachine(RuleBasedStateMachine):
             for role in self.roles(unit):
                 if role not in writes:
                     continue
-                shard = self.manager.shard(unit.index, role)
+                shard = self.manager.copies.get(unit.index, role)
                 assert shard is not None
                 if done:
                     self.content[unit.index, role] = version
@@ -235,7 +237,7 @@ class ManagerMachine(RuleBasedStateMachine):
         tried = 0
         while True:
             try:
-                self.manager.acquire(index)
+                lease = self.manager.acquire(index)
             except StateError:
                 assert self.is_lost(unit, PARAM)
                 return
@@ -250,12 +252,13 @@ class ManagerMachine(RuleBasedStateMachine):
             break
         assert not self.is_lost(unit, PARAM)
         self.leases[index] += 1
+        self.held[index].append(lease)
 
     @precondition(lambda self: any(self.leases.values()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.sampled_from([i for i, count in self.leases.items() if count]))
-        self.manager.release(index)
+        self.held[index].pop().close()
         self.leases[index] -= 1
 
     @rule(index=unit_numbers)
@@ -286,7 +289,7 @@ class ManagerMachine(RuleBasedStateMachine):
         units = [self.UNITS[index] for index in sorted(subset)]
         if any(self.is_lost(unit) for unit in units):
             with pytest.raises((StateError, SwapError)) as caught:
-                stream(self.manager, units, lambda chunk: None, reads=ROLES)
+                self.manager.stream(units, lambda chunk: None, reads=ROLES)
             if isinstance(caught.value, SwapError):
                 self.expect_error(caught.value)
             return
@@ -317,7 +320,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return  # sums are whole numbers that bfloat16 holds exactly
         tensor = torch.full(unit.slots[number].shape, float(value), dtype=torch.bfloat16)
         try:
-            self.manager.gradients.add(index, number, tensor, final=final)
+            self.manager.add_gradient(index, number, tensor, final=final)
         except SwapError as error:
             self.expect_error(error)
             self.reset()  # what the engine does after an error in backward
@@ -357,16 +360,19 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_gradients(self) -> None:
-        self.manager.gradients.drop()
+        self.manager.drop_gradients()
         self.gradients.clear()
         for unit in self.UNITS:
-            shard = self.manager.shard(unit.index, Role.GRAD)
+            shard = self.manager.copies.get(unit.index, Role.GRAD)
             assert shard is None or shard.state is State.EMPTY
 
     @rule()
     def reset(self) -> None:
         self.manager.reset()
         self.leases = dict.fromkeys(self.leases, 0)
+        for held in self.held.values():
+            while held:
+                held.pop().close()  # whoever comes too late returns nothing: check() counts
         self.gradients.clear()
 
     @rule()
@@ -390,11 +396,11 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def bookkeeping_agrees(self) -> None:
         self.manager.check()
-        for budget in self.manager.budgets.values():
-            assert sum(budget.reservations().values()) == budget.used_bytes <= budget.limit_bytes
+        for budget in self.manager.tiers.budgets.values():
+            assert sum(budget.claims().values()) == budget.used_bytes <= budget.limit_bytes
         assert self.store.used_bytes <= self.store.capacity_bytes
         for index, count in self.leases.items():
-            shard = self.manager.shard(index, Role.PARAM)
+            shard = self.manager.copies.get(index, Role.PARAM)
             assert shard is not None and shard.readers == count and not shard.writing
             assert not count or index in self.manager.working
         arrived = {
@@ -425,18 +431,18 @@ class ManagerMachine(RuleBasedStateMachine):
 
         for unit in self.UNITS:
             for role in Role:
-                shard = self.manager.shard(unit.index, role)
+                shard = self.manager.copies.get(unit.index, role)
                 if shard is not None:
                     note(shard.home_buffer, shard.size_bytes, f"home of {shard.describe()}")
                     note(shard.work_buffer, shard.size_bytes, f"copy of {shard.describe()}")
-        for slot in self.manager.staging:
+        for slot in self.manager.tiers.staging:
             note(slot, slot.size_bytes, "staging")
         kept = {(tensor.data_ptr(), index) for index, tensor in self.borrowed}
         own = {s.data_ptr() for s in self.binder.bound.values()}
         own |= {
             s.home_buffer.address
             for u in self.UNITS
-            if (s := self.manager.shard(u.index, Role.PARAM)) and s.home_buffer
+            if (s := self.manager.copies.get(u.index, Role.PARAM)) and s.home_buffer
         }
         ranges += [(at, at + self.UNITS[i].param_bytes, f"tensor of {i}") for at, i in kept if at not in own]
         ranges.sort()
@@ -458,10 +464,10 @@ def managing(
     manager = make_manager(make_plan_with(units, homes, chunk_numel=CHUNK, **more), store, prefetch=prefetch)
 
     def load(chunk: Chunk) -> None:
-        size = manager.chunk_bytes(chunk.unit, Role.PARAM, chunk.begin, chunk.end)
+        size = manager.tiers.chunk_bytes(chunk.unit, Role.PARAM, chunk.begin, chunk.end)
         poke(chunk.addresses[Role.PARAM], word(chunk.unit.index, Role.PARAM, 1) * (size // 2))
 
-    stream(manager, units, load, reads=frozenset(), writes=PARAM)
+    manager.stream(units, load, reads=frozenset(), writes=PARAM)
     store.events.clear()
     try:
         yield manager, store
@@ -471,7 +477,7 @@ def managing(
 
 
 def state(manager: Manager, index: int, role: Role = Role.PARAM) -> State:
-    shard = manager.shard(index, role)
+    shard = manager.copies.get(index, role)
     assert shard is not None
     return shard.state
 
@@ -496,7 +502,7 @@ def test_a_buffer_is_not_reused_while_a_late_read_may_still_fill_it() -> None:
         with pytest.raises(SwapDeadlineError):
             manager.acquire(0)
         (flying,) = store.flying
-        manager.acquire(1)  # the store refuses memory that is in flight
+        second = manager.acquire(1)  # the store refuses memory that is in flight
         manager.check()
         with pytest.raises(BudgetError):
             manager.acquire(2)  # the other half is leased, and the late read's must not be taken
@@ -504,7 +510,7 @@ def test_a_buffer_is_not_reused_while_a_late_read_may_still_fill_it() -> None:
         flying.wait()
         manager.acquire(2)  # now it is free
         assert words(peek(manager.working.storage(1).data_ptr(), 8 << 10)) == {word(1, Role.PARAM, 1)}
-        manager.release(1)
+        second.close()
         manager.acquire(0)  # the unit itself can be fetched anew
         assert words(peek(manager.working.storage(0).data_ptr(), 8 << 10)) == {word(0, Role.PARAM, 1)}
 
@@ -530,8 +536,7 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
     for home in (Homes(D, H, H), Homes(H, H, H), Homes(N, H, N)):
         units = [make_unit(0, [2 * CHUNK])]
         with managing(units, [home], working_bytes=16 << 10) as (manager, _):
-            manager.acquire(0)
-            manager.release(0)
+            manager.acquire(0).close()
 
             def visit(chunk: Chunk) -> None:
                 poke(chunk.addresses[Role.PARAM], word(0, Role.PARAM, 2) * chunk.numel)
@@ -539,7 +544,7 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
                     raise Stop
 
             with pytest.raises(Stop):
-                stream(manager, units, visit, reads=ROLES, writes=ROLES)
+                manager.stream(units, visit, reads=ROLES, writes=ROLES)
             for _ in range(2):
                 assert {state(manager, 0, role) for role in ROLES} == {State.FAILED}
                 assert 0 not in manager.working
@@ -547,7 +552,7 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
                     manager.acquire(0)
                 for roles in (PARAM, ALL_STATES):
                     with pytest.raises(StateError, match="lost"):
-                        stream(manager, units, lambda chunk: None, reads=roles)
+                        manager.stream(units, lambda chunk: None, reads=roles)
                 manager.reset()
                 manager.check()
 
@@ -561,7 +566,7 @@ def test_a_tensor_of_the_user_keeps_its_memory_when_a_step_fails() -> None:
             raise Stop
 
         with pytest.raises(Stop):
-            stream(manager, units[:1], stop, reads=ROLES, writes=ROLES)
+            manager.stream(units[:1], stop, reads=ROLES, writes=ROLES)
         with pytest.raises(BudgetError):
             manager.acquire(1)
         assert tensor is not None and words(tensor.numpy().tobytes()) == {word(0, Role.PARAM, 1)}
@@ -573,11 +578,10 @@ def test_a_tensor_of_the_user_keeps_its_memory_when_a_step_fails() -> None:
 def test_borrowed_units_stay_and_units_used_last_leave_first() -> None:
     with managing(units_of(4), [Homes(H, H, H)] * 4, working_bytes=24 << 10) as (manager, _):
         for index in (0, 1, 2):  # the schedule expects 3 next, then 3, 2, 1, 0
-            manager.acquire(index)
-            manager.release(index)
-        manager.acquire(3)
+            manager.acquire(index).close()
+        lease = manager.acquire(3)
         assert [index in manager.working for index in range(4)] == [False, True, True, True]
-        manager.release(3)
+        lease.close()
         tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
         manager.acquire(0)
         assert 1 in manager.working and 0 in manager.working
@@ -588,10 +592,9 @@ def test_a_unit_that_will_be_borrowed_does_not_cut_the_room_in_two() -> None:
     """The region is that of the three largest units, 48 KiB; borrowed in its middle, a small one is in the way."""
     small, large = [make_unit(index, [CHUNK]) for index in range(4)], make_unit(4, [4 * CHUNK])
     with managing([*small, large], [Homes(H, H, H)] * 5, working_bytes=48 << 10) as (manager, _):
-        for index in range(4):
-            manager.acquire(index)
-        for index in range(4):
-            manager.release(index)
+        leases = [manager.acquire(index) for index in range(4)]
+        for lease in leases:
+            lease.close()
         before = manager.working.storage(2).data_ptr()
         tensor = view_at(manager.resident_storage(2, aside=True), torch.uint16, 0, (CHUNK,))
         assert tensor.data_ptr() < before
@@ -603,7 +606,7 @@ def test_a_unit_that_will_be_borrowed_does_not_cut_the_room_in_two() -> None:
 
 def test_uses_are_counted_as_hits_misses_and_stalls() -> None:
     with managing(units_of(3), [Homes(N, H, N)] * 3, prefetch=True, working_bytes=24 << 10) as (manager, store):
-        counters = manager.counters
+        counters = manager.tiers.counters
         manager.acquire(0)
         assert (counters.hits, counters.misses, counters.stalls) == (0, 1, 0)
         assert {key[0] for what, key in store.events if what == "get"} == {0, 1, 2}  # the next ones are on their way
@@ -616,12 +619,11 @@ def test_uses_are_counted_as_hits_misses_and_stalls() -> None:
 
 def test_the_next_unit_is_always_here_or_on_its_way() -> None:
     with managing(units_of(4), [Homes(N, H, N)] * 4, prefetch=True, working_bytes=16 << 10) as (manager, _):
-        counters = manager.counters
+        counters = manager.tiers.counters
         for _ in range(3):
             misses = counters.misses
             for index in (0, 1, 2, 3, 2, 1):
-                manager.acquire(index)
-                manager.release(index)
+                manager.acquire(index).close()
                 manager.prefetch()
                 following = next(manager.schedule.upcoming(1))
                 assert state(manager, following) in (State.RESIDENT, State.FETCHING)
@@ -631,7 +633,7 @@ def test_the_next_unit_is_always_here_or_on_its_way() -> None:
 
 def gradient(manager: Manager, index: int, value: float, *, final: bool = True) -> None:
     for number, slot in enumerate(manager.units[index].slots):
-        manager.gradients.add(index, number, torch.full(slot.shape, value, dtype=torch.bfloat16), final=final)
+        manager.add_gradient(index, number, torch.full(slot.shape, value, dtype=torch.bfloat16), final=final)
 
 
 def test_spilled_gradients_accumulate_across_the_pool() -> None:
@@ -642,7 +644,7 @@ def test_spilled_gradients_accumulate_across_the_pool() -> None:
                 gradient(manager, index, value, final=value == 2.0)
         for index in range(4):
             assert manager.gradients.sums(index) == [(9.0 * CHUNK, 0)]
-        manager.gradients.drop()
+        manager.drop_gradients()
         assert manager.gradients.sums(0) == [None]
         assert not store.flying and not any(key[1] == "grad" for key in store.objects)  # type: ignore[index]
 
@@ -658,11 +660,11 @@ def test_a_gradient_that_cannot_be_written_is_kept_until_it_is_dropped() -> None
         store.fail = lambda kind, key, count: None
         gradient(manager, 1, 1.0)  # the write is tried again
         assert manager.gradients.sums(3) == [(float(CHUNK), 0)]
-        manager.gradients.drop()
+        manager.drop_gradients()
         store.fail = lambda kind, key, count: SwapError("full", errno=28)
         gradient(manager, 0, 1.0)
         assert state(manager, 0, Role.GRAD) is State.FLUSHING
-        manager.gradients.drop()  # nobody needs it any more: no error
+        manager.drop_gradients()  # nobody needs it any more: no error
         assert state(manager, 0, Role.GRAD) is State.EMPTY
         manager.check()
 
@@ -680,7 +682,7 @@ def test_a_gradient_that_cannot_be_read_back_is_lost_until_it_is_dropped() -> No
         store.fail = lambda kind, key, count: None
         with pytest.raises(StateError, match="gradient of u2"):
             gradient(manager, 2, 1.0)
-        manager.gradients.drop()
+        manager.drop_gradients()
         gradient(manager, 2, 3.0)
         assert manager.gradients.sums(2) == [(9.0 * CHUNK, 0)]
 
@@ -737,7 +739,7 @@ def test_a_gradient_that_is_not_finite_is_counted() -> None:
     with managing(units_of(1), [Homes(H, H, H)]) as (manager, _):
         tensor = torch.ones(CHUNK, dtype=torch.bfloat16)
         tensor[3], tensor[70], tensor[71] = float("nan"), float("inf"), -float("inf")
-        manager.gradients.add(0, 0, tensor, final=False)
+        manager.add_gradient(0, 0, tensor, final=False)
         ((_, bad),) = [total for total in manager.gradients.sums(0) if total is not None]
         assert bad == 3
 
@@ -760,7 +762,7 @@ def test_memory_stays_mapped_for_tensors_of_a_failed_step() -> None:
             raise Stop
 
         with pytest.raises(Stop):
-            stream(manager, units, stop, reads=ROLES, writes=ROLES)
+            manager.stream(units, stop, reads=ROLES, writes=ROLES)
         manager.close()
     del manager
     gc.collect()
@@ -770,13 +772,13 @@ def test_memory_stays_mapped_for_tensors_of_a_failed_step() -> None:
 def test_gradients_need_not_be_contiguous() -> None:
     unit = make_unit(0, [6])
     with managing([unit], [Homes(H, H, H)]) as (manager, _):
-        manager.gradients.add(0, 0, torch.arange(12, dtype=torch.bfloat16)[::2], final=True)
+        manager.add_gradient(0, 0, torch.arange(12, dtype=torch.bfloat16)[::2], final=True)
         assert manager.gradients.sums(0) == [(float(sum((2 * i) ** 2 for i in range(6))), 0)]
 
 
 def test_the_dump_names_what_is_not_at_home() -> None:
     with managing(units_of(2), [Homes(H, H, H)] * 2, working_bytes=8 << 10) as (manager, _):
         tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
-        text = manager.dump()
+        text = manager.tiers.dump()
         assert "u1/param: resident, home cpu" in text and "borrowed" in text and "u0" not in text
         del tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke
+from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke, versions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.manager import Manager
 from offload.shards.shard import State
-from offload.shards.stream import ALL_STATES, Chunk, stream
+from offload.shards.stream import ALL_STATES, Chunk
 from swap import SwapError
 
 CHUNK = 4096
@@ -52,15 +52,15 @@ def write(manager: Manager, units: list[Unit], version: int, log: list[tuple[str
         if log is not None:
             log.append(("visit", (chunk.unit.index, chunk.number)))
         for role in chunk.addresses:
-            size = manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            size = manager.tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
             poke(chunk.addresses[role], content(chunk.unit, role, chunk.number, size, version))
 
-    stream(manager, units, visit, reads=frozenset(), writes=ROLES)
+    manager.stream(units, visit, reads=frozenset(), writes=ROLES)
 
 
 def ranges(manager: Manager, unit: Unit) -> list[tuple[int, int]]:
     """What a stream over `ROLES` visits where no working copy is on the device: a unit that is in memory, at once."""
-    shards = (manager.shard(unit.index, role) for role in ROLES)
+    shards = (manager.copies.get(unit.index, role) for role in ROLES)
     moves = any(shard is not None and shard.home is N for shard in shards)
     return unit.chunks(CHUNK) if moves else [(0, unit.numel)]
 
@@ -72,12 +72,12 @@ def check_content(manager: Manager, units: list[Unit], version: int) -> None:
     def visit(chunk: Chunk) -> None:
         seen.append((chunk.unit.index, chunk.begin, chunk.end))
         for role in ROLES:
-            size = manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            size = manager.tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
             if size:
                 expected = content(chunk.unit, role, chunk.number, size, version)
                 assert peek(chunk.addresses[role], size) == expected, (chunk.unit.name, role, chunk.number)
 
-    stream(manager, units, visit, reads=ROLES)
+    manager.stream(units, visit, reads=ROLES)
     assert seen == [(unit.index, *ends) for unit in units for ends in ranges(manager, unit)]
 
 
@@ -110,7 +110,7 @@ def test_what_was_written_is_read_wherever_it_lives(case: tuple[list[Unit], list
             manager.check()
         for unit in units:
             for role in ROLES:
-                shard = manager.shard(unit.index, role)
+                shard = manager.copies.get(unit.index, role)
                 assert shard is None or (shard.state is State.STORED and not shard.readers and not shard.writing)
 
 
@@ -135,7 +135,7 @@ def run_logged(chunks: int, slots: int) -> tuple[list[tuple[str, Any]], dict[int
         def visit(chunk: Chunk) -> None:
             store.events.append(("visit", (0, "visit", chunk.number)))
 
-        stream(manager, units, visit, reads=ROLES, writes=ROLES)
+        manager.stream(units, visit, reads=ROLES, writes=ROLES)
         events = [(what, key[2]) for what, key in store.events]
     return events, {number: events.index(("visit", number)) for number in range(chunks)}
 
@@ -171,7 +171,7 @@ def test_a_slot_is_not_reused_before_its_writer_has_left(staged: tuple[int, ...]
         write(manager, units, 2)
         check_content(manager, units, 2)
         store.events.clear()
-        stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
+        manager.stream(units, lambda chunk: None, reads=ROLES, writes=ROLES)
         keys = [(what, key[0]) for what, key in store.events]
         for writer, reader in zip(staged, staged[4:], strict=False):
             assert keys.index(("put over", writer)) < keys.index(("get", reader))
@@ -186,7 +186,7 @@ def check_lost(manager: Manager, units: list[Unit], lost: list[int], version: in
     """The units `lost` are lost in every role, the others have the content of `version`."""
     manager.check()
     for unit in units:
-        shards = [s for role in ROLES if (s := manager.shard(unit.index, role)) is not None]
+        shards = [s for role in ROLES if (s := manager.copies.get(unit.index, role)) is not None]
         assert not any(shard.writing or shard.readers for shard in shards)
         if unit.index in lost:
             assert {shard.state for shard in shards} == {State.FAILED}
@@ -195,7 +195,7 @@ def check_lost(manager: Manager, units: list[Unit], lost: list[int], version: in
 
 
 def read_with(manager: Manager, units: list[Unit]) -> None:
-    stream(manager, units, lambda chunk: None, reads=ROLES)
+    manager.stream(units, lambda chunk: None, reads=ROLES)
 
 
 @given(case=unit_and_homes(), stop=st.integers(0, 27))
@@ -214,7 +214,7 @@ def test_an_exception_leaves_nothing_in_flight_and_no_mixture_that_passes_for_co
                 raise Stop
 
         with pytest.raises(Stop):
-            stream(manager, units, visit, reads=ROLES, writes=ROLES)
+            manager.stream(units, visit, reads=ROLES, writes=ROLES)
         assert not store.flying
         check_lost(manager, units, visited)
         for unit in units:
@@ -237,7 +237,7 @@ def test_a_failed_transfer_is_raised_and_leaves_nothing_in_flight(
     with managing(units, where) as (manager, store):
         write(manager, units, 1)
         store.events.clear()
-        stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
+        manager.stream(units, lambda chunk: None, reads=ROLES, writes=ROLES)
         operations = sum(what == kind for what, _ in store.events)
         if operations == 0:
             return
@@ -246,7 +246,7 @@ def test_a_failed_transfer_is_raised_and_leaves_nothing_in_flight(
         store.fail = lambda what, key, count: injected if (what, count) == (kind, start + nth % operations) else None
         visited: list[int] = []
         with pytest.raises(SwapError) as caught:
-            stream(manager, units, lambda chunk: visited.append(chunk.unit.index), reads=ROLES, writes=ROLES)
+            manager.stream(units, lambda chunk: visited.append(chunk.unit.index), reads=ROLES, writes=ROLES)
         assert caught.value is injected
         assert not store.flying
         store.fail = lambda what, key, count: None
@@ -259,17 +259,16 @@ def test_what_was_not_written_is_as_it_was() -> None:
     where = [Homes(H, H, H), Homes(N, H, N), Homes(D, H, H), Homes(N, H, N)]
     with managing(units, where, working_bytes=units[0].param_bytes) as (manager, _):
         write(manager, units[:2], 1)
-        stream(manager, units[2:3], lambda chunk: None, reads=frozenset(), writes=PARAM)  # no states
-        manager.acquire(0)
-        manager.release(0)
+        manager.stream(units[2:3], lambda chunk: None, reads=frozenset(), writes=PARAM)  # no states
+        manager.acquire(0).close()
         states = {(shard.unit.index, shard.role): shard.state for shard in manager.copies}
         assert set(states.values()) == {State.RESIDENT, State.STORED, State.EMPTY}
-        versions = list(manager.versions)
+        before = versions(manager)
         with pytest.raises(StateError, match="u3: expected content but nothing was loaded"):
-            stream(manager, units, lambda chunk: None, reads=ROLES, writes=ROLES)
+            manager.stream(units, lambda chunk: None, reads=ROLES, writes=ROLES)
         manager.check()
         assert states == {(shard.unit.index, shard.role): shard.state for shard in manager.copies}
-        assert manager.versions == versions  # a graph of before is not stale
+        assert versions(manager) == before  # a graph of before is not stale
         check_content(manager, units[:2], 1)
 
 
@@ -279,7 +278,7 @@ def test_what_was_lost_and_not_written_is_still_lost() -> None:
         write(manager, units, 1)
         for lost in ([1], [0, 1]):  # the second time, unit 1 was open to be overwritten
             with pytest.raises(Stop):
-                stream(manager, [units[i] for i in lost], stop_at_once, reads=frozenset(), writes=ROLES)
+                manager.stream([units[i] for i in lost], stop_at_once, reads=frozenset(), writes=ROLES)
             check_lost(manager, units, lost)
 
 
@@ -300,17 +299,17 @@ def test_a_reader_elsewhere_keeps_its_lease() -> None:
     units = [make_unit(0, [CHUNK])]
     with managing(units, [Homes(H, H, N)], working_bytes=units[0].param_bytes) as (manager, store):
         write(manager, units, 1)
-        manager.acquire(0)
-        shard = manager.shard(0, Role.PARAM)
+        lease = manager.acquire(0)
+        shard = manager.copies.get(0, Role.PARAM)
         assert shard is not None
         check_content(manager, units, 1)
         assert shard.readers == 1
-        stream(manager, units, lambda chunk: None, reads=ALL_STATES)  # does not touch PARAM
+        manager.stream(units, lambda chunk: None, reads=ALL_STATES)  # does not touch PARAM
         assert shard.readers == 1
         with pytest.raises(Stop):
-            stream(manager, units, stop_at_once, reads=ROLES)
+            manager.stream(units, stop_at_once, reads=ROLES)
         assert shard.readers == 1
-        manager.release(0)
+        lease.close()
         manager.check()
 
 
@@ -333,8 +332,8 @@ def test_states_without_content_count_as_zero_moments_and_a_master_equal_to_the_
             data = values[chunk.begin : chunk.end].contiguous().view(torch.uint8).numpy().tobytes()
             poke(chunk.addresses[Role.PARAM], data)
 
-        stream(manager, units, load, reads=frozenset(), writes=PARAM)
-        for slot in manager.staging:  # whatever was there before must not show
+        manager.stream(units, load, reads=frozenset(), writes=PARAM)
+        for slot in manager.tiers.staging:  # whatever was there before must not show
             poke(slot.address, b"\xff" * slot.size_bytes)
         seen = 0
 
@@ -351,9 +350,9 @@ def test_states_without_content_count_as_zero_moments_and_a_master_equal_to_the_
                 assert peek(chunk.addresses[Role.MASTER], chunk.numel * 4) == part.float().numpy().tobytes()
             assert chunk.at(Role.PARAM, chunk.begin + 3, itemsize) == chunk.addresses[Role.PARAM] + 3 * itemsize
 
-        stream(manager, units, visit, reads=ROLES, writes=ROLES)
+        manager.stream(units, visit, reads=ROLES, writes=ROLES)
         assert seen == (2 if tier is N else 1)
-        stream(manager, units, lambda chunk: check_not_fresh(chunk), reads=ROLES)
+        manager.stream(units, lambda chunk: check_not_fresh(chunk), reads=ROLES)
 
 
 def check_not_fresh(chunk: Chunk) -> None:

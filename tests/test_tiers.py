@@ -23,6 +23,7 @@ from offload.memory.tiers import (
     Arena,
     Budget,
     Buffer,
+    Claim,
     Region,
     Tier,
     resolve_budgets,
@@ -44,35 +45,58 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.budget = Budget(Tier.HOST, self.LIMIT)
+        self.claims: list[Claim] = []
         self.model: dict[str, int] = {}
         self.peak = 0
 
-    @rule(name=st.sampled_from("abc"), size=st.integers(0, 70))
-    def reserve(self, name: str, size: int) -> None:
-        if sum(self.model.values()) + size > self.LIMIT:
-            with pytest.raises(BudgetError, match=f"cpu budget: {name} needs {size} B"):
-                self.budget.reserve(name, size)
-            return
-        self.budget.reserve(name, size)
-        self.model[name] = self.model.get(name, 0) + size
+    def refused(self, name: str, more: int) -> bool:
+        return sum(self.model.values()) + more > self.LIMIT
+
+    def note(self, name: str, more: int) -> None:
+        self.model[name] = self.model.get(name, 0) + more
         self.peak = max(self.peak, sum(self.model.values()))
 
-    @precondition(lambda self: any(self.model.values()))
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(k for k, v in self.model.items() if v)))
-        size = data.draw(st.integers(0, self.model[name]))
-        self.budget.release(name, size)
-        self.model[name] -= size
+    @rule(name=st.sampled_from("abc"), size=st.integers(0, 70))
+    def claim(self, name: str, size: int) -> None:
+        if self.refused(name, size):
+            with pytest.raises(BudgetError, match=f"cpu budget: {name} needs {size} B"):
+                self.budget.claim(name, size)
+            return
+        self.claims.append(self.budget.claim(name, size))
+        self.note(name, size)
 
-    @rule(name=st.sampled_from("abc"), more=st.integers(1, 50))
-    def release_too_much(self, name: str, more: int) -> None:
-        with pytest.raises(AssertionError, match=name):
-            self.budget.release(name, self.model.get(name, 0) + more)
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data(), size=st.integers(0, 100))
+    def resize(self, data: st.DataObject, size: int) -> None:
+        claim = data.draw(st.sampled_from(self.claims))
+        before = claim.size_bytes
+        if size > before and self.refused(claim.name, size - before):
+            with pytest.raises(BudgetError, match=f"cpu budget: {claim.name} needs {size - before} B"):
+                claim.resize(size)
+            assert claim.size_bytes == before
+            return
+        claim.resize(size)
+        self.note(claim.name, size - before)
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data(), again=st.booleans())
+    def close(self, data: st.DataObject, again: bool) -> None:
+        claim = data.draw(st.sampled_from(self.claims))
+        self.note(claim.name, -claim.size_bytes)
+        claim.close()
+        if again:
+            claim.close()
+
+    @precondition(lambda self: self.claims)
+    @rule(data=st.data(), size=st.integers(-50, -1))
+    def negative(self, data: st.DataObject, size: int) -> None:
+        claim = data.draw(st.sampled_from(self.claims))
+        with pytest.raises(AssertionError, match=claim.name):
+            claim.resize(size)
 
     @invariant()
     def ledger_agrees(self) -> None:
-        assert self.budget.reservations() == {name: size for name, size in self.model.items() if size}
+        assert self.budget.claims() == {name: size for name, size in self.model.items() if size}
         assert self.budget.used_bytes == sum(self.model.values()) <= self.LIMIT
         assert self.budget.free_bytes == self.LIMIT - self.budget.used_bytes
         assert self.budget.peak_bytes == self.peak
@@ -83,9 +107,9 @@ TestLedger = LedgerMachine.TestCase
 
 def test_a_refused_claim_names_what_holds_the_budget() -> None:
     budget = Budget(Tier.DEVICE, 10 << 20)
-    budget.reserve("arena", 8 << 20)
+    budget.claim("arena", 8 << 20)
     with pytest.raises(BudgetError) as caught:
-        budget.reserve("activations", 4 << 20)
+        budget.claim("activations", 4 << 20)
     text = str(caught.value)
     for part in ("device budget", "activations needs 4.00 MiB", "12.00 MiB in all", "10.00 MiB", "arena 8.00 MiB"):
         assert part in text
@@ -101,11 +125,11 @@ def test_claims_of_several_threads_never_exceed_the_limit() -> None:
         start.wait()
         for _ in range(500):
             try:
-                budget.reserve("x", 30)
+                claim = budget.claim("x", 30)
             except BudgetError:
                 refused.append(1)
             else:
-                budget.release("x", 30)
+                claim.close()
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

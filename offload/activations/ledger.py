@@ -114,10 +114,10 @@ class Activations:
     def __init__(self, budget: Budget, region: Elastic, meter: ResidentSet | None, *, beside_bytes: int = 0) -> None:
         self.freed: collections.deque[int] = collections.deque()
         self._budget = budget
+        self._claim = budget.claim("activations")
         self._region = region
         self._meter = meter
         self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
-        self._booked_bytes = 0
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
         self._calm_bytes = 0  # the same, at the moments when nothing was under way
@@ -157,8 +157,7 @@ class Activations:
         if self._owed_bytes or size_bytes > self._budget.free_bytes:
             self._owed_bytes += size_bytes
         else:
-            self._budget.reserve("activations", size_bytes)
-            self._booked_bytes += size_bytes
+            self._claim.resize(self._claim.size_bytes + size_bytes)
         if size_bytes >= WORTH_SAMPLING_BYTES:
             self.sample()
         return key
@@ -177,15 +176,14 @@ class Activations:
             self._owed_bytes -= owed
             given_bytes += held[1] - owed
         if given_bytes:
-            self._booked_bytes -= given_bytes
-            self._budget.release("activations", given_bytes)
+            self._claim.resize(self._claim.size_bytes - given_bytes)
 
     # --- as measured ------------------------------------------------------------------------------------------------
 
     @property
     def room_bytes(self) -> int:
         """What the device budget leaves for activations beside the arena, as it is now."""
-        return self._budget.free_bytes + self._booked_bytes
+        return self._budget.free_bytes + self._claim.size_bytes
 
     def sample(self) -> int:
         """Note what is resident now; returns the bytes by which it exceeds the room."""
@@ -210,11 +208,10 @@ class Activations:
                 self._shrink(missing)
             owed, self._owed_bytes = self._owed_bytes, 0
             try:
-                self._budget.reserve("activations", owed)
+                self._claim.resize(self._claim.size_bytes + owed)
             except BudgetError:
                 self._owed_bytes = owed
                 raise
-            self._booked_bytes += owed
         now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return
@@ -227,7 +224,7 @@ class Activations:
         if self._tight is not None:  # a spike must still fit; in the first pass, nobody knows how high it will be
             excess += max(self._spikes, default=0) if self._tight else 0
         if (excess > 0 or self._tight is None) and self._meter is not None:
-            if used - max(self._booked_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
+            if used - max(self._claim.size_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
                 trim_heap()
                 self._trimmed_bytes = self._used(self._meter.now_bytes())
 

@@ -21,7 +21,7 @@ from offload.optim.torch_class import Placed
 from offload.planning.roles import Role
 from offload.planning.units import Where
 from offload.shards.manager import Manager
-from offload.shards.stream import ALL_STATES, Chunk, stream
+from offload.shards.stream import ALL_STATES, Chunk
 
 DIGEST_BYTES = 8
 MASTER_NUMEL = 1 << 18  # masters that are joined at once
@@ -41,7 +41,7 @@ def take_digests(manager: Manager, counts: StepCounts, factors: Mapping[Where, f
     """
     manager.gradients.settle()
     hashes: dict[tuple[Where, str], Any] = {}
-    states = manager.plan.request.states
+    states = manager.tiers.plan.request.states
     scratch = torch.empty(MASTER_NUMEL, dtype=torch.float32, device="cpu")
 
     def add(where: Where, role: str, address: int, size_bytes: int) -> None:
@@ -76,7 +76,7 @@ def take_digests(manager: Manager, counts: StepCounts, factors: Mapping[Where, f
                 add(where, "scales", scales, states.kind.units_bytes(numel))
 
     roles = frozenset({Role.PARAM}) | ALL_STATES
-    stream(manager, manager.units, visit, reads=roles | {Role.GRAD} if factors else roles, keep_early=True)
+    manager.stream(manager.units, visit, reads=roles | {Role.GRAD} if factors else roles, keep_early=True)
     for where, factor in factors.items():
         if factor != 1.0 and (where, "gradient") in hashes:
             hashes[where, "gradient"].update(struct.pack("<d", factor))

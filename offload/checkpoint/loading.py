@@ -6,6 +6,7 @@ each unit's way home and out. Next: :mod:`offload.engine`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from offload.module.quantized import FourBitModules
 from offload.planning.partition import UnitTree
 from offload.planning.placement import Plan
 from offload.shards.manager import Manager
+from offload.shards.working_set import Binder
 from offload.stats import Counters
 from swap import SwapStore
 
@@ -29,7 +31,13 @@ SWAP_ALIGNMENT = 4096
 
 
 def open_tiers(
-    plan: Plan, config: Config, device: torch.device, budgets: dict[Tier, Budget], hooks: Hooks, counters: Counters
+    plan: Plan,
+    config: Config,
+    device: torch.device,
+    budgets: dict[Tier, Budget],
+    binder: Binder,
+    counters: Counters,
+    safe_point: contextlib.AbstractContextManager[object],
 ) -> Manager:
     """Take the memory that the plan wants, on the drive too.
 
@@ -48,7 +56,17 @@ def open_tiers(
                 f"nvme_path: the file system wants transfers aligned to {store.alignment} bytes, more than the "
                 f"{SWAP_ALIGNMENT} this version can do; use another file system"
             )
-        return Manager(plan, device, budgets, store, hooks, counters, deadline_s=deadline_s, prefetch=config.prefetch)
+        return Manager(
+            plan,
+            device,
+            budgets,
+            store,
+            binder,
+            counters,
+            deadline_s=deadline_s,
+            safe_point=safe_point,
+            prefetch=config.prefetch,
+        )
     except BaseException:
         if store is not None:
             store.close()
@@ -94,7 +112,7 @@ class Loader:
             checkpoint.scatter_parameters(manager, values)
             del values
             if unit.index not in manager.working:
-                self._hooks.unbind(unit)
+                self._hooks.binding.unbind(unit)
             self._loaded.append(unit.index)
         for name, buffer in meta_buffers.items():
             _check_initialised(name, buffer)
@@ -106,13 +124,13 @@ class Loader:
         or the parameters and one unit.
         """
         manager.finish_updates()
-        manager.drop_training_state()
+        manager.tiers.drop_training_state()
         unloaded: dict[int, list[torch.Tensor]] = {}
         for index in self._loaded:
             slots = range(len(self._tree.units[index].slots))
             values = checkpoint.gather_parameters(manager, {(index, slot) for slot in slots})
             unloaded[index] = [values[index, slot] for slot in slots]
-            manager.drop_parameters(index)
+            manager.tiers.drop_parameters(index)
         return unloaded
 
     def give_back(self, unloaded: dict[int, list[torch.Tensor]]) -> None:
@@ -120,10 +138,10 @@ class Loader:
         self._four_bit.detach()
         for index, tensors in unloaded.items():
             places = zip(tensors, self._devices[index], strict=True)
-            self._hooks.replace(self._tree.units[index], [tensor.to(device) for tensor, device in places])
+            self._hooks.binding.replace(self._tree.units[index], [tensor.to(device) for tensor, device in places])
         for index in self._loaded:
             if index not in unloaded:
-                self._hooks.abandon(index)
+                self._hooks.binding.abandon(index)
         for part, name, device in self._buffers:
             buffer = part._buffers.get(name)
             if buffer is not None:

@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from offload.checkpoint import values as checkpoint
 from offload.errors import ConfigError, StateError
 from offload.memory.tiers import Tier
-from offload.module.hooks import Hooks
+from offload.module.binding import Binding
+from offload.module.hooks import Hooks, Loan
 from offload.module.load import ModuleLoad
 from offload.module.refusals import unreadable
 from offload.planning.partition import UnitTree
@@ -106,7 +107,7 @@ class ModuleTensors:
             tensor = own.get(name)
             if tensor is None:
                 continue
-            where = self._hooks.slot_of(tensor)
+            where = self._hooks.binding.slot_of(tensor)
             if where is not None:
                 values[where] = value
                 continue
@@ -150,12 +151,12 @@ class ModuleTensors:
         with no_subclasses():
             values = {
                 (index, slot): self._tree.parameters[index][slot].detach().to("cpu", copy=True)
-                for slot in self._hooks.changes(unit)
+                for slot in self._hooks.binding.changes(unit)
             }
         away = shard.home is not Tier.DEVICE
         if away:
-            manager.working.read_again(shard, manager.deadline_s)
-        self._hooks.accept_changes(unit)
+            manager.working.read_again(shard, manager.tiers.deadline_s)
+        self._hooks.binding.accept_changes(unit)
         checkpoint.scatter_parameters(manager, values, keep_masters=away)
 
     def _write(self, values: Mapping[Where, torch.Tensor]) -> None:
@@ -172,9 +173,8 @@ class ModuleTensors:
         manager.finish_updates()  # what is changed must not be on its way home
         indices = dict.fromkeys(index for index, _ in places)
         if modify:
-            manager.refuse_leased(self._tree.units[index] for index in indices)
-        taken: list[int] = []
-        resets = manager.resets
+            manager.tiers.refuse_leased(self._tree.units[index] for index in indices)
+        loans: list[Loan] = []
         stale: set[Where] = set()
         values = {}
         refused: list[Where] = []  # changed, but not to be modified
@@ -182,8 +182,7 @@ class ModuleTensors:
         whole = False
         try:
             for index in indices:
-                self._hooks.acquire(index)
-                taken.append(index)
+                loans.append(self._hooks.lend(index))
             stale = self._refuse_changes(places)
             seen = {
                 (index, slot): _Seen(parameter, keep=modify)
@@ -206,7 +205,7 @@ class ModuleTensors:
                 left = [where for where in refused if not modify and seen[where].written()]
                 seen.clear()  # a view of a unit keeps it where it is
                 for index in {index for index, _ in (*changed, *refused)}:
-                    self._hooks.accept_changes(self._tree.units[index])
+                    self._hooks.binding.accept_changes(self._tree.units[index])
             if rebound:
                 whole = False
                 parameter = places[rebound[0]]
@@ -215,8 +214,8 @@ class ModuleTensors:
                     f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
                 )
         finally:
-            for index in taken:  # an error in between may have returned all leases
-                self._hooks.release(index, leased=manager.resets == resets)
+            for loan in loans:
+                loan.close()
             for index in {index for index, _ in left}:
                 manager.discard_working_copy(index)
             self._mark_changed(where for where in left if where[0] in manager.working)
@@ -246,7 +245,7 @@ class ModuleTensors:
             if not isinstance(parameter, torch.Tensor):
                 got = f"a value of type {type(parameter).__name__} in a {type(params).__name__}"
                 raise ConfigError(f"{expected} {got}; pass some of the model's own")
-            where = self._hooks.slot_of(parameter)
+            where = self._hooks.binding.slot_of(parameter)
             if where is None:
                 raise StateError(
                     f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
@@ -261,7 +260,7 @@ class ModuleTensors:
             unit = self._tree.units[index]
             if any(self._gathered[index, slot] for slot in range(len(unit.slots))):
                 continue  # they may be from the block around this one, which looks for itself
-            name = self._hooks.changed(unit)
+            name = self._hooks.binding.changed(unit)
             if name is None:
                 continue
             first = [slot.name for slot in unit.slots].index(name)
@@ -286,14 +285,14 @@ class ModuleTensors:
         """Replace the parameters of `module` and of all modules below it."""
         names = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            where = self._hooks.slot_of(parameter)
+            where = self._hooks.binding.slot_of(parameter)
             if where is not None and prefix + name in state:
                 names[prefix + name] = where
         manager = self._manager()
         self._hooks.settle_changes()
         manager.working.refuse_changes()
         size_bytes = sum(self._bytes(where) for where in set(names.values()))
-        checkpoint.warn_of_size("state_dict", size_bytes, manager.budgets[Tier.HOST].limit_bytes)
+        checkpoint.warn_of_size("state_dict", size_bytes, manager.tiers.budgets[Tier.HOST].limit_bytes)
         values = checkpoint.gather_parameters(manager, set(names.values()))
         for name, where in names.items():
             state[name] = values[where]
@@ -337,7 +336,7 @@ class _Seen:
         fits = (now.shape, now.dtype, now.device) == (self._own.shape, self._own.dtype, self._own.device)
         if fits:
             self._own.copy_(now)
-        Hooks.give_back(self._parameter, self._own)
+        Binding.give_back(self._parameter, self._own)
         return fits
 
     def written(self) -> bool:
@@ -364,7 +363,7 @@ class _Seen:
         """Tell whether the parameter was changed; undo that, with what was kept."""
         self._replaced = self._parameter.data_ptr() != self._own.data_ptr()
         if self._replaced:
-            Hooks.give_back(self._parameter, self._own)
+            Binding.give_back(self._parameter, self._own)
         if not self.changed():
             return False
         if self._before is not None:

@@ -28,7 +28,7 @@ from offload.planning.roles import Role
 from offload.planning.units import Slot, Unit, Where
 from offload.shards.manager import Manager
 from offload.shards.shard import State
-from offload.shards.stream import ALL_STATES, Chunk, stream
+from offload.shards.stream import ALL_STATES, Chunk
 from offload.torch_private import storage_at
 
 MOST_UPDATES = 1 << 53  # which a float counts exactly
@@ -57,7 +57,7 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
                 target = tensor.data_ptr() + (start - slot.offset_numel) * size
                 ctypes.memmove(target, chunk.at(Role.PARAM, start, size), (stop - start) * size)
 
-    stream(manager, units, visit, reads=frozenset({Role.PARAM}))
+    manager.stream(units, visit, reads=frozenset({Role.PARAM}))
     return result
 
 
@@ -75,7 +75,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
         StateError: one is in use. Nothing was written in either case.
     """
     units = _units_of(manager, set(values))
-    manager.refuse_leased(units)
+    manager.tiers.refuse_leased(units)
     sources: dict[Where, torch.Tensor] = {}
     for (index, position), value in values.items():
         unit = manager.units[index]
@@ -109,7 +109,7 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
             if manager_has_parameter(manager, unit):
                 reads |= {Role.PARAM}
         keep = keep_masters and not fresh
-        stream(manager, [unit], visit, reads=reads, writes=writes)
+        manager.stream([unit], visit, reads=reads, writes=writes)
 
 
 def refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dtype = torch.float32) -> None:
@@ -138,7 +138,7 @@ def refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dt
 
 def manager_has_parameter(manager: Manager, unit: Unit) -> bool:
     """Tell whether the unit's parameters have content yet."""
-    shard = manager.shard(unit.index, Role.PARAM)
+    shard = manager.copies.get(unit.index, Role.PARAM)
     return shard is not None and shard.state is not State.EMPTY
 
 
@@ -188,7 +188,7 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
     updated are left out, as in torch.
     """
     manager.finish_updates()  # they count, too
-    states = manager.plan.request.states
+    states = manager.tiers.plan.request.states
     result = _remembered(counts, states)
     moved: dict[Where, dict[str, torch.Tensor]] = {}
     for (index, position), entry in result.items():
@@ -210,7 +210,7 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
             if "master" in tensors:
                 read_master(chunk, start, stop - start, tensors["master"].data_ptr() + skip * 4)
 
-    stream(manager, units, visit, reads=ALL_STATES | {Role.PARAM})
+    manager.stream(units, visit, reads=ALL_STATES | {Role.PARAM})
     return result
 
 
@@ -246,13 +246,13 @@ def gather_masters(manager: Manager, updated: Container[Where]) -> dict[Where, t
             if not torch.allclose(part, values, rtol=0.0, atol=0.0, equal_nan=True):
                 result[where] = found[where]
 
-    stream(manager, _units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM})
+    manager.stream(_units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM})
     return result
 
 
 def states_bytes(manager: Manager, counts: StepCounts) -> int:
     """Return the bytes that :func:`gather_states` and :func:`gather_masters` will take, at most."""
-    found = _remembered(counts, manager.plan.request.states)
+    found = _remembered(counts, manager.tiers.plan.request.states)
     size_bytes = 0
     for unit in manager.units:
         if unit.trainable:
@@ -275,7 +275,7 @@ def warn_of_size(subject: str, size_bytes: int, budget_bytes: int) -> None:
 
 def _has_masters(manager: Manager, unit: Unit) -> bool:
     """Tell whether the unit has masters that are not its parameters by definition."""
-    shard = manager.shard(unit.index, Role.MASTER)
+    shard = manager.copies.get(unit.index, Role.MASTER)
     return shard is not None and shard.state is not State.EMPTY
 
 
@@ -355,7 +355,7 @@ def scatter_states(
             frozen.
         StateError: a parameter is in use. Nothing was written in either case.
     """
-    states, records = manager.plan.request.states, counts.records
+    states, records = manager.tiers.plan.request.states, counts.records
     required = {"step", *states.names} if records is None else records.required
     sources: dict[Where, dict[str, torch.Tensor]] = {}
     updates: dict[Where, int] = {}
@@ -388,7 +388,7 @@ def scatter_states(
             given[index, position] = None
         elif _is_exact(master, slot):
             given[index, position] = _state(master, slot, "master")
-    manager.refuse_leased(_units_of(manager, set(sources) | set(given)))
+    manager.tiers.refuse_leased(_units_of(manager, set(sources) | set(given)))
     manager.finish_updates()  # a first one makes masters
     given = {
         where: master
@@ -411,7 +411,7 @@ def scatter_states(
                 _set_masters(chunk, start, numel, chunk.at(Role.PARAM, start, 2), all_of_them=True)
 
     roles = ALL_STATES | {Role.PARAM}
-    stream(manager, _units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles)
+    manager.stream(_units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles)
     for (index, position), entry in values.items():
         counts.counts[index][position] = updates[index, position]
         if records is not None:

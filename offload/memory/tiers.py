@@ -43,9 +43,9 @@ class Tier(Enum):
 
 
 class Budget:
-    """Hard byte limit of one tier, with a ledger of named reservations. Safe from several threads.
+    """Hard byte limit of one tier, with a ledger of claims. Safe from several threads.
 
-    Invariant: used == sum of reservations <= limit.
+    Invariant: used == sum of claims <= limit.
     """
 
     def __init__(self, tier: Tier, limit_bytes: int) -> None:
@@ -53,7 +53,7 @@ class Budget:
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
         self._used_bytes = 0
-        self._reservations: dict[str, int] = {}
+        self._held: dict[str, int] = {}  # by the names of claims
         self._lock = threading.Lock()
 
     @property
@@ -66,38 +66,73 @@ class Budget:
         """Bytes that can still be claimed."""
         return self.limit_bytes - self._used_bytes
 
-    def reserve(self, name: str, size_bytes: int) -> None:
-        """Claim `size_bytes` more under `name`; the claim exists before the bytes do.
+    def claim(self, name: str, size_bytes: int = 0) -> Claim:
+        """Claim `size_bytes` under `name`; the claim exists before the bytes do.
 
         Raises:
             BudgetError: the claim does not fit. Nothing is claimed then.
         """
+        claim = Claim(self, name)
+        claim.resize(size_bytes)
+        return claim
+
+    def claims(self) -> dict[str, int]:
+        """Return the bytes claimed by name."""
         with self._lock:
-            wanted = self._used_bytes + size_bytes
-            if wanted > self.limit_bytes:
-                holders = ", ".join(f"{k} {format_bytes(v)}" for k, v in self._reservations.items() if v)
+            return {name: size for name, size in self._held.items() if size}
+
+    def _change(self, name: str, by_bytes: int) -> None:
+        with self._lock:
+            wanted = self._used_bytes + by_bytes
+            if by_bytes > 0 and wanted > self.limit_bytes:
+                holders = ", ".join(f"{k} {format_bytes(v)}" for k, v in self._held.items() if v)
                 raise BudgetError(
-                    f"{self.tier.value} budget: {name} needs {format_bytes(size_bytes)} more, "
+                    f"{self.tier.value} budget: {name} needs {format_bytes(by_bytes)} more, "
                     f"{format_bytes(wanted)} in all, but the limit is {format_bytes(self.limit_bytes)} "
                     f"(held: {holders or 'nothing'}); "
                     f'raise max_memory["{self.tier.value}"]'
                 )
             self._used_bytes = wanted
-            self._reservations[name] = self._reservations.get(name, 0) + size_bytes
+            self._held[name] = self._held.get(name, 0) + by_bytes
             self.peak_bytes = max(self.peak_bytes, wanted)
 
-    def release(self, name: str, size_bytes: int) -> None:
-        """Give back `size_bytes` of the claim `name`."""
-        with self._lock:
-            held = self._reservations.get(name, 0)
-            assert held >= size_bytes, f"{name} gives back {size_bytes} of {held} bytes"
-            self._reservations[name] = held - size_bytes
-            self._used_bytes -= size_bytes
 
-    def reservations(self) -> dict[str, int]:
-        """Return the claims by name."""
-        with self._lock:
-            return {name: size for name, size in self._reservations.items() if size}
+class Claim:
+    """Bytes of a budget that one owner holds, given back by :meth:`close` or at the end of a ``with`` block.
+
+    Attributes:
+        budget: of which.
+        name: what error messages call it; several claims may have the same.
+        size_bytes: held now.
+    """
+
+    __slots__ = ("budget", "name", "size_bytes")
+
+    def __init__(self, budget: Budget, name: str) -> None:
+        self.budget = budget
+        self.name = name
+        self.size_bytes = 0
+
+    def resize(self, size_bytes: int) -> None:
+        """Hold `size_bytes` from now on.
+
+        Raises:
+            BudgetError: they do not fit. The claim is as it was then.
+        """
+        assert size_bytes >= 0, f"{self.name}: {size_bytes} bytes"
+        self.budget._change(self.name, size_bytes - self.size_bytes)
+        self.size_bytes = size_bytes
+
+    def close(self) -> None:
+        """Hold nothing any more. Idempotent."""
+        self.resize(0)
+
+    def __enter__(self) -> Claim:
+        """Return the claim."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -51,8 +51,7 @@ class GradientTensors:
         with no_subclasses():
             before = {where: parameter.grad for where, parameter in places.items()}
             size_bytes = sum(places[where].nbytes for where, handle in before.items() if handle is not None)
-        self._budget.reserve("gathered gradients", size_bytes)
-        try:
+        with self._budget.claim("gathered gradients", size_bytes):
             given = self._give(places, before)
             with self._handles.lending(places):
                 whole = False
@@ -66,8 +65,6 @@ class GradientTensors:
                     f"gather_gradients: the gradient of {self._handles.name_of(changed[0])} was changed; pass "
                     "modify=True to keep changes"
                 )
-        finally:
-            self._budget.release("gathered gradients", size_bytes)
 
     def _give(
         self, places: Mapping[Where, nn.Parameter], before: Mapping[Where, torch.Tensor | None]
@@ -128,7 +125,7 @@ class GradientTensors:
             )
         places = {}
         for parameter in params:
-            where = self._hooks.slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
+            where = self._hooks.binding.slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
             if where is None or not self._handles.trains(where):
                 raise StateError(
                     "gather_gradients: expected parameters that this engine trains but got "

@@ -26,10 +26,12 @@ from torch import nn
 from offload.errors import StateError
 from offload.module.torch_calls import DATA, Does, described, name_of, names, tensors_in, unchanged, what
 from offload.planning.units import Unit, Where
-from offload.shards.gradients import Gradients
+from offload.shards.gradients import GradientNorm
+from offload.shards.manager import Manager
 from offload.torch_private import in_backward, no_subclasses
 
 KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
+_META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
 NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
 
@@ -58,28 +60,6 @@ class Value:
         return self.scale * self.clip
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GradientNorm:
-    """Global norm of a step's gradients: of all of the model's, whether the optimizer has the parameter or not.
-
-    Attributes:
-        squares: sum of squares of the raw gradients (sums over micro-batches, with the loss scale in them), before
-            clipping.
-        left: the same after what torch has clipped.
-        bad: names of parameters with NaN or infinite elements.
-        spoilt: names of parameters whose gradient was multiplied by NaN or infinity.
-        count: parameters that have a gradient.
-        factors: per parameter what its gradient was multiplied by; 1 where it is absent.
-    """
-
-    squares: float
-    left: float
-    bad: list[str]
-    spoilt: list[str]
-    count: int
-    factors: dict[Where, float]
-
-
 class Handles:
     """Handles of one engine. See the module's text."""
 
@@ -87,7 +67,7 @@ class Handles:
         self,
         units: Sequence[Unit],
         parameters: Sequence[Sequence[nn.Parameter]],
-        gradients: Gradients,
+        manager: Manager,
         device: torch.device,
         averaging: Callable[[], float],
     ) -> None:
@@ -96,11 +76,12 @@ class Handles:
         Args:
             units: of the model.
             parameters: per unit, its parameters.
-            gradients: has the bytes.
+            manager: has the bytes.
             device: of the handles.
             averaging: returns what makes the mean over micro-batches of a sum of scaled gradients.
         """
-        self._gradients = gradients
+        self._manager = manager
+        self._gradients = manager.gradients
         self._device = device
         self.averaging = averaging
         self._slots = {
@@ -131,13 +112,13 @@ class Handles:
         assert gradient is not None
         if not isinstance(gradient, GradientHandle):
             if where in self._origins:  # ``.grad`` was cleared since the last pass
-                self._gradients.forget(*where)
+                self._manager.forget_gradient(*where)
             return gradient, None
         try:
             incoming = gradient.take_incoming()
             value = self.value_of(gradient, where)
             if value.factor != 1.0:  # of what has arrived so far
-                self._gradients.multiply(*where, value.factor)
+                self._manager.multiply_gradient(*where, value.factor)
             self._change(where, value)
         except BaseException:
             parameter.grad = gradient
@@ -177,12 +158,12 @@ class Handles:
                     self.replace(parameter, where, gradient)
                 elif where in self._origins:
                     del self._origins[where]
-                    self._gradients.forget(*where)
+                    self._manager.forget_gradient(*where)
 
     def replace(self, parameter: torch.Tensor, where: Where, gradient: torch.Tensor) -> None:
         """Let a tensor be what the coming step uses as a parameter's gradient."""
         dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-        self._gradients.overwrite(*where, dense.detach().reshape(-1))
+        self._manager.overwrite_gradient(*where, dense.detach().reshape(-1))
         self.put(parameter, where, None, scale=1.0 / self.averaging())
 
     @contextlib.contextmanager
@@ -308,7 +289,7 @@ class Handles:
             )
         if isinstance(content, torch.Tensor):
             content = content.detach().reshape(-1)
-        self._gradients.overwrite(*value.where, content)
+        self._manager.overwrite_gradient(*value.where, content)
         self._change(value.where, value)
         if isinstance(content, torch.Tensor):
             value.scale = 1.0 / self.averaging()
@@ -346,7 +327,7 @@ class GradientHandle(torch.Tensor):
     ) -> GradientHandle:
         """Make a handle of a tensor of `shape`, `dtype` and `device`."""
         handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device="meta", dispatch_device=True
+            cls, shape, dtype=dtype, device=_META, dispatch_device=True
         )
         handle.book, handle.value, handle.place = book, value, device
         handle._incoming = None

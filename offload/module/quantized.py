@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.classes import is_a
 from offload.errors import SAVE_FIRST, ConfigError, StateError
+from offload.module.binding import Binding
 from offload.module.hooks import Hooks
 
 _FUNCTION = "MatMul4BitBackward"  # of bitsandbytes; keeps (None, weight) in an attribute called tensors
@@ -63,7 +64,7 @@ def make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
             weight.to(weight.device)  # in place, too
         bias = _bias(module)
         if bias is not None and module.compute_dtype not in (None, bias.dtype):
-            Hooks.give_back(bias, bias.detach().to(module.compute_dtype))  # as its forward rebinds it
+            Binding.give_back(bias, bias.detach().to(module.compute_dtype))  # as its forward rebinds it
 
 
 class FourBitModules:

@@ -1,14 +1,13 @@
 """What a step does to each unit: ranges with their hyper-parameters, and the update as a visit of chunks.
 
-Owns the recipe of a step, the counts of updates that bias correction needs, and the beginning of a step.
+Owns the recipe of a step, and the counts of updates that bias correction needs.
 :mod:`offload.shards.backward_updates` and :mod:`offload.shards.forward_updates` visit chunks with it when a unit's turn
 has come. The arithmetic of an element is in ``csrc/cpu_adam``. Where a parameter's bytes are is none of its business.
-Next: :mod:`offload.optimizer`.
+Next: :mod:`offload.optim.step`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,29 +17,21 @@ import torch
 
 from offload.kernels import cpu_adam
 from offload.labels import labelled
+from offload.memory.tiers import Claim
 from offload.optim.probe import OwnClass, OwnHyper
 from offload.optim.rules import STATE_SEED, Rule, StepOf
 from offload.optim.torch_class import Records
 from offload.planning.placement import States
 from offload.planning.roles import Role
 from offload.planning.units import Unit, Where
-from offload.shards.backward_updates import EarlyUpdates
-from offload.shards.forward_updates import PendingUpdates
 from offload.shards.gradients import KERNEL_DTYPE
-from offload.shards.manager import Manager
 from offload.shards.stream import ALL_STATES, Chunk
-
-CLIP_EPSILON = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
+from offload.shards.tiers import Tiers
 
 
 def trainable_units(units: Iterable[Unit]) -> list[Unit]:
     """Return the units that the optimizer updates, in update order."""
     return [unit for unit in units if unit.trainable]
-
-
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return what gradients are multiplied by, as ``torch.nn.utils.clip_grad_norm_`` defines it."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + CLIP_EPSILON))
 
 
 class StepCounts:
@@ -51,9 +42,15 @@ class StepCounts:
         records: what an optimizer's own class remembers, where it makes the steps, else None.
     """
 
-    def __init__(self, units: Iterable[Unit], own: OwnClass | None = None) -> None:
+    def __init__(self, units: Iterable[Unit], own: tuple[OwnClass, Claim] | None = None) -> None:
+        """Begin with none.
+
+        Args:
+            units: of the model.
+            own: an optimizer's own class that makes the steps, and the claim that holds what it keeps.
+        """
         self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(units)}
-        self.records = Records(own) if own else None
+        self.records = Records(*own) if own else None
 
 
 def group_of_slots(
@@ -86,7 +83,7 @@ class Recipe:
 
     def __init__(
         self,
-        manager: Manager,
+        tiers: Tiers,
         counts: StepCounts,
         groups: dict[int, list[dict[str, Any] | None]],
         *,
@@ -97,14 +94,14 @@ class Recipe:
         """Read the hyper-parameters.
 
         Args:
-            manager: owner of the shards.
+            tiers: the shards.
             counts: updates so far.
             groups: param group per slot.
             rule: the optimizer.
             grad_scale: factor on every gradient: clipping, averaging and loss scale in one.
             factors: what some parameters' gradients are multiplied by in addition.
         """
-        self._manager = manager
+        self._tiers = tiers
         self._counts = counts
         self._groups = groups
         self._hyper_of: dict[tuple[int, int, float], StepOf] = {}
@@ -116,7 +113,7 @@ class Recipe:
 
     def updated(self, unit: Unit) -> list[int]:
         """Return the slots of a unit that are updated: those with a gradient that the optimizer has."""
-        arrived, groups = self._manager.gradients.arrived(unit.index), self._groups[unit.index]
+        arrived, groups = self._tiers.gradients.arrived(unit.index), self._groups[unit.index]
         return [slot for slot, group in enumerate(groups) if arrived[slot] and group is not None]
 
     def ranges(self, unit: Unit) -> list[_Segment]:
@@ -151,11 +148,11 @@ class Recipe:
     def visit(self, chunk: Chunk) -> None:
         """Update a chunk of a unit that :meth:`ranges` was asked for."""
         begin = time.perf_counter()
-        manager, done = self._manager, 0
+        tiers, done = self._tiers, 0
         for segment in self._ranges[chunk.unit.index]:
             start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
             if start < stop:
-                grad_dtype = manager.gradients.dtype(chunk.unit)
+                grad_dtype = tiers.gradients.dtype(chunk.unit)
                 if isinstance(segment.hyper, OwnHyper):
                     assert self._counts.records is not None
                     self._counts.records.update(chunk, start, segment.hyper, self._states, grad_dtype=grad_dtype)
@@ -163,14 +160,14 @@ class Recipe:
                     _update_range(chunk, start, stop, segment, self._states, grad_dtype=grad_dtype)
                 done += stop - start
         size = sum(
-            manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
+            tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
             for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
         )
-        manager.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
+        tiers.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
 
     @property
     def _states(self) -> States:
-        return self._manager.plan.request.states
+        return self._tiers.plan.request.states
 
     def _hyper(self, unit: Unit, position: int) -> StepOf:
         group = self._groups[unit.index][position]
@@ -182,46 +179,6 @@ class Recipe:
         if hyper is None:
             hyper = self._hyper_of[key] = self._make(group, count, scale)
         return hyper
-
-
-def begin_step(
-    manager: Manager,
-    counts: StepCounts,
-    recipe: Recipe,
-    early: EarlyUpdates | None,
-    *,
-    safe_point: contextlib.AbstractContextManager[object],
-) -> None:
-    """Take one optimizer step with the gradients that have arrived; the updates are made when they are needed.
-
-    Args:
-        manager: owner of the shards.
-        counts: updates so far; raised by one for what is updated.
-        recipe: what is done.
-        early: updates that were made in backward.
-        safe_point: held while an update is half done.
-
-    Raises:
-        ConfigError: a hyper-parameter is out of its range.
-        StateError: parameters are in use. Nothing was changed in either case.
-    """
-    updated = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
-    counted = {unit.index: recipe.updated(unit) for unit in updated}
-    manager.refuse_in_use(updated)
-    taken = early.settle(recipe) if early is not None else set()
-    left = [unit for unit in updated if unit.index not in taken]
-    order, stays = manager.order_of_use(), manager.plan.stays
-    left.sort(key=lambda unit: (not stays(unit), order[unit.index]))
-    pending = PendingUpdates(manager, left, recipe.visit, safe_point=safe_point)
-    for index, slots in counted.items():
-        for slot in slots:
-            counts.counts[index][slot] += 1
-    viewed = [unit for unit in left if manager.working.borrowed(unit.index)]
-    for unit in left:
-        if stays(unit) or unit in viewed:  # whoever views parameters sees their update now, as in torch
-            pending.require(unit.index)
-    if viewed:
-        pending.finish_open()  # and may write to them: nothing of it may be on its way home
 
 
 def _update_range(

@@ -71,7 +71,7 @@ class TakenOver:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._successor: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        self._successor: weakref.ref[torch.optim.Optimizer] | None = None
         self._hooks_run = False  # of the user's optimizer, by torch
         self._states: OffloadedStates | None = None  # what stands for those that an engine has
         self._lost = False  # whether states went with the last engine
@@ -98,7 +98,7 @@ class TakenOver:
 
     def give_back(self, optimizer: torch.optim.Optimizer, successor: torch.optim.Optimizer, *, lost: bool) -> None:
         """Make what is not called through the engine the optimizer's own again."""
-        if self._successor() not in (successor, None):  # None: both are being collected
+        if self._alive() not in (successor, None):  # None: both are being collected
             return
         self._lost = lost
         if _state_of(optimizer) is self._states:
@@ -123,13 +123,16 @@ class TakenOver:
                 "another one, which was dropped; change the groups in place, or call add_param_group"
             )
 
+    def _alive(self) -> torch.optim.Optimizer | None:
+        return None if self._successor is None else self._successor()
+
     def successor(self) -> torch.optim.Optimizer:
         """Return the engine's optimizer.
 
         Raises:
             StateError: it is gone with its engine.
         """
-        successor = self._successor()
+        successor = self._alive()
         if successor is None:
             raise StateError(
                 "optimizer: an engine has taken this optimizer over, and is gone with its states; make a new engine "
@@ -142,7 +145,7 @@ class TakenOver:
     def _before_step(self, successor: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Run the hooks that the user's optimizer has before a step; they may change its arguments."""
         optimizer = self._optimizer()
-        if optimizer is None or self._successor() is not successor:
+        if optimizer is None or self._alive() is not successor:
             return None
         self._refuse_replaced(optimizer, successor)
         if self._hooks_run:
@@ -156,7 +159,7 @@ class TakenOver:
 
     def _after_step(self, successor: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or self._successor() is not successor:
+        if optimizer is None or self._alive() is not successor:
             return
         optimizer._opt_called = True  # type: ignore[attr-defined]  # where schedulers look whether a step was taken
         if not self._hooks_run:
@@ -190,7 +193,7 @@ class TakenOver:
             after(optimizer)
 
     def _state_dict(self, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> dict[str, Any]:
-        successor = self._successor()
+        successor = self._alive()
         if successor is not None:
             self._refuse_replaced(optimizer, successor)
             return successor.state_dict()
@@ -205,7 +208,7 @@ class TakenOver:
 
     def add_param_group(self, optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
         """Add a group to both."""
-        successor = self._successor()
+        successor = self._alive()
         if successor is None:
             type(optimizer).add_param_group(optimizer, param_group)
         else:
@@ -213,7 +216,7 @@ class TakenOver:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the successor's gradients."""
-        successor = self._successor()
+        successor = self._alive()
         if successor is not None:
             successor.zero_grad(set_to_none)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from offload.errors import StateError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import view_at
+from offload.memory.tiers import Claim, view_at
 from offload.optim.probe import OwnClass, OwnHyper, plain_torch, tensors_in
 from offload.planning.placement import States
 from offload.planning.roles import Role
@@ -34,20 +34,22 @@ class Placed(Enum):
 
 
 class Records:
-    """What an optimizer's own class remembers of each parameter: its states by name, those that are placed as a mark.
+    """What an optimizer's own class remembers of each parameter: states by name, those that are placed as a mark."""
 
-    Attributes:
-        charge: called with bytes that are kept beyond what was planned, before they count.
-    """
+    def __init__(self, own: OwnClass, claim: Claim) -> None:
+        """Remember nothing yet.
 
-    def __init__(self, own: OwnClass) -> None:
+        Args:
+            own: the class.
+            claim: of the host budget; holds what was planned, and grows with what nobody could foresee.
+        """
         self._own = own
         self._instance = own.make([])
         self._records: dict[Where, dict[str, Any]] = {}
         self._sizes: dict[Where, int] = {}
         self._kept_bytes = 0
+        self._claim = claim
         self._allowed_bytes = own.size.kept_bytes
-        self.charge: Callable[[int], None] = lambda size_bytes: None
 
     @property
     def required(self) -> frozenset[str]:
@@ -69,7 +71,7 @@ class Records:
         self._sizes[where], self._records[where] = size_bytes, record
         more = self._kept_bytes - self._allowed_bytes
         if more > 0:
-            self.charge(more)
+            self._claim.resize(self._claim.size_bytes + more)
             self._allowed_bytes += more
 
     def keep_only(self, wheres: Container[Where | None]) -> None:

@@ -8,8 +8,9 @@ step has fixed - the same gradient, factor and hyper-parameters - its result bec
 else it is deleted, and the update is made as if there had been no guess. Either way the numbers are the same: a wrong
 guess costs the drive's time, and never a result.
 
-Owns what is under way and aside. Knows neither norms nor hyper-parameters: :mod:`offload.optim.recipe` makes the
-updates. The other half of a step's work, after its end, is :mod:`offload.shards.forward_updates`.
+Owns what is aside. Knows neither norms nor hyper-parameters:
+:mod:`offload.optim.recipe` makes the updates. The other half of a step's work, after its end, is
+:mod:`offload.shards.forward_updates`. Next: :mod:`offload.shards.manager`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -28,44 +28,14 @@ from offload.planning.placement import STATE_ROLES
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
-from offload.shards.manager import Manager
 from offload.shards.shard import Shard, State
-from offload.shards.stream import ALL_STATES, Chunk, Pipeline, come_to_rest
+from offload.shards.stream import Chunk, come_to_rest
+from offload.shards.tiers import Tiers
+from offload.shards.updates import Pace, Update, Updates
 
 logger = logging.getLogger(__name__)
 
-WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
-MOST_CALM_STEPS = 16
 LARGEST_SHARE_KEPT = 1 / 3  # of the working region
-
-
-class Calm:
-    """Whether a step is worth guessing: after calm ones, more of them after each wrong guess.
-
-    A step is calm where each gradient comes in the backward pass that was said to be the last, and nothing multiplies
-    it: nothing clips, and no trainer accumulates without saying so.
-    """
-
-    def __init__(self, *, expected: bool) -> None:
-        """Begin.
-
-        Args:
-            expected: the first step is likely to be calm.
-        """
-        self._steps = 0
-        self._needed = 0 if expected else 1
-
-    def __bool__(self) -> bool:
-        """Tell whether the next step is likely to be calm."""
-        return self._steps >= self._needed
-
-    def note(self, *, calm: bool, guessed: bool) -> None:
-        """Note a step: whether it was calm, and whether a guess was made."""
-        self._steps = self._steps + 1 if calm else 0
-        if not calm:
-            self._needed = min(2 * self._needed, MOST_CALM_STEPS) if guessed and self._needed else max(self._needed, 1)
-        elif guessed:
-            self._needed = max(self._needed // 2, 1)
 
 
 class Recipe(Protocol):
@@ -83,54 +53,26 @@ class Recipe(Protocol):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Update:
-    """A unit's update: chunks [0, worked) are done, [worked, started) have their bytes or wait for them."""
+class _Guess(Update):
+    """An update that may be undone."""
 
-    unit: Unit
-    made_from: object
-    leases: Leases
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    started: int = 0
-    worked: int = 0
+    made_from: object = None
 
 
-class EarlyUpdates:
+class BackwardUpdates(Updates[_Guess]):
     """Updates of one engine that are made during backward. See the module's text.
 
     All methods are called by the thread that computes.
     """
 
-    def __init__(
-        self,
-        manager: Manager,
-        guess: Callable[[], Recipe | None],
-        *,
-        safe_point: contextlib.AbstractContextManager[object],
-    ) -> None:
-        """Watch the gradients from now on.
-
-        Args:
-            manager: owner of the shards.
-            guess: called once per step, when the first gradient is complete; None where nothing is worth a guess.
-            safe_point: held while something is half done: hands Ctrl-C on at its end.
-        """
-        self._manager = manager
-        self._guess = guess
-        self._safe_point = safe_point
-        self._complete: deque[int] = deque()  # units whose gradients may be used; filled by the thread that takes them
+    def __init__(self, tiers: Tiers, safe_point: contextlib.AbstractContextManager[object]) -> None:
+        super().__init__(tiers, safe_point, aside=True)
         self._recipe: Recipe | None = None
         self._asked = False  # whether there is a recipe for this step
         self._begun = False  # whether anything was begun for this step
-        self._room_bytes = manager.plan.early_bytes
-        self._pipeline = self._new_pipeline()
-        self._waiting: list[_Update] = []
-        self._open: deque[_Update] = deque()
-        self._done: list[_Update] = []
-        manager.early = self
-        manager.working.wanted_here = self._wanted_here
-        manager.gradients.on_complete = self._complete.append
-        manager.gradients.on_change = self.withdraw
-        manager.gradients.on_drop = self.withdraw_all
+        self._room_bytes = tiers.plan.early_bytes
+        self._waiting: list[_Guess] = []
+        self._done: list[_Guess] = []
 
     @property
     def guessed(self) -> bool:
@@ -139,37 +81,41 @@ class EarlyUpdates:
 
     # --- during backward --------------------------------------------------------------------------------------------
 
-    def advance(self) -> None:
+    def advance(self, guess: Callable[[], Recipe | None]) -> None:
         """Work on what has arrived, and start what there is room for. Waits for nothing, and never fails.
 
         An I/O error ends it for this step: whoever makes the updates after it meets the error again, or not.
+
+        Args:
+            guess: what the step is likely to do, None where no guess is worth its while. It is called once per step,
+                when the first gradient is complete.
         """
-        if not (self._complete or self._waiting or self._open):
+        completed = self._tiers.gradients.completed
+        if not self._tiers.plan.early_bytes:
+            completed.clear()
+        if not (completed or self._waiting or self._open):
             return
-        begin = time.perf_counter()
         try:
-            with self._safe_point:
-                while self._complete:
-                    self._offer(self._complete.popleft())
+            with self._timed():
+                while completed:
+                    self._offer(completed.popleft(), guess)
                 for _ in range(self._pipeline.ahead):
-                    if not self._work(wait=False):
+                    if not self._work(Pace.READY):
                         break
-                self._start(wait=False)
+                self._start(Pace.READY)
         except OSError as error:
             self._give_up(error)
-        finally:
-            self._manager.counters.update_seconds += time.perf_counter() - begin
 
     def withdraw(self, index: int) -> None:
         """Undo what was done for a unit, whose gradient is about to change."""
-        for update in [*self._waiting, *self._open, *self._done]:
+        for update in self._all():
             if update.unit.index == index:
                 self._drop(update)
 
     def withdraw_all(self) -> None:
         """Undo everything: somebody is about to read or write parameters or states, or to drop the gradients."""
-        self._complete.clear()
-        for update in [*self._waiting, *self._open, *self._done]:
+        self._tiers.gradients.completed.clear()
+        for update in self._all():
             self._drop(update)
         self._close()
 
@@ -181,13 +127,24 @@ class EarlyUpdates:
         try:
             with self._safe_point:
                 while self._open:
-                    self._work(wait=True, more=False)
+                    self._work(Pace.OPEN)
                 for update in self._done:
-                    TicketGroup([ticket for chunk in update.chunks for ticket in chunk.writing]).wait(
-                        self._manager.deadline_s
-                    )
+                    self._wait_until_written(update)
         except OSError as error:
             self._give_up(error)
+
+    def wanted_here(self) -> list[int]:
+        """Return the units whose parameters should stay on the device until their updates have begun.
+
+        Those would not be made early else. The last ones come first, and most of the room is for what backward uses.
+        """
+        tiers, wanted = self._tiers, []
+        left = int((tiers.working.size_bytes or tiers.plan.working_bytes) * LARGEST_SHARE_KEPT)
+        for update in (*self._open, *reversed(self._waiting)):
+            if update.unit.param_bytes <= left and tiers.updates_in_place(tiers.param(update.unit.index)):
+                left -= update.unit.param_bytes
+                wanted.append(update.unit.index)
+        return wanted
 
     def _give_up(self, error: OSError) -> None:
         logger.warning("early updates: %s", error)
@@ -196,19 +153,19 @@ class EarlyUpdates:
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def settle(self, recipe: Recipe) -> set[int]:
+    def reconcile(self, recipe: Recipe) -> set[int]:
         """Keep what the step would do as well and undo the rest; returns the units that need no update any more.
 
         What is under way is finished first: these units came last in backward, so they come first in the forward.
         """
-        self._complete.clear()
+        self._tiers.gradients.completed.clear()
         self._waiting.clear()
         for update in list(self._open):
             if update.made_from != recipe.ranges(update.unit):
                 self._drop(update)
         try:
             while self._open:
-                self._work(wait=True)
+                self._work(Pace.ALL)
         except OSError as error:
             logger.warning("early updates: %s", error)
             for update in list(self._open):
@@ -223,41 +180,43 @@ class EarlyUpdates:
         self._close()
         return taken
 
-    def _may_take(self, update: _Update, recipe: Recipe) -> bool:
-        manager, param = self._manager, self._param(update.unit)
+    def _may_take(self, update: _Guess, recipe: Recipe) -> bool:
         try:
-            TicketGroup([ticket for chunk in update.chunks for ticket in chunk.writing]).wait(manager.deadline_s)
+            self._wait_until_written(update)
         except OSError as error:
             logger.warning("early update of %s: %s", update.unit.name, error)
             return False
         # A tensor of the user that views the parameters stays a view of them: such a unit is updated in place.
-        viewed = param.readers or manager.working.borrowed(update.unit.index)
+        index = update.unit.index
+        viewed = self._tiers.param(index).readers or self._tiers.working.borrowed(index)
         return not viewed and update.made_from == recipe.ranges(update.unit)
 
-    def _take(self, update: _Update) -> None:
-        manager, param = self._manager, self._param(update.unit)
+    def _take(self, update: _Guess) -> None:
+        tiers, param = self._tiers, self._tiers.param(update.unit.index)
         if param.state is State.FETCHING:
-            manager.working.finish_prefetch(param)
+            tiers.working.finish_prefetch(param)
         if param.state is State.RESIDENT:
-            manager.working.evict(param)
-        manager.copies.forgive(param)
-        manager.copies.take_aside(self._shards(update.unit))
-        manager.versions[update.unit.index] += 1
-        manager.counters.early_units += 1
+            tiers.working.evict(param)
+        tiers.copies.forgive(param)
+        tiers.copies.take_aside(self._shards(update.unit))
+        tiers.copies.renew(param)
+        tiers.counters.early_units += 1
         self._done.remove(update)
 
-    # --- one chunk after the other ----------------------------------------------------------------------------------
+    def _wait_until_written(self, update: Update) -> None:
+        TicketGroup([ticket for chunk in update.chunks for ticket in chunk.writing]).wait(self._tiers.deadline_s)
 
-    def _offer(self, index: int) -> None:
+    # --- the policy -------------------------------------------------------------------------------------------------
+
+    def _offer(self, index: int, guess: Callable[[], Recipe | None]) -> None:
         """Queue the update of a unit whose gradient is complete, if there is a point in it and room for it."""
         if not self._asked:
             self._asked = True
-            self._manager.finish_step()  # its last writes may still be leaving the buffers that are used here
-            self._recipe = self._guess()
-        manager = self._manager
-        unit = manager.units[index]
-        size = manager.plan.aside_bytes(unit)
-        if self._recipe is None or not size or size > self._room_bytes or not manager.gradients.is_whole(index):
+            self._recipe = guess()
+        tiers = self._tiers
+        unit = tiers.units[index]
+        size = tiers.plan.aside_bytes(unit)
+        if self._recipe is None or not size or size > self._room_bytes or not tiers.gradients.is_whole(index):
             return
         if any(shard.state is State.FAILED for shard in self._shards(unit)):
             return
@@ -268,104 +227,55 @@ class EarlyUpdates:
             return
         if made_from:
             self._room_bytes -= size
-            self._waiting.append(_Update(unit, made_from, Leases(manager)))
+            self._waiting.append(_Guess(unit, Leases(tiers), self._recipe.visit, made_from=made_from))
 
-    def _work(self, *, wait: bool, more: bool = True) -> bool:
-        """Work on the chunk whose turn it is; returns False where there is none, or only waiting would bring it."""
-        self._start(wait=wait, more=more)
-        if not self._open:
-            return False
-        update = self._open[0]
-        if update.started == update.worked:
-            return False
-        chunk = update.chunks[update.worked]
-        there = all(ticket.done() for ticket in chunk.reading)
-        if not there and not wait:
-            return False
-        counters = self._manager.counters
-        begin = time.perf_counter()
-        TicketGroup(chunk.reading).wait(self._manager.deadline_s)  # also where it is over: for what went wrong
-        counters.update_stall_seconds += time.perf_counter() - begin
-        assert self._recipe is not None
-        self._pipeline.work(chunk, self._recipe.visit)
-        counters.update_chunks += 1
-        counters.update_stalls += not there
-        update.worked += 1
-        if update.worked == len(update.chunks):
-            self._open.popleft()
-            self._done.append(update)
-            update.leases.stop_reading()
-        return True
+    def _begin_next(self, pace: Pace, *, waits: bool) -> bool:
+        """Begin the unit that came last, whose parameters are most likely still there.
 
-    def _start(self, *, wait: bool, more: bool = True) -> None:
-        """Start the reads of chunks whose turn is near; those of further units only where `more` may begin."""
-        while sum(update.started - update.worked for update in self._open) < self._pipeline.ahead:
-            leaving = self._pipeline.leaving()
-            if not wait and not all(ticket.done() for ticket in leaving):
-                return
-            TicketGroup(leaving).wait(self._manager.deadline_s)  # also where it is over: for what went wrong
-            if not self._open or self._open[-1].started == len(self._open[-1].chunks):
-                if not self._waiting or not more:
-                    return
-                self._begin(self._waiting.pop())  # the last one: its parameters are most likely still there
-                continue
-            update = self._open[-1]
-            self._pipeline.start(update.chunks[update.started])
-            update.started += 1
-
-    def _begin(self, update: _Update) -> None:
-        """Begin an update; not where that would read parameters that the next forward reads in any case."""
-        manager, param = self._manager, self._param(update.unit)
-        if manager.updates_in_place(param) and param.state is not State.RESIDENT:
-            self._room_bytes += manager.plan.aside_bytes(update.unit)
-            return
-        self._begun = True
-        try:
-            update.chunks = self._pipeline.open(update.unit, update.leases)
-        except BaseException:
-            update.leases.stop_reading()
-            raise
-        self._open.append(update)
-
-    def _wanted_here(self) -> list[int]:
-        """Return the units whose parameters should stay on the device until their updates have begun.
-
-        Those would not be made early else. The last ones come first, and most of the room is for what backward uses.
+        One whose parameters the next forward reads in any case is passed over.
         """
-        manager, wanted = self._manager, []
-        left = int((manager.working.size_bytes or manager.plan.working_bytes) * LARGEST_SHARE_KEPT)
-        for update in (*self._open, *reversed(self._waiting)):
-            if update.unit.param_bytes <= left and manager.updates_in_place(self._param(update.unit)):
-                left -= update.unit.param_bytes
-                wanted.append(update.unit.index)
-        return wanted
+        tiers = self._tiers
+        while self._waiting and pace is not Pace.OPEN:
+            update = self._waiting.pop()
+            param = tiers.param(update.unit.index)
+            if tiers.updates_in_place(param) and param.state is not State.RESIDENT:
+                self._room_bytes += tiers.plan.aside_bytes(update.unit)
+                continue
+            self._begun = True
+            self._begin(update)
+            return True
+        return False
 
-    def _drop(self, update: _Update) -> None:
+    def _end(self, update: _Guess) -> None:
+        self._done.append(update)
+
+    def _fail(self, error: BaseException) -> None:
+        """Leave it to whoever undoes it: the content is as it was."""
+
+    def _all(self) -> list[_Guess]:
+        return [*self._waiting, *self._open, *self._done]
+
+    def _drop(self, update: _Guess) -> None:
         """Undo an update. Its room is not used again before the next step: the drive has enough to do."""
-        come_to_rest(update.chunks, self._manager.deadline_s)
+        come_to_rest(update.chunks, self._tiers.deadline_s)
         update.leases.stop_reading()
-        for owner in (self._waiting, self._open, self._done):
+        owners: tuple[list[_Guess] | deque[_Guess], ...] = (self._waiting, self._open, self._done)
+        for owner in owners:
             if update in owner:
                 owner.remove(update)
-        self._manager.copies.drop_aside(self._shards(update.unit))
-        self._manager.counters.early_units_dropped += bool(update.chunks)
+        self._tiers.copies.drop_aside(self._shards(update.unit))
+        self._tiers.counters.early_units_dropped += bool(update.chunks)
 
     def _close(self) -> None:
         """Be ready for the next step."""
         assert not (self._waiting or self._open or self._done)
         self._recipe = None
         self._asked = self._begun = False
-        self._room_bytes = self._manager.plan.early_bytes
+        self._unread = None
+        self._room_bytes = self._tiers.plan.early_bytes
         self._pipeline = self._new_pipeline()
-
-    def _new_pipeline(self) -> Pipeline:
-        return Pipeline(self._manager, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, aside=True)
-
-    def _param(self, unit: Unit) -> Shard:
-        return self._manager.copies.of(unit.index, Role.PARAM)
 
     def _shards(self, unit: Unit) -> list[Shard]:
         """Return the shards that an update writes."""
-        copies = self._manager.copies
-        found = (copies.get(unit.index, role) for role in (Role.PARAM, *STATE_ROLES))
+        found = (self._tiers.copies.get(unit.index, role) for role in (Role.PARAM, *STATE_ROLES))
         return [shard for shard in found if shard is not None]

@@ -41,6 +41,44 @@ class Stray:
     busy: Callable[[], bool]
 
 
+class Lease:
+    """The right to read a shard, on whichever copy."""
+
+    __slots__ = ("_drops", "_shard")
+
+    def __init__(self, shard: Shard) -> None:
+        shard.readers += 1
+        self._shard: Shard | None = shard
+        self._drops = shard.drops
+
+    def close(self) -> None:
+        """Return the lease. Idempotent; nothing happens where an error has dropped all leases of the shard."""
+        shard, self._shard = self._shard, None
+        if shard is not None and shard.drops == self._drops:
+            assert shard.readers > 0, shard.describe()
+            shard.readers -= 1
+
+
+class WriteLease:
+    """The right to write a shard, alone.
+
+    Attributes:
+        shard: which.
+        before: its state before.
+    """
+
+    __slots__ = ("before", "shard")
+
+    def __init__(self, shard: Shard, before: State) -> None:
+        shard.writing = True
+        self.shard = shard
+        self.before = before
+
+    def close(self) -> None:
+        """Return the lease."""
+        self.shard.writing = False
+
+
 class Copies:
     """Shards, states and transfers of one engine. See the module's text.
 
@@ -150,27 +188,26 @@ class Copies:
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
-    def lease(self, shard: Shard) -> None:
-        """Note that somebody reads a shard, on whichever copy."""
-        shard.readers += 1
-
-    def return_lease(self, shard: Shard) -> None:
-        """Note that somebody has stopped reading a shard."""
-        assert shard.readers > 0, shard.describe()
-        shard.readers -= 1
+    def lease(self, shard: Shard) -> Lease:
+        """Let somebody read a shard."""
+        return Lease(shard)
 
     def drop_leases(self, shard: Shard) -> None:
         """Forget who reads a shard: an exception has torn them away."""
         shard.readers = 0
+        shard.drops += 1
 
-    def begin_writing(self, shard: Shard, event: Event) -> None:
-        """Let `event` open a shard to be written."""
+    def lease_to_write(self, shard: Shard, event: Event) -> WriteLease:
+        """Let somebody write a shard, which `event` opens for it."""
+        before = shard.state
+        if before is State.FAILED:
+            self.change(shard, Event.RESTORE)
         self.change(shard, event)
-        shard.writing = True
+        return WriteLease(shard, before)
 
-    def end_writing(self, shard: Shard) -> None:
-        """Note that nobody writes a shard any more."""
-        shard.writing = False
+    def renew(self, shard: Shard) -> None:
+        """Note that the content is another one."""
+        shard.version += 1
 
     # --- buffers of working copies ----------------------------------------------------------------------------------
 

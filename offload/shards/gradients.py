@@ -2,13 +2,15 @@
 
 Owns what has arrived since the last step, the sums that the norm is made of, the precision in which backward passes
 are added, and who leaves the pool of gradients on their way to NVMe. Knows neither where a gradient comes from nor what
-becomes of it. Next: :mod:`offload.module.handles` stands for it in ``.grad``, :mod:`offload.optim.recipe` uses it.
+becomes of it. Whoever changes gradients comes through :mod:`offload.shards.manager`, which undoes what was made of
+them. Next: :mod:`offload.module.handles` stands for them in ``.grad``, :mod:`offload.optim.recipe` uses them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container
+from collections import deque
+from collections.abc import Container
 
 import torch
 
@@ -18,7 +20,7 @@ from offload.memory.tiers import Buffer, Tier, view_at
 from offload.memory.transfer import Mover, TicketGroup
 from offload.planning.placement import Plan
 from offload.planning.roles import Role
-from offload.planning.units import Unit
+from offload.planning.units import Unit, Where
 from offload.shards.copies import Copies
 from offload.shards.shard import Event, Shard, State
 from offload.torch_private import storage_at
@@ -57,8 +59,35 @@ class Gradient:
         return cls([False] * slots, set(range(slots)), [None] * slots, [(-1, 0)] * slots)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientNorm:
+    """Global norm of a step's gradients: of all of the model's, whether the optimizer has the parameter or not.
+
+    Attributes:
+        squares: sum of squares of the raw gradients (sums over micro-batches, with the loss scale in them), before
+            clipping.
+        left: the same after what torch has clipped.
+        bad: names of parameters with NaN or infinite elements.
+        spoilt: names of parameters whose gradient was multiplied by NaN or infinity.
+        count: parameters that have a gradient.
+        factors: per parameter what its gradient was multiplied by; 1 where it is absent.
+    """
+
+    squares: float
+    left: float
+    bad: list[str]
+    spoilt: list[str]
+    count: int
+    factors: dict[Where, float]
+
+
 class Gradients:
-    """Gradients of one engine. See the module's text."""
+    """Gradients of one engine. See the module's text.
+
+    Attributes:
+        completed: units of which all has come that will come before the step, in this order; whoever uses them takes
+            them out.
+    """
 
     def __init__(self, plan: Plan, copies: Copies, mover: Mover, *, deadline_s: float) -> None:
         self._copies = copies
@@ -69,10 +98,7 @@ class Gradients:
         self._gradients = {unit.index: Gradient.of(unit) for unit in plan.request.units if unit.trainable}
         self._held: set[int] = set()  # units whose gradients belong to a step that has not used them yet
         self._wide: set[int] = set()  # units of 16 bits whose gradients have become fp32
-        self.finish_step: Callable[[], None] = lambda: None  # makes that step use them, and leave idle buffers
-        self.on_complete: Callable[[int], None] = lambda index: None  # all of a unit's gradient has come
-        self.on_change: Callable[[int], None] = lambda index: None  # more is added to what was complete
-        self.on_drop: Callable[[], None] = lambda: None  # all are about to be forgotten
+        self.completed: deque[int] = deque()
 
     def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0) -> None:
         """Add one parameter's gradient to what has arrived since the last step.
@@ -91,7 +117,6 @@ class Gradients:
             StateError: it comes in a second backward pass, and the plan has no room for the sum in fp32. What has
                 arrived is as it was.
         """
-        self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
         known = self._gradients[index]
         latest, count = known.passes[slot]
         another = known.arrived[slot] and backward_pass != latest
@@ -99,10 +124,7 @@ class Gradients:
         if widen and not self._may_widen:
             raise StateError(self._refusal(self._copies.of(index, Role.GRAD).unit, slot))
         known.passes[slot] = (backward_pass, count + 1 if another or not count else count)
-        if final:
-            known.final_adds += 1
-            if known.final_adds > len(known.arrived):
-                self.on_change(index)
+        known.final_adds += final
         gradient = gradient.contiguous()
         self._mover.read_tensor(gradient, lambda address: self._add(index, slot, address, final=final, widen=widen))
 
@@ -127,7 +149,12 @@ class Gradients:
             if shard.home is Tier.NVME:
                 self._copies.start_flush(shard)
             if final:
-                self.on_complete(index)
+                self.completed.append(index)
+
+    def is_complete(self, index: int) -> bool:
+        """Tell whether all of a unit's gradient was to be there: what comes now changes it."""
+        gradient = self._gradients[index]
+        return gradient.final_adds >= len(gradient.arrived)
 
     def passes(self, index: int, slot: int, backward_pass: int) -> int:
         """Return how many backward passes will have brought a gradient since the last step when this one has."""
@@ -191,8 +218,6 @@ class Gradients:
     def overwrite(self, index: int, slot: int, content: torch.Tensor | float) -> None:
         """Let a parameter's gradient be `content`: (numel,) of any dtype on any device, or one number for all."""
         self.settle()
-        self.finish_step()
-        self.on_change(index)
         gradient = self._gradients[index]
         gradient.arrived[slot] = True
         gradient.sums[slot] = None
@@ -201,14 +226,12 @@ class Gradients:
 
     def multiply(self, index: int, slot: int, factor: float) -> None:
         """Multiply what has arrived of a parameter's gradient."""
-        self.on_change(index)
         self._gradients[index].sums[slot] = None
         self.content(index, slot).mul_(factor)
 
     def forget(self, index: int, slot: int) -> None:
         """Forget what has arrived of a parameter's gradient."""
         self.settle()
-        self.on_change(index)
         gradient = self._gradients[index]
         gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = False, None, (-1, 0)
 
@@ -221,7 +244,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients that have arrived since the last step."""
         self.settle()
-        self.on_drop()
+        self.completed.clear()
         for index in self._gradients:
             shard = self._copies.of(index, Role.GRAD)
             if index not in self._held:

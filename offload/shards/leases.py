@@ -15,9 +15,9 @@ from offload.memory.transfer import CudaMover, Ticket
 from offload.planning.placement import STATE_ROLES
 from offload.planning.roles import Role
 from offload.planning.units import Unit
-from offload.shards.copies import chunk_key
-from offload.shards.manager import Manager
+from offload.shards.copies import Lease, WriteLease, chunk_key
 from offload.shards.shard import Event, Shard, State
+from offload.shards.tiers import Tiers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class Access:
 class Leases:
     """The shards that one stream has open."""
 
-    def __init__(self, manager: Manager) -> None:
-        self._manager = manager
-        self._copies = manager.copies
-        self._working = manager.working
-        self._reading: list[Shard] = []
-        self._writing: list[tuple[Shard, State]] = []  # with the state before
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+        self._copies = tiers.copies
+        self._working = tiers.working
+        self._reading: list[Lease] = []
+        self._writing: list[WriteLease] = []
 
     def open(self, unit: Unit, *, reads: frozenset[Role], writes: frozenset[Role]) -> Access:
         """Lease the shards of `unit` until :meth:`close` or :meth:`abandon`.
@@ -81,15 +81,15 @@ class Leases:
             if role in STATE_ROLES:
                 fresh = shard.state in (State.EMPTY, State.FAILED)
             if role in writes:
-                self._write(shard, Event.OVERWRITE_HOME)
+                self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
             elif shard.state is not State.EMPTY:
-                self._read(shard)
+                self._reading.append(self._copies.lease(shard))
         return Access(addresses, fresh, write_through)
 
     def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
         """Lease PARAM; returns the home address to write a changed working copy through to."""
         home = shard.home_buffer
-        host_device = self._manager.device.type == "cpu"
+        host_device = self._tiers.device.type == "cpu"
         if shard.state is State.FETCHING:
             self._working.finish_prefetch(shard)
         if shard.state is State.RESIDENT and not host_device and write:
@@ -99,28 +99,17 @@ class Leases:
             assert shard.work_buffer is not None
             addresses[Role.PARAM] = shard.work_buffer.address
             if not write:
-                self._read(shard)
+                self._reading.append(self._copies.lease(shard))
                 return 0
-            self._write(shard, Event.MODIFY)
+            self._writing.append(self._copies.lease_to_write(shard, Event.MODIFY))
             return home.address if home is not None else 0
         if home is not None and (host_device or shard.home is Tier.HOST):
             addresses[Role.PARAM] = home.address
         if write:
-            self._write(shard, Event.OVERWRITE_HOME)
+            self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
         else:
-            self._read(shard)
+            self._reading.append(self._copies.lease(shard))
         return 0
-
-    def _read(self, shard: Shard) -> None:
-        self._copies.lease(shard)
-        self._reading.append(shard)
-
-    def _write(self, shard: Shard, event: Event) -> None:
-        before = shard.state
-        if before is State.FAILED:
-            self._copies.change(shard, Event.RESTORE)
-        self._copies.begin_writing(shard, event)
-        self._writing.append((shard, before))
 
     def close(self) -> None:
         """Return the leases: what was written is now the shards' content."""
@@ -129,13 +118,17 @@ class Leases:
 
     def hand_over(self, roles: Container[Role], leaving: Sequence[Ticket]) -> None:
         """Return the leases on what was written in `roles`; `leaving` still take PARAM's working copy home."""
-        for shard, _ in self._writing:
-            if shard.role not in roles:
-                continue
-            self._copies.end_writing(shard)
+        kept: list[WriteLease] = []
+        ended: list[WriteLease] = []
+        for lease in self._writing:
+            (ended if lease.shard.role in roles else kept).append(lease)
+        self._writing = kept
+        for lease in ended:
+            lease.close()
+            shard = lease.shard
             if shard.role is not Role.PARAM:
                 continue
-            self._manager.versions[shard.unit.index] += 1
+            self._copies.renew(shard)
             if shard.state is State.DIRTY and leaving:
                 self._copies.flushing(shard, leaving)
             elif shard.state is State.DIRTY:
@@ -143,7 +136,6 @@ class Leases:
             if shard.home is Tier.DEVICE and shard.unit.index not in self._working:
                 assert shard.home_buffer is not None
                 self._working.bind(shard, shard.home_buffer)
-        self._writing = [(shard, before) for shard, before in self._writing if shard.role not in roles]
 
     def abandon(self, written: Container[int]) -> None:
         """Return the leases after an exception.
@@ -153,12 +145,13 @@ class Leases:
                 they were.
         """
         self.stop_reading()
-        for shard, before in self._writing:
-            self._copies.end_writing(shard)
+        for lease in self._writing:
+            lease.close()
+            shard, before = lease.shard, lease.before
             if shard.unit.index in written or before is State.FAILED:
                 self._copies.change(shard, Event.ABANDON)
                 if shard.role is Role.PARAM:
-                    self._manager.versions[shard.unit.index] += 1
+                    self._copies.renew(shard)
                     if shard.unit.index in self._working:
                         self._working.unbind_lost(shard)
             elif before is State.EMPTY:
@@ -169,8 +162,8 @@ class Leases:
 
     def stop_reading(self) -> None:
         """Return the leases on what was only read."""
-        for shard in self._reading:
-            self._copies.return_lease(shard)
+        for lease in self._reading:
+            lease.close()
         self._reading.clear()
 
     # --- chunks that come through staging ---------------------------------------------------------------------------
@@ -206,7 +199,7 @@ class Leases:
 
     def _on_gpu(self, shard: Shard, number: int) -> tuple[CudaMover, int]:
         """Return the mover, and the device address of a chunk of a shard whose home is there."""
-        mover = self._manager.mover
+        mover = self._tiers.mover
         assert isinstance(mover, CudaMover) and shard.home_buffer is not None
-        begin = shard.unit.chunks(self._manager.plan.chunk_numel)[number][0]
-        return mover, shard.home_buffer.address + self._manager.chunk_bytes(shard.unit, shard.role, 0, begin)
+        begin = shard.unit.chunks(self._tiers.plan.chunk_numel)[number][0]
+        return mover, shard.home_buffer.address + self._tiers.chunk_bytes(shard.unit, shard.role, 0, begin)

@@ -1,10 +1,10 @@
-"""The memory manager: one engine's memory, and the right to use it.
+"""The gate to one engine's memory: everybody who uses or changes shards comes through here.
 
-Owns the arenas, the leases on parameters and the schedule that prefetching follows. Its parts do the rest:
-:mod:`offload.shards.copies` writes shard state and owns the transfers, :mod:`offload.shards.working_set` brings
-parameters to the device, :mod:`offload.shards.gradients` takes gradients; :mod:`offload.shards.leases` leases shards to
-be streamed over. Knows neither modules nor hyper-parameters. Next: :mod:`offload.module.hooks` asks for parameters,
-:mod:`offload.shards.stream` runs over shards.
+Owns the order of things between those who use parameters, the updates that the last step has left, and those that are
+made ahead of the next one; and the schedule that prefetching follows. What it asks is below:
+:mod:`offload.shards.tiers` has the memory, :mod:`offload.shards.forward_updates` and
+:mod:`offload.shards.backward_updates` have the updates. Knows neither modules nor hyper-parameters. Next:
+:mod:`offload.module.hooks` asks for parameters.
 
 Called from one thread at a time: the one that computes, or the one that runs the optimizer step while the former waits.
 """
@@ -14,22 +14,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from offload.errors import StateError
-from offload.memory.tiers import Arena, Budget, Tier
-from offload.memory.transfer import CpuMover, CudaMover, Mover
+from offload.memory.tiers import Budget, Tier
 from offload.planning.placement import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
-from offload.shards.copies import Copies, touch
-from offload.shards.gradients import Gradients
+from offload.shards.backward_updates import BackwardUpdates, Recipe
+from offload.shards.copies import Lease
+from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.schedule import Schedule
 from offload.shards.shard import Shard, State
-from offload.shards.working_set import Binder, WorkingSet
+from offload.shards.stream import Chunk, stream
+from offload.shards.tiers import Tiers
+from offload.shards.working_set import Binder
 from offload.stats import Counters
 from swap import SwapStore
 
@@ -39,172 +40,83 @@ PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
 PATIENCE = 4  # acquisitions of one unit after which room for a prefetch is looked for again
 
 
-class Updates(Protocol):
-    """Updates of parameters that a step has fixed and that are still to be made, unit by unit.
-
-    Attributes:
-        failure: what a part of the step was lost by; None where all is well.
-    """
-
-    failure: BaseException | None
-
-    def __contains__(self, index: int) -> bool:
-        """Tell whether the unit's parameters are still those of before the step."""
-
-    def require(self, index: int) -> None:
-        """Make the update of a unit, whose parameters are about to be used, if it has not been made."""
-
-    def begin(self) -> None:
-        """Start the first reads."""
-
-    def advance(self) -> None:
-        """Do what can be done without waiting."""
-
-    def finish_open(self) -> None:
-        """Make the updates that are under way, so that nothing of them lies in anybody's way."""
-
-    def finish(self) -> None:
-        """Make all updates and wait until they are home."""
-
-    def check(self) -> None:
-        """Raise what went wrong, if anything did."""
-
-
-class Early(Protocol):
-    """Updates that are made during backward, aside of the content, in case the step will make them as well."""
-
-    def advance(self) -> None:
-        """Do what can be done without waiting."""
-
-    def rest(self) -> None:
-        """Finish those that are begun: the staging buffers are free then, and all is as it was."""
-
-    def withdraw_all(self) -> None:
-        """Undo them."""
-
-
 class Manager:
     """Memory of one engine. See the module's text.
 
     Attributes:
-        copies, working, gradients: its parts.
-        staging: buffers of host memory through which chunks pass.
-        versions: per unit, of the parameters' content: raised whenever they are written.
+        tiers: the memory, and its parts: `copies`, `working`, `gradients`, `counters`, `units`.
+        forward: updates that the last step has left to do.
+        backward: updates that the next step may have no need to do.
+        schedule: of the pass that is under way.
         hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
-        resets: times that all leases were dropped.
-        updates: what the last step has left to do; None when that is done.
-        early: what the next step may have no need to do; None where nothing is done early.
     """
 
     def __init__(
         self,
         plan: Plan,
         device: torch.device,
-        budgets: dict[Tier, Budget],
+        budgets: Mapping[Tier, Budget],
         store: SwapStore | None,
         binder: Binder,
         counters: Counters,
         *,
         deadline_s: float,
+        safe_point: contextlib.AbstractContextManager[object],
         prefetch: bool = True,
     ) -> None:
-        self.plan = plan
-        self.units = plan.request.units
-        self.device = device
-        self.budgets = budgets
-        self.store = store
-        self.counters = counters
-        self.deadline_s = deadline_s
-        self.resets = 0
-        self.updates: Updates | None = None
-        self.early: Early | None = None
-        self.versions = [0] * len(self.units)
+        """Take the memory that the plan wants.
+
+        Args:
+            plan: what lives where.
+            device: where compute runs.
+            budgets: of all tiers.
+            store: the swap store; None where nothing lives on NVMe.
+            binder: rebinds parameters.
+            counters: of bytes and seconds.
+            deadline_s: after which an operation counts as lost.
+            safe_point: held while an update is half done: hands Ctrl-C on at its end.
+            prefetch: bring parameters before they are asked for.
+
+        Raises:
+            BudgetError: a budget has less than the plan wants.
+        """
+        self.tiers = Tiers(
+            plan, device, budgets, store, binder, counters, deadline_s=deadline_s, reclaim=self._finish_open_updates
+        )
+        self.units = self.tiers.units
+        self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
+        self.forward = ForwardUpdates(self.tiers, safe_point)
+        self.backward = BackwardUpdates(self.tiers, safe_point)
         order = [unit.index for unit in self.units]
         self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
         self.schedule = self._schedules[True]
-
-        sizes = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
-        for tier in Tier:
-            budgets[tier].reserve("arena", sizes[tier])
-        budgets[Tier.HOST].reserve("optimizer", plan.request.own_bytes)
-        cpu, host_device = torch.device("cpu"), device.type == "cpu"
-        host = Arena(Tier.HOST, sizes[Tier.HOST], cpu, page_locked=not host_device)
-        self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, sizes[Tier.DEVICE], device), Tier.HOST: host}
-        self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
-        self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
         streams_parameters = Role.PARAM in self.copies.regions
         waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
         self.hides_parameters = streams_parameters or waits_for_updates
         self._prefetches = prefetch and streams_parameters
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
-        self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
         self._staging_bytes = plan.staging_slots * plan.staging_slot_bytes
-        self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
-        for buffer in self.staging:
-            touch(buffer)
-        if host_device:
-            self.mover: Mover = CpuMover(counters)
-        else:
-            half = plan.fetch_staging_bytes // 2
-            fetch = [host.take(half) for _ in range(2)] if half else []
-            self.mover = CudaMover(counters, device, fetch, host.take(plan.grad_staging_bytes), deadline_s)
-        self.working = WorkingSet(
-            plan.request, self.copies, self._arenas[Tier.DEVICE], budgets[Tier.DEVICE], self.mover, binder
-        )
-        self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
-        self.gradients.finish_step = self.finish_step
-        self.working.finish_open_updates = self._finish_open_updates
-        if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
-            store.register_buffer(host.base_address, host.size_bytes)
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
-    def acquire(self, index: int) -> None:
-        """Take a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
-        shard = self._params[index]
+    def acquire(self, index: int) -> Lease:
+        """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
+        shard = self.tiers.param(index)
         self._make_resident(shard)
-        self.copies.lease(shard)  # prefetching must not evict what was asked for
+        lease = self.copies.lease(shard)  # prefetching must not evict what was asked for
         try:
             self.prefetch()
         except OSError as error:  # whoever needs what could not be fetched meets the error again
             logger.warning("prefetch: %s", error)
         except BaseException:
-            self.copies.return_lease(shard)
+            lease.close()
             raise
-
-    def release(self, index: int) -> None:
-        """Return a lease."""
-        self.copies.return_lease(self._params[index])
-
-    def refuse_leased(self, units: Iterable[Unit]) -> None:
-        """Check that nobody uses the parameters of `units`, which are about to be written.
-
-        Raises:
-            StateError: somebody does; names the unit.
-        """
-        for unit in units:
-            if self._params[unit.index].readers:
-                raise StateError(
-                    f"parameters of {unit.name}: cannot be written while they are in use; leave the engine.gather "
-                    "block, or the forward, first"
-                )
-
-    def refuse_in_use(self, units: Iterable[Unit]) -> None:
-        """Check that the parameters of `units` can be updated.
-
-        Raises:
-            StateError: somebody uses them, or views device memory that would be replaced; names the unit.
-        """
-        units = list(units)
-        self.refuse_leased(units)
-        if self.device.type != "cpu":
-            for unit in units:
-                self.working.refuse_borrowed(self._params[unit.index])
+        return lease
 
     def discard_working_copy(self, index: int) -> None:
         """Drop what was changed in a working copy: the home holds the content."""
-        shard = self._params[index]
+        shard = self.tiers.param(index)
         if shard.state is State.RESIDENT and not shard.readers and not self.working.borrowed(index):
             self.working.evict(shard)
 
@@ -221,10 +133,10 @@ class Manager:
             aside: other units may be wanted while the tensor lives, so the unit must not lie in their way.
         """
         self.schedule = self._schedules[True]  # only backward asks for it
-        self.acquire(index)
+        lease = self.acquire(index)
         if aside:
-            self.working.lay_aside(self._params[index])
-        self.release(index)
+            self.working.lay_aside(self.tiers.param(index))
+        lease.close()
         return self.working.storage(index)
 
     def begin_pass(self, *, training: bool) -> None:
@@ -232,6 +144,11 @@ class Manager:
         self.schedule = self._schedules[training]
         if not training:
             self.schedule.restart()
+
+    def restart_schedule(self) -> None:
+        """Note that a training step has ended: what was used in it predicts the next one."""
+        self.schedule = self._schedules[True]
+        self.schedule.restart()
 
     def order_of_use(self) -> list[int]:
         """Return per unit its turn in the training step that begins next, as far as is known."""
@@ -247,12 +164,13 @@ class Manager:
         if here == self._no_room_at and self._patience:  # a unit has many modules: little has changed since the last
             self._patience -= 1
             return
+        wanted = self.backward.wanted_here()
         for index in self.schedule.upcoming(PREFETCH_WINDOW):
-            shard = self._params[index]
+            shard = self.tiers.param(index)
             if shard.state is State.STORED and shard.home is not Tier.DEVICE and self._may_fetch(shard):
-                if self.updates is not None and shard.home is Tier.NVME and self._late_bytes() >= self._staging_bytes:
+                if self.forward.active and shard.home is Tier.NVME and self._late_bytes() >= self._staging_bytes:
                     return  # the drive has updates to bring first
-                if not self.working.start_fetch(shard, self.schedule, required=False):
+                if not self.working.start_fetch(shard, self.schedule, required=False, wanted=wanted):
                     self._no_room_at, self._patience = here, PATIENCE - 1
                     return
 
@@ -261,19 +179,24 @@ class Manager:
         fetched = (shard for shard in self.copies.in_flight(Role.PARAM) if shard.state is State.FETCHING)
         return sum(shard.size_bytes for shard in fetched if self.copies.is_late(shard))
 
+    def _may_fetch(self, shard: Shard) -> bool:
+        """Tell whether the home's content is of use on the device."""
+        return not shard.writing and (shard.unit.index not in self.forward or self.tiers.updates_in_place(shard))
+
     def _make_resident(self, shard: Shard) -> None:
         index = shard.unit.index
         self.schedule.use(index)
-        if self.updates is not None:
+        if self.forward.active:
             self._require_update(shard)
         assert not self.working.hides(index), shard.describe()
+        counters = self.tiers.counters
         if index in self.working:
-            self.counters.hits += 1
+            counters.hits += 1
             return
         begin = time.perf_counter()
         self.copies.forgive(shard)
         if shard.state is State.FETCHING:
-            self.counters.stalls += 1
+            counters.stalls += 1
             self.working.finish_prefetch(shard)
         if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:
@@ -281,32 +204,56 @@ class Manager:
                     f"parameters of {shard.unit.name}: expected content but got state {shard.state.value}; "
                     "load them again with engine.load_state_dict"
                 )
-            self.counters.misses += 1
+            counters.misses += 1
             self.working.start_fetch(shard, self.schedule, required=True)
             self.working.finish_fetch(shard)
-        self.counters.stall_seconds += time.perf_counter() - begin
+        counters.stall_seconds += time.perf_counter() - begin
 
-    # --- updates that a step has left to do -------------------------------------------------------------------------
+    def _require_update(self, shard: Shard) -> None:
+        index = shard.unit.index
+        in_place = self.tiers.updates_in_place(shard)
+        if index in self.forward and shard.state is State.STORED and in_place and not shard.writing:
+            self.working.start_fetch(shard, self.schedule, required=True)
+        self.forward.require(index)
 
-    def updates_in_place(self, shard: Shard) -> bool:
-        """Tell whether a working copy of PARAM is best fetched before an update: it is changed there and read once."""
-        return shard.home is Tier.NVME and self.device.type == "cpu"
+    # --- gradients --------------------------------------------------------------------------------------------------
 
-    def advance_updates(self) -> None:
-        """Let the step go on as far as nothing has to be waited for."""
-        if self.updates is not None:
-            self.updates.advance()
-        if self.early is not None:
-            self.early.advance()
+    def add_gradient(
+        self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0
+    ) -> None:
+        """Add one parameter's gradient to what has arrived since the last step; see :meth:`Gradients.add`."""
+        self.forward.finish()  # what it keeps or has on its way in this memory is about to be overwritten
+        if final and self.gradients.is_complete(index):
+            self.backward.withdraw(index)
+        self.gradients.add(index, slot, gradient, final=final, backward_pass=backward_pass)
 
-    def finish_step(self) -> None:
-        """Finish the last step.
+    def overwrite_gradient(self, index: int, slot: int, content: torch.Tensor | float) -> None:
+        """Let a parameter's gradient be `content`; see :meth:`Gradients.overwrite`."""
+        self.forward.finish()
+        self.backward.withdraw(index)
+        self.gradients.overwrite(index, slot, content)
 
-        Raises:
-            swap.SwapError: an I/O error. Where nothing was lost by it, this may be called again.
-        """
-        if self.updates is not None:
-            self.updates.finish()
+    def multiply_gradient(self, index: int, slot: int, factor: float) -> None:
+        """Multiply what has arrived of a parameter's gradient."""
+        self.backward.withdraw(index)
+        self.gradients.multiply(index, slot, factor)
+
+    def forget_gradient(self, index: int, slot: int) -> None:
+        """Forget what has arrived of a parameter's gradient."""
+        self.backward.withdraw(index)
+        self.gradients.forget(index, slot)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients that have arrived since the last step."""
+        self.backward.withdraw_all()
+        self.gradients.drop()
+
+    # --- updates ----------------------------------------------------------------------------------------------------
+
+    def advance_updates(self, guess: Callable[[], Recipe | None]) -> None:
+        """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
+        self.forward.advance()
+        self.backward.advance(guess)
 
     def finish_updates(self) -> None:
         """Finish the last step and leave the next: whoever looks at the shards from outside comes through here.
@@ -314,43 +261,47 @@ class Manager:
         Raises:
             swap.SwapError: an I/O error. Where nothing was lost by it, this may be called again.
         """
-        self.finish_step()
-        if self.early is not None:
-            self.early.withdraw_all()
+        self.forward.finish()
+        self.backward.withdraw_all()
 
-    def rest_updates(self) -> None:
-        """Finish the last step and let the next one rest: whoever reads the shards and disturbs nothing comes here.
+    def stream(
+        self,
+        units: Iterable[Unit],
+        visit: Callable[[Chunk], None],
+        *,
+        reads: frozenset[Role],
+        writes: frozenset[Role] = frozenset(),
+        keep_early: bool = False,
+    ) -> None:
+        """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
+
+        Args:
+            units: what to run over.
+            visit: works on a chunk in place; chunks of `reads` hold the current content (states that have none yet
+                count as zero moments and a master equal to the parameter).
+            reads: roles whose content is needed. The state roles go together, in one record on NVMe.
+            writes: roles that `visit` changes as a whole; they are written home.
+            keep_early: updates that are made during backward stay as they are; not where anything is written.
 
         Raises:
-            swap.SwapError: as :meth:`finish_updates`.
+            StateError: parameters that are to be written are in use; nothing was touched.
+            swap.SwapError: an I/O error or a missed deadline. What was to be written of units that `visit` has seen is
+                then FAILED; the others are as they were.
+            Exception: what `visit` raised, likewise.
         """
-        self.finish_step()
-        if self.early is not None:
-            self.early.rest()
-
-    def working_address(self, index: int) -> int | None:
-        """Return the address of a unit's parameters on a device that is the CPU, None where they are not there."""
-        shard = self._params[index]
-        if self.device.type != "cpu" or shard.state is not State.RESIDENT or shard.work_buffer is None:
-            return None
-        return shard.work_buffer.address
+        units = list(units)
+        if Role.PARAM in writes:
+            self.tiers.refuse_leased(units)
+        if keep_early:
+            assert not writes
+            self.forward.finish()
+            self.backward.rest()
+        else:
+            self.finish_updates()
+        stream(self.tiers, units, visit, reads=reads, writes=writes)
 
     def _finish_open_updates(self) -> None:
-        if self.updates is not None:
-            self.updates.finish_open()
-
-    def _may_fetch(self, shard: Shard) -> bool:
-        """Tell whether the home's content is of use on the device."""
-        pending = self.updates is not None and shard.unit.index in self.updates
-        return not shard.writing and (not pending or self.updates_in_place(shard))
-
-    def _require_update(self, shard: Shard) -> None:
-        updates = self.updates
-        assert updates is not None
-        index = shard.unit.index
-        if index in updates and shard.state is State.STORED and self.updates_in_place(shard) and not shard.writing:
-            self.working.start_fetch(shard, self.schedule, required=True)
-        updates.require(index)
+        self.forward.finish_open()
 
     # --- life and death ---------------------------------------------------------------------------------------------
 
@@ -360,11 +311,10 @@ class Manager:
         Leases are dropped, transfers awaited, working copies and gradients discarded. Parameters and optimizer states
         are untouched: they are only ever written inside a step.
         """
-        self.resets += 1
         with contextlib.suppress(Exception):  # whoever needs what the step has left to do meets the error again
             self.finish_updates()
         for unit in self.units:
-            shard = self._params[unit.index]
+            shard = self.tiers.param(unit.index)
             self.copies.drop_leases(shard)
             if shard.state is State.FETCHING:
                 with contextlib.suppress(Exception):  # the reader of the parameter will meet the error again
@@ -372,52 +322,13 @@ class Manager:
             self.copies.forgive(shard)
         with contextlib.suppress(Exception):  # they are dropped
             self.gradients.settle()
-        self.gradients.drop()
+        self.drop_gradients()
         self.restart_schedule()
-
-    def restart_schedule(self) -> None:
-        """Note that a training step has ended: what was used in it predicts the next one."""
-        self.schedule = self._schedules[True]
-        self.schedule.restart()
-
-    def drop_training_state(self) -> None:
-        """Give the memory of gradients and optimizer states back, ahead of :meth:`close`."""
-        host = self._arenas[Tier.HOST]
-        if self.store is not None and host.size_bytes:  # pages that the drive may write to are not given back
-            self.store.unregister_buffer(host.base_address)
-        for shard in self.copies:
-            if shard.role is not Role.PARAM:
-                self._drop(shard)
-
-    def drop_parameters(self, index: int) -> None:
-        """Give the memory of a unit's parameters back, ahead of :meth:`close`; not where somebody views it."""
-        if self.working.borrowed(index):
-            return
-        if index in self.working:
-            self.working.unbind_lost(self._params[index])
-        self._drop(self._params[index])
-
-    def _drop(self, shard: Shard) -> None:
-        self.copies.discard(shard)
-        if shard.home_buffer is not None:
-            self._arenas[shard.home].discard(shard.home_buffer)
 
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
-        if self.early is not None:
-            self.early.withdraw_all()
-        self.copies.close()
-        self.mover.close()
-        busy = [*self.working.close(), *self.copies.strays()]
-        if self.store is not None:
-            self.store.close()
-        for arena in self._arenas.values():
-            arena.close(busy)
-        for tier in Tier:
-            for name in ("arena", "optimizer"):
-                self.budgets[tier].release(name, self.budgets[tier].reservations().get(name, 0))
-
-    # --- looking at it ----------------------------------------------------------------------------------------------
+        self.backward.withdraw_all()
+        self.tiers.close()
 
     def check(self) -> None:
         """Check the invariants of every shard; used by tests and after resets.
@@ -425,38 +336,8 @@ class Manager:
         Raises:
             InternalError: one does not hold.
         """
-        self.copies.check()
-        self.working.check()
+        self.tiers.check()
 
     def has_lost_content(self) -> bool:
         """Tell whether parameters or states were lost by a failure while they were written."""
         return any(self.copies.is_lost(shard) for shard in self.copies if shard.role is not Role.GRAD)
-
-    def shard(self, index: int, role: Role) -> Shard | None:
-        """Return a shard for inspection."""
-        return self.copies.get(index, role)
-
-    def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
-        """Return the bytes of elements [begin, end) in `role`; `begin` is where a block of 8-bit states starts."""
-        if role is Role.GRAD:
-            return (end - begin) * self.gradients.dtype(unit).itemsize
-        key = (unit.index, role, end - begin)
-        size_bytes = self._sizes.get(key)
-        if size_bytes is None:
-            size_bytes = self._sizes[key] = self.plan.chunk_bytes(unit, role, end - begin)
-        return size_bytes
-
-    def used_bytes(self) -> dict[str, int]:
-        """Return bytes in use per tier: device arena and activations, host arena, occupied swap space."""
-        used = {tier.value: self.budgets[tier].used_bytes for tier in Tier}
-        used[Tier.NVME.value] = self.store.used_bytes if self.store is not None else 0
-        return used
-
-    def dump(self) -> str:
-        """Return the state of every shard that is not simply at home, for error messages."""
-        lines = [f"step position {len(self.schedule.trace)} uses; tiers: {self.used_bytes()}"]
-        for shard in self.copies:
-            if shard.state not in (State.EMPTY, State.STORED) or shard.readers or shard.writing:
-                borrowed = shard.role is Role.PARAM and self.working.borrowed(shard.unit.index)
-                lines.append("  " + shard.describe() + (", borrowed" if borrowed else ""))
-        return "\n".join(lines)

@@ -100,7 +100,9 @@ class Shard:
         home_buffer: bytes at home, None where the home is NVMe (the swap store maps the keys).
         work_buffer: the working copy's bytes while it has one or a transfer is filling one.
         readers: READ leases, on whichever copy.
+        drops: times that all READ leases were dropped: older ones count no more.
         writing: a WRITE lease is out.
+        version: of PARAM's content: raised whenever it is written.
         side: which of its two names the content has in the swap store; what is written aside has the other one.
     """
 
@@ -112,7 +114,9 @@ class Shard:
     home_buffer: Buffer | None = None
     work_buffer: Buffer | None = None
     readers: int = 0
+    drops: int = 0
     writing: bool = False
+    version: int = 0
     side: bool = False
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from offload.kernels import cpu_adam
 from offload.labels import labelled
@@ -22,7 +22,7 @@ from offload.planning.placement import STAGING_SLOTS, STATE_ROLES, States, whole
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
-from offload.shards.manager import Manager
+from offload.shards.tiers import Tiers
 
 ALL_STATES = frozenset(STATE_ROLES)
 
@@ -60,38 +60,19 @@ class Chunk:
 
 
 def stream(
-    manager: Manager,
-    units: Iterable[Unit],
+    tiers: Tiers,
+    units: Sequence[Unit],
     visit: Callable[[Chunk], None],
     *,
     reads: frozenset[Role],
     writes: frozenset[Role] = frozenset(),
-    keep_early: bool = False,
 ) -> None:
     """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
 
-    Args:
-        manager: owner of the shards.
-        units: what to run over.
-        visit: works on a chunk in place; chunks of `reads` hold the current content (states that have none yet count
-            as zero moments and a master equal to the parameter).
-        reads: roles whose content is needed. The state roles go together, in one record on NVMe.
-        writes: roles that `visit` changes as a whole; they are written home.
-        keep_early: updates that are made during backward stay as they are; not where anything is written.
-
-    Raises:
-        StateError: parameters that are to be written are in use; nothing was touched.
-        swap.SwapError: an I/O error or a missed deadline. What was to be written of units that `visit` has seen is then
-            FAILED; the others are as they were.
-        Exception: what `visit` raised, likewise.
+    For :meth:`offload.shards.manager.Manager.stream`, which tells more: no update may be under way.
     """
-    units = list(units)
-    if Role.PARAM in writes:
-        manager.refuse_leased(units)
-    assert not (keep_early and writes)
-    manager.rest_updates() if keep_early else manager.finish_updates()
-    pipeline = Pipeline(manager, reads=reads, writes=writes)
-    leases = Leases(manager)
+    pipeline = Pipeline(tiers, reads=reads, writes=writes)
+    leases = Leases(tiers)
     written: set[int] = set()
     chunks: list[Chunk] = []
     try:
@@ -103,14 +84,14 @@ def stream(
             if index + pipeline.ahead < len(chunks):
                 pipeline.start(chunks[index + pipeline.ahead])
             for ticket in chunk.reading:
-                ticket.wait(manager.deadline_s)
+                ticket.wait(tiers.deadline_s)
             written.add(chunk.unit.index)
             pipeline.work(chunk, visit)
         for chunk in chunks:
             for ticket in chunk.writing:
-                ticket.wait(manager.deadline_s)
+                ticket.wait(tiers.deadline_s)
     except BaseException:
-        come_to_rest(chunks, manager.deadline_s)
+        come_to_rest(chunks, tiers.deadline_s)
         leases.abandon(written)
         raise
     leases.close()
@@ -129,7 +110,7 @@ class Pipeline:
 
     def __init__(
         self,
-        manager: Manager,
+        tiers: Tiers,
         *,
         reads: frozenset[Role],
         writes: frozenset[Role] = frozenset(),
@@ -140,11 +121,11 @@ class Pipeline:
         With `aside`, what is written goes beside the content, which stays as it is: PARAM and the states are at home
         on NVMe then, and PARAM is not leased.
         """
-        self._manager = manager
+        self._tiers = tiers
         self._aside = aside
         self._reads = reads
         self._writes = writes
-        self._free = deque(buffer.address for buffer in manager.staging)  # slots that were never used
+        self._free = deque(buffer.address for buffer in tiers.staging)  # slots that were never used
         self._taken: deque[tuple[Chunk, int]] = deque()  # chunks and their slots, the oldest first
 
     @property
@@ -154,7 +135,7 @@ class Pipeline:
 
     def widen(self, buffers: Iterable[Buffer]) -> None:
         """Use host memory that is idle as further slots, as many as there may be."""
-        plan = self._manager.plan
+        plan = self._tiers.plan
         size = plan.staging_slot_bytes
         for buffer in buffers if size else ():
             for address in range(buffer.address, buffer.address + buffer.size_bytes - size + 1, size):
@@ -167,12 +148,14 @@ class Pipeline:
             access = leases.open(unit, reads=self._reads - {Role.PARAM}, writes=frozenset())
         else:
             access = leases.open(unit, reads=self._reads, writes=self._writes)
-        spans = _ranges(self._manager, unit, access, self._reads | self._writes)
+        spans = _ranges(self._tiers, unit, access, self._reads | self._writes)
         return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
 
     def has_room(self, started: int) -> bool:
         """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
-        return started < (len(self._free) + len(self._taken) if self._free else self.ahead)
+        if self._free and not self._aside:  # aside, a better chunk may come before the others are needed
+            return started < len(self._free) + len(self._taken)
+        return started < self.ahead
 
     def leaving(self) -> list[Ticket]:
         """Return the writes that must be over before the next chunk can have a slot."""
@@ -183,25 +166,25 @@ class Pipeline:
 
         They come before what is not `urgent`, as long as no write has to make room.
         """
-        manager, unit = self._manager, chunk.unit
+        tiers, unit = self._tiers, chunk.unit
         staged = []
-        for role in _roles(manager, unit, self._reads | self._writes):
+        for role in _roles(tiers, unit, self._reads | self._writes):
             base = chunk.access.addresses.get(role)
             if base is None:
                 staged.append(role)
             else:
-                chunk.addresses[role] = base + manager.chunk_bytes(unit, role, 0, chunk.begin)
+                chunk.addresses[role] = base + tiers.chunk_bytes(unit, role, 0, chunk.begin)
         if not staged:
             return
         for ticket in self.leaving():  # the slot's previous user was worked on long ago
-            ticket.wait(manager.deadline_s)
+            ticket.wait(tiers.deadline_s)
         chunk.staged = frozenset(staged)
         urgent = urgent and bool(self._free)
         address = self._free.popleft() if self._free else self._taken.popleft()[1]
         self._taken.append((chunk, address))
         for role in staged:
             chunk.addresses[role] = address
-            address += manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
+            address += tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
         self.read(chunk, urgent=urgent)
 
     def read(self, chunk: Chunk, *, urgent: bool = False) -> None:
@@ -210,25 +193,25 @@ class Pipeline:
         try:
             self._read(chunk, urgent=urgent)
         except BaseException:
-            come_to_rest([chunk], self._manager.deadline_s)
+            come_to_rest([chunk], self._tiers.deadline_s)
             raise
 
     @labelled("fetch")
     def _read(self, chunk: Chunk, *, urgent: bool) -> None:
-        manager, unit, access = self._manager, chunk.unit, chunk.access
+        tiers, unit, access = self._tiers, chunk.unit, chunk.access
         for role in (Role.PARAM, Role.GRAD):
             if role in chunk.staged and role in self._reads:
-                size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
-                here = manager.working_address(unit.index) if self._aside and role is Role.PARAM else None
+                size = tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
+                here = tiers.working_address(unit.index) if self._aside and role is Role.PARAM else None
                 if here is not None:
-                    ctypes.memmove(chunk.addresses[role], here + manager.chunk_bytes(unit, role, 0, chunk.begin), size)
+                    ctypes.memmove(chunk.addresses[role], here + tiers.chunk_bytes(unit, role, 0, chunk.begin), size)
                     continue
                 ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size, urgent=urgent)
                 if ticket is not None:
                     chunk.reading.append(ticket)
         record = [role for role in STATE_ROLES if role in chunk.staged and role in self._reads]
         if record and not access.fresh_states:
-            size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
+            size = whole_pages(sum(tiers.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
             address = chunk.addresses[record[0]]
             ticket = chunk.leases.read_chunk(unit, Role.MASTER, chunk.number, address, size, urgent=urgent)
             if ticket is not None:
@@ -237,18 +220,18 @@ class Pipeline:
     def work(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
         """Call `visit` with a chunk whose reads are over, and start its writes."""
         if chunk.access.fresh_states:
-            _initialise_states(self._manager, chunk)
+            _initialise_states(self._tiers, chunk)
         visit(chunk)
         self._write(chunk)
 
     @labelled("write_back")
     def _write(self, chunk: Chunk) -> None:
-        manager, unit, writes = self._manager, chunk.unit, self._writes
+        tiers, unit, writes = self._tiers, chunk.unit, self._writes
         for role in (Role.PARAM, Role.GRAD):
             if role not in writes or role not in chunk.addresses:
                 continue
-            size = manager.chunk_bytes(unit, role, chunk.begin, chunk.end)
-            shard = manager.shard(unit.index, role)
+            size = tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
+            shard = tiers.copies.get(unit.index, role)
             assert shard is not None
             if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
                 ticket = chunk.leases.write_chunk(
@@ -258,37 +241,37 @@ class Pipeline:
                 if role is Role.PARAM:
                     chunk.writing_param.append(ticket)
             elif role is Role.PARAM and chunk.access.write_through:
-                target = chunk.access.write_through + manager.chunk_bytes(unit, role, 0, chunk.begin)
+                target = chunk.access.write_through + tiers.chunk_bytes(unit, role, 0, chunk.begin)
                 ctypes.memmove(target, chunk.addresses[role], size)
         record = [role for role in STATE_ROLES if role in chunk.staged and role in writes]
         if record:
-            size = whole_pages(sum(manager.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
+            size = whole_pages(sum(tiers.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
             address = chunk.addresses[record[0]]
             chunk.writing.append(
                 chunk.leases.write_chunk(unit, Role.MASTER, chunk.number, address, size, aside=self._aside)
             )
 
 
-def _roles(manager: Manager, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
+def _roles(tiers: Tiers, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
     """Return the wanted roles that the unit has, records in their order."""
     order = (Role.PARAM, Role.GRAD, *STATE_ROLES)
-    return [role for role in order if role in wanted and manager.shard(unit.index, role) is not None]
+    return [role for role in order if role in wanted and tiers.copies.get(unit.index, role) is not None]
 
 
-def _ranges(manager: Manager, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int]]:
+def _ranges(tiers: Tiers, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int]]:
     """Return the element ranges that are visited: all at once where everything is at home in memory and stays there."""
-    for role in _roles(manager, unit, wanted):
-        home = manager.copies.of(unit.index, role).home_buffer
+    for role in _roles(tiers, unit, wanted):
+        home = tiers.copies.of(unit.index, role).home_buffer
         if home is None or access.addresses.get(role) != home.address:
-            return unit.chunks(manager.plan.chunk_numel)
+            return unit.chunks(tiers.plan.chunk_numel)
     return [(0, unit.numel)]
 
 
-def _initialise_states(manager: Manager, chunk: Chunk) -> None:
+def _initialise_states(tiers: Tiers, chunk: Chunk) -> None:
     """Give states that have no content their first one: zero moments, a master equal to the parameter."""
     for role in STATE_ROLES:
         if role in chunk.addresses:
-            size = manager.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            size = tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
             ctypes.memset(chunk.addresses[role], 0, size)
     if chunk.unit.dtype == "float16" and Role.MASTER in chunk.addresses and Role.PARAM in chunk.addresses:
         cpu_adam.convert(

@@ -19,7 +19,7 @@ import torch
 
 from offload.config import format_bytes
 from offload.errors import BudgetError, InternalError, StateError
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Budget, Buffer, Region, Tier
+from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Buffer, Claim, Region, Tier
 from offload.memory.transfer import Mover, Ticket
 from offload.planning.placement import Request
 from offload.planning.roles import Role
@@ -61,19 +61,36 @@ class WorkingSet:
     """Parameters on the device. See the module's text."""
 
     def __init__(
-        self, request: Request, copies: Copies, arena: Arena, budget: Budget, mover: Mover, binder: Binder
+        self,
+        request: Request,
+        copies: Copies,
+        arena: Arena,
+        claim: Claim,
+        mover: Mover,
+        binder: Binder,
+        reclaim: Callable[[], None],
     ) -> None:
+        """Begin with nothing on the device, and without the memory that could be given back.
+
+        Args:
+            request: what was planned for.
+            copies: the shards.
+            arena: of the device.
+            claim: the arena's.
+            mover: of bytes to the device.
+            binder: rebinds parameters.
+            reclaim: makes whoever holds working copies for a while, to update them, be done with them.
+        """
         self._request = request
         self._units = request.units
         self._copies = copies
         self._arena = arena
-        self._budget = budget
+        self._claim = claim
         self._mover = mover
         self._binder = binder
         self._residency: dict[int, Residency] = {}
         self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
-        self.finish_open_updates: Callable[[], None] = lambda: None  # so that what they have taken may be evicted
-        self.wanted_here: Callable[[], Container[int]] = tuple  # units that must not leave for a prefetch
+        self._reclaim = reclaim
         region = copies.regions.get(Role.PARAM)
         self._elastic = region if arena.device.type == "cpu" else None  # a GPU's arena is one allocation
         if self._elastic is not None:
@@ -94,8 +111,14 @@ class WorkingSet:
 
     # --- coming -----------------------------------------------------------------------------------------------------
 
-    def start_fetch(self, shard: Shard, schedule: Schedule, *, required: bool) -> bool:
+    def start_fetch(self, shard: Shard, schedule: Schedule, *, required: bool, wanted: Container[int] = ()) -> bool:
         """Start to bring PARAM to the device; what is used later than it gives way, with `required` anything that may.
+
+        Args:
+            shard: which.
+            schedule: tells when units are used.
+            required: it must come.
+            wanted: units that must not leave for one that is not.
 
         Returns:
             False where there is no room and it is not `required`.
@@ -104,7 +127,7 @@ class WorkingSet:
             BudgetError: there is no room and it is `required`.
             swap.SwapError: an I/O error.
         """
-        buffer = self._room_for(shard, schedule, required=required)
+        buffer = self._room_for(shard, schedule, required=required, wanted=wanted)
         if buffer is None:
             return False
         copies, mover, home = self._copies, self._mover, shard.home_buffer
@@ -249,7 +272,7 @@ class WorkingSet:
         largest = max(s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE)
         if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - _padded(shard.size_bytes)):
             return
-        self.finish_open_updates()
+        self._reclaim()
         for arriving in copies.in_flight(Role.PARAM):
             self.finish_prefetch(arriving)
         copies.sweep(Role.PARAM)
@@ -290,7 +313,7 @@ class WorkingSet:
         for owner in region.owners_beyond(wanted_bytes):
             shard = copies.of(owner, Role.PARAM) if owner >= 0 else None
             if shard is not None and shard.state in (State.DIRTY, State.FLUSHING):
-                self.finish_open_updates()
+                self._reclaim()
             if shard is not None and shard.state is State.FETCHING:
                 self.finish_prefetch(shard)
             if shard is None or shard.readers or self.borrowed(owner):
@@ -301,7 +324,7 @@ class WorkingSet:
         part = region.resize(max(wanted_bytes, region.end_bytes))
         if part.size_bytes:
             self._arena.discard(part)
-            self._budget.release("arena", part.size_bytes)
+            self._claim.resize(self._claim.size_bytes - part.size_bytes)
         return part.size_bytes
 
     def grow(self, by_bytes: int) -> int:
@@ -312,7 +335,7 @@ class WorkingSet:
         by_bytes = min(by_bytes, region.largest_bytes - region.size_bytes)
         by_bytes -= by_bytes % BUFFER_ALIGNMENT_BYTES
         if by_bytes:
-            self._budget.reserve("arena", by_bytes)
+            self._claim.resize(self._claim.size_bytes + by_bytes)
             touch(region.resize(region.size_bytes + by_bytes))
         return by_bytes
 
@@ -327,7 +350,7 @@ class WorkingSet:
         if region is None:
             return False
         missing_bytes = _padded(size_bytes) - (region.size_bytes - region.end_bytes)
-        if missing_bytes > min(self._budget.free_bytes, region.largest_bytes - region.size_bytes):
+        if missing_bytes > min(self._claim.budget.free_bytes, region.largest_bytes - region.size_bytes):
             return False
         return self.grow(missing_bytes) == missing_bytes
 
@@ -346,7 +369,7 @@ class WorkingSet:
                 "inside engine.gather(parameter, modify=True)"
             )
 
-    def _room_for(self, shard: Shard, schedule: Schedule, *, required: bool) -> Buffer | None:
+    def _room_for(self, shard: Shard, schedule: Schedule, *, required: bool, wanted: Container[int]) -> Buffer | None:
         """Find a working buffer, evicting what is needed later; None where that is not possible and not `required`."""
         copies = self._copies
         region = copies.regions[Role.PARAM]
@@ -354,7 +377,6 @@ class WorkingSet:
         if buffer is not None:
             return buffer
         mine = schedule.distance(shard.unit.index)
-        wanted = () if required else self.wanted_here()
 
         def cost(owner: int) -> float | None:
             if owner < 0 or owner in wanted:
@@ -369,7 +391,7 @@ class WorkingSet:
 
         window = region.cheapest_window(shard.size_bytes, cost)
         if window is None and required:
-            self.finish_open_updates()
+            self._reclaim()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
                 self.finish_fetch(arriving)
             window = region.cheapest_window(shard.size_bytes, cost)

@@ -1,0 +1,222 @@
+"""Makes an engine's parts, in the order in which they need each other.
+
+Owns that order - options, units, plan, memory, optimizer, loading, hooks - and how to undo it. Next:
+:mod:`offload.engine` is the face of the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from offload.activations.ledger import Activations
+from offload.activations.rss import open_resident_set
+from offload.checkpoint.loading import Loader, open_tiers
+from offload.checkpoint.module_state import ModuleTensors
+from offload.checkpoint.optimizer_state import OptimizerStates
+from offload.config import Config, OptimizerSpec
+from offload.interrupt import Deferral
+from offload.kernels import cpu_adam
+from offload.life import Life
+from offload.memory.device import resolve_device
+from offload.memory.machine import free_bytes
+from offload.memory.tiers import Budget, Tier, resolve_budgets
+from offload.module.binding import Binding
+from offload.module.gradient_tensors import GradientTensors
+from offload.module.handles import Handles
+from offload.module.hooks import Attached, Hooks
+from offload.module.quantized import make_ready
+from offload.optim.progress import LossScaler, Progress
+from offload.optim.recipe import StepCounts, group_of_slots
+from offload.optim.rules import Rule, rule_of
+from offload.optim.step import Groups, Step
+from offload.optimizer import Calls, OffloadOptimizer
+from offload.planning.partition import UnitTree, find_units
+from offload.planning.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
+from offload.shards.manager import Manager
+from offload.stats import Counters
+
+logger = logging.getLogger(__name__)
+
+_FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
+SMALLEST_UNIT_LIMIT = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of; what only training needs is None for one that evaluates."""
+
+    config: Config
+    device: torch.device
+    plan: Plan
+    budgets: dict[Tier, Budget]
+    counters: Counters
+    tree: UnitTree
+    hooks: Hooks
+    loader: Loader
+    activations: Activations
+    tensors: ModuleTensors
+    handles: Handles
+    gradients: GradientTensors
+    run: Progress
+    counts: StepCounts
+    step: Step | None
+    optimizer: OffloadOptimizer | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineCalls:
+    """What the parts ask of their engine.
+
+    Attributes:
+        optimizer: what its optimizer asks.
+        refuse_gradient: why gradients are not taken now; None where they are.
+        deferral: holds Ctrl-C back while something is half done.
+        life: begins when the memory is there.
+    """
+
+    optimizer: Calls
+    refuse_gradient: Callable[[], str | None]
+    deferral: Deferral
+    life: Life
+
+
+def build(
+    model: nn.Module, optimizer: OptimizerSpec | torch.optim.Optimizer | None, config: Config, calls: EngineCalls
+) -> Parts:
+    """Plan, take the memory, load the model and register the hooks; or leave everything as it was.
+
+    Raises:
+        ConfigError, BudgetError, StateError, swap.SwapError: as :class:`offload.Engine` says.
+    """
+    device = resolve_device(config.device)
+    cast = getattr(torch, config.dtype) if config.dtype else None
+    rule = None if optimizer is None else rule_of(optimizer, cast)
+    make_ready(model, cast)
+    limits = resolve_budgets(config.budgets(), device, free_bytes(config.paths()))
+    tree = _units(model, config, rule, limits[Tier.DEVICE])
+    hooks = Hooks(model, Binding(tree, device), device)
+    plan = _plan(model, config, rule, tree, limits, device)
+    if config.threads is not None:
+        cpu_adam.set_num_threads(config.threads)
+    counters = Counters()
+    budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
+    loader = Loader(model, tree, hooks, config.init_weights)
+    manager = open_tiers(plan, config, device, budgets, hooks.binding, counters, calls.deferral)
+    with contextlib.ExitStack() as undo:
+        unloaded: dict[int, list[torch.Tensor]] = {}
+        undo.callback(loader.give_back, unloaded)
+        undo.callback(manager.close)
+        undo.callback(hooks.detach)
+        undo.callback(lambda: unloaded.update(loader.unload(manager)))
+
+        life = calls.life
+        undo.callback(life.end)
+        life.open(manager)
+        trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in tree.units)
+        run = Progress(LossScaler(config, enabled=trains_fp16))
+        own = (rule.own, manager.tiers.optimizer_claim) if rule and rule.own else None
+        counts = StepCounts(tree.units, own)
+        offloaded, step = None, None
+        if optimizer is not None and rule is not None:
+            states = OptimizerStates(rule, life.require_open, tree, hooks, counts)
+            offloaded = OffloadOptimizer(list(model.parameters()), optimizer, rule, run, states, calls.optimizer)
+            step = Step(manager, config, rule, counts, run, _groups_of(offloaded, tree))
+        loader.load(manager)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            states.adopt(optimizer)
+
+        activations = _activations(manager, budgets, plan, device, undo)
+        tensors = ModuleTensors(model, tree, hooks, life.require_open)
+        averaging = step.averaging if step is not None else lambda: 1.0
+        handles = Handles(tree.units, tree.parameters, manager, device, averaging)
+        gradients = GradientTensors(handles, hooks, budgets, life.require_open)
+        attached = Attached(
+            manager=manager,
+            activations=activations,
+            handles=handles,
+            final_micro_batch=step.micro_batches.is_final if step is not None else lambda passes: True,
+            guess=step.guess if step is not None else lambda: None,
+            refuse_gradient=calls.refuse_gradient,
+            check_interrupt=calls.deferral.check,
+            assign=tensors.assign,
+            take_over=tensors.take_over,
+            load=tensors.load_one,
+        )
+        hooks.attach(attached)
+        tensors.attach()
+        loader.move_buffers(device)
+        manager.prefetch()
+        undo.pop_all()
+    logger.info("plan:\n%s", plan)
+    return Parts(
+        config=config,
+        device=device,
+        plan=plan,
+        budgets=budgets,
+        counters=counters,
+        tree=tree,
+        hooks=hooks,
+        loader=loader,
+        activations=activations,
+        tensors=tensors,
+        handles=handles,
+        gradients=gradients,
+        run=run,
+        counts=counts,
+        step=step,
+        optimizer=offloaded,
+    )
+
+
+def _units(model: nn.Module, config: Config, rule: Rule | None, device_bytes: int) -> UnitTree:
+    return find_units(
+        model,
+        max_unit_bytes=config.bytes_of("unit_bytes") or max(device_bytes // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT),
+        dtype=getattr(torch, config.dtype) if config.dtype else None,
+        train=rule is not None,
+        whole=rule is not None and rule.whole,
+    )
+
+
+def _plan(
+    model: nn.Module, config: Config, rule: Rule | None, tree: UnitTree, limits: dict[Tier, int], device: torch.device
+) -> Plan:
+    return make_plan(
+        Request(
+            units=tree.units,
+            budgets=limits,
+            param_tier=_FORCED[config.offload_param],
+            optimizer_tier=_FORCED[config.offload_optimizer],
+            accumulate=config.gradient_accumulation_steps > 1,
+            device_is_host=device.type == "cpu",
+            activation_bytes=config.bytes_of("activation_memory"),
+            chunk_numel=config.chunk_numel,
+            states=rule.states(cpu_adam.StateKind(config.state_dtype)) if rule else ADAM_STATES,
+            held_together=tree.held_together(model, more_than=WORKING_UNITS),
+            own=rule.own.size if rule and rule.own else None,
+        )
+    )
+
+
+def _groups_of(optimizer: OffloadOptimizer, tree: UnitTree) -> Callable[[], Groups]:
+    return lambda: group_of_slots(optimizer.param_groups, tree.units, tree.parameters)
+
+
+def _activations(
+    manager: Manager,
+    budgets: dict[Tier, Budget],
+    plan: Plan,
+    device: torch.device,
+    undo: contextlib.ExitStack,
+) -> Activations:
+    meter = open_resident_set() if device.type == "cpu" else None
+    if meter is not None:
+        undo.callback(meter.close)
+    return Activations(budgets[Tier.DEVICE], manager.working, meter, beside_bytes=plan.request.own_bytes)

@@ -1,0 +1,124 @@
+"""An optimizer's states by parameter, in and out of the tiers.
+
+Owns the translation between torch's parameters and places, and what is not in a dict that is loaded: it begins anew.
+The bytes are :mod:`offload.checkpoint.values`'s business. Next: :mod:`offload.optimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from offload.checkpoint import values as checkpoint
+from offload.errors import StateError
+from offload.memory.tiers import Tier
+from offload.module.hooks import Hooks
+from offload.optim.recipe import StepCounts
+from offload.optim.rules import Rule
+from offload.optim.takeover import hide_states
+from offload.planning.partition import UnitTree
+from offload.shards.manager import Manager
+
+StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
+MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
+
+
+class OptimizerStates:
+    """States of one engine's optimizer. See the module's text."""
+
+    def __init__(
+        self, rule: Rule, manager: Callable[[], Manager], tree: UnitTree, hooks: Hooks, counts: StepCounts
+    ) -> None:
+        """Prepare.
+
+        Args:
+            rule: the optimizer.
+            manager: returns the owner of the shards, or raises where it is not to be used any more.
+            tree: units and parameters of the model.
+            hooks: knows where each parameter is.
+            counts: updates that each parameter has had.
+        """
+        self._rule = rule
+        self._manager = manager
+        self._tree = tree
+        self._hooks = hooks
+        self._counts = counts
+
+    def gather(self) -> tuple[StatesOf, MastersOf]:
+        """Return states and masters as tensors in host memory.
+
+        Warns:
+            UserWarning: they take more memory than the host budget.
+        """
+        self._hooks.settle_changes()
+        manager, counts, parameters = self._manager(), self._counts, self._tree.parameters
+        limit = manager.tiers.budgets[Tier.HOST].limit_bytes
+        checkpoint.warn_of_size("optimizer.state_dict", checkpoint.states_bytes(manager, counts), limit)
+        states = checkpoint.gather_states(manager, counts)
+        masters = checkpoint.gather_masters(manager, states)
+        return (
+            {parameters[index][slot]: state for (index, slot), state in states.items()},
+            {parameters[index][slot]: master for (index, slot), master in masters.items()},
+        )
+
+    def replace(self, states: StatesOf, masters: MastersOf) -> None:
+        """Let these be the states; what is not among them starts anew, as in torch.
+
+        Raises:
+            ConfigError: a state does not fit its parameter.
+            StateError: parameters are in use. Nothing was changed in either case.
+        """
+        counts = self._counts
+        if counts.records is not None:
+            self._scatter(states, masters)
+            counts.records.keep_only([self._hooks.binding.slot_of(parameter) for parameter in states])
+            return
+        everything = dict(states)
+        for index, updates in counts.counts.items():
+            for slot, count in enumerate(updates):
+                parameter = self._tree.parameters[index][slot]
+                if count and parameter not in states:
+                    shape = self._tree.units[index].slots[slot].shape
+                    zeros = {  # one each: compressed states are made of both moments, which must not overlap
+                        name: torch.zeros(shape, dtype=torch.float32, device="cpu") for name in self._rule.names
+                    }
+                    everything[parameter] = {"step": 0, **zeros}
+        self._scatter(everything, masters)
+
+    def adopt(self, given: torch.optim.Optimizer) -> None:
+        """Move the states that a torch optimizer brings to the tiers.
+
+        Raises:
+            ConfigError: a state does not fit its parameter.
+        """
+        # Not a `master` that an engine's state dict has left there: in torch, the parameter itself is what is updated.
+        # Adagrad's are there before the first step, and say nothing then, but to its own class.
+        own = self._counts.records is not None
+        updated = {
+            p: state for p, state in given.state.items() if state and (_has_steps(state) or (own and p.requires_grad))
+        }
+        self._scatter({p: {k: v for k, v in state.items() if k != "master"} for p, state in updated.items()}, {})
+        if given.state:
+            given.state.clear()
+        hide_states(given)
+
+    def _scatter(self, states: StatesOf, masters: MastersOf) -> None:
+        values = {self._place_of(parameter): self._rule.with_step(state) for parameter, state in states.items()}
+        own = {self._place_of(parameter): master for parameter, master in masters.items()}
+        checkpoint.scatter_states(self._manager(), self._counts, values, own)
+
+    def _place_of(self, parameter: torch.Tensor) -> tuple[int, int]:
+        where = self._hooks.binding.slot_of(parameter)
+        if where is None:
+            raise StateError("optimizer state: belongs to a parameter that is not the model's")
+        return where
+
+
+def _has_steps(state: Mapping[str, Any]) -> bool:
+    """Tell whether a state says that its parameter has been updated; also where ``step`` is nothing that can count."""
+    step = state.get("step", 1)
+    if isinstance(step, torch.Tensor):
+        return step.is_meta or step.numel() != 1 or bool(step.item())
+    return step is None or bool(step)

@@ -1,0 +1,69 @@
+"""Whether an engine can be used: open, closed, lost, or copied into a child process.
+
+Owns that state, and the errors for calls out of it. Next: everything that an engine's user calls asks
+:meth:`Life.require_open` first.
+"""
+
+from __future__ import annotations
+
+import os
+
+from offload.errors import StateError
+from offload.module import refusals
+from offload.shards.manager import Manager
+
+
+class Life:
+    """The state of one engine: closed until it is opened.
+
+    Attributes:
+        manager: owner of the shards, from :meth:`open` to :meth:`end`; else None.
+        closed: whether closing has begun.
+        unusable: what was lost; None where all is well.
+    """
+
+    def __init__(self, *, trains: bool) -> None:
+        self.manager: Manager | None = None
+        self.closed = False
+        self.unusable: str | None = None
+        self._trains = trains
+        self._process = os.getpid()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that has made the engine: what a forked child has is its parent's."""
+        return os.getpid() == self._process
+
+    def open(self, manager: Manager) -> None:
+        """Begin: the memory is there."""
+        self.manager = manager
+
+    def lose(self, what: str) -> None:
+        """Note that the engine cannot be used further, and why."""
+        self.unusable = what
+
+    def close(self) -> None:
+        """Note that closing has begun."""
+        self.closed = True
+
+    def end(self) -> None:
+        """Note that the memory is gone."""
+        self.closed, self.manager = True, None
+
+    def require_open(self) -> Manager:
+        """Return the owner of the shards.
+
+        Raises:
+            StateError: the engine is closed, unusable, or another process's.
+        """
+        refusals.refuse_child(self._process)
+        if self.unusable is not None:
+            raise StateError(f"engine: {self.unusable}; close it and resume from a checkpoint")
+        if self.closed or self.manager is None:
+            states = " and load what engine.optimizer.state_dict() returned before" if self._trains else ""
+            raise StateError(f"engine: it is closed; make a new one{states}")
+        failure = self.manager.forward.failure
+        if failure is not None:
+            self.lose(f"a step failed half way ({type(failure).__name__}: {failure})")
+            self.manager.forward.check()
+        return self.manager

@@ -1,0 +1,206 @@
+"""Where the parameters of a model are: views of their unit's bytes on the device, or stand-ins; rebinds ``param.data``.
+
+Owns which of the two each unit is, who is lent its parameters, and what others have changed in them meanwhile:
+
+* A parameter that is not resident has as ``.data`` one NaN *expanded* to its shape (stride 0): shape, dtype and
+  identity stay real, it takes no memory, and a use that slipped through turns into NaN, which is noticed.
+* Outside of a use, a parameter's own class sees every call (:mod:`offload.module.absent`); while it is lent, it is an
+  ordinary parameter.
+
+Asks nobody: :mod:`offload.shards.working_set` says when a unit comes and goes. Next: :mod:`offload.module.hooks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.labels import labelled
+from offload.memory.tiers import view_at
+from offload.module.absent import absent_class
+from offload.planning.partition import UnitTree
+from offload.planning.units import Unit, Where
+from offload.torch_private import no_functions, no_subclasses
+
+
+class Binding:
+    """Parameters of one engine's model. See the module's text.
+
+    Attributes:
+        tree: units and parameters.
+        dtypes: of the units.
+        rebound: per unit, a parameter that somebody has changed while it was a stand-in.
+    """
+
+    def __init__(self, tree: UnitTree, device: torch.device) -> None:
+        self.tree = tree
+        self.dtypes = [getattr(torch, unit.dtype) for unit in tree.units]
+        self.rebound: dict[int, str] = {}
+        self._slot_of: dict[int, Where] = {}
+        self._stand_ins: list[list[torch.Tensor]] = []
+        for unit, parameters in zip(tree.units, tree.parameters, strict=True):
+            self._stand_ins.append([stand_in(s.shape, self.dtypes[unit.index], device) for s in unit.slots])
+            for slot, parameter in enumerate(parameters):
+                self._slot_of[id(parameter)] = (unit.index, slot)
+        self._kinds = [[type(parameter) for parameter in parameters] for parameters in tree.parameters]
+        self._lent = [0] * len(tree.units)  # to those who use a unit's parameters now
+        self._bases: dict[int, int] = {}
+        self._base_of: dict[int, int] = {}
+        self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
+        self._away: dict[int, list[int]] = {}  # units whose parameters are stand-ins, with torch's counters since then
+
+    # --- coming and going -------------------------------------------------------------------------------------------
+
+    @labelled("bind")
+    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+        """Let the unit's parameters view `storage`."""
+        dtype = self.dtypes[unit.index]
+        with no_functions():
+            versions = self._away.pop(unit.index, None)
+            if versions is not None:
+                self._note_rebound(unit, versions)
+            for slot, parameter in zip(unit.slots, self.tree.parameters[unit.index], strict=True):
+                parameter.data = view_at(storage, dtype, slot.offset_numel, slot.shape)
+            self._versions[unit.index] = [p._version for p in self.tree.parameters[unit.index]]
+        base = storage.data_ptr()
+        self._bases[base] = unit.index
+        self._base_of[unit.index] = base
+
+    def unbind(self, unit: Unit) -> None:
+        """Let the unit's parameters be stand-ins."""
+        base = self._base_of.pop(unit.index, None)
+        self._versions.pop(unit.index, None)
+        self.rebound.pop(unit.index, None)
+        if base is not None:
+            del self._bases[base]
+        with no_functions():
+            for index, parameter in enumerate(self.tree.parameters[unit.index]):
+                parameter.data = self._stand_ins[unit.index][index]
+            self._away[unit.index] = [p._version for p in self.tree.parameters[unit.index]]
+
+    def _note_rebound(self, unit: Unit, versions: list[int]) -> None:
+        """Note a parameter that is not the stand-in any more, or whose content was written to through an alias."""
+        parameters, stand_ins = self.tree.parameters[unit.index], self._stand_ins[unit.index]
+        for slot, parameter, ours, version in zip(unit.slots, parameters, stand_ins, versions, strict=True):
+            if parameter.data_ptr() != ours.data_ptr() or parameter._version != version:
+                self.rebound[unit.index] = slot.name
+                return
+
+    def replace(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the unit's parameters ordinary memory: the engine is being closed."""
+        with no_subclasses():
+            for parameter, tensor in zip(self.tree.parameters[unit.index], tensors, strict=True):
+                parameter.data = tensor
+        self._set_classes(unit.index, self._kinds[unit.index])
+
+    def abandon(self, index: int) -> None:
+        """Let nobody read parameters whose content is lost."""
+        self._set_classes(index, map(absent_class, self._kinds[index]))
+
+    @staticmethod
+    def give_back(parameter: nn.Parameter, own: torch.Tensor) -> None:
+        """Let a parameter that was rebound view its own memory again."""
+        with no_subclasses():
+            parameter.data = own
+
+    # --- lending ----------------------------------------------------------------------------------------------------
+
+    def lend(self, index: int) -> None:
+        """Let a unit's parameters be ordinary ones for one more user."""
+        self._lent[index] += 1
+        if self._lent[index] == 1:
+            self._set_classes(index, self._kinds[index])
+
+    def take_back(self, index: int) -> None:
+        """Note that one of those who use a unit's parameters is done with them."""
+        self._lent[index] -= 1
+        if not self._lent[index]:
+            self.watch(index)
+
+    def is_lent(self, index: int) -> bool:
+        """Tell whether somebody uses a unit's parameters."""
+        return self._lent[index] > 0
+
+    def watch(self, index: int) -> None:
+        """Let the parameters' own class see every call, whoever has been lent them."""
+        self._set_classes(index, map(absent_class, self._kinds[index]))
+
+    def _set_classes(self, index: int, kinds: Iterable[type]) -> None:
+        for parameter, kind in zip(self.tree.parameters[index], kinds, strict=True):
+            parameter.__class__ = kind
+
+    # --- what others have changed -----------------------------------------------------------------------------------
+
+    def changed(self, unit: Unit) -> str | None:
+        """Return the name of a parameter that somebody else has written to or rebound since the unit was bound."""
+        first = next(self.changes(unit), None)
+        return None if first is None else unit.slots[first].name
+
+    def changes(self, unit: Unit) -> Iterator[int]:
+        """Yield the slots of parameters that somebody else has written to or rebound since the unit was bound."""
+        versions = self._versions.get(unit.index)
+        if versions is None:
+            return
+        base, rebound = self._base_of[unit.index], self.rebound.get(unit.index)
+        with no_subclasses():
+            found = [(p._version, p.data_ptr()) for p in self.tree.parameters[unit.index]]
+        for position, (slot, version, now) in enumerate(zip(unit.slots, versions, found, strict=True)):
+            moved = slot.numel and now[1] != base + slot.offset_numel * unit.itemsize
+            if now[0] != version or moved or slot.name == rebound:
+                yield position
+
+    def accept_changes(self, unit: Unit) -> None:
+        """Take the present content of the unit's parameters as its own."""
+        self.rebound.pop(unit.index, None)
+        if unit.index in self._versions:
+            with no_subclasses():
+                self._versions[unit.index] = [p._version for p in self.tree.parameters[unit.index]]
+
+    def refuse_rebound(self) -> None:
+        """Check that no parameter is other memory than its unit's: what somebody has put there in a forward.
+
+        Raises:
+            StateError: one is; names it.
+        """
+        for index, base in self._base_of.items():
+            unit = self.tree.units[index]
+            with no_subclasses():
+                found = [parameter.data_ptr() for parameter in self.tree.parameters[index]]
+            for slot, now in zip(unit.slots, found, strict=True):
+                if slot.numel and now != base + slot.offset_numel * unit.itemsize:
+                    raise StateError(
+                        f"parameter {slot.name}: was rebound (its .data replaced) inside a forward, and what was put "
+                        "there is lost; assign outside of forwards, or inside engine.gather(parameter, modify=True)"
+                    )
+
+    # --- which is which ---------------------------------------------------------------------------------------------
+
+    def is_bound(self, index: int) -> bool:
+        """Tell whether a unit's parameters view bytes on the device."""
+        return index in self._base_of
+
+    def unit_at(self, address: int | None) -> int | None:
+        """Return the unit whose bytes begin at `address`, None where none does."""
+        return self._bases.get(address) if address is not None else None
+
+    def identities(self) -> Iterable[int]:
+        """Return the identities of all parameters: they are kept alive, so these are theirs alone."""
+        return self._slot_of.keys()
+
+    def slot_of(self, parameter: object) -> Where | None:
+        """Return (unit, slot) of a parameter of this model, None for anything else."""
+        return self._slot_of.get(id(parameter))
+
+    def name(self, parameter: torch.Tensor) -> str:
+        """Return what a parameter of this model is called."""
+        unit, slot = self._slot_of[id(parameter)]
+        return self.tree.units[unit].slots[slot].name
+
+
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor of `shape` without memory of its own, full of NaN (zeros where the dtype has no NaN)."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)

@@ -1,0 +1,211 @@
+"""The memory of one engine: what its plan has taken of every tier, and the shards that live there.
+
+Owns the arenas, their claims on the budgets, the staging buffers, and how all this ends. It decides nothing and asks
+nobody above. Its parts do the work: :mod:`offload.shards.copies` has the states and the transfers,
+:mod:`offload.shards.working_set` the parameters on the device, :mod:`offload.shards.gradients` the gradients. Next:
+:mod:`offload.shards.leases` and :mod:`offload.shards.stream` run over shards, :mod:`offload.shards.manager` is the gate
+through which all others come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from offload.errors import StateError
+from offload.memory.tiers import Arena, Budget, Tier
+from offload.memory.transfer import CpuMover, CudaMover, Mover
+from offload.planning.placement import Plan
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.copies import Copies, touch
+from offload.shards.gradients import Gradients
+from offload.shards.shard import Shard, State
+from offload.shards.working_set import Binder, WorkingSet
+from offload.stats import Counters
+from swap import SwapStore
+
+
+class Tiers:
+    """Memory and shards of one engine. See the module's text.
+
+    Attributes:
+        plan: what was planned.
+        units: of the model.
+        device: where compute runs.
+        budgets: of all tiers.
+        store: the swap store; None where nothing lives on NVMe.
+        counters: of bytes and seconds.
+        copies, working, gradients: its parts.
+        mover: of bytes between device and host.
+        staging: buffers of host memory through which chunks pass.
+        optimizer_claim: of the host budget, for what an optimizer's own class keeps.
+        deadline_s: after which an operation counts as lost.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        budgets: Mapping[Tier, Budget],
+        store: SwapStore | None,
+        binder: Binder,
+        counters: Counters,
+        *,
+        deadline_s: float,
+        reclaim: Callable[[], None],
+    ) -> None:
+        """Take the memory that the plan wants; `binder` and `reclaim` as in :class:`WorkingSet`.
+
+        Raises:
+            BudgetError: a budget has less than the plan wants.
+        """
+        self.plan = plan
+        self.units = plan.request.units
+        self.device = device
+        self.store = store
+        self.counters = counters
+        self.deadline_s = deadline_s
+        self.budgets = budgets
+        sizes = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
+        claims = {tier: budgets[tier].claim("arena", sizes[tier]) for tier in Tier}
+        self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
+        self._claims = [*claims.values(), self.optimizer_claim]
+        cpu, host_device = torch.device("cpu"), device.type == "cpu"
+        host = Arena(Tier.HOST, sizes[Tier.HOST], cpu, page_locked=not host_device)
+        self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, sizes[Tier.DEVICE], device), Tier.HOST: host}
+        self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
+        self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
+        self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
+        self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
+        for buffer in self.staging:
+            touch(buffer)
+        if host_device:
+            self.mover: Mover = CpuMover(counters)
+        else:
+            half = plan.fetch_staging_bytes // 2
+            fetch = [host.take(half) for _ in range(2)] if half else []
+            self.mover = CudaMover(counters, device, fetch, host.take(plan.grad_staging_bytes), deadline_s)
+        self.working = WorkingSet(
+            plan.request, self.copies, self._arenas[Tier.DEVICE], claims[Tier.DEVICE], self.mover, binder, reclaim
+        )
+        self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
+        if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
+            store.register_buffer(host.base_address, host.size_bytes)
+
+    # --- where things are -------------------------------------------------------------------------------------------
+
+    def param(self, index: int) -> Shard:
+        """Return the shard of a unit's parameters."""
+        return self._params[index]
+
+    def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
+        """Return the bytes of elements [begin, end) in `role`; `begin` is where a block of 8-bit states starts."""
+        if role is Role.GRAD:
+            return (end - begin) * self.gradients.dtype(unit).itemsize
+        key = (unit.index, role, end - begin)
+        size_bytes = self._sizes.get(key)
+        if size_bytes is None:
+            size_bytes = self._sizes[key] = self.plan.chunk_bytes(unit, role, end - begin)
+        return size_bytes
+
+    def working_address(self, index: int) -> int | None:
+        """Return the address of a unit's parameters on a device that is the CPU, None where they are not there."""
+        shard = self._params[index]
+        if self.device.type != "cpu" or shard.state is not State.RESIDENT or shard.work_buffer is None:
+            return None
+        return shard.work_buffer.address
+
+    def updates_in_place(self, shard: Shard) -> bool:
+        """Tell whether a working copy of PARAM is best fetched before an update: it is changed there and read once."""
+        return shard.home is Tier.NVME and self.device.type == "cpu"
+
+    # --- who may write ----------------------------------------------------------------------------------------------
+
+    def refuse_leased(self, units: Iterable[Unit]) -> None:
+        """Check that nobody uses the parameters of `units`, which are about to be written.
+
+        Raises:
+            StateError: somebody does; names the unit.
+        """
+        for unit in units:
+            if self._params[unit.index].readers:
+                raise StateError(
+                    f"parameters of {unit.name}: cannot be written while they are in use; leave the engine.gather "
+                    "block, or the forward, first"
+                )
+
+    def refuse_in_use(self, units: Iterable[Unit]) -> None:
+        """Check that the parameters of `units` can be updated.
+
+        Raises:
+            StateError: somebody uses them, or views device memory that would be replaced; names the unit.
+        """
+        units = list(units)
+        self.refuse_leased(units)
+        if self.device.type != "cpu":
+            for unit in units:
+                self.working.refuse_borrowed(self._params[unit.index])
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def drop_training_state(self) -> None:
+        """Give the memory of gradients and optimizer states back, ahead of :meth:`close`."""
+        host = self._arenas[Tier.HOST]
+        if self.store is not None and host.size_bytes:  # pages that the drive may write to are not given back
+            self.store.unregister_buffer(host.base_address)
+        for shard in self.copies:
+            if shard.role is not Role.PARAM:
+                self._drop(shard)
+
+    def drop_parameters(self, index: int) -> None:
+        """Give the memory of a unit's parameters back, ahead of :meth:`close`; not where somebody views it."""
+        if self.working.borrowed(index):
+            return
+        if index in self.working:
+            self.working.unbind_lost(self._params[index])
+        self._drop(self._params[index])
+
+    def _drop(self, shard: Shard) -> None:
+        self.copies.discard(shard)
+        if shard.home_buffer is not None:
+            self._arenas[shard.home].discard(shard.home_buffer)
+
+    def close(self) -> None:
+        """Drop everything and return the memory. Idempotent."""
+        self.copies.close()
+        self.mover.close()
+        busy = [*self.working.close(), *self.copies.strays()]
+        if self.store is not None:
+            self.store.close()
+        for arena in self._arenas.values():
+            arena.close(busy)
+        for claim in self._claims:
+            claim.close()
+
+    # --- looking at it ----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check the invariants of every shard; used by tests and after resets.
+
+        Raises:
+            InternalError: one does not hold.
+        """
+        self.copies.check()
+        self.working.check()
+
+    def used_bytes(self) -> dict[str, int]:
+        """Return bytes in use per tier: device arena and activations, host arena, occupied swap space."""
+        used = {tier.value: self.budgets[tier].used_bytes for tier in Tier}
+        used[Tier.NVME.value] = self.store.used_bytes if self.store is not None else 0
+        return used
+
+    def dump(self) -> str:
+        """Return the state of every shard that is not simply at home, for error messages."""
+        lines = [f"tiers: {self.used_bytes()}"]
+        for shard in self.copies:
+            if shard.state not in (State.EMPTY, State.STORED) or shard.readers or shard.writing:
+                borrowed = shard.role is Role.PARAM and self.working.borrowed(shard.unit.index)
+                lines.append("  " + shard.describe() + (", borrowed" if borrowed else ""))
+        return "\n".join(lines)
