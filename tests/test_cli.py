@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 import torch
 
-from offload.cli import finetune, report
 from offload.cli import main as cli
-from offload.cli.finetune_progress import Progress, RssMeter
-from offload.cli.finetune_text import (
+from offload.cli.finetune import report
+from offload.cli.finetune import run as finetune
+from offload.cli.finetune.progress import Progress, RssMeter
+from offload.cli.finetune.text import (
     FinetuneError,
     Settings,
     Windows,

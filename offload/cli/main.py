@@ -1,7 +1,7 @@
 """Command line: ``offload finetune``, ``offload bench nvme``, ``offload doctor``; also as ``python -m offload``.
 
 Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. Next:
-:mod:`offload.cli.finetune`.
+:mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from offload.errors import ConfigError, OffloadError, did_you_mean
 
 if TYPE_CHECKING:
-    from offload.cli.finetune_text import Settings
+    from offload.cli.finetune.text import Settings
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -196,7 +196,7 @@ def finetune_settings(arguments: argparse.Namespace) -> Settings:
     Raises:
         OffloadError: a value is out of range.
     """
-    from offload.cli.finetune_text import Settings
+    from offload.cli.finetune.text import Settings
 
     return Settings(
         model=arguments.model,
@@ -340,7 +340,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         if parsed.command == "bench":
             run_nvme_bench(parsed)
         else:
-            from offload.cli.finetune import run
+            from offload.cli.finetune.run import run
 
             run(finetune_settings(parsed))
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """What a fine-tuning run reports: figures as text and JSON, the loss as a picture.
 
 Owns the shape of the report and how it is shown. Knows neither the engine nor the model: it is handed plain
-values. Next: :mod:`offload.cli.finetune`, which fills it.
+values. Next: :mod:`offload.cli.finetune.run`, which fills it.
 """
 
 from __future__ import annotations

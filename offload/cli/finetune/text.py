@@ -1,7 +1,7 @@
 """What a fine-tuning run is asked for, and the token windows that it trains on.
 
 Owns the options of a run and the way from a text to batches. Knows neither models nor the engine. Next:
-:mod:`offload.cli.finetune`.
+:mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations

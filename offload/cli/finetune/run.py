@@ -2,7 +2,7 @@
 
 Owns the run: training steps, held-out loss, samples before and after, the report. Knows the engine only by its public
 face (:class:`Trainer`), so that the run is tested without one. Heavy libraries are imported where they are used. Next:
-:mod:`offload.cli.report`, and :mod:`offload.cli.main` for the command line.
+:mod:`offload.cli.finetune.report`, and :mod:`offload.cli.main` for the command line.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import psutil
 import torch
 
-from offload.cli.finetune_progress import LinkMeter, Progress, RssMeter
-from offload.cli.finetune_text import FinetuneError, Settings, Windows, batches, make_windows, read_text
-from offload.cli.report import (
+from offload.cli.finetune.progress import LinkMeter, Progress, RssMeter
+from offload.cli.finetune.report import (
     MemoryReport,
     Report,
     StepRecord,
@@ -32,6 +31,7 @@ from offload.cli.report import (
     write_json,
     write_plot,
 )
+from offload.cli.finetune.text import FinetuneError, Settings, Windows, batches, make_windows, read_text
 from offload.stats import Stats
 
 if TYPE_CHECKING:

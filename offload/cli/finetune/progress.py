@@ -1,6 +1,6 @@
 """What a fine-tuning run shows while it goes on: a line per step, the links' traffic, the highest resident memory.
 
-Knows neither models nor the engine, only their figures. Next: :mod:`offload.cli.finetune`.
+Knows neither models nor the engine, only their figures. Next: :mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TextIO
 
 import psutil
 
-from offload.cli.report import LinkReport, StepRecord, duration_text, size_text
+from offload.cli.finetune.report import LinkReport, StepRecord, duration_text, size_text
 from offload.stats import Stats
 
 PLAIN_LINE_EVERY_S = 5.0
