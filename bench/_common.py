@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:  # an earlier commit, which a bench may run on, has other files
-    from offload.cli.finetune.text import Settings, Windows
+    from offload.cli.finetune.settings import Settings
+    from offload.cli.finetune.text import Windows
 
 
 def model_directory() -> Path:

@@ -261,7 +261,9 @@ def test_swap_runs_without_torch() -> None:
 def test_import_is_quick() -> None:
     """Heavy libraries are imported by the functions that use them."""
     loaded = _modules_after("import offload, offload.cli.main")
-    assert loaded & {"transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors"} == set()
+    assert (
+        loaded & {"torch", "transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors", "tqdm"} == set()
+    )
 
 
 # --- the checker itself ---

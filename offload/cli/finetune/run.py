@@ -31,7 +31,8 @@ from offload.cli.finetune.report import (
     write_json,
     write_plot,
 )
-from offload.cli.finetune.text import FinetuneError, Settings, Windows, batches, make_windows, read_text
+from offload.cli.finetune.settings import FinetuneError, Settings
+from offload.cli.finetune.text import Windows, batches, make_windows, read_text
 from offload.stats import Stats
 
 if TYPE_CHECKING:
