@@ -233,7 +233,7 @@ def show_three_steps(stream: io.StringIO) -> str:
     for step in (1, 2, 3):
         used = {"device": 5 << 20, "cpu": 1 << 30, "nvme": 0}
         progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0), used, "compute")
-    progress.end()
+    progress.close()
     return stream.getvalue()
 
 
@@ -250,8 +250,42 @@ def test_narrow_terminal_is_never_wrapped(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(len(line) for line in show_three_steps(Terminal()).rstrip("\n").split("\r")) <= 39
 
 
+def screen(shown: str) -> list[str]:
+    """Return the lines that stand on a terminal in the end."""
+    lines = []
+    for line in shown.split("\n"):
+        seen = ""
+        for part in line.split("\r"):
+            seen = part + seen[len(part) :]
+        lines.append(seen.rstrip())
+    return lines
+
+
+def test_notes_stand_above_the_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    progress = Progress(stream, steps=3, tokens_per_step=100)
+    progress.note("before")
+    for step in (1, 2):
+        progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0), {"device": 5 << 20}, "compute")
+        progress.note(f"after {step}")
+    progress.close()
+    progress.close()
+    progress.note("end")
+    assert screen(stream.getvalue()) == [
+        "before",
+        "after 1",
+        "after 2",
+        "step 2/3 | loss 2.5000 | 50 tokens/s |",
+        "end",
+        "",
+    ]
+
+
 def test_file_gets_plain_lines_now_and_then() -> None:
-    lines = show_three_steps(io.StringIO()).splitlines()
+    shown = show_three_steps(io.StringIO())
+    assert "\r" not in shown
+    lines = shown.splitlines()
     assert [line.split(" |")[0] for line in lines] == ["step 1/3", "step 3/3"]
     assert lines[0].endswith("4.0 s left")
 

@@ -23,14 +23,7 @@ import psutil
 import torch
 
 from offload.cli.finetune.progress import LinkMeter, Progress, RssMeter
-from offload.cli.finetune.report import (
-    MemoryReport,
-    Report,
-    StepRecord,
-    render,
-    write_json,
-    write_plot,
-)
+from offload.cli.finetune.report import MemoryReport, Report, StepRecord, render, write_json, write_plot
 from offload.cli.finetune.settings import FinetuneError, Settings
 from offload.cli.finetune.text import Windows, batches, make_windows, read_text
 from offload.stats import Stats
@@ -175,7 +168,7 @@ def train(
             evaluations.append((number, loss))
             _give_back_memory()
             if number == settings.steps:
-                progress.end()
+                progress.close()
             progress.note(f"held-out loss {loss:.4f} after step {number}")
     return Training(records, evaluations, spent, meter)
 
@@ -293,7 +286,6 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         print(engine.plan, file=out, flush=True)
         stop = tokenizer.eos_token_id
         samples = []
-        progress = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
 
         def sample() -> None:
             if settings.sample_tokens:
@@ -302,7 +294,9 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
 
         sample()
         _give_back_memory()
-        training = train(engine, windows, settings, progress, device)
+        showing = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
+        with contextlib.closing(showing) as progress:
+            training = train(engine, windows, settings, progress, device)
         sample()
         stats = engine.stats()
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram_budget(stats.budget_bytes, given, device))
@@ -334,16 +328,21 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
     )
     print(f"\n{render(report)}", file=out)
     if settings.output is not None:
-        write_json(report, settings.output / "report.json")
-        print(f"\nreport: {settings.output / 'report.json'}", file=out)
-        try:
-            write_plot(report, settings.output / "loss.png")
-            print(f"plot:   {settings.output / 'loss.png'}", file=out)
-        except ImportError:
-            print("plot:   left out: matplotlib is not installed; pip install 'offload[finetune]'", file=out)
+        write_report(report, settings.output, out)
         if settings.save_model:
             print(f"model:  {settings.output / 'model'}", file=out)
     return report
+
+
+def write_report(report: Report, folder: Path, out: TextIO) -> None:
+    """Write the report and its plot into `folder`, and print where they are."""
+    write_json(report, folder / "report.json")
+    print(f"\nreport: {folder / 'report.json'}", file=out)
+    try:
+        write_plot(report, folder / "loss.png")
+        print(f"plot:   {folder / 'loss.png'}", file=out)
+    except ImportError:
+        print("plot:   left out: matplotlib is not installed; pip install 'offload[finetune]'", file=out)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
