@@ -1,7 +1,7 @@
 """Command line: ``offload finetune``, ``offload bench nvme``, ``offload doctor``; also as ``python -m offload``.
 
-Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. Next:
-:mod:`offload.cli.finetune.settings` has the options of ``finetune``.
+Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. The
+options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Next: :mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations
