@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:  # an earlier commit, which a bench may run on, has other files
-    from offload.cli.finetune_text import Settings, Windows
+    from offload.cli.finetune.settings import Settings
+    from offload.cli.finetune.text import Windows
 
 
 def model_directory() -> Path:
@@ -31,8 +32,8 @@ def _cache() -> Path:
 
 def text_windows(settings: Settings) -> Windows:
     """Return token windows of a text, cut by the model's own tokenizer."""
-    from offload.cli.finetune import load_tokenizer
-    from offload.cli.finetune_text import make_windows, read_text
+    from offload.cli.finetune.run import load_tokenizer
+    from offload.cli.finetune.text import make_windows, read_text
 
     encode = load_tokenizer(settings.model)
     return make_windows(

@@ -18,8 +18,9 @@ import torch
 from _common import emit, load_model, model_directory, text_file, text_windows
 
 import offload
-from offload.cli.finetune import learning_rate_factor
-from offload.cli.finetune_text import Settings, Windows, batches
+from offload.cli.finetune.run import learning_rate_factor
+from offload.cli.finetune.settings import Settings
+from offload.cli.finetune.text import Windows, batches
 
 PLAIN = "plain PyTorch, fp32 masters"
 FORMATS = {"float32 states (exact)": "float32", "bfloat16 states": "bfloat16", "int8 states": "int8"}

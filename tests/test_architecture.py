@@ -65,7 +65,7 @@ WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
 PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| import (.*\W)?_\w)|\btorch\.autograd\._")
 USES_PRIVATE_TORCH = {"offload.torch_private"}
-MAY_PRINT = {"offload.cli.main", "offload.cli.finetune", "offload.cli.finetune_progress", "offload.__main__"}
+MAY_PRINT = {"offload.cli.main", "offload.cli.finetune.run", "offload.cli.finetune.progress", "offload.__main__"}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
 
@@ -305,7 +305,9 @@ def test_swap_runs_without_torch() -> None:
 def test_import_is_quick() -> None:
     """Heavy libraries are imported by the functions that use them."""
     loaded = _modules_after("import offload, offload.cli.main")
-    assert loaded & {"transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors"} == set()
+    assert (
+        loaded & {"torch", "transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors", "tqdm"} == set()
+    )
 
 
 # --- the checker itself ---
@@ -381,7 +383,7 @@ def test_checker_finds_wrong_imports(sources: Sources, expected: str) -> None:
         {"offload.shards.manager": "from offload.shards.shard import Shard\nfrom swap import SwapStore\nimport torch"},
         {"offload.shards.manager": "from . import shard", "offload.shards.shard": "from .errors import OffloadError"},
         {
-            "offload.cli.finetune": "import offload\nfrom offload import Engine",
+            "offload.cli.finetune.run": "import offload\nfrom offload import Engine",
             "offload": "from .engine import Engine",
         },
         {"offload.kernels.extension": "from offload import _cpu_adam", "swap.io.extension": "from swap import _aio"},

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload.cli import finetune, report
 from offload.cli import main as cli
-from offload.cli.finetune_progress import Progress, RssMeter
-from offload.cli.finetune_text import (
-    FinetuneError,
-    Settings,
+from offload.cli.finetune import report
+from offload.cli.finetune import run as finetune
+from offload.cli.finetune.progress import Progress, RssMeter
+from offload.cli.finetune.settings import EngineSettings, FinetuneError, Settings, settings_of
+from offload.cli.finetune.text import (
     Windows,
     batches,
     first_sentences,
@@ -233,7 +233,7 @@ def show_three_steps(stream: io.StringIO) -> str:
     for step in (1, 2, 3):
         used = {"device": 5 << 20, "cpu": 1 << 30, "nvme": 0}
         progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0), used, "compute")
-    progress.end()
+    progress.close()
     return stream.getvalue()
 
 
@@ -250,8 +250,42 @@ def test_narrow_terminal_is_never_wrapped(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(len(line) for line in show_three_steps(Terminal()).rstrip("\n").split("\r")) <= 39
 
 
+def screen(shown: str) -> list[str]:
+    """Return the lines that stand on a terminal in the end."""
+    lines = []
+    for line in shown.split("\n"):
+        seen = ""
+        for part in line.split("\r"):
+            seen = part + seen[len(part) :]
+        lines.append(seen.rstrip())
+    return lines
+
+
+def test_notes_stand_above_the_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    progress = Progress(stream, steps=3, tokens_per_step=100)
+    progress.note("before")
+    for step in (1, 2):
+        progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0), {"device": 5 << 20}, "compute")
+        progress.note(f"after {step}")
+    progress.close()
+    progress.close()
+    progress.note("end")
+    assert screen(stream.getvalue()) == [
+        "before",
+        "after 1",
+        "after 2",
+        "step 2/3 | loss 2.5000 | 50 tokens/s |",
+        "end",
+        "",
+    ]
+
+
 def test_file_gets_plain_lines_now_and_then() -> None:
-    lines = show_three_steps(io.StringIO()).splitlines()
+    shown = show_three_steps(io.StringIO())
+    assert "\r" not in shown
+    lines = shown.splitlines()
     assert [line.split(" |")[0] for line in lines] == ["step 1/3", "step 3/3"]
     assert lines[0].endswith("4.0 s left")
 
@@ -388,7 +422,7 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
         *("--config", str(config), "--device-memory", "700MiB", "--nvme-memory", "4GiB", "--nvme-path", "/a"),
         *("--nvme-path", "/b", "--dtype", "float32", "--max-grad-norm", "0", "--steps", "7"),
     ]
-    made = cli.finetune_settings(cli.build_parser().parse_args(words))
+    made = settings_of(cli.build_parser().parse_args(words))
     assert made.steps == 7 and made.max_grad_norm is None and made.model == Path("m")
     assert made.engine_options == {
         "threads": 2,
@@ -399,14 +433,58 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
 
 
 def test_nothing_is_set_that_was_not_asked_for() -> None:
-    assert cli.engine_options(cli.build_parser().parse_args(REQUIRED)) == {}
+    made = settings_of(cli.build_parser().parse_args(REQUIRED))
+    assert made == Settings(model=Path("m"), text=Path("t")) and made.engine_options == {}
+
+
+def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["finetune", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    fields = [*dataclasses.fields(Settings), *dataclasses.fields(EngineSettings)]
+    missing = [field.name for field in fields if f"--{field.name.replace('_', '-')} " not in shown]
+    assert left.value.code == 0 and missing == ["engine_options"]
+    assert "optimizer steps (default: 100)" in shown and "clip to it; 0 does not clip (default: 1.0)" in shown
+    assert "UTF-8 text --" in shown and "None" not in shown and "False" not in shown
+
+
+def test_every_option_reaches_its_setting_with_its_type() -> None:
+    """Each number is asked for as one more than its default, each text as its own name, each switch as on."""
+    words, expected = [], {}
+    for field in dataclasses.fields(Settings):
+        option = f"--{field.name.replace('_', '-')}"
+        if field.name == "engine_options":
+            continue
+        if field.default is False:
+            words += [option]
+            expected[field.name] = True
+        elif isinstance(field.default, (int, float)):
+            expected[field.name] = field.default + (0.5 if isinstance(field.default, float) else 1)
+            words += [option, str(expected[field.name])]
+        else:
+            words += [option, field.name]
+            expected[field.name] = field.name if field.name == "prompt" else Path(field.name)
+    assert settings_of(cli.build_parser().parse_args(["finetune", *words])) == Settings(**expected)
+
+
+def test_every_engine_option_reaches_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text('{"dtype": "float32", "threads": 3}')
+    names = [field.name for field in dataclasses.fields(EngineSettings) if field.name != "config"]
+    words = [word for name in names for word in (f"--{name.replace('_', '-')}", name)]
+    made = settings_of(cli.build_parser().parse_args([*REQUIRED, *words, "--config", str(tmp_path / "config")]))
+    budgets = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_memory"}
+    plain = {name: name for name in names if name not in budgets.values()}
+    expected = {"threads": 3, **plain, "nvme_path": [Path("nvme_path")], "max_memory": budgets}
+    assert made.engine_options == expected
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--device-memry", "1GiB"], "did you mean '--device-memory'?"),
-        (["--steps", "many"], "invalid int value"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--max-grad-norm", "x"], "argument --max-grad-norm: invalid float value: 'x'"),
+        (["--save-model=yes"], "argument --save-model: ignored explicit argument 'yes'"),
     ],
 )
 def test_wrong_calls_leave_with_two(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -420,12 +498,16 @@ def test_wrong_calls_leave_with_two(words: list[str], message: str, capsys: pyte
     [
         (["--steps", "0"], "steps: expected a whole number >= 1 but got 0"),
         (["--sequence-length", "1"], "sequence_length"),
+        (["--evaluations", "0"], "evaluations: expected a whole number >= 1 but got 0"),
         (["--held-out", "1"], "held_out"),
+        (["--held-out", "nan"], "held_out"),
+        (["--warmup-steps", "-1"], "sample_tokens and warmup_steps: expected whole numbers >= 0"),
         (["--save-model"], "no output folder"),
         (["--dtype", "bfloat61"], "did you mean 'bfloat16'"),
         (["--state-dtype", "int7"], "did you mean 'int8'"),
         (["--device-memory", "7 potatoes"], "max_memory"),
         (["--config", "missing.json"], "config file missing.json"),
+        (["--config", "/dev/null"], "cannot be read as JSON"),
         ([], "text t: cannot be read"),
     ],
 )

@@ -1,6 +1,6 @@
 """Is this machine ready? Facts about it, what is wrong with them, and what to do about that.
 
-Owns the facts that matter (:class:`Facts`), the judgement over them (:func:`diagnose`, a pure function) and how
+Owns the facts that matter (:class:`Facts`), the checks that judge them (:data:`CHECKS`, pure functions) and how
 findings are shown. Gathering never raises: what cannot be found out is None. Must not know models or training.
 Next: :mod:`offload.memory.machine` for where facts come from.
 
@@ -13,7 +13,8 @@ import contextlib
 import dataclasses
 import os
 import platform
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,15 @@ LEAST_MEMORY_BYTES = 4 * GIB
 LEAST_FREE_BYTES = 10 * GIB
 LEAST_OPEN_FILES = 256
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "glusterfs"})
+PATH_ERRORS: dict[type[Exception], str] = {
+    FileNotFoundError: "there is no such folder",
+    NotADirectoryError: "it is not a folder",
+    PermissionError: "this user may not write there",
+}
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
-class Level(Enum):
+class Level(str, Enum):
     """How bad a finding is."""
 
     OK = "ok"
@@ -57,23 +63,14 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PathFacts:
-    """A folder that shall hold swap files.
+    """A folder that shall hold swap files."""
 
-    Attributes:
-        path: as the user named it.
-        error: why no file can be created there, or None.
-        direct: files can be opened with O_DIRECT and the file system takes it.
-        alignment_bytes: that direct I/O needs.
-        mount: the file system.
-        free_bytes: that this user may write.
-    """
-
-    path: str
-    error: str | None = None
-    direct: bool = True
-    alignment_bytes: int | None = None
+    path: str  # as the user named it
+    error: str | None = None  # why no file can be created there
+    direct: bool = True  # files can be opened with O_DIRECT, and the file system takes it
+    alignment_bytes: int | None = None  # that direct I/O needs
     mount: machine.Mount | None = None
-    free_bytes: int | None = None
+    free_bytes: int | None = None  # that this user may write
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,55 +84,29 @@ class GpuFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Everything that is judged. None means not known.
-
-    Attributes:
-        system: of the kernel, "Linux" where this runtime works.
-        kernel: its release.
-        python: version.
-        torch: version, None when missing.
-        torch_error: why torch cannot be imported.
-        torch_cuda: CUDA version that torch was built with.
-        omp_dynamic: OpenMP may start fewer threads than it is asked for.
-        transformers: version, None when missing.
-        extension_errors: compiled extension -> why it cannot be loaded.
-        uring_refusal: why io_uring cannot be used, None when it can.
-        lockable_bytes: that may be locked, None without a limit.
-        open_files: that a process may have.
-        huge_pages: "always", "madvise" or "never".
-        isas: paths of the optimizer kernels, widest first.
-        cores: that this process may use.
-        numa_nodes: memory nodes.
-        memory_bytes: RAM.
-        available_bytes: of it.
-        container_bytes: limit of the container.
-        gpus: that torch can use.
-        gpu_present: the system has a driver for NVIDIA GPUs loaded.
-        gpu_driver: its version.
-        paths: folders for swap files.
-    """
+    """Everything that is judged; None means not known, where nothing else is said."""
 
     system: str = "Linux"
-    kernel: str = ""
+    kernel: str = ""  # release
     python: str = ""
-    torch: str | None = None
-    torch_error: str | None = None
-    torch_cuda: str | None = None
-    omp_dynamic: bool = False
-    transformers: str | None = None
-    extension_errors: dict[str, str] = dataclasses.field(default_factory=dict)
-    uring_refusal: str | None = None
-    lockable_bytes: int | None = None
-    open_files: int | None = None
-    huge_pages: str | None = None
-    isas: tuple[str, ...] = ()
-    cores: int | None = None
+    torch: str | None = None  # version, None when missing
+    torch_error: str | None = None  # why it cannot be imported
+    torch_cuda: str | None = None  # that torch was built with
+    omp_dynamic: bool = False  # OpenMP may start fewer threads than it is asked for
+    transformers: str | None = None  # version, None when missing
+    extension_errors: dict[str, str] = dataclasses.field(default_factory=dict)  # extension -> why it does not load
+    uring_refusal: str | None = None  # why io_uring cannot be used, None when it can
+    lockable_bytes: int | None = None  # None without a limit
+    open_files: int | None = None  # that a process may have
+    huge_pages: str | None = None  # "always", "madvise" or "never"
+    isas: tuple[str, ...] = ()  # paths of the optimizer kernels, widest first
+    cores: int | None = None  # that this process may use
     numa_nodes: int = 1
     memory_bytes: int | None = None
     available_bytes: int | None = None
-    container_bytes: int | None = None
-    gpus: tuple[GpuFacts, ...] = ()
-    gpu_present: bool = False
+    container_bytes: int | None = None  # limit of the container
+    gpus: tuple[GpuFacts, ...] = ()  # that torch can use
+    gpu_present: bool = False  # a driver for NVIDIA GPUs is loaded
     gpu_driver: str | None = None
     paths: tuple[PathFacts, ...] = ()
 
@@ -183,37 +154,35 @@ def _memory_facts() -> dict[str, Any]:
 
 
 def _extension_facts() -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    errors: dict[str, str] = {}
+    values: dict[str, Any] = {"extension_errors": {}}
     try:
         from offload.kernels.cpu_adam import available_isas
 
         values["isas"] = available_isas()
     except Exception as error:
-        errors["offload._cpu_adam"] = str(error.__cause__ or error)
+        values["extension_errors"]["offload._cpu_adam"] = str(error.__cause__ or error)
     try:
         from swap.io.aio import uring_refusal
 
         values["uring_refusal"] = uring_refusal()
     except Exception as error:
-        errors["swap._aio"] = str(error.__cause__ or error)
-    return {**values, "extension_errors": errors}
+        values["extension_errors"]["swap._aio"] = str(error.__cause__ or error)
+    return values
 
 
 def _torch_facts() -> dict[str, Any]:
-    values: dict[str, Any] = {"torch": machine.version_of("torch")}
+    values: dict[str, Any] = {"torch": machine.version_of("torch"), "gpu_driver": _gpu_driver()}
     try:
         import torch
 
         values |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
-        if torch.cuda.is_available():
-            properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-            values["gpus"] = tuple(
-                GpuFacts(name=p.name, memory_bytes=p.total_memory, capability=(p.major, p.minor)) for p in properties
-            )
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        values["gpus"] = tuple(
+            GpuFacts(name=gpu.name, memory_bytes=gpu.total_memory, capability=(gpu.major, gpu.minor))
+            for gpu in map(torch.cuda.get_device_properties, devices)
+        )
     except Exception as error:
         values["torch_error"] = f"{type(error).__name__}: {error}"
-    values["gpu_driver"] = _gpu_driver()
     return values
 
 
@@ -231,168 +200,118 @@ def _gpu_driver() -> str | None:
 
 
 def _path_facts(path: Path) -> PathFacts:
-    try:
-        return _probe_path(path)
-    except Exception as error:
-        return PathFacts(path=str(path), error=str(error))
-
-
-def _probe_path(path: Path) -> PathFacts:
     """Create a file without a name in `path` and ask about it; nothing is written."""
-    from swap.io.aio import file_facts
-
-    flags, direct = os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE, True
     try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
-    except FileNotFoundError:
-        return PathFacts(path=str(path), error="there is no such folder")
-    except NotADirectoryError:
-        return PathFacts(path=str(path), error="it is not a folder")
-    except PermissionError:
-        return PathFacts(path=str(path), error="this user may not write there", mount=machine.mount_of(path))
-    except OSError:
-        direct = False
-        fd = os.open(path, flags, 0o600)
-    try:
-        facts = file_facts(fd)
-    finally:
-        os.close(fd)
-    return PathFacts(
-        path=str(path),
-        direct=direct and not facts.direct_refused,
-        alignment_bytes=max(facts.memory_alignment, facts.offset_alignment) or None,
-        mount=machine.mount_of(path),
-        free_bytes=machine.free_space(path),
-    )
+        from swap.io.aio import file_facts
+
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_TMPFILE
+        try:
+            fd, direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+        except OSError:
+            fd, direct = os.open(path, flags, 0o600), False
+        try:
+            facts = file_facts(fd)
+        finally:
+            os.close(fd)
+        return PathFacts(
+            path=str(path),
+            direct=direct and not facts.direct_refused,
+            alignment_bytes=max(facts.memory_alignment, facts.offset_alignment) or None,
+            mount=machine.mount_of(path),
+            free_bytes=machine.free_space(path),
+        )
+    except Exception as error:
+        return PathFacts(path=str(path), error=PATH_ERRORS.get(type(error), str(error)))
 
 
-# ---- judging ----
+# ---- judging: one function per check, which returns what it found ----
 
 
-def diagnose(facts: Facts) -> list[Finding]:
-    """Return what is right and wrong, in the order in which it is shown."""
-    found = [
-        _kernel(facts),
-        _python(facts),
-        _torch(facts),
-        *_threads(facts),
-        _transformers(facts),
-        *_extensions(facts),
-        *_gpu(facts),
-        _memory(facts),
-        _processor(facts),
-        _numa(facts),
-        _huge_pages(facts),
-        _lock_limit(facts),
-        _open_files(facts),
-    ]
-    if "swap._aio" not in facts.extension_errors:
-        found.append(_uring(facts))
-    for path in facts.paths:
-        found += _path(path)
-    return found
+Verdicts = list[tuple[Level, str, str]]  # level, text, remedy
 
 
-def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
-    """Return 1 with problems (with `strict`: or warnings), else 0."""
-    bad = {Level.PROBLEM, Level.WARNING} if strict else {Level.PROBLEM}
-    return int(any(finding.level in bad for finding in findings))
+def _ok(text: str) -> Verdicts:
+    return [(Level.OK, text, "")]
 
 
-def _ok(subject: str, text: str) -> Finding:
-    return Finding(subject, Level.OK, text)
+def _warning(text: str, remedy: str) -> Verdicts:
+    return [(Level.WARNING, text, remedy)]
 
 
-def _warning(subject: str, text: str, remedy: str) -> Finding:
-    return Finding(subject, Level.WARNING, text, remedy)
-
-
-def _problem(subject: str, text: str, remedy: str) -> Finding:
-    return Finding(subject, Level.PROBLEM, text, remedy)
+def _problem(text: str, remedy: str) -> Verdicts:
+    return [(Level.PROBLEM, text, remedy)]
 
 
 def _version(text: str | None) -> tuple[int, ...]:
     """Return the leading numbers of a version, () when there are none."""
-    numbers = []
-    for part in (text or "").split("+")[0].split(".")[:3]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    numbers = re.match(r"\d+(\.\d+){0,2}", text or "", re.ASCII)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
-def _kernel(facts: Facts) -> Finding:
+def _kernel(facts: Facts) -> Verdicts:
+    text = f"{facts.system} {facts.kernel}"
     if facts.system != "Linux":
-        return _problem("kernel", f"{facts.system} {facts.kernel}", "use Linux: the NVMe tier needs its I/O interfaces")
+        return _problem(text, "use Linux: the NVMe tier needs its I/O interfaces")
     if _version(facts.kernel) < LEAST_KERNEL:
-        return _warning("kernel", f"Linux {facts.kernel}", "use Linux 5.10 or newer (6.1 for the best io_uring)")
-    return _ok("kernel", f"Linux {facts.kernel}")
+        return _warning(text, "use Linux 5.10 or newer (6.1 for the best io_uring)")
+    return _ok(text)
 
 
-def _python(facts: Facts) -> Finding:
+def _python(facts: Facts) -> Verdicts:
     if _version(facts.python) < LEAST_PYTHON:
-        return _problem("python", facts.python or "unknown version", "use Python 3.10 or newer")
-    return _ok("python", facts.python)
+        return _problem(facts.python or "unknown version", "use Python 3.10 or newer")
+    return _ok(facts.python)
 
 
-def _torch(facts: Facts) -> Finding:
+def _torch(facts: Facts) -> Verdicts:
     if facts.torch is None:
-        return _problem("torch", "not installed", "pip install torch")
+        return _problem("not installed", "pip install torch")
     if facts.torch_error is not None:
-        return _problem("torch", f"{facts.torch} cannot be imported: {facts.torch_error}", "install torch again")
-    built = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "without CUDA"
-    if _version(facts.torch) < LEAST_TORCH:
-        return _problem("torch", f"{facts.torch}, {built}", "pip install 'torch>=2.7'")
-    return _ok("torch", f"{facts.torch}, {built}")
+        return _problem(f"{facts.torch} cannot be imported: {facts.torch_error}", "install torch again")
+    text = f"{facts.torch}, {f'CUDA {facts.torch_cuda}' if facts.torch_cuda else 'without CUDA'}"
+    return _problem(text, "pip install 'torch>=2.7'") if _version(facts.torch) < LEAST_TORCH else _ok(text)
 
 
-def _threads(facts: Facts) -> list[Finding]:
+def _threads(facts: Facts) -> Verdicts:
     if not facts.omp_dynamic:
         return []
-    return [_problem("OpenMP", "OMP_DYNAMIC=TRUE, with which torch itself computes NaN", "unset OMP_DYNAMIC")]
+    return _problem("OMP_DYNAMIC=TRUE, with which torch itself computes NaN", "unset OMP_DYNAMIC")
 
 
-def _transformers(facts: Facts) -> Finding:
-    if facts.transformers is None:
-        return _ok("transformers", "not installed (needed by `offload finetune` only: pip install 'offload[finetune]')")
-    return _ok("transformers", facts.transformers)
+def _transformers(facts: Facts) -> Verdicts:
+    missing = "not installed (needed by `offload finetune` only: pip install 'offload[finetune]')"
+    return _ok(facts.transformers or missing)
 
 
-def _extensions(facts: Facts) -> list[Finding]:
+def _extensions(facts: Facts) -> Verdicts:
     if not facts.extension_errors:
-        return [_ok("extensions", "loaded")]
-    return [
-        _problem("extensions", f"{name} cannot be loaded: {why}", BUILD)
-        for name, why in sorted(facts.extension_errors.items())
-    ]
+        return _ok("loaded")
+    errors = sorted(facts.extension_errors.items())
+    return [verdict for name, why in errors for verdict in _problem(f"{name} cannot be loaded: {why}", BUILD)]
 
 
-def _gpu(facts: Facts) -> list[Finding]:
+def _gpu(facts: Facts) -> Verdicts:
     driver = f"driver {facts.gpu_driver}" if facts.gpu_driver else "driver version unknown"
+    if not facts.gpus and not facts.gpu_present:
+        return _ok("none; models train on the processor")
+    if not facts.gpus and facts.torch is not None and facts.torch_cuda is None:
+        remedy = "install a torch that is built with CUDA (https://pytorch.org/get-started/locally)"
+        return _problem(f"present ({driver}), but torch is built without CUDA", remedy)
     if not facts.gpus:
-        if not facts.gpu_present:
-            return [_ok("gpu", "none; models train on the processor")]
-        if facts.torch is not None and facts.torch_cuda is None:
-            remedy = "install a torch that is built with CUDA (https://pytorch.org/get-started/locally)"
-            return [_problem("gpu", f"present ({driver}), but torch is built without CUDA", remedy)]
         remedy = f"install a driver that supports CUDA {facts.torch_cuda}, and look at nvidia-smi"
-        return [_problem("gpu", f"present ({driver}), but torch cannot use it", remedy)]
-    findings = []
+        return _problem(f"present ({driver}), but torch cannot use it", remedy)
+    found: Verdicts = []
     for gpu in facts.gpus:
         major, minor = gpu.capability
         text = f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, compute capability {major}.{minor}, {driver}"
-        if gpu.capability < (8, 0):
-            remedy = "train in float16 or float32, or use a GPU of compute capability 8.0 or more"
-            findings.append(_warning("gpu", f"{text}: bfloat16 is slow on it", remedy))
-        else:
-            findings.append(_ok("gpu", text))
-    return findings
+        remedy = "train in float16 or float32, or use a GPU of compute capability 8.0 or more"
+        found += _warning(f"{text}: bfloat16 is slow on it", remedy) if gpu.capability < (8, 0) else _ok(text)
+    return found
 
 
-def _memory(facts: Facts) -> Finding:
+def _memory(facts: Facts) -> Verdicts:
     if facts.memory_bytes is None:
-        return _warning("memory", "size unknown", 'name the budget yourself: max_memory={"cpu": ...}')
+        return _warning("size unknown", 'name the budget yourself: max_memory={"cpu": ...}')
     text = f"{format_bytes(facts.memory_bytes)}, {format_bytes(facts.available_bytes or 0)} available"
     usable = min(facts.memory_bytes, facts.available_bytes or facts.memory_bytes)
     if facts.container_bytes is not None and facts.container_bytes < facts.memory_bytes:
@@ -400,52 +319,48 @@ def _memory(facts: Facts) -> Finding:
         usable = min(usable, facts.container_bytes)
         if usable >= LEAST_MEMORY_BYTES:
             remedy = f'stay below it with max_memory={{"cpu": "{usable * 8 // 10 // GIB}GiB"}}, or raise the limit'
-            return _warning("memory", text, remedy)
+            return _warning(text, remedy)
     if usable < LEAST_MEMORY_BYTES:
-        return _warning("memory", text, "close other programs or raise the limit: less than 4 GiB can be used")
-    return _ok("memory", text)
+        return _warning(text, "close other programs or raise the limit: less than 4 GiB can be used")
+    return _ok(text)
 
 
-def _processor(facts: Facts) -> Finding:
+def _processor(facts: Facts) -> Verdicts:
     text = f"{facts.cores or '?'} usable cores, optimizer kernels {', '.join(facts.isas) or 'unknown'}"
     if facts.isas and facts.isas[0] == "scalar":
-        return _warning("processor", text, "use a processor with AVX2: the optimizer is several times faster there")
-    return _ok("processor", text)
+        return _warning(text, "use a processor with AVX2: the optimizer is several times faster there")
+    return _ok(text)
 
 
-def _numa(facts: Facts) -> Finding:
+def _numa(facts: Facts) -> Verdicts:
     if facts.numa_nodes <= 1:
-        return _ok("numa", "one memory node")
+        return _ok("one memory node")
     remedy = "keep the process on the node of the GPU and the drive: numactl --cpunodebind=N --membind=N"
-    return _warning("numa", f"{facts.numa_nodes} memory nodes: far memory is slower", remedy)
+    return _warning(f"{facts.numa_nodes} memory nodes: far memory is slower", remedy)
 
 
-def _huge_pages(facts: Facts) -> Finding:
-    if facts.huge_pages is None:
-        return _ok("huge pages", "not known to this kernel")
-    if facts.huge_pages == "never":
-        remedy = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        return _warning("huge pages", "off: the NVMe tier needs several times the processor time", remedy)
-    return _ok("huge pages", facts.huge_pages)
+def _huge_pages(facts: Facts) -> Verdicts:
+    if facts.huge_pages != "never":
+        return _ok(facts.huge_pages or "not known to this kernel")
+    remedy = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return _warning("off: the NVMe tier needs several times the processor time", remedy)
 
 
-def _lock_limit(facts: Facts) -> Finding:
-    limit = facts.lockable_bytes
-    if limit is None:
-        return _ok("locked memory", "no limit")
-    if limit < LEAST_LOCKABLE_BYTES:
-        remedy = (
-            "raise it: ulimit -l unlimited, or memlock in /etc/security/limits.conf (container: --ulimit memlock=-1)"
-        )
-        text = f"limit {format_bytes(limit)}: buffers cannot be registered with io_uring (twice the processor time)"
-        return _warning("locked memory", text, remedy)
-    return _ok("locked memory", f"limit {format_bytes(limit)}")
+def _lock_limit(facts: Facts) -> Verdicts:
+    if facts.lockable_bytes is None:
+        return _ok("no limit")
+    text = f"limit {format_bytes(facts.lockable_bytes)}"
+    if facts.lockable_bytes >= LEAST_LOCKABLE_BYTES:
+        return _ok(text)
+    remedy = "raise it: ulimit -l unlimited, or memlock in /etc/security/limits.conf (container: --ulimit memlock=-1)"
+    return _warning(f"{text}: buffers cannot be registered with io_uring (twice the processor time)", remedy)
 
 
-def _open_files(facts: Facts) -> Finding:
-    if facts.open_files is not None and facts.open_files < LEAST_OPEN_FILES:
-        return _warning("open files", f"limit {facts.open_files}", "raise it: ulimit -n 4096")
-    return _ok("open files", "no limit" if facts.open_files is None else f"limit {facts.open_files}")
+def _open_files(facts: Facts) -> Verdicts:
+    if facts.open_files is None:
+        return _ok("no limit")
+    text = f"limit {facts.open_files}"
+    return _warning(text, "raise it: ulimit -n 4096") if facts.open_files < LEAST_OPEN_FILES else _ok(text)
 
 
 # What the I/O engine says about io_uring, and what makes it work then; the first that fits.
@@ -457,43 +372,82 @@ _URING_REMEDIES = (
 )
 
 
-def _uring(facts: Facts) -> Finding:
+def _uring(facts: Facts) -> Verdicts:
     refusal = facts.uring_refusal
+    if "swap._aio" in facts.extension_errors:
+        return []  # nobody can tell
     if refusal is None:
-        return _ok("io_uring", "allowed")
+        return _ok("allowed")
     remedy = next(remedy for words, remedy in _URING_REMEDIES if words in refusal)
-    text = "the thread engine is used instead, at several times the processor time; to have io_uring: "
-    return _warning("io_uring", refusal, text + remedy)
+    return _warning(
+        refusal, f"the thread engine is used instead, at several times the processor time; to have io_uring: {remedy}"
+    )
 
 
-def _path(path: PathFacts) -> list[Finding]:
-    subject = f"path {path.path}"
+def _path(path: PathFacts) -> Verdicts:
     if path.error is not None:
-        return [_problem(subject, path.error, "name a folder on a local drive that this user can write to")]
-    mount = path.mount
-    parts = [mount.file_system if mount else "unknown file system"]
-    if mount and mount.drive:
+        return _problem(path.error, "name a folder on a local drive that this user can write to")
+    mount = path.mount or machine.Mount("unknown file system", "", False)
+    parts = [mount.file_system]
+    if mount.drive:
         parts.append(f"on {mount.model or mount.drive}")
     parts.append(f"alignment {path.alignment_bytes or 'unknown'}")
     parts.append("O_DIRECT" if path.direct else "no O_DIRECT")
     parts.append(f"{format_bytes(path.free_bytes)} free" if path.free_bytes is not None else "free space unknown")
     text = ", ".join(parts)
-    if mount and mount.file_system in MEMORY_FILE_SYSTEMS:
-        return [_problem(subject, f"{text}: its files are host memory", "name a folder on a drive")]
-    found = []
-    if mount and mount.file_system in NETWORK_FILE_SYSTEMS:
-        found.append(_warning(subject, f"{text}: a network file system", "name a folder on a local NVMe drive"))
+    if mount.file_system in MEMORY_FILE_SYSTEMS:
+        return _problem(f"{text}: its files are host memory", "name a folder on a drive")
+    found: Verdicts = []
+    if mount.file_system in NETWORK_FILE_SYSTEMS:
+        found += _warning(f"{text}: a network file system", "name a folder on a local NVMe drive")
     elif not path.direct:
         remedy = "name a folder on ext4 or xfs: without direct I/O the page cache takes memory and time"
-        found.append(_warning(subject, text, remedy))
-    if mount and mount.rotational and mount.drive and mount.drive.startswith("sd"):
-        found.append(_warning(subject, f"{text}: a spinning disk", "name a folder on an NVMe drive"))
+        found += _warning(text, remedy)
+    if mount.rotational and mount.drive and mount.drive.startswith("sd"):
+        found += _warning(f"{text}: a spinning disk", "name a folder on an NVMe drive")
     if path.free_bytes is not None and path.free_bytes < LEAST_FREE_BYTES:
-        found.append(_warning(subject, f"{text}: little space", "free space or name a folder on another drive"))
-    return found or [_ok(subject, text)]
+        found += _warning(f"{text}: little space", "free space or name a folder on another drive")
+    return found or _ok(text)
+
+
+# Subject -> its check, in the order in which they are shown.
+CHECKS: dict[str, Callable[[Facts], Verdicts]] = {
+    "kernel": _kernel,
+    "python": _python,
+    "torch": _torch,
+    "OpenMP": _threads,
+    "transformers": _transformers,
+    "extensions": _extensions,
+    "gpu": _gpu,
+    "memory": _memory,
+    "processor": _processor,
+    "numa": _numa,
+    "huge pages": _huge_pages,
+    "locked memory": _lock_limit,
+    "open files": _open_files,
+    "io_uring": _uring,
+}
+
+
+def diagnose(facts: Facts) -> list[Finding]:
+    """Return what is right and wrong, in the order in which it is shown."""
+    found = [(subject, verdict) for subject, check in CHECKS.items() for verdict in check(facts)]
+    found += [(f"path {path.path}", verdict) for path in facts.paths for verdict in _path(path)]
+    return [Finding(subject, *verdict) for subject, verdict in found]
+
+
+def exit_code(findings: Sequence[Finding], *, strict: bool = False) -> int:
+    """Return 1 with problems (with `strict`: or warnings), else 0."""
+    problems, warnings = _counts(findings)
+    return int(problems > 0 or (strict and warnings > 0))
 
 
 # ---- showing ----
+
+
+def _counts(findings: Sequence[Finding]) -> tuple[int, int]:
+    levels = [finding.level for finding in findings]
+    return levels.count(Level.PROBLEM), levels.count(Level.WARNING)
 
 
 def findings_text(findings: Sequence[Finding]) -> str:
@@ -504,19 +458,13 @@ def findings_text(findings: Sequence[Finding]) -> str:
         lines.append(f"{finding.level.value:8s} {finding.subject:{width}s}  {finding.text}")
         if finding.remedy:
             lines.append(f"{'':8s} {'':{width}s}  -> {finding.remedy}")
-    problems = sum(finding.level is Level.PROBLEM for finding in findings)
-    warnings = sum(finding.level is Level.WARNING for finding in findings)
+    problems, warnings = _counts(findings)
     counts = f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}"
     lines.append(counts if problems or warnings else "everything is fine")
     return "\n".join(lines)
 
 
 def findings_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return the findings as plain values."""
-    return {
-        "problems": sum(finding.level is Level.PROBLEM for finding in findings),
-        "warnings": sum(finding.level is Level.WARNING for finding in findings),
-        "findings": [
-            {"subject": f.subject, "level": f.level.value, "text": f.text, "remedy": f.remedy} for f in findings
-        ],
-    }
+    """Return the findings as values that :mod:`json` writes."""
+    problems, warnings = _counts(findings)
+    return {"problems": problems, "warnings": warnings, "findings": [dataclasses.asdict(f) for f in findings]}

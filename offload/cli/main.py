@@ -1,7 +1,7 @@
 """Command line: ``offload finetune``, ``offload bench nvme``, ``offload doctor``; also as ``python -m offload``.
 
-Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. Next:
-:mod:`offload.cli.finetune`.
+Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. The
+options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Next: :mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from offload.cli.finetune.settings import add_options, settings_of
 from offload.errors import ConfigError, OffloadError, did_you_mean
-
-if TYPE_CHECKING:
-    from offload.cli.finetune_text import Settings
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -110,116 +108,8 @@ def _add_finetune(commands: argparse._SubParsersAction[Any]) -> None:
         description="Fine-tune a causal language model of Hugging Face on a text, within memory budgets. Shows the "
         "plan, the progress, and a report: held-out loss and a sample before and after, memory against the budgets, "
         "bytes per link.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    data = finetune.add_argument_group("what to train on")
-    data.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of the model and its tokenizer")
-    data.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
-    data.add_argument("--held-out", type=float, default=0.05, metavar="SHARE", help="share kept for evaluation")
-    data.add_argument("--output", type=Path, metavar="DIR", help="folder for report.json and loss.png")
-    data.add_argument("--save-model", action="store_true", help="also write the trained model to OUTPUT/model")
-
-    training = finetune.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=100, metavar="N", help="optimizer steps")
-    training.add_argument("--lr", type=float, default=2e-5, metavar="RATE", help="learning rate of AdamW")
-    training.add_argument("--warmup-steps", type=int, default=5, metavar="N", help="steps of rising learning rate")
-    training.add_argument("--weight-decay", type=float, default=0.1, metavar="RATE", help="decoupled weight decay")
-    training.add_argument("--sequence-length", type=int, default=512, metavar="N", help="tokens per sequence")
-    training.add_argument("--batch-size", type=int, default=1, metavar="N", help="sequences per micro-batch")
-    training.add_argument(
-        "--gradient-accumulation-steps", type=int, default=1, metavar="N", help="micro-batches per optimizer step"
-    )
-    training.add_argument(
-        "--max-grad-norm", type=float, default=1.0, metavar="NORM", help="clip to it; 0 does not clip"
-    )
-    training.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations in backward")
-    training.add_argument("--dtype", metavar="NAME", help="bfloat16, float16 or float32; default: the model's")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of the order of the text")
-
-    memory = finetune.add_argument_group("memory (sizes such as 700MiB, 8GiB, 80%; default: what is free)")
-    memory.add_argument("--device", metavar="NAME", help="cuda or cpu; default: cuda where there is one")
-    memory.add_argument("--device-memory", metavar="SIZE", help="of the device, activations included")
-    memory.add_argument("--activation-memory", metavar="SIZE", help="part of it kept for activations")
-    memory.add_argument("--cpu-memory", metavar="SIZE", help="of the host")
-    memory.add_argument("--nvme-memory", metavar="SIZE", help="of the drive")
-    memory.add_argument(
-        "--nvme-path", type=Path, action="append", metavar="DIR", help="folder on the drive; repeatable"
-    )
-    memory.add_argument("--offload-param", metavar="TIER", help="auto, none, cpu or nvme: force where parameters live")
-    memory.add_argument("--offload-optimizer", metavar="TIER", help="the same for the optimizer's states")
-    memory.add_argument("--state-dtype", metavar="NAME", help="of Adam's moments: float32 (exact), bfloat16 or int8")
-    memory.add_argument("--config", type=Path, metavar="FILE", help="JSON file with options of offload.Config")
-
-    showing = finetune.add_argument_group("evaluation and samples")
-    showing.add_argument("--evaluations", type=int, default=3, metavar="N", help="evaluations after the first")
-    showing.add_argument("--evaluation-sequences", type=int, default=8, metavar="N", help="sequences in one evaluation")
-    showing.add_argument("--sample-tokens", type=int, default=40, metavar="N", help="length of the sample; 0: none")
-    showing.add_argument("--prompt", metavar="TEXT", help="text to continue; default: held-out text")
-
-
-def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of :class:`offload.Config` that the arguments name, on top of ``--config``.
-
-    Raises:
-        ConfigError: the configuration file cannot be read.
-    """
-    options: dict[str, Any] = {}
-    if arguments.config is not None:
-        try:
-            options = json.loads(arguments.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"config file {arguments.config}: cannot be read as JSON: {error}") from error
-        if not isinstance(options, dict):
-            raise ConfigError(f"config file {arguments.config}: expected a JSON object at the top")
-    budgets = {
-        tier: size
-        for tier, size in (
-            ("device", arguments.device_memory),
-            ("cpu", arguments.cpu_memory),
-            ("nvme", arguments.nvme_memory),
-        )
-        if size is not None
-    }
-    if budgets:
-        options["max_memory"] = {**(options.get("max_memory") or {}), **budgets}
-    plain = ("device", "activation_memory", "dtype", "state_dtype", "offload_param", "offload_optimizer", "nvme_path")
-    for name in plain:
-        value = getattr(arguments, name)
-        if value is not None:
-            options[name] = value
-    return options
-
-
-def finetune_settings(arguments: argparse.Namespace) -> Settings:
-    """Return the settings that the arguments name.
-
-    Raises:
-        OffloadError: a value is out of range.
-    """
-    from offload.cli.finetune_text import Settings
-
-    return Settings(
-        model=arguments.model,
-        text=arguments.text,
-        output=arguments.output,
-        save_model=arguments.save_model,
-        steps=arguments.steps,
-        sequence_length=arguments.sequence_length,
-        batch_size=arguments.batch_size,
-        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
-        lr=arguments.lr,
-        weight_decay=arguments.weight_decay,
-        max_grad_norm=arguments.max_grad_norm or None,
-        warmup_steps=arguments.warmup_steps,
-        held_out=arguments.held_out,
-        evaluation_sequences=arguments.evaluation_sequences,
-        evaluations=arguments.evaluations,
-        sample_tokens=arguments.sample_tokens,
-        prompt=arguments.prompt,
-        gradient_checkpointing=arguments.gradient_checkpointing,
-        seed=arguments.seed,
-        engine_options=engine_options(arguments),
-    )
+    add_options(finetune)
 
 
 def run_nvme_bench(arguments: argparse.Namespace) -> None:
@@ -340,9 +230,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         if parsed.command == "bench":
             run_nvme_bench(parsed)
         else:
-            from offload.cli.finetune import run
+            from offload.cli.finetune.run import run
 
-            run(finetune_settings(parsed))
+            run(settings_of(parsed))
     except KeyboardInterrupt:
         print("\noffload: interrupted; nothing is left on the drive", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,6 +1,6 @@
 """What a fine-tuning run shows while it goes on: a line per step, the links' traffic, the highest resident memory.
 
-Knows neither models nor the engine, only their figures. Next: :mod:`offload.cli.finetune`.
+Knows neither models nor the engine, only their figures. Next: :mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TextIO
 
 import psutil
 
-from offload.cli.report import LinkReport, StepRecord, duration_text, size_text
+from offload.cli.finetune.report import LinkReport, StepRecord, duration_text, size_text
 from offload.stats import Stats
 
 PLAIN_LINE_EVERY_S = 5.0
@@ -24,59 +24,47 @@ class Progress:
     """Shows one line per step: rewritten in place on a terminal, else a plain line every few seconds."""
 
     def __init__(self, stream: TextIO, *, steps: int, tokens_per_step: int) -> None:
+        from tqdm import tqdm
+
         self._stream = stream
-        self._live = stream.isatty()
         self._steps = steps
         self._tokens_per_step = tokens_per_step
-        self._shown_at: float | None = None
-        self._width = 0
+        self._due_s = 0.0
         self._seconds = 0.0  # an exponential mean of the step time
+        self._live = stream.isatty()
+        # The rows are given because tqdm shows nothing on a terminal that says it has none.
+        self._bar = tqdm(total=steps, file=stream, bar_format="{desc}", nrows=20, disable=not self._live)
 
     def step(self, record: StepRecord, used_bytes: Mapping[str, int], binding_link: str) -> None:
         """Show a finished step."""
         weight = 1.0 if record.step <= 2 else 0.2  # the first step warms up
         self._seconds += weight * (record.seconds - self._seconds)
-        now = time.monotonic()
-        last = record.step == self._steps
-        due = self._shown_at is None or now - self._shown_at >= PLAIN_LINE_EVERY_S
-        if not (self._live or last or due):
-            return
-        self._shown_at = now
-        tiers = "  ".join(f"{tier} {size_text(size)}" for tier, size in used_bytes.items())
         parts = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record.loss:.4f}",
             f"{self._tokens_per_step / max(self._seconds, 1e-9):.0f} tokens/s",
-            tiers,
+            "  ".join(f"{tier} {size_text(size)}" for tier, size in used_bytes.items()),
             f"bound by {binding_link}",
         ]
+        last = record.step == self._steps
         if not last:
             parts.append(f"{duration_text(self._seconds * (self._steps - record.step))} left")
-        self._show(" | ".join(parts))
+        line = " | ".join(parts)
+        if self._live:
+            self._bar.ncols = max(20, shutil.get_terminal_size().columns - 1)
+            self._bar.set_description_str(line)
+        elif last or time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + PLAIN_LINE_EVERY_S
+            print(line, file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         """Show a line that stays."""
-        self._clear()
-        print(text, file=self._stream, flush=True)
+        self._bar.write(text, file=self._stream)
+        self._stream.flush()
 
-    def end(self) -> None:
-        """Leave the last live line standing."""
-        if self._live and self._width:
-            print(file=self._stream, flush=True)
-            self._width = 0
-
-    def _show(self, line: str) -> None:
-        if not self._live:
-            print(line, file=self._stream, flush=True)
-            return
-        line = line[: max(20, shutil.get_terminal_size().columns - 1)]
-        print("\r" + line.ljust(self._width), end="", file=self._stream, flush=True)
-        self._width = len(line)
-
-    def _clear(self) -> None:
-        if self._live and self._width:
-            print("\r" + " " * self._width + "\r", end="", file=self._stream)
-            self._width = 0
+    def close(self) -> None:
+        """Leave the last live line standing; notes may follow."""
+        self._bar.close()
 
 
 class LinkMeter:

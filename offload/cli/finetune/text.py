@@ -1,91 +1,17 @@
-"""What a fine-tuning run is asked for, and the token windows that it trains on.
+"""The token windows that a fine-tuning run trains on.
 
-Owns the options of a run and the way from a text to batches. Knows neither models nor the engine. Next:
-:mod:`offload.cli.finetune`.
+Owns the way from a text to batches. Knows neither models nor the engine. Next: :mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from offload.errors import OffloadError
-
-
-class FinetuneError(OffloadError):
-    """The run cannot start or go on; the text says why and what to do."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """Options of a run.
-
-    Attributes:
-        model: folder of the model and its tokenizer.
-        text: UTF-8 file to train on.
-        output: folder for ``report.json`` and ``loss.png``; None writes neither.
-        save_model: also write the trained model to ``output/model``.
-        steps: optimizer steps.
-        sequence_length: tokens per sequence.
-        batch_size: sequences per micro-batch.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        lr, weight_decay, max_grad_norm: of AdamW; the learning rate warms up over `warmup_steps`, then falls as a
-            cosine to a tenth.
-        held_out: share of the text, at its end, that is not trained on.
-        evaluation_sequences: sequences of the held-out text in one evaluation.
-        evaluations: evaluations after the first, evenly over the run.
-        sample_tokens: tokens of the sample continuation; 0 takes no samples.
-        prompt: text to continue; None takes the beginning of a held-out paragraph.
-        gradient_checkpointing: recompute activations in backward instead of keeping them.
-        seed: of the order of the training windows and of dropout.
-        engine_options: further options of :class:`offload.Config`.
-    """
-
-    model: Path
-    text: Path
-    output: Path | None = None
-    save_model: bool = False
-    steps: int = 100
-    sequence_length: int = 512
-    batch_size: int = 1
-    gradient_accumulation_steps: int = 1
-    lr: float = 2e-5
-    weight_decay: float = 0.1
-    max_grad_norm: float | None = 1.0
-    warmup_steps: int = 5
-    held_out: float = 0.05
-    evaluation_sequences: int = 8
-    evaluations: int = 3
-    sample_tokens: int = 40
-    prompt: str | None = None
-    gradient_checkpointing: bool = False
-    seed: int = 0
-    engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "sequence_length", "batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
-        for name in ("evaluation_sequences", "evaluations"):
-            if getattr(self, name) < 1:
-                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
-        if self.sequence_length < 2:
-            raise FinetuneError("sequence_length: a sequence of one token has no next token; use at least 2")
-        if not 0 < self.held_out < 1:
-            raise FinetuneError(f"held_out: expected a share in (0, 1) but got {self.held_out}")
-        if self.sample_tokens < 0 or self.warmup_steps < 0:
-            raise FinetuneError("sample_tokens and warmup_steps: expected whole numbers >= 0")
-        if self.save_model and self.output is None:
-            raise FinetuneError("save_model: no output folder is given")
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
-        return self.sequence_length * self.batch_size * self.gradient_accumulation_steps
+from offload.cli.finetune.settings import FinetuneError, Settings
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,82 +1,35 @@
 """Fine-tunes a causal language model of Hugging Face on a text, through the engine.
 
 Owns the run: training steps, held-out loss, samples before and after, the report. Knows the engine only by its public
-face (:class:`Trainer`), so that the run is tested without one. Heavy libraries are imported where they are used. Next:
-:mod:`offload.cli.report`, and :mod:`offload.cli.main` for the command line.
+face, so that the run is tested with a fake. Heavy libraries are imported where they are used. Next:
+:mod:`offload.cli.finetune.report`; :mod:`offload.cli.finetune.settings` has the options.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import math
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 import torch
 
-from offload.cli.finetune_progress import LinkMeter, Progress, RssMeter
-from offload.cli.finetune_text import FinetuneError, Settings, Windows, batches, make_windows, read_text
-from offload.cli.report import (
-    MemoryReport,
-    Report,
-    StepRecord,
-    render,
-    write_json,
-    write_plot,
-)
-from offload.stats import Stats
+from offload.activations.rss import trim_heap
+from offload.cli.finetune.progress import LinkMeter, Progress, RssMeter
+from offload.cli.finetune.report import MemoryReport, Report, StepRecord, render, write_json, write_plot
+from offload.cli.finetune.settings import FinetuneError, Settings
+from offload.cli.finetune.text import Windows, batches, make_windows, read_text
+from offload.memory import machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-class Trainer(Protocol):
-    """The part of :class:`offload.Engine` that a run uses."""
-
-    optimizer: Any
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
-
-    def backward(self, loss: torch.Tensor) -> Any:
-        """Run backward."""
-
-    def step(self) -> Any:
-        """Update the parameters at an accumulation boundary."""
-
-    def drain(self) -> None:
-        """Wait for what the last step has left to do."""
-
-    def train(self, mode: bool = True) -> Any:
-        """Switch to training mode."""
-
-    def eval(self) -> Any:
-        """Switch to evaluation mode."""
-
-    def stats(self) -> Stats:
-        """Return the counters."""
-
-    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
-        """Write the model in Hugging Face's format."""
-
-    def close(self, *, restore: bool | None = None) -> None:
-        """Give back everything."""
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Gradient norm of the last step, if known."""
-
-    @property
-    def plan(self) -> Any:
-        """The plan, a printable table."""
+    from offload.engine import Engine
 
 
 def learning_rate_factor(done: int, settings: Settings) -> float:
@@ -87,7 +40,7 @@ def learning_rate_factor(done: int, settings: Settings) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (done - settings.warmup_steps) / rest)))
 
 
-def evaluate(engine: Trainer, windows: torch.Tensor, settings: Settings, device: torch.device) -> float:
+def evaluate(engine: Engine, windows: torch.Tensor, settings: Settings, device: torch.device) -> float:
     """Return the mean held-out loss; the engine is left in training mode."""
     engine.eval()
     total, count = 0.0, 0
@@ -101,7 +54,7 @@ def evaluate(engine: Trainer, windows: torch.Tensor, settings: Settings, device:
 
 
 def continue_text(
-    engine: Trainer, prompt: torch.Tensor, tokens: int, device: torch.device, stop: int | None
+    engine: Engine, prompt: torch.Tensor, tokens: int, device: torch.device, stop: int | None
 ) -> list[int]:
     """Return up to `tokens` tokens that greedily continue `prompt` ((tokens,) int64); leaves training mode on."""
     engine.eval()
@@ -129,7 +82,7 @@ class Training:
 
 
 def train(
-    engine: Trainer,
+    engine: Engine,
     windows: Windows,
     settings: Settings,
     progress: Progress,
@@ -138,6 +91,7 @@ def train(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Training:
     """Run the steps with evaluations before, between and after them."""
+    assert engine.optimizer is not None  # run() gives the engine one
     scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: learning_rate_factor(done, settings))
     supply = batches(windows.train, settings, device)
     records: list[StepRecord] = []
@@ -145,7 +99,7 @@ def train(
     after = {round(settings.steps * (i + 1) / settings.evaluations) for i in range(settings.evaluations)}
     loss = evaluate(engine, windows.held_out, settings, device)
     evaluations = [(0, loss)]
-    _give_back_memory()
+    trim_heap()  # sequences of growing length leave holes of every size
     progress.note(f"held-out loss {loss:.4f} before training")
     spent = 0.0
     engine.train()
@@ -172,9 +126,9 @@ def train(
         if number in after:
             loss = evaluate(engine, windows.held_out, settings, device)
             evaluations.append((number, loss))
-            _give_back_memory()
+            trim_heap()
             if number == settings.steps:
-                progress.end()
+                progress.close()
             progress.note(f"held-out loss {loss:.4f} after step {number}")
     return Training(records, evaluations, spent, meter)
 
@@ -233,12 +187,6 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _give_back_memory() -> None:
-    """Ask the C library for the pages of freed tensors: sequences of growing length leave holes of every size."""
-    with contextlib.suppress(OSError, AttributeError):  # only glibc has it
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: torch.device) -> int | None:
     """Return the budgets of the tiers that live in RAM, None where one was not given."""
     needed = ("device", "cpu") if device.type == "cpu" else ("cpu",)
@@ -292,7 +240,6 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         print(engine.plan, file=out, flush=True)
         stop = tokenizer.eos_token_id
         samples = []
-        progress = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
 
         def sample() -> None:
             if settings.sample_tokens:
@@ -300,8 +247,10 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
                 samples.append(str(tokenizer.decode(tokens)))
 
         sample()
-        _give_back_memory()
-        training = train(engine, windows, settings, progress, device)
+        trim_heap()
+        showing = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
+        with contextlib.closing(showing) as progress:
+            training = train(engine, windows, settings, progress, device)
         sample()
         stats = engine.stats()
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram_budget(stats.budget_bytes, given, device))
@@ -329,32 +278,35 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         links=training.meter.per_step(settings.steps),
         binding_link=training.meter.binding_link,
         settings=dataclasses.asdict(settings),
-        machine=machine(device),
+        machine=machine_of(device),
     )
     print(f"\n{render(report)}", file=out)
     if settings.output is not None:
-        write_json(report, settings.output / "report.json")
-        print(f"\nreport: {settings.output / 'report.json'}", file=out)
-        try:
-            write_plot(report, settings.output / "loss.png")
-            print(f"plot:   {settings.output / 'loss.png'}", file=out)
-        except ImportError:
-            print("plot:   left out: matplotlib is not installed; pip install 'offload[finetune]'", file=out)
+        write_report(report, settings.output, out)
         if settings.save_model:
             print(f"model:  {settings.output / 'model'}", file=out)
     return report
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def write_report(report: Report, folder: Path, out: TextIO) -> None:
+    """Write the report and its plot into `folder`, and print where they are."""
+    write_json(report, folder / "report.json")
+    print(f"\nreport: {folder / 'report.json'}", file=out)
+    try:
+        write_plot(report, folder / "loss.png")
+        print(f"plot:   {folder / 'loss.png'}", file=out)
+    except ImportError:
+        print("plot:   left out: matplotlib is not installed; pip install 'offload[finetune]'", file=out)
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
     """Return what the figures depend on."""
     import offload
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu_name()
     return {
+        **machine.describe(),
         "offload": offload.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
         "ram_bytes": psutil.virtual_memory().total,
         "device": f"{device.type}: {name}",
     }

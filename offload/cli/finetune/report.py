@@ -1,7 +1,7 @@
 """What a fine-tuning run reports: figures as text and JSON, the loss as a picture.
 
 Owns the shape of the report and how it is shown. Knows neither the engine nor the model: it is handed plain
-values. Next: :mod:`offload.cli.finetune`, which fills it.
+values. Next: :mod:`offload.cli.finetune.run`, which fills it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,11 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Resident memory of the process against the budgets.
+    """Resident memory of the process against the budgets."""
 
-    Attributes:
-        baseline_bytes: RSS with torch and transformers imported, before the model was loaded.
-        peak_bytes: highest RSS from then on.
-        budget_bytes: budgets of the tiers that live in RAM, None where one was not given.
-    """
-
-    baseline_bytes: int
-    peak_bytes: int
-    budget_bytes: int | None
+    baseline_bytes: int  # RSS with torch and transformers imported, before the model was loaded
+    peak_bytes: int  # highest RSS from then on
+    budget_bytes: int | None  # of the tiers that live in RAM, None where one was not given
 
     @property
     def used_bytes(self) -> int:
@@ -68,42 +62,25 @@ class LinkReport:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """Result of a fine-tuning run.
+    """Result of a fine-tuning run."""
 
-    Attributes:
-        model: name of the model's folder.
-        parameters: number of parameters, tied ones counted once.
-        tokens_per_step: tokens of one optimizer step.
-        steps: the steps, in order.
-        evaluations: (steps done, held-out loss) in order; the first is before training.
-        prompt, sample_before, sample_after: greedy continuation of held-out text before and after.
-        train_seconds: wall time of the steps; evaluations and samples are not in it.
-        total_seconds: wall time of the whole run.
-        memory: resident memory against the budget.
-        peak_bytes, budget_bytes: bytes per tier as the engine counts them.
-        links: per link, means over the training steps.
-        binding_link: the link that was busy longest during training.
-        settings: the options of the run.
-        machine: where it ran.
-    """
-
-    model: str
-    parameters: int
+    model: str  # name of the model's folder
+    parameters: int  # tied ones counted once
     tokens_per_step: int
     steps: Sequence[StepRecord]
-    evaluations: Sequence[tuple[int, float]]
-    prompt: str
+    evaluations: Sequence[tuple[int, float]]  # (steps done, held-out loss); the first is before training
+    prompt: str  # held-out text; the samples continue it greedily
     sample_before: str
     sample_after: str
-    train_seconds: float
-    total_seconds: float
+    train_seconds: float  # wall time of the steps; evaluations and samples are not in it
+    total_seconds: float  # wall time of the whole run
     memory: MemoryReport
-    peak_bytes: Mapping[str, int]
-    budget_bytes: Mapping[str, int]
-    links: Mapping[str, LinkReport]
-    binding_link: str
-    settings: Mapping[str, Any]
-    machine: Mapping[str, Any]
+    peak_bytes: Mapping[str, int]  # per tier, as the engine counts them
+    budget_bytes: Mapping[str, int]  # per tier
+    links: Mapping[str, LinkReport]  # means over the training steps
+    binding_link: str  # the link that was busy longest during training
+    settings: Mapping[str, Any]  # the options of the run
+    machine: Mapping[str, Any]  # where it ran
 
     @property
     def tokens_per_second(self) -> float:
@@ -180,25 +157,14 @@ def _sample_text(text: str) -> str:
 
 def render(report: Report) -> str:
     """Return the report as text for a terminal."""
-    rows: list[tuple[str, str]] = []
     before, after = report.loss_before, report.loss_after
-    rows.append(
-        (
-            "held-out loss",
-            f"{before:.4f} before, {after:.4f} after "
-            f"(perplexity {math.exp(min(before, 50)):.1f}, {math.exp(min(after, 50)):.1f})",
-        )
-    )
+    perplexities = f"perplexity {math.exp(min(before, 50)):.1f}, {math.exp(min(after, 50)):.1f}"
+    rows = [("held-out loss", f"{before:.4f} before, {after:.4f} after ({perplexities})")]
     if report.steps:
         rows.append(("train loss", f"{report.steps[0].loss:.4f} first step, {report.steps[-1].loss:.4f} last"))
-    rows.append(
-        (
-            "speed",
-            f"{report.tokens_per_second:.0f} tokens/s; {len(report.steps)} steps of "
-            f"{report.tokens_per_step} tokens in {duration_text(report.train_seconds)}; "
-            f"the whole run {duration_text(report.total_seconds)}",
-        )
-    )
+    took = f"{len(report.steps)} steps of {report.tokens_per_step} tokens in {duration_text(report.train_seconds)}"
+    whole = f"the whole run {duration_text(report.total_seconds)}"
+    rows.append(("speed", f"{report.tokens_per_second:.0f} tokens/s; {took}; {whole}"))
     rows.append(("memory", _memory_text(report.memory)))
     for tier, peak in report.peak_bytes.items():
         budget = report.budget_bytes.get(tier)
@@ -206,12 +172,10 @@ def render(report: Report) -> str:
     rows.append(("per step", f"bound by {report.binding_link}"))
     step_seconds = report.train_seconds / len(report.steps) if report.steps else 0.0
     for name, link in report.links.items():
-        if not link.bytes_per_step and not link.seconds_per_step:
-            continue
-        moved = f"{size_text(link.bytes_per_step):>9}" if link.bytes_per_step else " " * 9
-        busy = f"{link.seconds_per_step:6.3f} s"
-        share = f" {100 * link.seconds_per_step / step_seconds:3.0f} % of the time" if step_seconds > 0 else ""
-        rows.append((f"  {name}", f"{moved} in {busy}{share}" if link.bytes_per_step else f"{moved}    {busy}{share}"))
+        if link.bytes_per_step or link.seconds_per_step:
+            moved = f"{size_text(link.bytes_per_step):>9} in" if link.bytes_per_step else " " * 12
+            share = f" {100 * link.seconds_per_step / step_seconds:3.0f} % of the time" if step_seconds > 0 else ""
+            rows.append((f"  {name}", f"{moved} {link.seconds_per_step:6.3f} s{share}"))
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{report.model}: {report.parameters / 1e6:.1f} M parameters", ""]
     lines += [f"{name:<{width}}{text}" for name, text in rows]

@@ -1,0 +1,1 @@
+"""The command ``offload finetune``: fine-tunes a causal language model of Hugging Face on a text."""
