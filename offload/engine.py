@@ -25,7 +25,7 @@ from offload.activations.rss import open_resident_set
 from offload.checkpoint.digests import take_digests
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
-from offload.config import Config, OptimizerSpec
+from offload.config import Config
 from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
@@ -48,6 +48,7 @@ from offload.planning.partition import find_units
 from offload.planning.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
 from offload.shards.backward_updates import Calm, EarlyUpdates
 from offload.shards.manager import Manager
+from offload.spec import OptimizerSpec
 from offload.stats import Counters, Stats
 
 logger = logging.getLogger(__name__)

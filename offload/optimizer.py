@@ -14,8 +14,8 @@ import torch
 
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
-from offload.config import Adam, AdamW, OptimizerSpec, check_hyper_parameters, hyper_parameters
 from offload.errors import TRAIN_MORE, ConfigError, StateError
+from offload.kernels.optimizers import Adam, AdamW
 from offload.memory.tiers import Tier
 from offload.module.hooks import Hooks
 from offload.optim import progress
@@ -25,6 +25,7 @@ from offload.optim.rules import Rule, rule_of
 from offload.optim.takeover import give_back, hide_states, take_over
 from offload.planning.partition import UnitTree
 from offload.shards.manager import Manager
+from offload.spec import NOT_NEGATIVE, OptimizerSpec
 
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
 MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
@@ -81,7 +82,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 raise ConfigError("model: expected parameters that require a gradient but all are frozen")
             given: list[Any] = trainable if spec.params is None else spec.params.copies()
             try:
-                super().__init__(given, hyper_parameters(spec))
+                super().__init__(given, spec.options())
             except (TypeError, ValueError) as error:  # a tensor that is no parameter, one in two groups, ...
                 raise ConfigError(
                     f"optimizer: expected parameters and groups that torch.optim takes, too, but got: {error}"
@@ -304,7 +305,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self.rule.hyper(group, 1, 1.0)
             self.rule.refuse_others(group)
             if self.rule.own is not None and isinstance(group.get("lr"), (int, float)):  # others are the class's own
-                check_hyper_parameters({"lr": group["lr"]}, subject="param group")
+                NOT_NEGATIVE.check(group["lr"], "param group: lr")
         except ConfigError:
             raise
         except (TypeError, ValueError, LookupError, RuntimeError) as error:
