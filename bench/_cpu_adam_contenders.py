@@ -10,21 +10,11 @@ import torch
 
 from offload import _cpu_adam
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import (
-    AdagradHyper,
-    AdamHyper,
-    Dtype,
-    Hyper,
-    LambHyper,
-    LionHyper,
-    MasterKind,
-    MomentumHyper,
-    SgdHyper,
-    StateKind,
-    StepArrays,
-)
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
+from offload.kernels.optimizers import LAMB, SGD, Adagrad, AdamW, Lion
 
-HYPER = AdamHyper(lr=1e-4, weight_decay=0.1, step=10, grad_scale=0.5)
+SPEC = AdamW(lr=1e-4, weight_decay=0.1)
+HYPER = Hyper(SPEC, step=10, grad_scale=0.5)
 ROOFLINE = "roofline: four float32 arrays in place"
 TORCH = "torch AdamW fused, fp32"
 DEEPSPEED = "DeepSpeed CPUAdam, fp32"
@@ -140,7 +130,7 @@ def peers(memory: Memory) -> dict[str, torch.optim.Optimizer]:
     """Return the optimizers to compare with, on the shared fp32 arrays; DeepSpeed's where it is installed."""
     parameter = torch.nn.Parameter(memory.master)
     parameter.grad = memory.grad32
-    options = {"lr": HYPER.lr, "weight_decay": HYPER.weight_decay}
+    options = {"lr": SPEC.lr, "weight_decay": SPEC.weight_decay}
     found: dict[str, torch.optim.Optimizer] = {TORCH: torch.optim.AdamW([parameter], fused=True, **options)}
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
@@ -202,16 +192,18 @@ def contenders(memory: Memory) -> Iterator[Contender]:
 
 
 def _others(arrays: StepArrays) -> Iterator[Contender]:
-    for hyper in (SgdHyper(1e-5), MomentumHyper(1e-5), LionHyper(1e-5), AdagradHyper(1e-5)):
-        count = len(hyper.STATES)
-        name = f"{type(hyper).__name__.removesuffix('Hyper')}, fp32 master, emit"
-        yield Contender(name, 12 + 8 * count, _step(replace(arrays, states=arrays.states[:count]), hyper))
-    lamb = LambHyper(1e-5)
-
-    def run() -> None:
-        cpu_adam.lamb_apply(arrays, lamb, lamb.step_size(*cpu_adam.lamb_moments(arrays, lamb)))
-
-    yield Contender("Lamb, fp32 master, emit", 2 + 4 + 16 + 4 + 4 + 8 + 2, run)
+    specs = {
+        "Sgd": SGD(lr=1e-5),
+        "Momentum": SGD(lr=1e-5, momentum=0.9),
+        "Lion": Lion(lr=1e-5),
+        "Adagrad": Adagrad(lr=1e-5),
+        "Lamb": LAMB(lr=1e-5, weight_decay=0.0),
+    }
+    for name, spec in specs.items():
+        count = len(spec.states)
+        step_bytes = 2 + 4 + 16 + 4 + 4 + 8 + 2 if isinstance(spec, LAMB) else 12 + 8 * count
+        step = _step(replace(arrays, states=arrays.states[:count]), Hyper(spec))
+        yield Contender(f"{name}, fp32 master, emit", step_bytes, step)
 
 
 def _step(arrays: StepArrays, hyper: Hyper) -> Callable[[], None]:

@@ -46,14 +46,7 @@ from _common import emit, load_model  # noqa: E402
 
 import offload  # noqa: E402
 
-HYPER: dict[str, Any] = {
-    "lr": 1e-5,
-    "beta1": 0.9,
-    "beta2": 0.999,
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "decoupled": True,
-}
+SPEC = offload.AdamW(lr=1e-5, weight_decay=0.1)
 
 
 class PlainLoop:
@@ -85,20 +78,19 @@ class PlainLoop:
             if p.grad is not None
         )
         scale = min(1.0, 1.0 / (squares**0.5 + 1e-6))
-        hyper = cpu_adam.AdamHyper(step=self.count, grad_scale=scale, **HYPER)
+        hyper = cpu_adam.Hyper(SPEC, step=self.count, grad_scale=scale)
         for parameter, (master, exp_avg, exp_avg_sq) in zip(self.model.parameters(), self.states, strict=True):
             assert parameter.grad is not None
-            cpu_adam.adam_step(
+            arrays = cpu_adam.StepArrays(
                 numel=parameter.numel(),
                 grad=parameter.grad.data_ptr(),
                 grad_dtype=dtype,
                 param=parameter.data_ptr(),
                 master=master.data_ptr(),
                 master_kind=cpu_adam.MasterKind.SPLIT,
-                exp_avg=exp_avg.data_ptr(),
-                exp_avg_sq=exp_avg_sq.data_ptr(),
-                hyper=hyper,
+                states=(exp_avg.data_ptr(), exp_avg_sq.data_ptr()),
             )
+            cpu_adam.step(arrays, hyper)
             parameter.grad = None
         return loss.item()
 
@@ -109,7 +101,7 @@ class EngineLoop:
     def __init__(self, model: torch.nn.Module) -> None:
         self.engine = offload.Engine(
             model,
-            offload.AdamW(lr=HYPER["lr"], weight_decay=HYPER["weight_decay"]),
+            SPEC,
             device="cpu",
             max_memory={"device": "12GiB", "cpu": "1GiB"},
             max_grad_norm=1.0,

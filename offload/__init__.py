@@ -10,21 +10,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload.config import LAMB, SGD, Adagrad, Adam, AdamW, Config, Lion
+    from offload.config import Config
     from offload.engine import Engine
     from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
+    from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.placement import Plan
     from offload.stats import LinkStats, Stats
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LAMB": "config",
-    "SGD": "config",
-    "Adagrad": "config",
-    "Lion": "config",
-    "Adam": "config",
-    "AdamW": "config",
+    "LAMB": "kernels.optimizers",
+    "SGD": "kernels.optimizers",
+    "Adagrad": "kernels.optimizers",
+    "Lion": "kernels.optimizers",
+    "Adam": "kernels.optimizers",
+    "AdamW": "kernels.optimizers",
     "Config": "config",
     "Engine": "engine",
     "BudgetError": "errors",

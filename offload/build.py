@@ -19,7 +19,7 @@ from offload.activations.rss import open_resident_set
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
 from offload.checkpoint.optimizer_state import OptimizerStates
-from offload.config import Config, OptimizerSpec
+from offload.config import Config
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
 from offload.life import Life
@@ -39,6 +39,7 @@ from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.partition import UnitTree, find_units
 from offload.planning.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
 from offload.shards.manager import Manager
+from offload.spec import OptimizerSpec
 from offload.stats import Counters
 
 logger = logging.getLogger(__name__)

@@ -1,24 +1,22 @@
 """Options of the engine: one frozen value, validated once.
 
 Owns the spelling of every option, its defaults and the parsing of byte counts. Knows nothing of torch or of hardware:
-percentages and missing budgets are resolved against the machine in :mod:`offload.memory.tiers`. Next:
-:mod:`offload.engine`.
+percentages and missing budgets are resolved against the machine in :mod:`offload.memory.tiers`. Options of an optimizer
+are in :mod:`offload.kernels.optimizers`. Next: :mod:`offload.engine`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from offload.errors import ConfigError, did_you_mean
-from offload.groups import parse_groups
 
 OffloadTier = Literal["auto", "none", "cpu", "nvme"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -92,219 +90,6 @@ def format_bytes(size_bytes: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
-
-
-_Spec = TypeVar("_Spec")
-# Options of torch's classes that say how their steps are made. Here, the kernels make them: any value will do.
-_HOW = ("foreach", "fused", "capturable")
-# Options of torch's classes that change the step, and which of its classes make such steps when they are given.
-_OTHER_STEPS = {
-    "amsgrad": ("AdamW", "Adam"),
-    "maximize": ("AdamW", "Adam", "SGD", "Adagrad"),
-    "decoupled_weight_decay": ("Adam",),
-    "initial_accumulator_value": ("Adagrad",),
-    "differentiable": (),
-}
-
-
-def _like_torch(kind: type[_Spec]) -> type[_Spec]:
-    """Let a class of hyper-parameters take what the class of that name in torch takes, or name what it does not."""
-    make = kind.__init__
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-
-    @functools.wraps(make)
-    def initialise(self: _Spec, *args: Any, **options: Any) -> None:
-        _refuse_other_steps(kind.__name__, options)
-        for name in options:
-            if name not in (*names, *_HOW, *_OTHER_STEPS):
-                raise ConfigError(
-                    f"{kind.__name__}: unknown option {name!r}{did_you_mean(name, names)}; options: {', '.join(names)}"
-                )
-        make(self, *args, **{name: value for name, value in options.items() if name in names})
-
-    kind.__init__ = initialise  # type: ignore[method-assign, assignment]
-    return kind
-
-
-def _refuse_other_steps(subject: str, options: Mapping[str, Any]) -> None:
-    """Refuse options of torch's classes that are set and would not be heeded."""
-    for name, kinds in _OTHER_STEPS.items():
-        if options.get(name):
-            kind, value = subject.partition(",")[0], options[name]
-            own = f"pass torch.optim.{kind}(..., {name}={value!r}), which makes such steps itself"
-            raise ConfigError(
-                f"{subject}: expected no {name}, which is another step than its own, but got {value!r}; "
-                f"{own if kind in kinds else 'leave it out'}"
-            )
-
-
-def hyper_parameters(spec: OptimizerSpec) -> dict[str, Any]:
-    """Return the options of an optimizer by name, for all groups that have none of their own."""
-    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if field.name != "params"}
-
-
-def options_by_group(spec: OptimizerSpec) -> list[dict[str, Any]]:
-    """Return the options of each group of an optimizer, which is one where no parameters were given."""
-    own = [{}] if spec.params is None else spec.params.options()
-    return [{**hyper_parameters(spec), **options} for options in own]
-
-
-def _check(spec: OptimizerSpec) -> None:
-    """Check what an optimizer was made of, and keep the parameters that an iterator gives only once.
-
-    Raises:
-        ConfigError: an option is out of its range, of one group or of all, or the parameters are none.
-    """
-    subject = type(spec).__name__
-    _check_options(hyper_parameters(spec), subject)
-    if spec.params is None:
-        return
-    object.__setattr__(spec, "params", parse_groups(spec.params, subject=subject))
-    for number, options in enumerate(options_by_group(spec)):
-        _refuse_other_steps(f"{subject}, param group {number}", options)
-        _check_options(options, f"{subject}, param group {number}")
-
-
-def _check_options(options: Mapping[str, Any], subject: str) -> None:
-    betas = options.get("betas", (0.0, 0.0))
-    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        raise ConfigError(f"{subject}: expected betas as two numbers but got {betas!r}")
-    try:
-        check_hyper_parameters(options, subject=subject)
-    except TypeError as error:
-        raise ConfigError(f"{subject}: expected numbers but got {dict(options)!r}: {error}") from error
-
-
-@_like_torch
-@dataclasses.dataclass(frozen=True, slots=True)
-class AdamW:
-    """Hyper-parameters of AdamW (decoupled weight decay).
-
-    Attributes:
-        params: as in ``torch.optim``: parameters, pairs of a name and a parameter, or dicts of them with options of
-            their own. Parameters that are left out are not updated. None: all trainable parameters of the model, as
-            one group.
-        lr, betas, eps, weight_decay: options of all groups that have none of their own.
-
-    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
-    """
-
-    params: Any = None
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@_like_torch
-@dataclasses.dataclass(frozen=True, slots=True)
-class Adam(AdamW):
-    """Hyper-parameters of Adam; `weight_decay` is added to the gradient (L2), as in ``torch.optim.Adam``.
-
-    Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, algorithm 1.
-    """
-
-    weight_decay: float = 0.0
-
-
-@_like_torch
-@dataclasses.dataclass(frozen=True, slots=True)
-class SGD:
-    """Hyper-parameters of SGD as in ``torch.optim.SGD``: L2 decay; one state with a momentum, none without.
-
-    `params` as in :class:`AdamW`; either all groups have a momentum or none.
-    """
-
-    params: Any = None
-    lr: float = 1e-3
-    momentum: float = 0.0
-    dampening: float = 0.0
-    weight_decay: float = 0.0
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@_like_torch
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lion:
-    """Hyper-parameters of Lion, which has one state; learning rates are 3 to 10 times smaller than AdamW's.
-
-    `params` as in :class:`AdamW`.
-
-    Source: Chen et al., Symbolic Discovery of Optimization Algorithms, algorithm 2.
-    """
-
-    params: Any = None
-    lr: float = 1e-4
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@_like_torch
-@dataclasses.dataclass(frozen=True, slots=True)
-class Adagrad:
-    """Hyper-parameters of Adagrad as in ``torch.optim.Adagrad``, whose sum starts at 0: L2 decay, one state.
-
-    `params` as in :class:`AdamW`.
-    """
-
-    params: Any = None
-    lr: float = 1e-2
-    lr_decay: float = 0.0
-    weight_decay: float = 0.0
-    eps: float = dataclasses.field(default=1e-10, kw_only=True)  # in torch, another option comes before it
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@_like_torch
-@dataclasses.dataclass(frozen=True, slots=True)
-class LAMB:
-    """Hyper-parameters of LAMB: AdamW whose update of each parameter gets the parameter's norm; for large batches.
-
-    `params` as in :class:`AdamW`.
-
-    Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2, with bias correction.
-    """
-
-    params: Any = None
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-6
-    weight_decay: float = 1e-2
-
-    def __post_init__(self) -> None:
-        _check(self)
-        if any(options["eps"] == 0 for options in options_by_group(self)):
-            raise ConfigError("LAMB: eps is out of range: expected a number above 0 but got 0; take 1e-6")
-
-
-OptimizerSpec = AdamW | SGD | Lion | Adagrad | LAMB
-
-
-def check_hyper_parameters(values: Mapping[str, Any], *, subject: str) -> None:
-    """Check the ranges of those hyper-parameters that are there.
-
-    Raises:
-        ConfigError: one is out of its range.
-    """
-    for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
-        if name in values and not (values[name] >= 0 and math.isfinite(values[name])):
-            raise ConfigError(f"{subject}: {name} is out of range: {values[name]!r}")
-    for position, beta in enumerate(values.get("betas", ())):
-        if not 0 <= beta < 1:
-            raise ConfigError(f"{subject}: betas[{position}] is out of range: {beta!r}")
-    if values.get("nesterov") and not (values["momentum"] > 0 and values["dampening"] == 0):
-        raise ConfigError(f"{subject}: nesterov=True needs a momentum above 0 and no dampening")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import nn
 
 from offload.build import EngineCalls, build
 from offload.checkpoint.digests import take_digests
-from offload.config import Config, OptimizerSpec
+from offload.config import Config
 from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
@@ -33,6 +33,7 @@ from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.placement import Plan
 from offload.shards.manager import Manager
+from offload.spec import OptimizerSpec
 from offload.stats import Stats
 
 logger = logging.getLogger(__name__)

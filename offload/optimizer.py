@@ -15,12 +15,13 @@ import torch
 
 from offload.checkpoint.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
 from offload.checkpoint.optimizer_state import OptimizerStates
-from offload.config import Adam, AdamW, OptimizerSpec, check_hyper_parameters, hyper_parameters
 from offload.errors import TRAIN_MORE, ConfigError, StateError
+from offload.kernels.optimizers import Adam, AdamW
 from offload.optim import progress
 from offload.optim.offloaded_states import OffloadedStates, refuse
 from offload.optim.rules import Rule
 from offload.optim.takeover import give_back, take_over
+from offload.spec import NOT_NEGATIVE, OptimizerSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 raise ConfigError("model: expected parameters that require a gradient but all are frozen")
             given: list[Any] = trainable if spec.params is None else spec.params.copies()
             try:
-                super().__init__(given, hyper_parameters(spec))
+                super().__init__(given, spec.options())
             except (TypeError, ValueError) as error:  # a tensor that is no parameter, one in two groups, ...
                 raise ConfigError(
                     f"optimizer: expected parameters and groups that torch.optim takes, too, but got: {error}"
@@ -311,7 +312,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 self.rule.hyper(group, 1, 1.0)
             self.rule.refuse_others(group)
             if self.rule.own is not None and isinstance(group.get("lr"), (int, float)):  # others are the class's own
-                check_hyper_parameters({"lr": group["lr"]}, subject="param group")
+                NOT_NEGATIVE.check(group["lr"], "param group: lr")
         except ConfigError:
             raise
         except (TypeError, ValueError, LookupError, RuntimeError) as error:

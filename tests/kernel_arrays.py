@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
+from offload.kernels.optimizers import Adam, AdamW
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 997, 4099, 2 * 65536 + 131)  # the last one: three chunks, one partial
 ISAS = cpu_adam.available_isas()
@@ -101,6 +102,10 @@ class Variant:
         adam = "adamw" if self.decoupled else "adam"
         return f"{self.grad.name.lower()}-{self.kind.value}-{emit}-{adam}-{self.states.value}"
 
+    def of_its_kind(self, hyper: Hyper) -> Hyper:
+        """Return the same options for AdamW or Adam."""
+        return replace(hyper, spec=(AdamW if self.decoupled else Adam)(**hyper.spec.options()))
+
 
 MASTERS = (
     (MasterKind.SPLIT, None),
@@ -117,7 +122,7 @@ VARIANTS = [
     if decoupled or states is StateKind.FLOAT32 or grad is Dtype.BFLOAT16
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
-HYPER = AdamHyper(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, grad_scale=0.37)
+HYPER = Hyper(AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1), step=3, grad_scale=0.37)
 # The third block of random numbers begins behind the 100th element of a range that starts at the first.
 OFFSET = 2 * 65536 - 128
 
@@ -204,8 +209,8 @@ class Shard:
         """In which dtype :func:`cpu_adam.emit` writes the parameter."""
         return self.variant.emit or (Dtype.BFLOAT16 if self.variant.kind is MasterKind.SPLIT else Dtype.FLOAT32)
 
-    def step(self, hyper: AdamHyper, begin: int = 0, end: int | None = None) -> Shard:
-        cpu_adam.step(self.arrays(begin, end), replace(hyper, decoupled=self.variant.decoupled))
+    def step(self, hyper: Hyper, begin: int = 0, end: int | None = None) -> Shard:
+        cpu_adam.step(self.arrays(begin, end), self.variant.of_its_kind(hyper))
         return self
 
     def weights(self) -> Floats:

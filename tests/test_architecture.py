@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Wings of the house and single files beside them, from the bottom to the top. A file may import from lower layers, and
 # from its own wing without a circle. Wings of one layer do not import each other; single files of one layer may.
 OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "stats", "interrupt", "classes", "torch_private", "labels", "groups", "config"),
+    ("errors", "stats", "interrupt", "classes", "torch_private", "labels", "groups", "spec", "config"),
     ("kernels",),
     ("memory",),
     ("planning", "activations"),
@@ -51,6 +51,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "swap": ("torch", "offload", "transformers"),
     "offload.config": ("torch",),
     "offload.groups": ("torch",),
+    "offload.spec": ("torch",),
+    "offload.kernels": ("torch",),
     "offload.planning.placement": ("torch",),
     "offload.shards.schedule": ("torch",),
 }
@@ -300,6 +302,11 @@ def _modules_after(statement: str) -> set[str]:
 
 def test_swap_runs_without_torch() -> None:
     assert _modules_after("import swap, swap.store") & {"torch", "offload", "numpy"} == set()
+
+
+def test_options_need_neither_torch_nor_kernels() -> None:
+    loaded = _modules_after("from offload import AdamW, Config; AdamW(lr=0.1), Config()")
+    assert loaded & {"torch", "numpy", "offload._cpu_adam"} == set()
 
 
 def test_import_is_quick() -> None:

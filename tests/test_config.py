@@ -14,21 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import (
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Config,
-    Lion,
-    Share,
-    format_bytes,
-    hyper_parameters,
-    options_by_group,
-    parse_bytes,
-)
+from offload.config import Config, Share, format_bytes, parse_bytes
 from offload.errors import BudgetError, ConfigError, OffloadError, did_you_mean
+from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
 
 WEIGHT = torch.nn.Parameter(torch.zeros(2, 2))
 
@@ -246,25 +234,57 @@ def test_a_config_is_a_value() -> None:
     assert Config(threads=3) == Config(threads=3) != Config(threads=4)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"lr": -1e-3}, {"lr": float("nan")}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"betas": (0.9, 1.0)}]
-    + [{"eps": -1.0}, {"weight_decay": -0.1}],
-)
-@pytest.mark.parametrize("kind", [AdamW, Adam])
-def test_hyper_parameters_out_of_range(kind: type[AdamW], wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=rf"{kind.__name__}: {next(iter(wrong))}"):
+INF, NAN = float("inf"), float("nan")
+RATES = [{"lr": -1e-3}, {"lr": NAN}, {"lr": INF}, {"lr": None}, {"weight_decay": -0.1}, {"weight_decay": INF}]
+BETAS = [{"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"betas": (0.9, 1.0)}, {"betas": (0.9, NAN)}, {"betas": (0.9,)}]
+RANGES: dict[Any, list[dict[str, Any]]] = {
+    AdamW: [*RATES, *BETAS, {"eps": -1.0}],
+    Adam: [*RATES, *BETAS, {"eps": NAN}],
+    SGD: [*RATES, {"momentum": -0.1}, {"dampening": NAN}, {"nesterov": True}]
+    + [{"nesterov": True, "momentum": 0.9, "dampening": 0.1}],
+    Lion: [*RATES, *BETAS],
+    Adagrad: [*RATES, {"lr_decay": -1}, {"lr_decay": INF}, {"eps": -1e-8}],
+    LAMB: [*RATES, *BETAS, {"eps": 0}, {"eps": -1.0}],
+}
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [(kind, wrong) for kind, cases in RANGES.items() for wrong in cases])
+def test_hyper_parameters_out_of_range(kind: Any, wrong: dict[str, Any]) -> None:
+    """In every place where options come from: all groups, one group, and what a group has become."""
+    name = next(iter(wrong))
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}: (expected )?{name}"):
         kind(**wrong)
+    with pytest.raises(ConfigError, match=rf"^{kind.__name__}, param group 1: (expected )?{name}"):
+        kind([{"params": [WEIGHT]}, {"params": [torch.nn.Parameter(torch.zeros(1))], **wrong}])
+    with pytest.raises(ConfigError, match=rf"^param group: (expected )?{name}"):
+        kind.of({**kind().options(), **wrong, "params": [WEIGHT], "name": "of a group"})
 
 
-OWN = (AdamW, Adam, SGD, Lion, Adagrad, LAMB)
+@pytest.mark.parametrize("kind", RANGES)
+def test_a_param_group_gives_plain_numbers(kind: Any) -> None:
+    """Whatever is in it beside, and if a learning rate is a tensor or betas are a list."""
+    options = kind(lr=0.5).options()
+    more = {"lr": torch.tensor(0.5), "betas": [*options.get("betas", ())], "params": [WEIGHT], "name": "of a group"}
+    assert kind.of({**options, **more}) == kind(lr=0.5)
+    assert type(kind.of({**options, **more}).lr) is float
+
+
+def test_a_param_group_of_torch_says_if_decay_is_decoupled() -> None:
+    for kind in (AdamW, Adam):
+        options = AdamW().options()
+        assert type(kind.of(options)) is kind
+        assert type(kind.of({**options, "decoupled_weight_decay": True})) is AdamW
+        assert type(kind.of({**options, "decoupled_weight_decay": False})) is Adam
+
+
+OWN = tuple(RANGES)
 
 
 def test_hyper_parameters_default_to_those_of_torch() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     for kind in (AdamW, Adam, SGD, Adagrad):
         theirs = getattr(torch.optim, kind.__name__)([parameter])
-        assert hyper_parameters(kind()) == {name: theirs.defaults[name] for name in hyper_parameters(kind())}
+        assert kind().options() == {name: theirs.defaults[name] for name in kind().options()}
 
 
 def test_arguments_have_the_places_that_they_have_in_torch() -> None:
@@ -298,7 +318,7 @@ def test_the_first_argument_is_parameters(kind: Any) -> None:
     assert [name for name, _ in named.params.copies()[0]["params"]] == ["weight", "bias"]
     grouped = kind([{"params": model.weight, "lr": 0.1, "name": "w"}, {"params": iter([model.bias])}], 0.5)
     assert grouped.params.options() == [{"lr": 0.1, "name": "w"}, {}]
-    assert [options["lr"] for options in options_by_group(grouped)] == [0.1, 0.5]
+    assert [options["lr"] for options in grouped.options_by_group()] == [0.1, 0.5]
 
 
 @pytest.mark.parametrize("kind", [AdamW, LAMB])
@@ -322,7 +342,7 @@ def test_the_first_argument_is_parameters(kind: Any) -> None:
         ([{"params": [WEIGHT], "betas": 0.9}], r", param group 0: expected betas as two numbers but got 0\.9"),
         (
             [{"params": [WEIGHT], "eps": "1e-8"}],
-            r", param group 0: expected numbers but got \{.*'eps': '1e-8'.*: '>=' not supported",
+            r", param group 0: eps is out of range: '1e-8'; take a finite number ",
         ),
         ([{"params": [WEIGHT], "maximize": True}], r", param group 0: expected no maximize, .* but got True; "),
     ],
@@ -350,8 +370,8 @@ def test_options_of_torch() -> None:
             ConfigError, match=rf"^{kind.__name__}: expected no {option}, .* but got True; leave it out$"
         ):
             kind(**{option: True})
-    with pytest.raises(ConfigError, match=r"^LAMB: eps is out of range"):
-        LAMB([{"params": [WEIGHT], "eps": 0.0}])
+    with pytest.raises(ConfigError, match="^Adam: expected no decoupled_weight_decay, .*; take offload.AdamW with it"):
+        Adam(decoupled_weight_decay=True)  # type: ignore[call-arg]
 
 
 def test_did_you_mean_is_silent_without_a_likeness() -> None:

@@ -26,7 +26,8 @@ from kernel_arrays import (
 
 from offload import _cpu_adam
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind
+from offload.kernels.optimizers import AdamW
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -233,7 +234,7 @@ def test_subnormals_are_flushed_in_the_step_only(isa: str) -> None:
     shard.exp_avg[:] = 5  # subnormal
     shard.exp_avg_sq[:] = 0x00800000  # 2**-126; times 0.95 it is subnormal
     before = shard.master.copy()
-    shard.step(AdamHyper(1.0, 0.9, 0.95))
+    shard.step(Hyper(AdamW(lr=1.0, betas=(0.9, 0.95), weight_decay=0.0)))
     assert not shard.exp_avg.any()
     assert not shard.exp_avg_sq.any()
     np.testing.assert_array_equal(shard.master, before)

@@ -26,7 +26,7 @@ from kernel_arrays import (
 )
 
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind, StepArrays
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +46,15 @@ def parameter(shard: Shard) -> Bits:
     return shard.master if shard.emit_dtype is Dtype.FLOAT32 else shard.param
 
 
-def hyper_of(variant: Variant, step: int, grad_scale: float) -> AdamHyper:
-    return replace(HYPER, step=step, lr=1e-3 / step, grad_scale=grad_scale, decoupled=variant.decoupled)
+def hyper_of(variant: Variant, step: int, grad_scale: float) -> Hyper:
+    hyper = variant.of_its_kind(HYPER)
+    return replace(hyper, spec=replace(hyper.spec, lr=1e-3 / step), step=step, grad_scale=grad_scale)
 
 
 @every_variant
 @pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])
 def test_emission_is_the_parameter_of_the_step(variant: Variant, classes: bool) -> None:
-    hyper = replace(HYPER, decoupled=variant.decoupled)
+    hyper = variant.of_its_kind(HYPER)
     for numel in LENGTHS:
         start = Shard.random(variant, numel, numel, classes=classes)
         stepped = start.copy().step(HYPER)
@@ -104,7 +105,7 @@ def test_any_sequence_of_steps_deferred_by_one(variant: Variant, factors: list[f
     plain = Shard.random(variant, numel, 1, classes=False)
     deferred = plain.copy()
     out = emission(deferred)
-    pending: tuple[Bits, AdamHyper] | None = None
+    pending: tuple[Bits, Hyper] | None = None
     count = 0
     for factor in factors:
         grad = gradient(rng.standard_normal(numel) * 1e-3, variant.grad)

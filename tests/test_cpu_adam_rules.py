@@ -16,29 +16,19 @@ from hypothesis import strategies as st
 from kernel_arrays import ISAS, LENGTHS, MASTERS, Shard, Variant, automatic, gradient, widen
 
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import (
-    AdagradHyper,
-    Dtype,
-    Hyper,
-    LambHyper,
-    LionHyper,
-    MasterKind,
-    MomentumHyper,
-    SgdHyper,
-    StateKind,
-    StepArrays,
-)
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
+from offload.kernels.optimizers import LAMB, SGD, Adagrad, Lion
 
 Doubles = npt.NDArray[np.float64]
 VARIANTS = [Variant(grad, kind, emit) for grad in Dtype for kind, emit in MASTERS]
-HYPERS: list[Hyper | LambHyper] = [
-    SgdHyper(1e-2, weight_decay=0.1, step=3, grad_scale=0.37),
-    MomentumHyper(1e-2, 0.9, step=1, grad_scale=0.37),
-    MomentumHyper(1e-2, 0.9, 0.3, weight_decay=0.1, step=2, grad_scale=0.37),
-    MomentumHyper(1e-2, 0.9, nesterov=True, weight_decay=0.1, step=3),
-    LionHyper(1e-3, weight_decay=0.1, step=3, grad_scale=0.37),
-    AdagradHyper(1e-2, 0.01, weight_decay=0.1, step=3, grad_scale=0.37),
-    LambHyper(1e-2, weight_decay=0.1, step=3, grad_scale=0.37),
+HYPERS = [
+    Hyper(SGD(lr=1e-2, weight_decay=0.1), step=3, grad_scale=0.37),
+    Hyper(SGD(lr=1e-2, momentum=0.9), step=1, grad_scale=0.37),
+    Hyper(SGD(lr=1e-2, momentum=0.9, dampening=0.3, weight_decay=0.1), step=2, grad_scale=0.37),
+    Hyper(SGD(lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1), step=3),
+    Hyper(Lion(lr=1e-3, weight_decay=0.1), step=3, grad_scale=0.37),
+    Hyper(Adagrad(lr=1e-2, lr_decay=0.01, weight_decay=0.1), step=3, grad_scale=0.37),
+    Hyper(LAMB(lr=1e-2, weight_decay=0.1), step=3, grad_scale=0.37),
 ]
 
 
@@ -54,27 +44,27 @@ class Trained:
 
     shard: Shard
 
-    def arrays(self, hyper: Hyper | LambHyper, begin: int = 0, end: int | None = None) -> StepArrays:
+    def arrays(self, hyper: Hyper, begin: int = 0, end: int | None = None) -> StepArrays:
         arrays = self.shard.arrays(begin, end)
-        return replace(arrays, states=arrays.states[: len(hyper.STATES)])
+        return replace(arrays, states=arrays.states[: len(hyper.spec.states)])
 
-    def step(self, hyper: Hyper | LambHyper, *cuts: int) -> Trained:
+    def step(self, hyper: Hyper, *cuts: int) -> Trained:
         """Step range by range; LAMB measures all ranges first."""
         borders = [0, *cuts, len(self.shard.grad)]
         parts = [self.arrays(hyper, begin, end) for begin, end in zip(borders, borders[1:], strict=False)]
-        if isinstance(hyper, LambHyper):
+        if isinstance(hyper.spec, LAMB) and cuts:
             sums = 0.0, 0.0
             for part in parts:
                 sums = cpu_adam.lamb_moments(part, hyper, before=sums)
             for part in parts:
-                cpu_adam.lamb_apply(part, hyper, hyper.step_size(*sums))
+                cpu_adam.lamb_apply(part, hyper, hyper.spec.step_size(*sums))
         else:
             for part in parts:
                 cpu_adam.step(part, hyper)
         return self
 
 
-@pytest.mark.parametrize("hyper", HYPERS, ids=lambda h: type(h).__name__)
+@pytest.mark.parametrize("hyper", HYPERS, ids=lambda h: type(h.spec).__name__)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])
 def test_the_same_bits_on_every_path(variant: Variant, hyper: Hyper, classes: bool) -> None:
@@ -93,7 +83,7 @@ def test_the_same_bits_on_every_path(variant: Variant, hyper: Hyper, classes: bo
 
 @given(data=st.data(), variant=st.sampled_from(VARIANTS), hyper=st.sampled_from(HYPERS))
 def test_the_same_bits_for_any_division_into_ranges(data: st.DataObject, variant: Variant, hyper: Hyper) -> None:
-    lamb = isinstance(hyper, LambHyper)
+    lamb = isinstance(hyper.spec, LAMB)
     numel = data.draw(st.integers(0, 200_000 if lamb else 3000))
     start = Shard.random(variant, numel, numel, classes=False)
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=5)))
@@ -105,7 +95,7 @@ def test_the_same_bits_for_any_division_into_ranges(data: st.DataObject, variant
     want.shard.assert_same(got.shard, f"cuts {cuts}")
 
 
-def train(hyper: Hyper | LambHyper, steps: int, initial: float = 0.0, grad: Dtype = Dtype.FLOAT32) -> Iterator[Any]:
+def train(hyper: Hyper, steps: int, initial: float = 0.0, grad: Dtype = Dtype.FLOAT32) -> Iterator[Any]:
     """Yield (weights before, gradient, shard after) of each step."""
     rng = np.random.default_rng(1)
     shard = Shard.random(Variant(grad, MasterKind.FLOAT32), 4099, 2, classes=False)
@@ -114,7 +104,7 @@ def train(hyper: Hyper | LambHyper, steps: int, initial: float = 0.0, grad: Dtyp
     for step in range(1, steps + 1):
         before = shard.weights().copy()
         shard.grad[:] = gradient(rng.standard_normal(4099) * 1e-2, grad)
-        Trained(shard).step(replace(hyper, step=step))  # type: ignore[type-var]
+        Trained(shard).step(replace(hyper, step=step))
         yield before, widen(shard.grad, grad).copy(), shard
 
 
@@ -122,18 +112,18 @@ def train(hyper: Hyper | LambHyper, steps: int, initial: float = 0.0, grad: Dtyp
 @pytest.mark.parametrize(
     ("hyper", "make"),
     [
-        (SgdHyper(0.1), lambda p: torch.optim.SGD(p, 0.1)),
-        (SgdHyper(0.1, 0.01), lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01)),
-        (SgdHyper(0.1, grad_scale=-1.0), lambda p: torch.optim.SGD(p, 0.1, maximize=True)),
-        (MomentumHyper(0.1), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
-        (MomentumHyper(0.1, 0.9, 0.4, False, 0.01), lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.4, 0.01)),
+        (Hyper(SGD(lr=0.1)), lambda p: torch.optim.SGD(p, 0.1)),
+        (Hyper(SGD(lr=0.1, weight_decay=0.01)), lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01)),
+        (Hyper(SGD(lr=0.1), grad_scale=-1.0), lambda p: torch.optim.SGD(p, 0.1, maximize=True)),
+        (Hyper(SGD(lr=0.1, momentum=0.9)), lambda p: torch.optim.SGD(p, 0.1, 0.9)),
+        (Hyper(SGD(None, 0.1, 0.9, 0.4, 0.01)), lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.4, 0.01)),
         (
-            MomentumHyper(0.1, 0.9, 0.0, True, 0.01),
+            Hyper(SGD(None, 0.1, 0.9, 0.0, 0.01, True)),
             lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01, nesterov=True),
         ),
-        (AdagradHyper(0.1), lambda p: torch.optim.Adagrad(p, 0.1)),
+        (Hyper(Adagrad(lr=0.1)), lambda p: torch.optim.Adagrad(p, 0.1)),
         (
-            AdagradHyper(0.1, 0.01, 1e-6, 0.01),
+            Hyper(Adagrad(None, 0.1, 0.01, 0.01, eps=1e-6)),
             lambda p: torch.optim.Adagrad(p, 0.1, 0.01, 0.01, initial_accumulator_value=0.5, eps=1e-6),
         ),
     ],
@@ -141,7 +131,7 @@ def train(hyper: Hyper | LambHyper, steps: int, initial: float = 0.0, grad: Dtyp
 )
 def test_forty_steps_as_in_torch(hyper: Hyper, make: Any, grad: Dtype) -> None:
     exact, theirs, optimizers, ours = None, None, [], None
-    initial = 0.5 if isinstance(hyper, AdagradHyper) and hyper.lr_decay else 0.0
+    initial = 0.5 if isinstance(hyper.spec, Adagrad) and hyper.spec.lr_decay else 0.0
     for before, fresh, shard in train(hyper, 40, initial, grad):
         if exact is None:
             exact = torch.nn.Parameter(torch.from_numpy(before.astype(np.float64)))
@@ -160,7 +150,7 @@ def test_forty_steps_as_in_torch(hyper: Hyper, make: Any, grad: Dtype) -> None:
 
 def test_lion_follows_its_paper() -> None:
     """In float64; a sign differs where the sum is a rounding error, which moves the weight by 2 lr."""
-    hyper = LionHyper(1e-3, 0.9, 0.99, 0.1)
+    hyper = Hyper(Lion(lr=1e-3, weight_decay=0.1))
     m: Doubles = np.zeros(4099)
     for before, fresh, shard in train(hyper, 40):
         g, p = fresh.astype(np.float64), before.astype(np.float64)
@@ -179,14 +169,14 @@ def test_lion_where_there_is_no_direction(isa: str) -> None:
     shard.exp_avg[:] = 0
     shard.grad[:] = np.array([0.0, np.inf, -np.inf, np.nan, -0.0] * 14, np.float32).view(np.uint32)
     before = shard.weights().astype(np.float64)
-    cpu_adam.step(Trained(shard).arrays(LionHyper(0.5)), LionHyper(0.5))
+    Trained(shard).step(Hyper(Lion(lr=0.5)))
     move = np.array([0, -0.5, 0.5, np.nan, 0] * 14)
     np.testing.assert_array_equal(shard.weights(), (before + move).astype(np.float32))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_lamb_follows_its_paper(weight_decay: float) -> None:
-    hyper = LambHyper(1e-2, weight_decay=weight_decay)
+    hyper = Hyper(LAMB(lr=1e-2, weight_decay=weight_decay))
     m, v = np.zeros(4099), np.zeros(4099)
     for step, (before, fresh, shard) in enumerate(train(hyper, 40), 1):
         g, p = fresh.astype(np.float64), before.astype(np.float64)
@@ -198,9 +188,10 @@ def test_lamb_follows_its_paper(weight_decay: float) -> None:
 
 
 def test_lamb_takes_the_plain_step_where_a_norm_is_zero() -> None:
-    hyper = LambHyper(1e-2)
-    assert hyper.step_size(0.0, 4.0) == hyper.step_size(4.0, 0.0) == 1e-2
-    assert hyper.step_size(4.0, 16.0) == 1e-2 * math.sqrt(4 / 16)
+    spec = LAMB(lr=1e-2, weight_decay=0.0)
+    hyper = Hyper(spec)
+    assert spec.step_size(0.0, 4.0) == spec.step_size(4.0, 0.0) == 1e-2
+    assert spec.step_size(4.0, 16.0) == 1e-2 * math.sqrt(4 / 16)
     shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 1000, 4, classes=False)
     shard.grad[:] = 0
     shard.exp_avg[:] = 0
@@ -212,44 +203,24 @@ def test_lamb_takes_the_plain_step_where_a_norm_is_zero() -> None:
 def test_a_first_step_with_momentum_ignores_dampening_as_torch_does() -> None:
     shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 100, 5, classes=False)
     shard.exp_avg[:] = 0
-    hyper = MomentumHyper(0.1, 0.9, 0.7)
+    hyper = Hyper(SGD(lr=0.1, momentum=0.9, dampening=0.7))
     cpu_adam.step(Trained(shard).arrays(hyper), hyper)
     np.testing.assert_array_equal(shard.exp_avg, shard.grad)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SgdHyper(-1.0), "lr: expected"),
-        (lambda: SgdHyper(1.0, step=0), "step: expected"),
-        (lambda: MomentumHyper(1.0, -0.1), "momentum: expected"),
-        (lambda: MomentumHyper(1.0, dampening=math.nan), "dampening: expected"),
-        (lambda: MomentumHyper(1.0, 0.9, 0.1, nesterov=True), "nesterov: expected"),
-        (lambda: MomentumHyper(1.0, 0.0, nesterov=True), "nesterov: expected"),
-        (lambda: LionHyper(1.0, 1.0), "beta1: expected"),
-        (lambda: AdagradHyper(1.0, math.inf), "lr_decay: expected"),
-        (lambda: LambHyper(1.0, eps=0.0), "eps: expected a number above 0"),
-        (lambda: LambHyper(1.0, beta2=-1.0), "beta2: expected"),
-    ],
-)
-def test_hyper_parameters_outside_their_range(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{message}.* but got .*; "):
-        make()
-
-
 def test_states_that_an_optimizer_does_not_have_are_refused() -> None:
     shard = Shard.random(Variant(Dtype.FLOAT32, MasterKind.FLOAT32), 256, 6, classes=False)
-    lion, lamb = LionHyper(1.0), LambHyper(1.0)
+    lion, lamb = Hyper(Lion()), Hyper(LAMB())
     with pytest.raises(ValueError, match="states: expected 1 addresses but got 2; pass exp_avg"):
         cpu_adam.step(shard.arrays(), lion)
     compressed = replace(shard.arrays(), state_kind=StateKind.BFLOAT16)
-    with pytest.raises(ValueError, match="state_kind: expected FLOAT32 for LionHyper but got BFLOAT16"):
+    with pytest.raises(ValueError, match="state_kind: expected FLOAT32 for Lion but got BFLOAT16"):
         cpu_adam.step(replace(compressed, states=compressed.states[:1]), lion)
     for call in (
         lambda: cpu_adam.lamb_moments(compressed, lamb),
         lambda: cpu_adam.lamb_apply(compressed, lamb, 1.0),
     ):
-        with pytest.raises(ValueError, match="state_kind: expected FLOAT32 for LambHyper"):
+        with pytest.raises(ValueError, match="state_kind: expected FLOAT32 for LAMB but got BFLOAT16"):
             call()
     empty = replace(shard.arrays(), numel=0)
     assert cpu_adam.lamb_moments(empty, lamb, before=(1.0, 2.0)) == (1.0, 2.0)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from kernel_arrays import HYPER, ISAS, OFFSET, Bits, Floats, Shard, Variant, automatic, gradient
 
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import AdamHyper, Dtype, MasterKind, StateKind
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind
+from offload.kernels.optimizers import AdamW
 
 COMPRESSED = (StateKind.BFLOAT16, StateKind.INT8)
 FIRST, SECOND = (4, True), (5, False)  # bits of exponent, signed
@@ -250,11 +251,12 @@ def test_the_bench_of_formats_runs(tmp_path: Path) -> None:
 # ---- accuracy ----------------------------------------------------------------------------------------------
 
 
-def adam_in_float64(m: Doubles, v: Doubles, g: Doubles, h: AdamHyper) -> Doubles:
+def adam_in_float64(m: Doubles, v: Doubles, g: Doubles, h: AdamW, step: int) -> Doubles:
     """Update moments in place; return the parameter's change divided by -lr."""
-    m += (1 - h.beta1) * (g - m)
-    v += (1 - h.beta2) * (g * g - v)
-    return (m / (1 - h.beta1**h.step)) / (np.sqrt(v / (1 - h.beta2**h.step)) + h.eps)
+    beta1, beta2 = h.betas
+    m += (1 - beta1) * (g - m)
+    v += (1 - beta2) * (g * g - v)
+    return (m / (1 - beta1**step)) / (np.sqrt(v / (1 - beta2**step)) + h.eps)
 
 
 def drift(kind: StateKind, steps: int, spread: float, master: MasterKind) -> tuple[float, float]:
@@ -266,12 +268,12 @@ def drift(kind: StateKind, steps: int, spread: float, master: MasterKind) -> tup
     mean = 0.2 * deviation * rng.standard_normal(numel)
     start = shard.weights().astype(np.float64)
     m, v, path = np.zeros(numel), np.zeros(numel), np.zeros(numel)
+    spec = AdamW(lr=1e-3, weight_decay=0.0)
     for step in range(1, steps + 1):
-        hyper = AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, step=step)
         shard.grad[:] = gradient(mean + deviation * rng.standard_normal(numel), Dtype.BFLOAT16)
         g = (shard.grad.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-        path -= hyper.lr * adam_in_float64(m, v, g, hyper)
-        shard.step(hyper)
+        path -= spec.lr * adam_in_float64(m, v, g, spec, step)
+        shard.step(Hyper(spec, step))
     ours = shard.weights().astype(np.float64) - start
     ratio = np.log(np.sqrt(shard.moments()[1].astype(np.float64)) / np.sqrt(v))
     return float(np.linalg.norm(ours - path) / np.linalg.norm(path)), float(ratio.mean())
@@ -320,13 +322,13 @@ def test_second_moment_follows_gradients_that_become_a_thousand_times_smaller(ki
     shard = shard_of(kind, numel)
     shard.store_moments(np.zeros(numel, np.float32), np.zeros(numel, np.float32))
     m, v, rounded = np.zeros(numel), np.zeros(numel), np.zeros(numel)
+    spec = AdamW(lr=1e-3, weight_decay=0.0)
     for step in range(1, 4001):
-        hyper = AdamHyper(1e-3, 0.9, 0.999, step=step)
         scale = 1.0 if step <= 300 else 1e-3
         shard.grad[:] = gradient(rng.standard_normal(numel) * scale, Dtype.BFLOAT16)
         g = (shard.grad.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-        shard.step(hyper)
-        adam_in_float64(m, v, g, hyper)
+        shard.step(Hyper(spec, step))
+        adam_in_float64(m, v, g, spec, step)
         rounded = nearest(kind, rounded + 0.001 * (g * g - rounded))
     # sqrt(v) fell by exp(-3700 * 0.001 / 2) = 0.16; the mean of what is stored is unbiased, its deviation is some 25 %
     root = np.sqrt(v)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,12 +30,13 @@ from torch import nn
 import offload
 from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion
 from offload.checkpoint.values import gather_states, scatter_parameters, scatter_states
-from offload.kernels import cpu_adam
+from offload.kernels import cpu_adam, optimizers
 from offload.kernels.cpu_adam import StateKind
 from offload.memory.tiers import Tier
 from offload.optim.recipe import StepCounts
 from offload.planning.placement import Homes, States
 from offload.shards.manager import Manager
+from offload.spec import NotNegative, OptimizerSpec, Positive, optimizer
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -460,19 +461,52 @@ def test_momentum_in_all_groups_or_in_none() -> None:
             engine.step()
 
 
-@pytest.mark.parametrize(
-    ("spec", "options"),
-    [
-        (SGD, {"momentum": -0.1}),
-        (SGD, {"nesterov": True}),
-        (Lion, {"betas": (0.9, 1.0)}),
-        (Adagrad, {"lr_decay": -1}),
-        (LAMB, {"eps": 0}),
-    ],
-)
-def test_options_out_of_range_are_refused(spec: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(offload.ConfigError, match=next(iter(options))):
-        spec(**options)
+# --- a new one --------------------------------------------------------------------------------------------------------
+
+
+@optimizer
+class WarmSGD(OptimizerSpec):
+    """A class is all that a new optimizer takes beside its kernel: SGD whose learning rate grows to `lr`."""
+
+    KERNEL: ClassVar[int] = 1
+    STATES: ClassVar[tuple[str, ...]] = ()
+
+    lr: NotNegative = 1e-2
+    steps: Positive = 4.0
+
+    def constants(self, step: int) -> tuple[float, ...]:
+        return 0.0, -(self.lr * min(step / self.steps, 1.0))
+
+
+def test_a_new_optimizer_is_one_class(tmp_path: Path) -> None:
+    plain, model = net(), net()
+    by_torch = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    warm = torch.optim.lr_scheduler.LambdaLR(by_torch, lambda step: min((step + 1) / 4, 1.0))
+    with (
+        Engine(plain, by_torch, **everything_on_device()) as theirs,
+        Engine(model, WarmSGD(model.parameters(), steps=4), **tight(model, tmp_path)) as ours,
+    ):
+        for number in range(6):
+            advance(theirs, [number])
+            warm.step()
+        advance(ours, range(6))
+        assert_same_tensors(ours.state_dict(), theirs.state_dict())
+        assert ours.plan.request.states.names == ()
+        ours.optimizer.param_groups[0]["steps"] = 0.0
+        ours.backward(net_loss(ours, 6))
+        with pytest.raises(offload.ConfigError, match="^param group: steps is out of range: 0.0; take a finite number"):
+            ours.step()
+    with pytest.raises(offload.ConfigError, match="^WarmSGD: unknown option 'stps' .did you mean 'steps'"):
+        WarmSGD(stps=3)  # type: ignore[call-arg]
+    with pytest.raises(offload.ConfigError, match="only the moments of Adam"):
+        Engine(net(), WarmSGD(), state_dtype="int8", **everything_on_device())
+
+
+def test_every_optimizer_has_a_public_name() -> None:
+    table = {
+        name for name, kind in vars(optimizers).items() if isinstance(kind, type) and kind.__base__ is OptimizerSpec
+    }
+    assert len(table) >= 5 and table <= set(offload.__all__)
 
 
 # --- parameters and groups as the first argument ----------------------------------------------------------------------

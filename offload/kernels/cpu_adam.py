@@ -24,26 +24,19 @@ Floating point:
 from __future__ import annotations
 
 from offload.kernels.extension import _cpu_adam
-from offload.kernels.hyper import AdagradHyper, AdamHyper, Hyper, LambHyper, LionHyper, MomentumHyper, SgdHyper
 from offload.kernels.ranges import STATE_BLOCK, Dtype, MasterKind, Range, StateKind, check, checked_numel
-from offload.kernels.step import StepArrays, adam_step, emit, lamb_apply, lamb_moments, load_states, save_states, step
+from offload.kernels.step import StepArrays, emit, lamb_apply, lamb_moments, load_states, save_states, step
+from offload.spec import Hyper
 
 __all__ = [
     "STATE_BLOCK",
-    "AdagradHyper",
-    "AdamHyper",
     "Dtype",
     "Hyper",
-    "LambHyper",
-    "LionHyper",
     "MasterKind",
-    "MomentumHyper",
-    "SgdHyper",
     "StateKind",
     "StepArrays",
     "accumulate",
     "accumulate_same",
-    "adam_step",
     "available_isas",
     "convert",
     "emit",
@@ -181,7 +174,7 @@ def split_master(src_fp32: int, param_bf16: int, remainder: int, numel: int) -> 
 def join_master(param_bf16: int, remainder: int, dst_fp32: int, numel: int) -> None:
     """Join bfloat16 parameters and their remainders into float32 weights: the inverse of ``split_master``.
 
-    A pair is meaningful only as ``split_master`` or ``adam_step`` wrote it: a parameter that was changed
+    A pair is meaningful only as ``split_master`` or :func:`step` wrote it: a parameter that was changed
     alone must be split anew.
 
     Args:

@@ -1,7 +1,7 @@
 """The optimizer steps on raw addresses: one pass over gradient, master weight and states.
 
-Owns what a step needs and may not be given; the arithmetic is in ``csrc/cpu_adam``, the hyper-parameters are in
-:mod:`offload.kernels.hyper`. Users import :mod:`offload.kernels.cpu_adam`, which says what holds for every kernel.
+Owns what a step needs and may not be given; the arithmetic is in ``csrc/cpu_adam``, the optimizers are in
+:mod:`offload.kernels.optimizers`. Users import :mod:`offload.kernels.cpu_adam`, which says what holds for every kernel.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.kernels.extension import _cpu_adam
-from offload.kernels.hyper import AdamHyper, Hyper, LambHyper
+from offload.kernels.optimizers import LAMB, AdamW
 from offload.kernels.ranges import Dtype, MasterKind, Range, StateKind, check, checked_numel, state_ranges
+from offload.spec import Hyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +57,19 @@ def step(arrays: StepArrays, hyper: Hyper) -> None:
     """Update master weights and states in place, in one pass over memory.
 
     Constants are computed in float64 and rounded once; elements in float32 with fma. The formulas are those of the
-    hyper-parameters' classes.
+    optimizers' classes. LAMB, whose step depends on all of a parameter, takes the arrays for one.
 
     Raises:
         ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
     """
+    if isinstance(hyper.spec, LAMB):
+        lamb_apply(arrays, hyper, hyper.spec.step_size(*lamb_moments(arrays, hyper)))
+        return
     _check_emission(arrays)
     _run(arrays, hyper, 0, None, _STEP)
 
 
-def emit(arrays: StepArrays, hyper: AdamHyper, *, pending: int = 0, pending_hyper: AdamHyper | None = None) -> None:
+def emit(arrays: StepArrays, hyper: Hyper, *, pending: int = 0, pending_hyper: Hyper | None = None) -> None:
     """Write the parameter that a step with ``arrays.grad`` would leave, without changing master and states.
 
     With a pending gradient, first do the :func:`step` with it, in the same pass. So ``emit`` with pending gradients,
@@ -98,19 +102,14 @@ def emit(arrays: StepArrays, hyper: AdamHyper, *, pending: int = 0, pending_hype
 
 
 def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | None, mode: int) -> None:
-    kind = arrays.state_kind
-    if kind is not StateKind.FLOAT32 and hyper.RULE != AdamHyper.RULE:
-        raise ValueError(
-            f"state_kind: expected FLOAT32 for {type(hyper).__name__} but got {kind.name}; only Adam's are compressed"
-        )
     extra = () if pending_hyper is None else (Range("pending", pending, arrays.numel, arrays.grad_dtype.itemsize),)
-    if not _checked_count(arrays, hyper.STATES, *extra):
+    if not _checked_count(arrays, hyper, *extra):
         return
     written = pending_hyper or hyper
     first, second = (*arrays.states, 0, 0)[:2]
     _cpu_adam.step(
-        rule=hyper.RULE,
-        state_kind=kind.code,
+        rule=hyper.spec.kernel,
+        state_kind=arrays.state_kind.code,
         mode=mode,
         numel=arrays.numel,
         grad=arrays.grad,
@@ -140,13 +139,19 @@ def _check_emission(arrays: StepArrays) -> None:
         raise ValueError("emit: expected an address and emit_dtype but got only one; pass both or neither")
 
 
-def _checked_count(arrays: StepArrays, states: tuple[str, ...], *more: Range) -> int:
+def _checked_count(arrays: StepArrays, hyper: Hyper, *more: Range) -> int:
     """Return the number of elements; where there are some, refuse ranges that do not fit."""
+    kind = arrays.state_kind
+    if kind is not StateKind.FLOAT32 and not hyper.spec.COMPRESSIBLE:
+        raise ValueError(
+            f"state_kind: expected FLOAT32 for {type(hyper.spec).__name__} but got {kind.name}; only Adam's are "
+            "compressed"
+        )
     count = checked_numel(arrays.numel)
     split = arrays.master_kind is MasterKind.SPLIT
     if not split and arrays.param:
         raise ValueError("param: expected 0 with a float32 master; pass the 16-bit parameter as emit")
-    ranges = state_ranges(arrays.state_kind, states, arrays.states, arrays.units, arrays.offset, count)
+    ranges = state_ranges(kind, hyper.spec.states, arrays.states, arrays.units, arrays.offset, count)
     if count:
         ranges += [
             Range("grad", arrays.grad, count, arrays.grad_dtype.itemsize),
@@ -164,9 +169,7 @@ def _master_code(arrays: StepArrays) -> int:
     return _SPLIT if arrays.master_kind is MasterKind.SPLIT else _FLOAT32_MASTERS[arrays.emit_dtype]
 
 
-def lamb_moments(
-    arrays: StepArrays, hyper: LambHyper, *, before: tuple[float, float] = (0.0, 0.0)
-) -> tuple[float, float]:
+def lamb_moments(arrays: StepArrays, hyper: Hyper, *, before: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
     """Do the first pass of LAMB over a parameter: update the moments, measure parameter and direction.
 
     A parameter may be divided into ranges that begin at multiples of 65536 of its elements; the sums of one range are
@@ -177,12 +180,13 @@ def lamb_moments(
         hyper: The step's hyper-parameters.
         before: What the call for the range before returned.
 
-    Returns: The sums of squares of the parameter and of the direction, for :meth:`LambHyper.step_size`.
+    Returns: The sums of squares of the parameter and of the direction, for :meth:`LAMB.step_size`.
 
     Raises:
         ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
     """
-    if not _checked_lamb(arrays):
+    _check_emission(arrays)
+    if not _checked_count(arrays, hyper):
         return before
     return _cpu_adam.lamb_moments(
         numel=arrays.numel,
@@ -199,18 +203,19 @@ def lamb_moments(
     )
 
 
-def lamb_apply(arrays: StepArrays, hyper: LambHyper, step_size: float) -> None:
+def lamb_apply(arrays: StepArrays, hyper: Hyper, step_size: float) -> None:
     """Do the second pass of LAMB: ``p -= step_size * direction``, once the whole parameter is measured.
 
     Args:
         arrays: As for :func:`lamb_moments`; the gradient is not read.
         hyper: The step's hyper-parameters.
-        step_size: :meth:`LambHyper.step_size` of the whole parameter's sums.
+        step_size: :meth:`LAMB.step_size` of the whole parameter's sums.
 
     Raises:
         ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
     """
-    if _checked_lamb(arrays):
+    _check_emission(arrays)
+    if _checked_count(arrays, hyper):
         _cpu_adam.lamb_apply(
             numel=arrays.numel,
             param=arrays.param,
@@ -222,48 +227,6 @@ def lamb_apply(arrays: StepArrays, hyper: LambHyper, step_size: float) -> None:
             constants=hyper.constants(),
             neg_step=-step_size,
         )
-
-
-def _checked_lamb(arrays: StepArrays) -> int:
-    _check_emission(arrays)
-    if arrays.state_kind is not StateKind.FLOAT32:
-        raise ValueError(
-            f"state_kind: expected FLOAT32 for LambHyper but got {arrays.state_kind.name}; only Adam's are compressed"
-        )
-    return _checked_count(arrays, LambHyper.STATES)
-
-
-def adam_step(
-    *,
-    numel: int,
-    grad: int,
-    grad_dtype: Dtype,
-    param: int = 0,
-    master: int,
-    master_kind: MasterKind,
-    exp_avg: int,
-    exp_avg_sq: int,
-    emit: int = 0,
-    emit_dtype: Dtype | None = None,
-    hyper: AdamHyper,
-) -> None:
-    """Do one Adam step with float32 states: :func:`step` with its arrays one by one.
-
-    Raises:
-        ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
-    """
-    arrays = StepArrays(
-        numel=numel,
-        grad=grad,
-        grad_dtype=grad_dtype,
-        param=param,
-        master=master,
-        master_kind=master_kind,
-        states=(exp_avg, exp_avg_sq),
-        emit=emit,
-        emit_dtype=emit_dtype,
-    )
-    step(arrays, hyper)
 
 
 def save_states(
@@ -334,10 +297,10 @@ def _recode(
     offset: int,
 ) -> None:
     count = checked_numel(numel)
-    ranges = state_ranges(kind, AdamHyper.STATES, states, units, offset, count)
+    ranges = state_ranges(kind, AdamW.STATES, states, units, offset, count)
     if count == 0:
         return
-    names = AdamHyper.STATES
+    names = AdamW.STATES
     check(*ranges, *(Range(f"{name}_fp32", at, count, 4) for name, at in zip(names, values, strict=True)))
     _cpu_adam.recode_states(
         save=save,

@@ -204,9 +204,5 @@ def _update_range(
         seed=STATE_SEED,
         offset=start + segment.shift,
     )
-    if isinstance(segment.hyper, cpu_adam.LambHyper):  # all of a parameter is here: see Rule.whole
-        sums = cpu_adam.lamb_moments(arrays, segment.hyper)
-        cpu_adam.lamb_apply(arrays, segment.hyper, segment.hyper.step_size(*sums))
-    else:
-        assert not isinstance(segment.hyper, OwnHyper)
-        cpu_adam.step(arrays, segment.hyper)
+    assert not isinstance(segment.hyper, OwnHyper)
+    cpu_adam.step(arrays, segment.hyper)  # all of a parameter is here where that matters: see Rule.whole

@@ -1,47 +1,29 @@
-"""The optimizers: what each of them remembers of an element, and how a step is made of a param group.
+"""Who makes the steps of the optimizer that a user gave: a kernel or its own class, and what that one remembers.
 
-Owns the table from a user's optimizer to states and hyper-parameters: what is placed, streamed, saved and computed
-follows from it. The formulas are in :mod:`offload.kernels.hyper`. Next: :mod:`offload.optim.recipe`.
+Owns the way from an optimizer to states and hyper-parameters: what is placed, streamed, saved and computed follows from
+it. The optimizers with a kernel are in :mod:`offload.kernels.optimizers`. Next: :mod:`offload.optim.recipe`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from offload.config import (
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Lion,
-    OptimizerSpec,
-    check_hyper_parameters,
-    options_by_group,
-)
 from offload.errors import NEW_ENGINE, ConfigError
-from offload.kernels.cpu_adam import (
-    AdagradHyper,
-    AdamHyper,
-    Hyper,
-    LambHyper,
-    LionHyper,
-    MomentumHyper,
-    SgdHyper,
-    StateKind,
-)
+from offload.kernels import optimizers
+from offload.kernels.cpu_adam import StateKind
 from offload.optim.probe import OwnClass, OwnHyper, options_of, own_class
 from offload.planning.placement import States
+from offload.spec import Hyper, OptimizerSpec
 
 STATE_SEED = 0x0FF10AD  # of the bits that round states; a constant: a run is reproducible whatever the options
 
 
-StepOf = Hyper | LambHyper | OwnHyper  # hyper-parameters of one step
+StepOf = Hyper | OwnHyper  # hyper-parameters of one step
 
 
 # What else can be done about an option that an engine refuses after it was made.
@@ -49,6 +31,7 @@ _ELSE = {
     "differentiable": "",  # refused then, too
     "maximize": f", or {NEW_ENGINE}: one of torch.optim, made with maximize=True; set that again after loading",
 }
+_REFUSED = ("maximize", "amsgrad", "differentiable")
 _FROM_THE_START = ", or train from the start with an optimizer of torch.optim that has it: its states must be there"
 
 
@@ -73,7 +56,7 @@ class Rule:
     compressible: bool = False
     whole: bool = False
     own: OwnClass | None = None
-    refused: tuple[str, ...] = ("maximize", "amsgrad", "differentiable")
+    refused: tuple[str, ...] = _REFUSED
 
     def hyper(self, group: Mapping[str, Any], step: int, grad_scale: float) -> StepOf:
         """Return the hyper-parameters of a step.
@@ -81,8 +64,6 @@ class Rule:
         Raises:
             ConfigError: one is out of its range, or needs a step or a state that the optimizer has been made without.
         """
-        if self.own is None:
-            check_hyper_parameters(group, subject="param group")
         self.refuse_others(group)
         return self.make(group, step, grad_scale)
 
@@ -117,92 +98,15 @@ class Rule:
         return dict(state) if self.counts_steps else {"step": 1, **state}
 
 
-def _adam(decoupled: bool) -> Rule:
-    def make(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-        return AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-            decoupled=bool(group.get("decoupled_weight_decay", decoupled)),
-            grad_scale=grad_scale,
-        )
-
-    return Rule(AdamHyper.STATES, make, compressible=True)
-
-
-def _sgd(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-    if group["momentum"]:
-        raise ConfigError(
-            f"param group: expected momentum 0 but got {group['momentum']}; make the optimizer with a momentum in all "
-            "groups, so that there is room for its buffer"
-        )
-    return SgdHyper(float(group["lr"]), float(group["weight_decay"]), step, grad_scale)
-
-
-def _momentum(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-    if not group["momentum"]:
-        raise ConfigError(
-            "param group: expected a momentum above 0 but got 0; have one in all groups of SGD, or in none"
-        )
-    return MomentumHyper(
-        lr=float(group["lr"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        nesterov=bool(group["nesterov"]),
-        weight_decay=float(group["weight_decay"]),
-        step=step,
-        grad_scale=grad_scale,
-    )
-
-
-def _lion(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-    beta1, beta2 = map(float, group["betas"])
-    return LionHyper(float(group["lr"]), beta1, beta2, float(group["weight_decay"]), step, grad_scale)
-
-
-def _lamb(group: Mapping[str, Any], step: int, grad_scale: float) -> LambHyper:
-    beta1, beta2 = map(float, group["betas"])
-    return LambHyper(
-        lr=float(group["lr"]),
-        beta1=beta1,
-        beta2=beta2,
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=step,
-        grad_scale=grad_scale,
-    )
-
-
-def _adagrad(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
-    return AdagradHyper(
-        lr=float(group["lr"]),
-        lr_decay=float(group["lr_decay"]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=step,
-        grad_scale=grad_scale,
-    )
-
-
-ADAM = _adam(decoupled=False)
-ADAMW = _adam(decoupled=True)
-PLAIN_SGD = Rule(SgdHyper.STATES, _sgd, counts_steps=False)
-MOMENTUM_SGD = Rule(MomentumHyper.STATES, _momentum, counts_steps=False)
-LION = Rule(LionHyper.STATES, _lion)
-ADAGRAD = Rule(AdagradHyper.STATES, _adagrad)
-LAMB_RULE = Rule(LambHyper.STATES, _lamb, whole=True)
-
-# Whose steps the kernels make; from which options on they do not.
-_KERNELS: tuple[type[torch.optim.Optimizer], ...] = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-)
-_OWN_OPTIONS = ("amsgrad", "maximize", "initial_accumulator_value")
+_TABLE: list[type[OptimizerSpec]] = [
+    kind
+    for kind in vars(optimizers).values()
+    if isinstance(kind, type) and issubclass(kind, OptimizerSpec) and kind is not OptimizerSpec
+]
+# Classes of torch whose steps the kernels make.
+_IN_TORCH: dict[Any, type[OptimizerSpec]] = {
+    getattr(torch.optim, kind.__name__): kind for kind in _TABLE if kind.IN_TORCH
+}
 _MORE_STATES = ("amsgrad", "centered")  # options of torch's classes that want states which are made in the first step
 
 
@@ -216,32 +120,49 @@ def rule_of(spec: OptimizerSpec | torch.optim.Optimizer, dtype: torch.dtype | No
     Raises:
         ConfigError: not an optimizer, or one whose class or option is not supported.
     """
+    if isinstance(spec, OptimizerSpec):
+        return _kernel_rule(type(spec), spec.options_by_group())
     if not isinstance(spec, torch.optim.Optimizer):
-        return _rule_of_spec(spec)
+        raise ConfigError(
+            f"optimizer: expected an instance of offload.{', '.join(kind.__name__ for kind in _TABLE)}, or of a class "
+            f"of torch.optim, but got {spec!r}"
+        )
     if any(group.get("differentiable") for group in spec.param_groups):
         raise ConfigError("optimizer: differentiable=True is not supported; make the optimizer without it")
     kind = _kernel_class(spec)
-    if kind is None:
-        return _own_rule(own_class(spec, dtype), spec)
-    if kind is torch.optim.SGD:
-        rule = MOMENTUM_SGD if any(group["momentum"] for group in spec.param_groups) else PLAIN_SGD
-        for group in spec.param_groups:
-            rule.hyper(group, 1, 1.0)
-        return rule
-    if kind is torch.optim.Adagrad:
-        return ADAGRAD
-    decoupled = kind is torch.optim.AdamW or bool(spec.defaults.get("decoupled_weight_decay"))
-    return ADAMW if decoupled else ADAM
+    return _own_rule(own_class(spec, dtype), spec) if kind is None else _kernel_rule(kind, spec.param_groups)
 
 
-def _kernel_class(spec: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
-    """Return the class of torch that a kernel steps like, None where it would not do the same as the optimizer's."""
-    if any(group.get(option) for group in spec.param_groups for option in _OWN_OPTIONS):
+def _kernel_class(given: torch.optim.Optimizer) -> type[OptimizerSpec] | None:
+    """Return the optimizer whose kernel makes the steps of a torch optimizer, None where its own class must."""
+    base: Any = next((base for base in type(given).__mro__ if base in _IN_TORCH), None)
+    if base is None or inspect.unwrap(type(given).step) is not inspect.unwrap(base.step):
         return None
-    kind = next((kind for kind in _KERNELS if isinstance(spec, kind)), None)
-    if kind is None or inspect.unwrap(type(spec).step) is not inspect.unwrap(kind.step):
-        return None
-    return kind
+    kind = _IN_TORCH[base]
+    other = any(group.get(option) for group in given.param_groups for option in kind.OTHER_STEPS)
+    return None if other else kind
+
+
+def _kernel_rule(kind: type[OptimizerSpec], groups: Sequence[Mapping[str, Any]]) -> Rule:
+    names = max((kind.of(group).states for group in groups), key=len, default=kind.STATES)
+
+    def make(group: Mapping[str, Any], step: int, grad_scale: float) -> Hyper:
+        spec = kind.of(group)
+        spec.check_states(names)
+        return Hyper(spec, step, grad_scale)
+
+    later = {*_REFUSED, *kind.OTHER_STEPS} - {"initial_accumulator_value"}  # which is in the states by then
+    rule = Rule(
+        names,
+        make,
+        counts_steps=kind.COUNTS_STEPS,
+        compressible=kind.COMPRESSIBLE,
+        whole=kind.WHOLE,
+        refused=tuple(sorted(later)),
+    )
+    for group in groups:
+        rule.hyper(group, 1, 1.0)
+    return rule
 
 
 def _own_rule(own: OwnClass, spec: torch.optim.Optimizer) -> Rule:
@@ -254,31 +175,3 @@ def _own_rule(own: OwnClass, spec: torch.optim.Optimizer) -> Rule:
 
     refused = ("differentiable", *(name for name in more if name not in had))
     return Rule(own.names, make, whole=True, own=own, refused=refused)
-
-
-def _rule_of_spec(spec: OptimizerSpec) -> Rule:
-    rule = _kernel_rule(spec)
-    for options in options_by_group(spec):
-        rule.hyper(options, 1, 1.0)
-    return rule
-
-
-def _kernel_rule(spec: OptimizerSpec) -> Rule:
-    match spec:
-        case Adam():  # a kind of AdamW
-            return ADAM
-        case AdamW():
-            return ADAMW
-        case SGD():
-            momentum = any(options["momentum"] for options in options_by_group(spec))
-            return MOMENTUM_SGD if momentum else PLAIN_SGD
-        case Lion():
-            return LION
-        case Adagrad():
-            return ADAGRAD
-        case LAMB():
-            return LAMB_RULE
-    raise ConfigError(
-        f"optimizer: expected an instance of offload.AdamW, Adam, SGD, Lion, Adagrad or LAMB, or of a class of "
-        f"torch.optim but got {spec!r}"
-    )
