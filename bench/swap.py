@@ -23,8 +23,8 @@ from typing import Any
 
 from _common import emit
 
+from offload.cli.drive.measure import Contender, ContenderError, Pattern, Settings, Workload, Workspace, size_text
 from offload.cli.nvme_deepspeed import DeepSpeed, deepspeed_installed
-from offload.cli.nvme_measure import Contender, ContenderError, Pattern, Settings, Workload, Workspace, size_text
 from offload.cli.nvme_peers import Fio, fio_installed
 from swap import Aio, Job, Mode, StoreTicket, SwapStore, wait_all
 from swap.io.checksums import crc32c_at, crc32c_kernel

@@ -18,7 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.cli import main as cli
-from offload.cli.nvme_bench import (
+from offload.cli.drive.measure import (
+    MIB,
+    ContenderError,
+    Ours,
+    Pattern,
+    Sample,
+    Settings,
+    Workload,
+    Workspace,
+    idle_latencies,
+    latencies_under_writes,
+    open_unlinked,
+    plan_operations,
+    size_text,
+)
+from offload.cli.drive.report import report_json, report_text, wear_text, write_report
+from offload.cli.drive.tune import (
     Figure,
     Options,
     PathReport,
@@ -35,23 +51,7 @@ from offload.cli.nvme_bench import (
     usable_size,
 )
 from offload.cli.nvme_deepspeed import DEEPSPEED
-from offload.cli.nvme_measure import (
-    MIB,
-    ContenderError,
-    Ours,
-    Pattern,
-    Sample,
-    Settings,
-    Workload,
-    Workspace,
-    idle_latencies,
-    latencies_under_writes,
-    open_unlinked,
-    plan_operations,
-    size_text,
-)
 from offload.cli.nvme_peers import Fio, fio_command, fio_installed, naive_contenders, naive_methods, read_fio
-from offload.cli.nvme_report import report_json, report_text, wear_text, write_report
 from offload.errors import ConfigError
 from offload.memory import drives as known
 from swap.errors import SwapError, SwapFullError
@@ -447,9 +447,9 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
 
 
 def test_without_fio_and_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.cli.nvme_bench.fio_installed", lambda: False)
-    monkeypatch.setattr("offload.cli.nvme_bench.engines_available", lambda: ("threads",))
-    monkeypatch.setattr("offload.cli.nvme_bench.uring_refusal", lambda: "EPERM (forbidden here)")
+    monkeypatch.setattr("offload.cli.drive.tune.fio_installed", lambda: False)
+    monkeypatch.setattr("offload.cli.drive.tune.engines_available", lambda: ("threads",))
+    monkeypatch.setattr("offload.cli.drive.tune.uring_refusal", lambda: "EPERM (forbidden here)")
     report = run_bench(Options(paths=(tmp_path,), smoke=True), lambda *_: None)
     text = report_text(report)
     assert "fio is not installed" in text and "forbidden here" in text

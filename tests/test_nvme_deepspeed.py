@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from offload.cli import nvme_deepspeed
-from offload.cli.nvme_bench import Options, run_bench
+from offload.cli.drive.measure import MIB, ContenderError, Pattern, Sample, Workload, Workspace
+from offload.cli.drive.tune import Options, run_bench
 from offload.cli.nvme_deepspeed import (
     DEEPSPEED,
     DEEPSPEED_ORDINARY,
@@ -22,7 +23,6 @@ from offload.cli.nvme_deepspeed import (
     handle_settings,
     load_operator,
 )
-from offload.cli.nvme_measure import MIB, ContenderError, Pattern, Sample, Workload, Workspace
 
 
 class FakeHandle:
@@ -165,7 +165,7 @@ def test_without_deepspeed() -> None:
 
 
 def test_a_run_of_the_bench_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.cli.nvme_bench.deepspeed_installed", lambda: True)
+    monkeypatch.setattr("offload.cli.drive.tune.deepspeed_installed", lambda: True)
     monkeypatch.setattr(nvme_deepspeed, "load_operator", FakeOperator)
     one = run_bench(Options(paths=(tmp_path,), smoke=True), lambda *_: None).paths[0]
     cases = {row.case for row in one.rows if row.contender == DEEPSPEED}
@@ -179,7 +179,7 @@ def test_the_bench_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail() -> FakeOperator:
         raise ContenderError("its operator async_io cannot be loaded: libaio.h is missing")
 
-    monkeypatch.setattr("offload.cli.nvme_bench.deepspeed_installed", lambda: True)
+    monkeypatch.setattr("offload.cli.drive.tune.deepspeed_installed", lambda: True)
     monkeypatch.setattr(nvme_deepspeed, "load_operator", fail)
     one = run_bench(Options(paths=(tmp_path,), smoke=True), lambda *_: None).paths[0]
     assert DEEPSPEED not in {row.contender for row in one.rows}

@@ -229,8 +229,8 @@ def run_nvme_bench(arguments: argparse.Namespace) -> None:
         OffloadError: an option is wrong, or the results cannot be written.
         SwapError: a drive is too full, cannot be used, or fails.
     """
-    from offload.cli.nvme_bench import Options, keep_suggestions, run_bench
-    from offload.cli.nvme_report import report_text, write_report
+    from offload.cli.drive.report import report_text, write_report
+    from offload.cli.drive.tune import Options, keep_suggestions, run_bench
 
     options = Options(
         paths=tuple(arguments.paths),

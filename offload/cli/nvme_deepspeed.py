@@ -2,7 +2,7 @@
 
 Owns how that handle is asked for a workload and how its settings are found. It is no dependency: without DeepSpeed, or
 where its operator cannot be built, the bench goes on without it. Must not know our engines.
-Next: :mod:`offload.cli.nvme_bench`.
+Next: :mod:`offload.cli.drive.tune`.
 
 The handle reads and writes tensors in memory that it has locked. Huge pages are put under that, as under ours, unless
 it is to be seen with memory as it makes it. Each of its threads takes an equal part of every operation and works on one
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload.cli.nvme_measure import (
+from offload.cli.drive.measure import (
     MIB,
     ContenderError,
     Operation,
@@ -145,11 +145,11 @@ class DeepSpeed:
 
     @property
     def name(self) -> str:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         return DEEPSPEED if self._huge_pages else DEEPSPEED_ORDINARY
 
     def run(self, workload: Workload, place: Workspace) -> Sample:
-        """See :class:`offload.cli.nvme_measure.Contender`. The first run of a workload is preceded by the tuning."""
+        """See :class:`offload.cli.drive.measure.Contender`. The first run of a workload is preceded by the tuning."""
         if self._operator is None:
             self._operator = load_operator()
         case = workload.pattern, workload.object_bytes

@@ -1,7 +1,7 @@
 """What the NVMe bench compares with: fio, and the ways in which programs commonly keep tensors in files.
 
 Owns the command lines of fio and the reading of its answers, and the naive baselines. Must not know our engines.
-Next: :mod:`offload.cli.nvme_bench`.
+Next: :mod:`offload.cli.drive.tune`.
 
 fio works on the very file that our engines work on, through /proc: it has no name, and nothing stays behind when
 either program is killed.
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.nvme_measure import (
+from offload.cli.drive.measure import (
     MIB,
     Contender,
     ContenderError,
@@ -60,11 +60,11 @@ class Fio:
 
     @property
     def name(self) -> str:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         return "fio, huge pages, fixed buffers" if self.tuned else "fio, its ordinary memory"
 
     def run(self, workload: Workload, place: Workspace) -> Sample:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         command = fio_command(self.settings, workload, place.files, fixed_buffers=self.tuned)
         environment = dict(os.environ)
         if self.tuned:
@@ -189,11 +189,11 @@ class Naive:
 
     @property
     def name(self) -> str:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         return self.method
 
     def run(self, workload: Workload, place: Workspace) -> Sample:
-        """See :class:`offload.cli.nvme_measure.Contender`. A read is of what the same method wrote, not counted."""
+        """See :class:`offload.cli.drive.measure.Contender`. A read is of what the same method wrote, not counted."""
         save, load = METHODS[self.method]
         try:
             if workload.pattern is Pattern.WRITE:

@@ -3,7 +3,7 @@
 Owns the words of the NVMe bench (:class:`Workload`, :class:`Sample`, :class:`Contender`), the unlinked files and the
 memory that contenders share, and our own contenders. Must not know the peers, which cases are worth measuring, or how
 results are shown.
-Next: :mod:`offload.cli.nvme_peers` for the other contenders, :mod:`offload.cli.nvme_bench` for the cases.
+Next: :mod:`offload.cli.nvme_peers` for the other contenders, :mod:`offload.cli.drive.tune` for the cases.
 
 All contenders of a case use the same file (the same blocks of the drive) and the same amount of memory: the queue's,
 ``queue_depth x block_bytes``. Requests that are in flight together may then share memory, which is fine here because

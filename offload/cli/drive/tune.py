@@ -2,8 +2,8 @@
 
 Owns which cases are measured, how they are interleaved, how much of the drive they may use, and what follows from the
 numbers: ratios, figures to reach, suggested settings, wear. Must not know how a byte is moved
-(:mod:`offload.cli.nvme_measure`, :mod:`offload.cli.nvme_peers`) or how results are shown
-(:mod:`offload.cli.nvme_report`).
+(:mod:`offload.cli.drive.measure`, :mod:`offload.cli.nvme_peers`) or how results are shown
+(:mod:`offload.cli.drive.report`).
 
 Everything that is compared runs in turn within one round, and a ratio is the median of the ratios of the rounds: the
 speed of a shared drive drifts by more than what is compared.
@@ -23,8 +23,7 @@ from typing import Any
 
 import psutil
 
-from offload.cli.nvme_deepspeed import DEEPSPEED, DEEPSPEED_ORDINARY, DeepSpeed, deepspeed_installed
-from offload.cli.nvme_measure import (
+from offload.cli.drive.measure import (
     MIB,
     Contender,
     ContenderError,
@@ -39,6 +38,7 @@ from offload.cli.nvme_measure import (
     size_text,
     timed,
 )
+from offload.cli.nvme_deepspeed import DEEPSPEED, DEEPSPEED_ORDINARY, DeepSpeed, deepspeed_installed
 from offload.cli.nvme_peers import Fio, fio_installed, naive_contenders
 from offload.errors import ConfigError
 from offload.memory import drives, machine

@@ -1,7 +1,7 @@
 """How results of the NVMe bench are shown: as a table, as JSON, as a picture.
 
 Owns the wording. Must not know how anything was measured.
-Next: :mod:`offload.cli.nvme_bench`, which fills what is shown here.
+Next: :mod:`offload.cli.drive.tune`, which fills what is shown here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from offload.cli.nvme_bench import PathReport, Report, Row, Wear
-from offload.cli.nvme_measure import Pattern, Settings, size_text
+from offload.cli.drive.measure import Pattern, Settings, size_text
+from offload.cli.drive.tune import PathReport, Report, Row, Wear
 
 _WIDTH = 34
 
