@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from _common import emit
+from nvme.deepspeed import DeepSpeed, deepspeed_installed
+from nvme.peers import Fio, fio_installed
 
 from offload.cli.drive.measure import Contender, ContenderError, Pattern, Settings, Workload, Workspace, size_text
-from offload.cli.nvme_deepspeed import DeepSpeed, deepspeed_installed
-from offload.cli.nvme_peers import Fio, fio_installed
 from swap import Aio, Job, Mode, StoreTicket, SwapStore, wait_all
 from swap.io.checksums import crc32c_at, crc32c_kernel
 from swap.io.files import open_unlinked, reserve

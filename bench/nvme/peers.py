@@ -1,7 +1,6 @@
 """What the NVMe bench compares with: fio, and the ways in which programs commonly keep tensors in files.
 
 Owns the command lines of fio and the reading of its answers, and the naive baselines. Must not know our engines.
-Next: :mod:`offload.cli.drive.tune`.
 
 fio works on the very file that our engines work on, through /proc: it has no name, and nothing stays behind when
 either program is killed.

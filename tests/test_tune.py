@@ -1,11 +1,10 @@
-"""The NVMe bench: its arithmetic on made-up samples, its contenders on a small file, and that it leaves nothing."""
+"""What measures a drive: its arithmetic on made-up samples, its engines on a small file, and that it leaves nothing."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -33,32 +32,25 @@ from offload.cli.drive.measure import (
     plan_operations,
     size_text,
 )
-from offload.cli.drive.report import report_json, report_text, wear_text, write_report
-from offload.cli.drive.tune import (
-    Figure,
-    Options,
-    PathReport,
-    Row,
-    Swept,
-    estimate_wear,
-    figures_of,
-    interleave,
-    keep_suggestions,
-    ratio_of,
-    run_bench,
-    suggest,
-    sweep_settings,
-    usable_size,
-)
-from offload.cli.nvme_deepspeed import DEEPSPEED
-from offload.cli.nvme_peers import Fio, fio_command, fio_installed, naive_contenders, naive_methods, read_fio
+from offload.cli.drive.report import report_json, report_text, wear_text, write_json
+from offload.cli.drive.results import Options, PathReport, Report, Row, Swept, estimate_wear, ratio_of
+from offload.cli.drive.tune import Peers, interleave, keep_suggestions, suggest, sweep_settings, tune, usable_size
 from offload.errors import ConfigError
 from offload.memory import drives as known
+from offload.memory import machine
 from swap.errors import SwapError, SwapFullError
 from swap.io.aio import engines_available
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
+FACTS = {
+    "file_system": "ext4",
+    "drive": "vda",
+    "model": None,
+    "direct": True,
+    "alignment_bytes": 4096,
+    "free_bytes": GIB,
+}
 
 
 def sample(gb_s: float, cpu_seconds: float = 0.0) -> Sample:
@@ -96,7 +88,7 @@ def test_refusal_names_the_size_that_would_do() -> None:
 def test_nearly_full_drive_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     seen: list[str] = []
     with pytest.raises(SwapFullError, match="free space or name a directory on another drive"):
-        run_bench(Options(paths=(tmp_path,)), lambda what, done, of: seen.append(what), lambda path: 100 * MIB)
+        tune(Options(paths=(tmp_path,)), lambda what, *_: seen.append(what), free_space=lambda path: 100 * MIB)
     assert seen == [] and list(tmp_path.iterdir()) == []
 
 
@@ -108,7 +100,7 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least 64 MiB"):
         Options(paths=(tmp_path,), size_bytes=MIB)
     with pytest.raises(ConfigError, match="expected a directory"):
-        run_bench(Options(paths=(tmp_path / "missing",)), lambda *_: None)
+        tune(Options(paths=(tmp_path / "missing",)), lambda *_: None)
 
 
 # ---- arithmetic ----
@@ -198,29 +190,6 @@ def test_wear() -> None:
     assert "--endurance" in wear_text(assumed) and "--endurance" not in wear_text(wear)
 
 
-def test_figures_compare_what_was_measured() -> None:
-    report = PathReport(Path("/x"), GIB, GIB, {})
-    assert figures_of(report) == []
-    report.rows = [
-        Row("read", "io_uring", (sample(3.0, 0.002), sample(3.3, 0.004))),
-        Row("read", Fio().name, (sample(2.0), sample(3.0))),
-        Row("read", "threads", (sample(1.5, 0.1), sample(3.3, 0.1))),
-        Row("read", DEEPSPEED, (sample(2.0), sample(3.3))),
-    ]
-    figures = {figure.name: figure for figure in figures_of(report)}
-    fio = figures["read / fio with huge pages and fixed buffers"]
-    assert fio.measured == pytest.approx((1.5 + 1.1) / 2) and fio.reached
-    deepspeed = figures[f"read / {DEEPSPEED}"]
-    assert deepspeed.measured == pytest.approx((1.5 + 1.0) / 2) and (deepspeed.bound, deepspeed.reached) == (1.15, True)
-    threads = figures["read, threads / io_uring"]
-    assert threads.measured == pytest.approx(0.75) and not threads.reached
-    cpu = figures["CPU seconds per GB, io_uring"]
-    assert cpu.measured == pytest.approx(0.003) and cpu.reached and cpu.at_most
-    cost = figures["CPU of threads / io_uring"]  # 0.2 s for 2 GB, 0.006 s for 2 GB
-    assert cost.measured == pytest.approx(0.2 / 0.006) and (cost.bound, cost.reached) == (5.0, False)
-    assert not Figure("x", 2.0, 1.0, at_most=True).reached
-
-
 @pytest.mark.parametrize("engines", [("io_uring", "threads"), ("threads",)])
 def test_sweep_has_no_duplicates_and_fits_the_engines(engines: tuple[str, ...]) -> None:
     short, full = (sweep_settings(full=full, smoke=False, engines=engines) for full in (False, True))
@@ -285,52 +254,6 @@ def test_size_text() -> None:
     ]
 
 
-# ---- fio ----
-
-
-def test_fio_is_asked_for_the_same_work(tmp_path: Path) -> None:
-    file = open_unlinked(tmp_path, 4 * MIB)
-    try:
-        workload = Workload(pattern=Pattern.MIXED, total_bytes=2 * MIB, object_bytes=256 << 10)
-        command = fio_command(Settings(queue_depth=8), workload, [file], fixed_buffers=True)
-        assert {"--rw=rw", "--bs=262144", "--iodepth=8", f"--io_size={2 * MIB}", "--fixedbufs"} <= set(command)
-        assert f"--filename=/proc/{os.getpid()}/fd/{file.fd}" in command
-        single = Workload(pattern=Pattern.READ, total_bytes=8 * MIB, object_bytes=4 * MIB, one_at_a_time=True)
-        command = fio_command(Settings(), single, [file, file], fixed_buffers=False)
-        assert {"--bs=4194304", "--iodepth=1", f"--size={8 * MIB}"} <= set(command)
-        assert "--fixedbufs" not in command
-    finally:
-        os.close(file.fd)
-
-
-def test_fio_output_is_read() -> None:
-    """600 + 400 bytes in max(50, 40) ms, at 10 % + 30 % of a processor: 0.05 s and 0.02 s."""
-    job = {"read": {"io_bytes": 600, "runtime": 50}, "write": {"io_bytes": 400, "runtime": 40}}
-    text = "fio: a warning\n" + json.dumps({"jobs": [job | {"usr_cpu": 10.0, "sys_cpu": 30.0}]})
-    measured = read_fio(text)
-    assert measured.moved_bytes == 1000
-    assert measured.seconds == pytest.approx(0.05) and measured.cpu_seconds == pytest.approx(0.02)
-
-
-@pytest.mark.parametrize("text", ["", "{}", "nonsense", '{"jobs": []}', '{"jobs": [{"read": 3}]}'])
-def test_fio_output_that_makes_no_sense_is_named(text: str) -> None:
-    with pytest.raises(ContenderError, match="fio: its output cannot be understood"):
-        read_fio(text)
-
-
-@pytest.mark.skipif(not fio_installed(), reason="fio is not installed")
-@pytest.mark.parametrize("tuned", [True, False])
-def test_fio_runs_on_a_file_without_a_name(tmp_path: Path, tuned: bool) -> None:
-    with Workspace([tmp_path], 8 * MIB, 4 * MIB) as place:
-        workload = Workload(pattern=Pattern.MIXED, total_bytes=8 * MIB, object_bytes=4 * MIB)
-        try:
-            measured = Fio(Settings(queue_depth=4), tuned=tuned).run(workload, place)
-        except ContenderError as error:
-            pytest.skip(f"fio cannot run here: {error}")
-        assert measured.moved_bytes == 8 * MIB
-        assert list(tmp_path.iterdir()) == []
-
-
 # ---- on a small file ----
 
 
@@ -380,16 +303,6 @@ def test_new_blocks_keep_the_size(place: Workspace) -> None:
     assert [os.fstat(file.fd).st_size for file in place.files] == [8 * MIB]
 
 
-def test_naive_baselines(place: Workspace) -> None:
-    with naive_contenders(place, 4 * MIB) as contenders:
-        assert [contender.name for contender in contenders] == naive_methods()
-        for contender in contenders:
-            for pattern in (Pattern.WRITE, Pattern.READ):
-                workload = Workload(pattern=pattern, total_bytes=4 * MIB, object_bytes=MIB)
-                assert contender.run(workload, place).moved_bytes == 4 * MIB
-    assert "safetensors" not in naive_methods({"safetensors": False})
-
-
 def test_directories_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SwapError, match="create the directory"):
@@ -417,7 +330,7 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
         drive.mkdir()
     steps: list[tuple[int, int]] = []
     options = Options(paths=tuple(drives), smoke=True, bytes_per_step=10**9)
-    report = run_bench(options, lambda what, done, of: steps.append((done, of)))
+    report = tune(options, lambda what, done, of: steps.append((done, of)))
     assert [one.path for one in report.paths] == [*drives, None]
     assert all(done <= of for done, of in steps)
     assert all(list(drive.iterdir()) == [] for drive in drives)
@@ -427,7 +340,7 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
     assert {sweep.settings.engine for sweep in one.sweep} == set(engines_available())
     assert one.suggested in [sweep.settings for sweep in one.sweep]
     assert {latency.engine for latency in one.latencies} == set(engines_available())
-    assert report.written_bytes > 0 and one.figures and one.wear is not None
+    assert report.written_bytes > 0 and one.wear is not None
 
     found = next(swept for swept in one.sweep if swept.settings == one.suggested)
     assert keep_suggestions(report) == known.cache_file()
@@ -435,35 +348,73 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
     assert kept is not None and kept.engine in engines_available() and found.read_gb_s > 0 < kept.write_gb_s
 
     text = report_text(report)
-    for words in ("GB/s", "CPU s/GB", "suggested: engine=", "wear: ", "all 2 paths together", "torch.save"):
+    for words in ("GB/s", "CPU s/GB", "suggested: engine=", "wear: ", "all 2 paths together"):
         assert words in text
-    written = write_report(report, tmp_path / "out")
-    stored = json.loads(written[0].read_text())
+    stored = json.loads(write_json(report_json(report), tmp_path / "out").read_text())
     assert stored == json.loads(json.dumps(report_json(report)))
+    assert [path["path"] for path in stored["paths"]] == [*map(str, drives), None]
     assert stored["paths"][0]["rows"][0]["bandwidth_gb_s"] > 0
     assert not any("date" in key or "time" in key for key in stored)
-    if len(written) > 1:
-        assert written[1].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_without_fio_and_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.cli.drive.tune.fio_installed", lambda: False)
+def test_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.cli.drive.tune.engines_available", lambda: ("threads",))
     monkeypatch.setattr("offload.cli.drive.tune.uring_refusal", lambda: "EPERM (forbidden here)")
-    report = run_bench(Options(paths=(tmp_path,), smoke=True), lambda *_: None)
-    text = report_text(report)
-    assert "fio is not installed" in text and "forbidden here" in text
-    assert {row.contender for row in report.paths[0].rows if row.case == "read"} == {"threads"}
+    report = tune(Options(paths=(tmp_path,), smoke=True), lambda *_: None)
+    assert "forbidden here" in report_text(report)
+    assert {row.contender for row in report.paths[0].rows} == {"threads"}
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_peers_take_part_in_their_cases_and_are_made_anew_for_every_path(tmp_path: Path) -> None:
+    made = []
+
+    def peers() -> Peers:
+        everywhere, large, fresh = (Scripted(name, [sample(2.0)] * 9, []) for name in ("all", "large", "fresh"))
+        made.append(everywhere)
+        return Peers([everywhere], [large], [fresh], "all")
+
+    report = tune(Options(paths=(tmp_path, tmp_path), smoke=True), lambda *_: None, peers)
+    assert len(made) == 2
+    large, small = {"read", "write", "mixed"}, {"read, tensors of 64 KiB", "write, tensors of 64 KiB"}
+    for one in report.paths[:2]:
+        cases = {name: {row.case for row in one.rows if row.contender == name} for name in ("all", "large", "fresh")}
+        assert cases == {"all": large | small, "large": large, "fresh": {"first write"}}
+        for row in one.rows:
+            assert (row.reference, row.ratio) == (
+                (None, None) if row.case == "first write" else ("all", pytest.approx(row.bandwidth_gb_s / 2.0))
+            )
+
+
+@pytest.mark.parametrize("words", [["tune"], ["bench", "nvme"]])
+def test_command(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drive = tmp_path / "drive"
     drive.mkdir()
-    assert cli.main(["bench", "nvme", str(drive), "--smoke", "--output", str(tmp_path / "out")]) == 0
+    assert cli.main([*words, str(drive), "--smoke", "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr()
-    assert "suggested:" in shown.out and "nvme.json" in shown.out
+    assert "suggested:" in shown.out and "nvme.json" in shown.out and "kept in" not in shown.out
     assert "read" in shown.err and "sweep" in shown.err  # progress
-    assert list(drive.iterdir()) == []
+    assert list(drive.iterdir()) == [] and [file.name for file in (tmp_path / "out").iterdir()] == ["nvme.json"]
+
+
+@pytest.mark.parametrize(("extra", "kept"), [([], True), (["--no-keep"], False), (["--smoke"], False)])
+def test_settings_are_kept_unless_told_otherwise(
+    extra: list[str], kept: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Report(Options(paths=(tmp_path,)), machine.describe(), None, [PathReport(tmp_path, MIB, MIB, FACTS)])
+    small.paths[0].sweep, small.paths[0].suggested = [Swept(Settings(), 2.0, 1.0, 0.0)], Settings()
+    monkeypatch.setattr("offload.cli.drive.tune.tune", lambda options, progress: small)
+    monkeypatch.setattr(known, "cache_file", lambda: tmp_path / "drives.json")
+    monkeypatch.setattr(known, "device_of", lambda path: "A (1:0)")
+    assert cli.main(["tune", str(tmp_path), *extra]) == 0
+    assert ("kept in" in capsys.readouterr().out) == kept
+    found = known.recall(tmp_path)
+    assert (found is not None and (found.read_gb_s, found.write_gb_s) == (2.0, 1.0)) == kept
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--output .*file: cannot be written to"):
+        write_json({}, tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -483,7 +434,7 @@ def test_wrong_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "nvme", *arguments]) == cli.EXIT_ERROR
+    assert cli.main(["tune", *arguments]) == cli.EXIT_ERROR
     assert words in capsys.readouterr().err
 
 
@@ -495,13 +446,14 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("case", ["read", "sweep"])
-def test_interrupt_leaves_nothing(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "case"),
+    [("-m offload bench nvme", "read"), ("-m offload tune --full", "sweep"), ("bench/nvme --output /nowhere", "read")],
+)
+def test_interrupt_leaves_nothing(tmp_path: Path, words: str, case: str) -> None:
     """Ctrl-C in the middle of a case: exit code 130, no file, no fio that goes on."""
-    command = [sys.executable, "-m", "offload", "bench", "nvme", str(tmp_path), "--size", "64MiB", "--rounds", "100000"]
-    if case == "sweep":
-        command[-1] = "1"
-        command.append("--full")
+    rounds = "1" if case == "sweep" else "100000"
+    command = [sys.executable, *words.split(), str(tmp_path), "--size", "64MiB", "--rounds", rounds]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     watchdog = threading.Timer(300, process.kill)
     watchdog.start()
@@ -521,18 +473,3 @@ def test_interrupt_leaves_nothing(tmp_path: Path, case: str) -> None:
     assert "nothing is left on the drive" in errors
     assert list(tmp_path.iterdir()) == []
     assert [child for child in children if Path(f"/proc/{child}").exists()] == []
-
-
-def test_thin_wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[str]] = []
-
-    def main(arguments: list[str]) -> int:
-        calls.append(arguments)
-        return 0
-
-    monkeypatch.setattr("offload.cli.main.main", main)
-    monkeypatch.setattr(sys, "argv", ["nvme.py", "--smoke"])
-    with pytest.raises(SystemExit) as leaving:
-        runpy.run_path(str(ROOT / "bench" / "nvme.py"), run_name="__main__")
-    assert leaving.value.code == 0
-    assert calls == [["bench", "nvme", "--output", str(ROOT / "build" / "bench"), "--smoke"]]

@@ -2,7 +2,6 @@
 
 Owns how that handle is asked for a workload and how its settings are found. It is no dependency: without DeepSpeed, or
 where its operator cannot be built, the bench goes on without it. Must not know our engines.
-Next: :mod:`offload.cli.drive.tune`.
 
 The handle reads and writes tensors in memory that it has locked. Huge pages are put under that, as under ours, unless
 it is to be seen with memory as it makes it. Each of its threads takes an equal part of every operation and works on one
