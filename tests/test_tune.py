@@ -357,6 +357,12 @@ def test_smoke_run_from_library_to_files(tmp_path: Path) -> None:
     assert not any("date" in key or "time" in key for key in stored)
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_the_commit_is_that_of_the_checkout() -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert machine.commit() == (head.stdout.strip() or None)
+
+
 def test_without_io_uring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.cli.drive.tune.engines_available", lambda: ("threads",))
     monkeypatch.setattr("offload.cli.drive.tune.uring_refusal", lambda: "EPERM (forbidden here)")

@@ -55,7 +55,7 @@ def version_of(package: str) -> str | None:
 
 def commit() -> str | None:
     """Return the commit of the checkout that this package runs from; None for an installed package."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
