@@ -266,9 +266,8 @@ def place(tmp_path: Path) -> Iterator[Workspace]:
 
 @pytest.mark.parametrize("engine", engines_available())
 @pytest.mark.parametrize("pattern", Pattern)
-@pytest.mark.parametrize("one_at_a_time", [False, True])
-def test_our_engines_run_each_pattern(place: Workspace, engine: str, pattern: Pattern, one_at_a_time: bool) -> None:
-    workload = Workload(pattern=pattern, total_bytes=16 * MIB, object_bytes=2 * MIB, one_at_a_time=one_at_a_time)
+def test_our_engines_run_each_pattern(place: Workspace, engine: str, pattern: Pattern) -> None:
+    workload = Workload(pattern=pattern, total_bytes=16 * MIB, object_bytes=2 * MIB)
     measured = Ours(Settings(engine=engine)).run(workload, place)
     assert measured.moved_bytes == 16 * MIB and measured.seconds > 0 and measured.cpu_seconds >= 0
 

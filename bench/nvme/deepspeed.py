@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from offload.cli.drive.measure import (
     MIB,
     ContenderError,
-    Operation,
     Pattern,
     Sample,
     Workload,
@@ -30,6 +29,7 @@ from offload.cli.drive.measure import (
     plan_operations,
     timed,
 )
+from swap.io.aio import Job
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,7 @@ class HandleSettings:
 
 def handle_settings(workload: Workload, memory_bytes: int) -> list[HandleSettings]:
     """Return the settings worth trying for a workload."""
-    if workload.one_at_a_time or workload.object_bytes <= MIB:
+    if workload.object_bytes <= MIB:
         counts = [count for count in (1, 2, 4, 8, 16) if workload.object_bytes % (count * 4096) == 0]
         return [HandleSettings(threads=count) for count in counts]
     lengths = {0, memory_bytes // 2, memory_bytes} if workload.pattern is not Pattern.MIXED else {0, memory_bytes // 2}
@@ -173,7 +173,7 @@ def _measure(
     operator: Operator, settings: HandleSettings, workload: Workload, place: Workspace, *, huge_pages: bool = True
 ) -> Sample:
     workload = dataclasses.replace(workload, object_bytes=settings.operation_bytes or workload.object_bytes)
-    plan = plan_operations(workload, [(file.fd, file.size_bytes) for file in place.files], 0, place.memory_bytes)
+    plan = plan_operations(workload, place.extents, 0, place.memory_bytes)
     names = {file.fd: file.visible_as for file in place.files}
 
     def open_handle() -> Handle:
@@ -185,9 +185,8 @@ def _measure(
         writer = open_handle() if workload.pattern is Pattern.MIXED else reader
         with _locked_memory(reader, place, huge_pages=huge_pages) as memory:
             steps = [(one, memory[one.address : one.address + one.length]) for one in plan]
-            pending = 1 if workload.one_at_a_time else _PENDING_OPERATIONS
             moved = sum(one.length for one in plan)
-            return timed(moved, lambda: _carry_out(reader, writer, steps, names, pending))
+            return timed(moved, lambda: _carry_out(reader, writer, steps, names))
     except (RuntimeError, TypeError, AttributeError) as error:  # another version of DeepSpeed
         raise ContenderError(str(error).splitlines()[0]) from None
 
@@ -195,12 +194,11 @@ def _measure(
 def _carry_out(
     reader: Handle,
     writer: Handle,
-    steps: Sequence[tuple[Operation, torch.Tensor]],
+    steps: Sequence[tuple[Job, torch.Tensor]],
     names: dict[int, str],
-    pending: int,
 ) -> None:
-    for first in range(0, len(steps), pending):
-        batch = steps[first : first + pending]
+    for first in range(0, len(steps), _PENDING_OPERATIONS):
+        batch = steps[first : first + _PENDING_OPERATIONS]
         for one, tensor in batch:
             if one.write:
                 code = writer.async_pwrite(tensor, one.fd, one.offset)

@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,6 @@ def fio_command(
 ) -> list[str]:
     """Return the command line that makes fio do what our engine does."""
     block = min(settings.block_bytes, workload.object_bytes)
-    depth = settings.queue_depth
-    if workload.one_at_a_time:
-        block, depth = workload.object_bytes, 1
     command = [
         "fio",
         "--name=offload",
@@ -96,7 +93,7 @@ def fio_command(
         "--ioengine=io_uring",
         f"--direct={int(all(file.direct for file in files))}",
         f"--bs={block}",
-        f"--iodepth={depth}",
+        f"--iodepth={settings.queue_depth}",
         f"--size={sum(file.size_bytes for file in files)}",
         f"--io_size={workload.total_bytes}",
         "--registerfiles",
@@ -271,10 +268,9 @@ METHODS = {
 }
 
 
-def naive_methods(installed: Mapping[str, bool] | None = None) -> list[str]:
+def naive_methods() -> list[str]:
     """Return the methods that can run here."""
-    has_safetensors = find_spec("safetensors") is not None if installed is None else installed.get("safetensors", False)
-    return [method for method in METHODS if method != "safetensors" or has_safetensors]
+    return [method for method in METHODS if method != "safetensors" or find_spec("safetensors") is not None]
 
 
 @contextlib.contextmanager
