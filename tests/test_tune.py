@@ -34,7 +34,16 @@ from offload.cli.drive.measure import (
 )
 from offload.cli.drive.report import report_json, report_text, wear_text, write_json
 from offload.cli.drive.results import Options, PathReport, Report, Row, Swept, estimate_wear, ratio_of
-from offload.cli.drive.tune import Peers, interleave, keep_suggestions, suggest, sweep_settings, tune, usable_size
+from offload.cli.drive.tune import (
+    Fresh,
+    Peers,
+    interleave,
+    keep_suggestions,
+    suggest,
+    sweep_settings,
+    tune,
+    usable_size,
+)
 from offload.errors import ConfigError
 from offload.memory import drives as known
 from offload.memory import machine
@@ -300,6 +309,21 @@ def test_new_blocks_keep_the_size(place: Workspace) -> None:
     assert [os.fstat(file.fd).st_size for file in place.files] == [0]
     place.reserve()
     assert [os.fstat(file.fd).st_size for file in place.files] == [8 * MIB]
+
+
+def test_a_first_write_meets_reserved_blocks_or_an_empty_file(place: Workspace) -> None:
+    met: list[int] = []
+
+    class Looking:
+        name = "looking"
+
+        def run(self, workload: Workload, place: Workspace) -> Sample:
+            met.append(os.fstat(place.files[0].fd).st_size)
+            return Sample(MIB, 1.0, 0.5)
+
+    reserved, grown = Fresh(Looking()).run(READ, place), Fresh(Looking(), grows=True).run(READ, place)
+    assert met == [8 * MIB, 0]
+    assert reserved.seconds > 1.0 and grown.seconds == pytest.approx(1.0, abs=1e-3)  # reserving counts
 
 
 def test_directories_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from offload.cli.drive.measure import MIB, Contender, Ours, Pattern, Sample, Settings, Workload, Workspace
+from offload.cli.drive.measure import MIB, Contender, Ours, Pattern, Settings, Workload, Workspace
 from offload.cli.drive.results import Options, PathReport, Report
 from offload.cli.drive.tune import OBJECT_BYTES, Fresh, Peers, Progress, Run, free_bytes_of, spare_memory, tune
 from swap.io.aio import engines_available
 
 from .deepspeed import DeepSpeed, deepspeed_installed
 from .peers import Fio, fio_installed, naive_contenders
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Growing:
-    """A contender whose files grow as they are written: that is how DeepSpeed swaps."""
-
-    inner: Contender
-
-    @property
-    def name(self) -> str:
-        """See :class:`offload.cli.drive.measure.Contender`."""
-        return self.inner.name
-
-    def run(self, workload: Workload, place: Workspace) -> Sample:
-        """See :class:`offload.cli.drive.measure.Contender`."""
-        place.make_empty()
-        return self.inner.run(workload, place)
 
 
 def find_peers() -> Peers:
@@ -44,7 +26,7 @@ def find_peers() -> Peers:
     if deepspeed_installed():
         everywhere.append(deepspeed := DeepSpeed())
         large.append(DeepSpeed(like=deepspeed))
-        fresh.append(Growing(deepspeed))
+        fresh.append(Fresh(deepspeed, grows=True))  # that is how it swaps
     return Peers(everywhere, large, fresh, Fio().name)
 
 

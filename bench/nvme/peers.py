@@ -163,8 +163,7 @@ class NaiveFile:
 
     def forget_cached(self) -> None:
         """Drop what was made durable from the page cache, so that the next read is one of the drive."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close, and so delete, the file."""

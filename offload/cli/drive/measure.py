@@ -28,6 +28,7 @@ from typing import Protocol
 import swap.io.files
 from swap.errors import SwapError
 from swap.io.aio import Aio, Job, Priority, wait_all
+from swap.io.files import SwapFile, reserve
 
 MIB = 1 << 20
 DEADLINE_SECONDS = 600.0  # a slow drive is what the bench is for; only a dead one is an error
@@ -132,36 +133,10 @@ def size_text(size_bytes: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ScratchFile:
-    """An open file without a name.
+class ScratchFile(SwapFile):
+    """An open file without a name, of which `size_bytes` are reserved on the drive."""
 
-    Attributes:
-        file: how it was opened.
-        size_bytes: reserved on the drive.
-    """
-
-    file: swap.io.files.SwapFile
     size_bytes: int
-
-    @property
-    def fd(self) -> int:
-        """Its descriptor."""
-        return self.file.fd
-
-    @property
-    def directory(self) -> Path:
-        """Where its bytes are."""
-        return Path(self.file.directory)
-
-    @property
-    def direct(self) -> bool:
-        """The page cache is bypassed."""
-        return self.file.direct
-
-    @property
-    def alignment_bytes(self) -> int:
-        """Of offsets, lengths and addresses."""
-        return self.file.alignment
 
     @property
     def visible_as(self) -> str:
@@ -169,7 +144,7 @@ class ScratchFile:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
 
-def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> ScratchFile:
+def open_unlinked(directory: str | Path, size_bytes: int, *, direct: bool = True) -> ScratchFile:
     """Create a file without a name in `directory` and reserve its space.
 
     It is gone when the descriptor is closed, however the process ends.
@@ -178,13 +153,14 @@ def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> S
         SwapFullError: not enough room.
         SwapError: the directory is missing or not writable.
     """
-    file = swap.io.files.open_unlinked(str(directory), direct=direct)
+    opened = swap.io.files.open_unlinked(str(directory), direct=direct)
+    file = ScratchFile(opened.fd, opened.directory, opened.direct, opened.alignment, size_bytes)
     try:
-        swap.io.files.reserve(file, size_bytes)
+        reserve(file, size_bytes)
     except BaseException:
         os.close(file.fd)
         raise
-    return ScratchFile(file, size_bytes)
+    return file
 
 
 class Workspace:
@@ -252,7 +228,7 @@ class Workspace:
             SwapFullError: the drive has become too full for that.
         """
         for file in self.files:
-            swap.io.files.reserve(file.file, file.size_bytes)
+            reserve(file, file.size_bytes)
 
 
 def _fill_with_noise(address: int, length: int) -> None:
@@ -321,7 +297,7 @@ def open_engine(settings: Settings, place: Workspace, *, registered: bool) -> It
         raise ContenderError(str(error)) from None
     with aio:
         for file in place.files:
-            aio.register_file(file.fd, str(file.directory))
+            aio.register_file(file.fd, file.directory)
         if registered and not aio.register_buffer(place.base_address, place.memory_bytes):
             raise ContenderError(f"the kernel refuses to register {size_text(place.memory_bytes)} (ulimit -l)")
         yield aio

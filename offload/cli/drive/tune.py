@@ -87,9 +87,10 @@ class Peers:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fresh:
-    """A contender that writes to blocks reserved just before, which counts."""
+    """A contender that writes a new file: to blocks reserved just before, which counts, or to one that grows."""
 
     inner: Contender
+    grows: bool = False
 
     @property
     def name(self) -> str:
@@ -99,7 +100,7 @@ class Fresh:
     def run(self, workload: Workload, place: Workspace) -> Sample:
         """See :class:`offload.cli.drive.measure.Contender`."""
         place.make_empty()
-        reserving = timed(0, place.reserve)
+        reserving = timed(0, (lambda: None) if self.grows else place.reserve)
         writing = self.inner.run(workload, place)
         return Sample(
             writing.moved_bytes, reserving.seconds + writing.seconds, reserving.cpu_seconds + writing.cpu_seconds
@@ -459,7 +460,7 @@ def _facts_of(path: Path, place: Workspace) -> dict[str, Any]:
         "drive": mount.drive if mount else None,
         "model": mount.model if mount else None,
         "direct": place.files[0].direct,
-        "alignment_bytes": place.files[0].alignment_bytes,
+        "alignment_bytes": place.files[0].alignment,
         "in_memory": facts.in_memory,
     }
 
