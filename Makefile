@@ -11,7 +11,7 @@ BUDGETS ?= --device cpu --device-memory 1000MiB --activation-memory 860MiB --cpu
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt scripts/setup_venv.sh scripts/fetch_deb.py \
            $(shell find csrc -type f)
 CXX_SOURCES = $(shell find csrc -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' \))
-TYPED := $(wildcard offload swap scripts)
+TYPED := $(wildcard offload swap scripts bench/nvme)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test nightly sanitize finetune lint format bench clean distclean
@@ -44,7 +44,7 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 
 bench: $(STAMP)   ## every bench, short; JSON goes to build/bench
 	@mkdir -p build/bench
-	@set -e; for file in bench/*.py; do case $$file in */_*) continue;; esac; \
+	@set -e; for file in bench/*.py bench/nvme; do case $$file in */_*) continue;; esac; \
 	    echo "== $$file"; $(BIN)/python $$file --smoke $(ARGS); done
 
 sanitize: $(STAMP) ## the tests of csrc/aio and swap on ASan+UBSan and TSan builds (ARGS="thread -- -k store")

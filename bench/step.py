@@ -29,8 +29,8 @@ import torch
 from _common import emit, load_model, model_directory, text_file, text_windows, vocabulary_size
 from memory import MIB, reset_peak, rss_bytes
 
+from offload.cli.drive.measure import Ours, Pattern, Settings, Workload, Workspace
 from offload.cli.finetune.settings import Settings as TextSettings
-from offload.cli.nvme_measure import Ours, Pattern, Settings, Workload, Workspace
 
 IN_TURN = "nvme, in turn"
 OURS = ("device", "cpu", "nvme", IN_TURN)

@@ -13,7 +13,6 @@ import argparse
 import ctypes
 import mmap
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -22,10 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from _common import emit
+from nvme.deepspeed import DeepSpeed, deepspeed_installed
+from nvme.peers import Fio, fio_installed
 
-from offload.cli.nvme_deepspeed import DeepSpeed, deepspeed_installed
-from offload.cli.nvme_measure import Contender, ContenderError, Pattern, Settings, Workload, Workspace, size_text
-from offload.cli.nvme_peers import Fio, fio_installed
+from offload.cli.drive.measure import (
+    Contender,
+    ContenderError,
+    Pattern,
+    Sample,
+    Settings,
+    Workload,
+    Workspace,
+    size_text,
+    timed,
+)
+from offload.cli.drive.results import ratio_of, speed_of
 from swap import Aio, Job, Mode, StoreTicket, SwapStore, wait_all
 from swap.io.checksums import crc32c_at, crc32c_kernel
 from swap.io.files import open_unlinked, reserve
@@ -47,34 +57,20 @@ class Memory:
             ctypes.memmove(self.address + at, noise, min(MIB, size - at))
 
 
-def cpu_seconds() -> float:
-    """Return the processor time of all threads of this process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """Return wall and processor seconds of `action`."""
-    cpu, start = cpu_seconds(), time.perf_counter()
-    action()
-    return time.perf_counter() - start, cpu_seconds() - cpu
-
-
 def interleaved(
     rounds: int, contenders: dict[str, Callable[[], object]], moved_bytes: int
 ) -> dict[str, dict[str, float]]:
     """Run all contenders in turn `rounds` times; return the medians of GB/s and of processor seconds per GB."""
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, action in contenders.items():
-            samples[name].append(timed(action))
-    return {
-        name: {
-            "gb_s": statistics.median(moved_bytes / wall / 1e9 for wall, _ in runs),
-            "cpu_s_per_gb": statistics.median(cpu / moved_bytes * 1e9 for _, cpu in runs),
-        }
-        for name, runs in samples.items()
-    }
+            samples[name].append(timed(moved_bytes, action))
+    return {name: medians(runs) for name, runs in samples.items()}
+
+
+def medians(runs: list[Sample]) -> dict[str, float]:
+    """Return the medians of GB/s and of processor seconds per GB."""
+    return {"gb_s": speed_of(runs), "cpu_s_per_gb": statistics.median(one.cpu_seconds_per_gb for one in runs)}
 
 
 def kernels(size: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -182,26 +178,17 @@ def tensors(path: str, count: int, object_bytes: int, rounds: int) -> dict[str, 
         for pattern in (Pattern.WRITE, Pattern.READ):
             start = store.put_many if pattern is Pattern.WRITE else store.get_many
             workload = Workload(pattern=pattern, total_bytes=total, object_bytes=object_bytes)
-            samples: dict[str, list[tuple[float, float]]] = {"store": [], **{name: [] for name in peers}}
+            samples: dict[str, list[Sample]] = {"store": [], **{name: [] for name in peers}}
             for _ in range(rounds):
-                wall, cpu = timed(lambda start=start: wait_all(start(items)))
-                samples["store"].append((total / wall / 1e9, cpu / total * 1e9))
+                samples["store"].append(timed(total, lambda start=start: wait_all(start(items))))
                 for name, peer in list(peers.items()):
                     try:
-                        sample = peer.run(workload, place)
+                        samples[name].append(peer.run(workload, place))
                     except ContenderError as error:
                         print(f"{name}: left out: {error}")
                         del peers[name], samples[name]
-                        continue
-                    samples[name].append((sample.bandwidth_gb_s, sample.cpu_seconds_per_gb))
             for name, runs in samples.items():
-                results[f"{pattern.value} {name}"] = {
-                    "gb_s": statistics.median(speed for speed, _ in runs),
-                    "cpu_s_per_gb": statistics.median(cpu for _, cpu in runs),
-                    "ratio": statistics.median(
-                        ours / speed for (ours, _), (speed, _) in zip(samples["store"], runs, strict=True)
-                    ),
-                }
+                results[f"{pattern.value} {name}"] = medians(runs) | {"ratio": ratio_of(samples["store"], runs) or 0.0}
     return results
 
 
@@ -256,24 +243,23 @@ def commits(path: str, keys: int, rounds: int) -> dict[str, float]:
                     ticket.wait()
 
             put(keys)
-            results[f"all {keys} keys, s"] = timed(store.commit)[0]
+            results[f"all {keys} keys, s"] = timed(0, store.commit).seconds
             for count in (1, 10, 100, 1000):
                 if count > keys:
                     break
                 samples = []
                 for _ in range(rounds):
                     put(count)
-                    samples.append(timed(store.commit)[0])
+                    samples.append(timed(0, store.commit).seconds)
                 results[f"{count} of {keys} keys, s"] = statistics.median(samples)
-        results[f"reopening {keys} keys, s"] = timed(lambda: SwapStore(directory, capacity, mode=Mode.DURABLE).close())[
-            0
-        ]
+        reopening = timed(0, lambda: SwapStore(directory, capacity, mode=Mode.DURABLE).close())
+        results[f"reopening {keys} keys, s"] = reopening.seconds
         with open(os.path.join(directory, "probe"), "wb") as probe:
             samples = []
             for _ in range(rounds):
                 probe.write(b"x" * 100)
                 probe.flush()
-                samples.append(timed(lambda: os.fdatasync(probe.fileno()))[0])
+                samples.append(timed(0, lambda: os.fdatasync(probe.fileno())).seconds)
         results["bound: one flush, s"] = statistics.median(samples)
     return results
 

@@ -67,7 +67,8 @@ WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
 PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| import (.*\W)?_\w)|\btorch\.autograd\._")
 USES_PRIVATE_TORCH = {"offload.torch_private"}
-MAY_PRINT = {"offload.cli.main", "offload.cli.finetune.run", "offload.cli.finetune.progress", "offload.__main__"}
+MAY_PRINT = {f"offload.{name}" for name in ("__main__", "cli.main", "cli.finetune.run", "cli.finetune.progress")}
+MAY_PRINT |= {"offload.cli.drive.command"}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
 

@@ -1,1 +1,1 @@
-"""Commands: finetune, bench nvme, doctor."""
+"""Commands: finetune, tune (or bench nvme), doctor."""

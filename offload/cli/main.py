@@ -1,4 +1,4 @@
-"""Command line: ``offload finetune``, ``offload bench nvme``, ``offload doctor``; also as ``python -m offload``.
+"""Command line: ``offload finetune``, ``tune`` (or ``bench nvme``), ``doctor``; also as ``python -m offload``.
 
 Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. The
 options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Next: :mod:`offload.cli.finetune.run`.
@@ -11,12 +11,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offload.cli.drive import command as drive
 from offload.cli.finetune.settings import add_options, settings_of
-from offload.errors import ConfigError, OffloadError, did_you_mean
+from offload.errors import OffloadError, did_you_mean
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -57,34 +58,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="show the version and leave")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     _add_finetune(commands)
-    _add_bench(commands)
+    _add_drive(commands)
     _add_doctor(commands)
     return parser
 
 
-def _add_bench(commands: argparse._SubParsersAction[Any]) -> None:
+def _add_drive(commands: argparse._SubParsersAction[Any]) -> None:
     bench = commands.add_parser("bench", allow_abbrev=False, help="measure this machine")
     benches = bench.add_subparsers(dest="bench", metavar="WHAT", parser_class=_Parser, required=True)
-    nvme = benches.add_parser(
-        "nvme",
-        allow_abbrev=False,
-        help="what does this drive give?",
-        description="Measure drives through the engines of the NVMe tier, beside fio (if installed) and common ways to "
-        "keep tensors in files; suggest settings. Uses files without names: nothing is left behind, however it ends.",
-    )
-    nvme.add_argument(
-        "paths", type=Path, nargs="*", default=[Path(".")], metavar="PATH", help="folder on a drive (default: this one)"
-    )
-    nvme.add_argument(
-        "--size", metavar="SIZE", help="most space to fill (default: 1GiB, at most 10 %% of what is free)"
-    )
-    nvme.add_argument("--rounds", type=int, default=5, metavar="N", help="measurements of everything (default: 5)")
-    nvme.add_argument("--full", action="store_true", help="the wide sweep of settings (minutes, and many writes)")
-    nvme.add_argument("--smoke", action="store_true", help="small and short: shows that it runs, measures nothing")
-    nvme.add_argument("--output", type=Path, metavar="DIR", help="folder for nvme.json and nvme.png")
-    nvme.add_argument("--no-keep", action="store_true", help="do not keep the suggested settings for offload.Engine")
-    nvme.add_argument("--bytes-per-step", metavar="SIZE", help="written by a training step (see the plan): shows wear")
-    nvme.add_argument("--endurance", metavar="SIZE", help="bytes that the drive is rated for, such as 600TB")
+    tune = "measure drives, keep the settings that serve them best"
+    for where, name, text in ((commands, "tune", tune), (benches, "nvme", "another name of tune")):
+        drive.add_arguments(where.add_parser(name, allow_abbrev=False, help=text, description=drive.DESCRIPTION))
 
 
 def _add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
@@ -110,76 +94,6 @@ def _add_finetune(commands: argparse._SubParsersAction[Any]) -> None:
         "bytes per link.",
     )
     add_options(finetune)
-
-
-def run_nvme_bench(arguments: argparse.Namespace) -> None:
-    """Run ``offload bench nvme``: progress to stderr, tables to stdout.
-
-    Raises:
-        OffloadError: an option is wrong, or the results cannot be written.
-        SwapError: a drive is too full, cannot be used, or fails.
-    """
-    from offload.cli.nvme_bench import Options, keep_suggestions, run_bench
-    from offload.cli.nvme_report import report_text, write_report
-
-    options = Options(
-        paths=tuple(arguments.paths),
-        size_bytes=_bytes_of(arguments.size, "--size"),
-        rounds=arguments.rounds,
-        full=arguments.full,
-        smoke=arguments.smoke,
-        bytes_per_step=_bytes_of(arguments.bytes_per_step, "--bytes-per-step"),
-        endurance_bytes=_bytes_of(arguments.endurance, "--endurance"),
-    )
-    progress = _Progress()
-    try:
-        report = run_bench(options, progress.show)
-    finally:
-        progress.end()
-    print(report_text(report))
-    kept = None if arguments.no_keep or arguments.smoke else keep_suggestions(report)
-    if kept is not None:
-        print(f"suggested settings kept in {kept}: offload.Engine uses them on these drives")
-    if arguments.output is not None:
-        try:
-            written = write_report(report, arguments.output)
-        except OSError as error:
-            raise ConfigError(f"--output {arguments.output}: cannot be written to: {error}") from error
-        print("wrote " + ", ".join(map(str, written)))
-
-
-def _bytes_of(text: str | None, subject: str) -> int | None:
-    from offload.config import Share, parse_bytes
-
-    if text is None:
-        return None
-    size = parse_bytes(text, subject=subject)
-    if isinstance(size, Share):
-        raise ConfigError(f"{subject}: expected bytes such as 8GiB but got {text!r}")
-    return size
-
-
-class _Progress:
-    """What goes on, on stderr: one line that changes on a terminal, a line for each case elsewhere."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._case = ""
-
-    def show(self, what: str, done: int, expected: int) -> None:
-        """Show what is measured next; the part up to the first colon is the case."""
-        share = f"{done / expected:4.0%}"
-        case = what.split(":")[0]
-        if self._terminal:
-            print(f"\r\x1b[K{share} {what[:100]}", end="", file=sys.stderr, flush=True)
-        elif case and case != self._case:
-            print(f"{share} {case}", file=sys.stderr, flush=True)
-        self._case = case or self._case
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self._terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -221,18 +135,27 @@ def _main(arguments: Sequence[str] | None) -> int:
         return EXIT_USAGE
     if parsed.command == "doctor":
         return run_doctor(parsed)
+    return guarded(lambda: _run(parsed))
+
+
+def _run(parsed: argparse.Namespace) -> None:
+    if parsed.command == "finetune":
+        from offload.cli.finetune.run import run
+
+        run(settings_of(parsed))
+    else:
+        drive.run(parsed)
+
+
+def guarded(command: Callable[[], None]) -> int:
+    """Run a command and show what ends it; returns the exit code."""
     from swap.errors import SwapError
 
     # Transfers and the optimizer work beside torch's threads, whose spinning would take the cores from them. Read when
     # torch is first imported, which is below.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        if parsed.command == "bench":
-            run_nvme_bench(parsed)
-        else:
-            from offload.cli.finetune.run import run
-
-            run(settings_of(parsed))
+        command()
     except KeyboardInterrupt:
         print("\noffload: interrupted; nothing is left on the drive", file=sys.stderr)
         return EXIT_INTERRUPTED

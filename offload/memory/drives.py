@@ -1,7 +1,7 @@
-"""What ``python -m offload bench nvme`` has found out about the drives of this machine, kept for the engine.
+"""What ``python -m offload tune`` has found out about the drives of this machine, kept for the engine.
 
 Owns one small JSON file in the user's cache folder: settings and bandwidth per device. Knows neither how they are
-measured (:mod:`offload.cli.nvme_bench`) nor what a store is; :func:`store_options` only names its arguments. Losing the
+measured (:mod:`offload.cli.drive.tune`) nor what a store is; :func:`store_options` only names its arguments. Losing the
 file costs speed, nothing else: what cannot be read counts as not measured.
 """
 

@@ -2,7 +2,7 @@
 
 Owns the reading; a function answers None (or an empty value) where the system does not tell. Must not know what the
 facts are good for: :mod:`offload.memory.tiers` makes budgets of them, :mod:`offload.cli.doctor` judges them,
-:mod:`offload.cli.nvme_bench` prints them beside its measurements.
+:mod:`offload.cli.drive.tune` prints them beside its measurements.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns how that handle is asked for a workload and how its settings are found. It is no dependency: without DeepSpeed, or
 where its operator cannot be built, the bench goes on without it. Must not know our engines.
-Next: :mod:`offload.cli.nvme_bench`.
 
 The handle reads and writes tensors in memory that it has locked. Huge pages are put under that, as under ours, unless
 it is to be seen with memory as it makes it. Each of its threads takes an equal part of every operation and works on one
@@ -20,10 +19,9 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
-from offload.cli.nvme_measure import (
+from offload.cli.drive.measure import (
     MIB,
     ContenderError,
-    Operation,
     Pattern,
     Sample,
     Workload,
@@ -31,6 +29,7 @@ from offload.cli.nvme_measure import (
     plan_operations,
     timed,
 )
+from swap.io.aio import Job
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +95,7 @@ class HandleSettings:
 
 def handle_settings(workload: Workload, memory_bytes: int) -> list[HandleSettings]:
     """Return the settings worth trying for a workload."""
-    if workload.one_at_a_time or workload.object_bytes <= MIB:
+    if workload.object_bytes <= MIB:
         counts = [count for count in (1, 2, 4, 8, 16) if workload.object_bytes % (count * 4096) == 0]
         return [HandleSettings(threads=count) for count in counts]
     lengths = {0, memory_bytes // 2, memory_bytes} if workload.pattern is not Pattern.MIXED else {0, memory_bytes // 2}
@@ -145,11 +144,11 @@ class DeepSpeed:
 
     @property
     def name(self) -> str:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         return DEEPSPEED if self._huge_pages else DEEPSPEED_ORDINARY
 
     def run(self, workload: Workload, place: Workspace) -> Sample:
-        """See :class:`offload.cli.nvme_measure.Contender`. The first run of a workload is preceded by the tuning."""
+        """See :class:`offload.cli.drive.measure.Contender`. The first run of a workload is preceded by the tuning."""
         if self._operator is None:
             self._operator = load_operator()
         case = workload.pattern, workload.object_bytes
@@ -174,7 +173,7 @@ def _measure(
     operator: Operator, settings: HandleSettings, workload: Workload, place: Workspace, *, huge_pages: bool = True
 ) -> Sample:
     workload = dataclasses.replace(workload, object_bytes=settings.operation_bytes or workload.object_bytes)
-    plan = plan_operations(workload, [(file.fd, file.size_bytes) for file in place.files], 0, place.memory_bytes)
+    plan = plan_operations(workload, place.extents, 0, place.memory_bytes)
     names = {file.fd: file.visible_as for file in place.files}
 
     def open_handle() -> Handle:
@@ -186,9 +185,8 @@ def _measure(
         writer = open_handle() if workload.pattern is Pattern.MIXED else reader
         with _locked_memory(reader, place, huge_pages=huge_pages) as memory:
             steps = [(one, memory[one.address : one.address + one.length]) for one in plan]
-            pending = 1 if workload.one_at_a_time else _PENDING_OPERATIONS
             moved = sum(one.length for one in plan)
-            return timed(moved, lambda: _carry_out(reader, writer, steps, names, pending))
+            return timed(moved, lambda: _carry_out(reader, writer, steps, names))
     except (RuntimeError, TypeError, AttributeError) as error:  # another version of DeepSpeed
         raise ContenderError(str(error).splitlines()[0]) from None
 
@@ -196,12 +194,11 @@ def _measure(
 def _carry_out(
     reader: Handle,
     writer: Handle,
-    steps: Sequence[tuple[Operation, torch.Tensor]],
+    steps: Sequence[tuple[Job, torch.Tensor]],
     names: dict[int, str],
-    pending: int,
 ) -> None:
-    for first in range(0, len(steps), pending):
-        batch = steps[first : first + pending]
+    for first in range(0, len(steps), _PENDING_OPERATIONS):
+        batch = steps[first : first + _PENDING_OPERATIONS]
         for one, tensor in batch:
             if one.write:
                 code = writer.async_pwrite(tensor, one.fd, one.offset)

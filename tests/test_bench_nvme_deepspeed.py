@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload.cli import nvme_deepspeed
-from offload.cli.nvme_bench import Options, run_bench
-from offload.cli.nvme_deepspeed import (
+from bench.nvme import deepspeed as nvme_deepspeed
+from bench.nvme.cases import compare
+from bench.nvme.deepspeed import (
     DEEPSPEED,
     DEEPSPEED_ORDINARY,
     DeepSpeed,
@@ -22,7 +22,9 @@ from offload.cli.nvme_deepspeed import (
     handle_settings,
     load_operator,
 )
-from offload.cli.nvme_measure import MIB, ContenderError, Pattern, Sample, Workload, Workspace
+from bench.nvme.figures import figures_of
+from offload.cli.drive.measure import MIB, ContenderError, Pattern, Sample, Workload, Workspace
+from offload.cli.drive.results import Options
 
 
 class FakeHandle:
@@ -165,13 +167,13 @@ def test_without_deepspeed() -> None:
 
 
 def test_a_run_of_the_bench_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.cli.nvme_bench.deepspeed_installed", lambda: True)
+    monkeypatch.setattr("bench.nvme.cases.deepspeed_installed", lambda: True)
     monkeypatch.setattr(nvme_deepspeed, "load_operator", FakeOperator)
-    one = run_bench(Options(paths=(tmp_path,), smoke=True), lambda *_: None).paths[0]
+    one = compare(Options(paths=(tmp_path,), smoke=True), lambda *_: None).paths[0]
     cases = {row.case for row in one.rows if row.contender == DEEPSPEED}
     assert {"read", "write", "mixed", "first write", "read, tensors of 64 KiB", "write, tensors of 64 KiB"} <= cases
     assert {row.case for row in one.rows if row.contender == DEEPSPEED_ORDINARY} == {"read", "write", "mixed"}
-    names = {figure.name for figure in one.figures}
+    names = {figure.name for figure in figures_of(one, (tmp_path,))}
     assert {f"mixed / {DEEPSPEED}", f"first write / {DEEPSPEED}"} <= names
 
 
@@ -179,8 +181,8 @@ def test_the_bench_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.Monkey
     def fail() -> FakeOperator:
         raise ContenderError("its operator async_io cannot be loaded: libaio.h is missing")
 
-    monkeypatch.setattr("offload.cli.nvme_bench.deepspeed_installed", lambda: True)
+    monkeypatch.setattr("bench.nvme.cases.deepspeed_installed", lambda: True)
     monkeypatch.setattr(nvme_deepspeed, "load_operator", fail)
-    one = run_bench(Options(paths=(tmp_path,), smoke=True), lambda *_: None).paths[0]
+    one = compare(Options(paths=(tmp_path,), smoke=True), lambda *_: None).paths[0]
     assert DEEPSPEED not in {row.contender for row in one.rows}
     assert any("libaio.h is missing" in note for note in one.notes)

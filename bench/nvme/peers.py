@@ -1,7 +1,6 @@
 """What the NVMe bench compares with: fio, and the ways in which programs commonly keep tensors in files.
 
 Owns the command lines of fio and the reading of its answers, and the naive baselines. Must not know our engines.
-Next: :mod:`offload.cli.nvme_bench`.
 
 fio works on the very file that our engines work on, through /proc: it has no name, and nothing stays behind when
 either program is killed.
@@ -16,11 +15,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from offload.cli.nvme_measure import (
+from offload.cli.drive.measure import (
     MIB,
     Contender,
     ContenderError,
@@ -60,11 +59,11 @@ class Fio:
 
     @property
     def name(self) -> str:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         return "fio, huge pages, fixed buffers" if self.tuned else "fio, its ordinary memory"
 
     def run(self, workload: Workload, place: Workspace) -> Sample:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         command = fio_command(self.settings, workload, place.files, fixed_buffers=self.tuned)
         environment = dict(os.environ)
         if self.tuned:
@@ -86,9 +85,6 @@ def fio_command(
 ) -> list[str]:
     """Return the command line that makes fio do what our engine does."""
     block = min(settings.block_bytes, workload.object_bytes)
-    depth = settings.queue_depth
-    if workload.one_at_a_time:
-        block, depth = workload.object_bytes, 1
     command = [
         "fio",
         "--name=offload",
@@ -97,7 +93,7 @@ def fio_command(
         "--ioengine=io_uring",
         f"--direct={int(all(file.direct for file in files))}",
         f"--bs={block}",
-        f"--iodepth={depth}",
+        f"--iodepth={settings.queue_depth}",
         f"--size={sum(file.size_bytes for file in files)}",
         f"--io_size={workload.total_bytes}",
         "--registerfiles",
@@ -167,8 +163,7 @@ class NaiveFile:
 
     def forget_cached(self) -> None:
         """Drop what was made durable from the page cache, so that the next read is one of the drive."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close, and so delete, the file."""
@@ -189,11 +184,11 @@ class Naive:
 
     @property
     def name(self) -> str:
-        """See :class:`offload.cli.nvme_measure.Contender`."""
+        """See :class:`offload.cli.drive.measure.Contender`."""
         return self.method
 
     def run(self, workload: Workload, place: Workspace) -> Sample:
-        """See :class:`offload.cli.nvme_measure.Contender`. A read is of what the same method wrote, not counted."""
+        """See :class:`offload.cli.drive.measure.Contender`. A read is of what the same method wrote, not counted."""
         save, load = METHODS[self.method]
         try:
             if workload.pattern is Pattern.WRITE:
@@ -272,10 +267,9 @@ METHODS = {
 }
 
 
-def naive_methods(installed: Mapping[str, bool] | None = None) -> list[str]:
+def naive_methods() -> list[str]:
     """Return the methods that can run here."""
-    has_safetensors = find_spec("safetensors") is not None if installed is None else installed.get("safetensors", False)
-    return [method for method in METHODS if method != "safetensors" or has_safetensors]
+    return [method for method in METHODS if method != "safetensors" or find_spec("safetensors") is not None]
 
 
 @contextlib.contextmanager

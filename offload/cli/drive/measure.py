@@ -3,7 +3,7 @@
 Owns the words of the NVMe bench (:class:`Workload`, :class:`Sample`, :class:`Contender`), the unlinked files and the
 memory that contenders share, and our own contenders. Must not know the peers, which cases are worth measuring, or how
 results are shown.
-Next: :mod:`offload.cli.nvme_peers` for the other contenders, :mod:`offload.cli.nvme_bench` for the cases.
+Next: :mod:`offload.cli.drive.tune` for the cases.
 
 All contenders of a case use the same file (the same blocks of the drive) and the same amount of memory: the queue's,
 ``queue_depth x block_bytes``. Requests that are in flight together may then share memory, which is fine here because
@@ -13,12 +13,13 @@ nobody looks at the bytes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import random
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +27,8 @@ from typing import Protocol
 
 import swap.io.files
 from swap.errors import SwapError
-from swap.io.aio import Aio, IoTicket, Job, Priority, wait_all
+from swap.io.aio import Aio, Job, Priority, wait_all
+from swap.io.files import SwapFile, reserve
 
 MIB = 1 << 20
 DEADLINE_SECONDS = 600.0  # a slow drive is what the bench is for; only a dead one is an error
@@ -48,13 +50,11 @@ class Workload:
         pattern: read, write or both.
         total_bytes: moved in all.
         object_bytes: moved by one operation.
-        one_at_a_time: wait for each operation before the next one is started.
     """
 
     pattern: Pattern
     total_bytes: int
     object_bytes: int
-    one_at_a_time: bool = False
 
     @property
     def operations(self) -> int:
@@ -133,36 +133,10 @@ def size_text(size_bytes: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ScratchFile:
-    """An open file without a name.
+class ScratchFile(SwapFile):
+    """An open file without a name, of which `size_bytes` are reserved on the drive."""
 
-    Attributes:
-        file: how it was opened.
-        size_bytes: reserved on the drive.
-    """
-
-    file: swap.io.files.SwapFile
     size_bytes: int
-
-    @property
-    def fd(self) -> int:
-        """Its descriptor."""
-        return self.file.fd
-
-    @property
-    def directory(self) -> Path:
-        """Where its bytes are."""
-        return Path(self.file.directory)
-
-    @property
-    def direct(self) -> bool:
-        """The page cache is bypassed."""
-        return self.file.direct
-
-    @property
-    def alignment_bytes(self) -> int:
-        """Of offsets, lengths and addresses."""
-        return self.file.alignment
 
     @property
     def visible_as(self) -> str:
@@ -170,7 +144,7 @@ class ScratchFile:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
 
-def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> ScratchFile:
+def open_unlinked(directory: str | Path, size_bytes: int, *, direct: bool = True) -> ScratchFile:
     """Create a file without a name in `directory` and reserve its space.
 
     It is gone when the descriptor is closed, however the process ends.
@@ -179,13 +153,14 @@ def open_unlinked(directory: Path, size_bytes: int, *, direct: bool = True) -> S
         SwapFullError: not enough room.
         SwapError: the directory is missing or not writable.
     """
-    file = swap.io.files.open_unlinked(str(directory), direct=direct)
+    opened = swap.io.files.open_unlinked(str(directory), direct=direct)
+    file = ScratchFile(opened.fd, opened.directory, opened.direct, opened.alignment, size_bytes)
     try:
-        swap.io.files.reserve(file, size_bytes)
+        reserve(file, size_bytes)
     except BaseException:
         os.close(file.fd)
         raise
-    return ScratchFile(file, size_bytes)
+    return file
 
 
 class Workspace:
@@ -236,6 +211,11 @@ class Workspace:
         """Close the files, which deletes them, and return the memory. Idempotent."""
         self._undo.close()
 
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """Descriptor and bytes of every file."""
+        return [(file.fd, file.size_bytes) for file in self.files]
+
     def make_empty(self) -> None:
         """Take their blocks from the files."""
         for file in self.files:
@@ -248,13 +228,11 @@ class Workspace:
             SwapFullError: the drive has become too full for that.
         """
         for file in self.files:
-            swap.io.files.reserve(file.file, file.size_bytes)
+            reserve(file, file.size_bytes)
 
 
 def _fill_with_noise(address: int, length: int) -> None:
     """Fill memory with bytes that no drive can compress (blocks of 1 MiB, each from a seed of its own)."""
-    import ctypes
-
     generator = random.Random(0)
     for start in range(0, length, MIB):
         part = min(MIB, length - start)
@@ -264,24 +242,13 @@ def _fill_with_noise(address: int, length: int) -> None:
 # ---- our contenders ----
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Operation:
-    """One read or write of a plan."""
-
-    write: bool
-    fd: int
-    offset: int
-    address: int
-    length: int
-
-
 def plan_operations(
     workload: Workload,
     files: Sequence[tuple[int, int]],
     base_address: int,
     memory_bytes: int,
     weights: Sequence[float] = (),
-) -> list[Operation]:
+) -> list[Job]:
     """Return what a workload does, in the order of submission.
 
     Args:
@@ -307,7 +274,7 @@ def plan_operations(
         offset = taken[file] * size % (file_size // size * size)
         taken[file] += 1
         write = workload.pattern is Pattern.WRITE or (workload.pattern is Pattern.MIXED and index % 2 == 1)
-        plan.append(Operation(write, fd, offset, base_address + index % slots * size, size))
+        plan.append(Job(write, fd, offset, base_address + index % slots * size, size))
     return plan
 
 
@@ -330,7 +297,7 @@ def open_engine(settings: Settings, place: Workspace, *, registered: bool) -> It
         raise ContenderError(str(error)) from None
     with aio:
         for file in place.files:
-            aio.register_file(file.fd, str(file.directory))
+            aio.register_file(file.fd, file.directory)
         if registered and not aio.register_buffer(place.base_address, place.memory_bytes):
             raise ContenderError(f"the kernel refuses to register {size_text(place.memory_bytes)} (ulimit -l)")
         yield aio
@@ -359,32 +326,12 @@ class Ours:
 
     def run(self, workload: Workload, place: Workspace) -> Sample:
         """See :class:`Contender`."""
-        files = [(file.fd, file.size_bytes) for file in place.files]
-        plan = plan_operations(workload, files, place.base_address, place.memory_bytes, self.weights)
+        plan = plan_operations(workload, place.extents, place.base_address, place.memory_bytes, self.weights)
         with open_engine(self.settings, place, registered=self.registered) as aio:
-            return timed(workload.total_bytes, lambda: _carry_out(aio, plan, workload.one_at_a_time))
+            return timed(workload.total_bytes, lambda: wait_all(aio.submit(plan)))
 
 
-def _carry_out(aio: Aio, plan: Sequence[Operation], one_at_a_time: bool) -> None:
-    if one_at_a_time:
-        for operation in plan:
-            submit(aio, operation).wait()
-        return
-    jobs = [Job(one.write, one.fd, one.offset, one.address, one.length) for one in plan]
-    wait_all(aio.submit(jobs))
-
-
-def submit(aio: Aio, operation: Operation, priority: Priority = Priority.NORMAL) -> IoTicket:
-    """Start one operation."""
-    start = aio.write if operation.write else aio.read
-    return start(operation.fd, operation.offset, operation.address, operation.length, priority=priority)
-
-
-class _Action(Protocol):
-    def __call__(self) -> object: ...
-
-
-def timed(moved_bytes: int, action: _Action) -> Sample:
+def timed(moved_bytes: int, action: Callable[[], object]) -> Sample:
     """Run `action` and return what it took; processor time is that of all threads of this process."""
     cpu_before, before = _cpu_seconds(), time.perf_counter()
     action()
@@ -406,13 +353,10 @@ def idle_latencies(settings: Settings, place: Workspace, object_bytes: int, coun
     Raises:
         ContenderError: the engine cannot be opened here.
     """
-    workload = Workload(
-        pattern=Pattern.READ, total_bytes=object_bytes * count, object_bytes=object_bytes, one_at_a_time=True
-    )
-    files = [(file.fd, file.size_bytes) for file in place.files]
-    plan = plan_operations(workload, files, place.base_address, place.memory_bytes)
+    workload = Workload(pattern=Pattern.READ, total_bytes=object_bytes * count, object_bytes=object_bytes)
+    plan = plan_operations(workload, place.extents, place.base_address, place.memory_bytes)
     with open_engine(settings, place, registered=False) as aio:
-        return [_seconds_of(aio, operation, Priority.NORMAL) for operation in plan]
+        return [_seconds_of(aio, job) for job in plan]
 
 
 def latencies_under_writes(settings: Settings, place: Workspace, object_bytes: int, write_bytes: int) -> list[float]:
@@ -421,24 +365,22 @@ def latencies_under_writes(settings: Settings, place: Workspace, object_bytes: i
     Raises:
         ContenderError: the engine cannot be opened here.
     """
-    files = [(file.fd, file.size_bytes) for file in place.files]
     half = place.memory_bytes // 2
     big = min(16 * MIB, half)
     writes = Workload(pattern=Pattern.WRITE, total_bytes=write_bytes, object_bytes=big)
     reads = Workload(pattern=Pattern.READ, total_bytes=object_bytes, object_bytes=object_bytes)
-    plan = plan_operations(writes, files, place.base_address, half)
-    fetch = plan_operations(reads, files, place.base_address + half, half)[0]
+    plan = plan_operations(writes, place.extents, place.base_address, half)
+    fetch, *_ = plan_operations(reads, place.extents, place.base_address + half, half)
     seconds: list[float] = []
     with open_engine(settings, place, registered=False) as aio:
-        tickets = [submit(aio, operation) for operation in plan]
+        tickets = [aio.submit([job])[0] for job in plan]
         while not seconds or not all(ticket.done() for ticket in tickets[-2:]):
-            seconds.append(_seconds_of(aio, fetch, Priority.URGENT))
-        for ticket in tickets:
-            ticket.wait()
+            seconds.append(_seconds_of(aio, fetch._replace(priority=Priority.URGENT)))
+        wait_all(tickets)
     return seconds
 
 
-def _seconds_of(aio: Aio, operation: Operation, priority: Priority) -> float:
+def _seconds_of(aio: Aio, job: Job) -> float:
     before = time.perf_counter()
-    submit(aio, operation, priority).wait()
+    aio.submit([job])[0].wait()
     return time.perf_counter() - before

@@ -1,0 +1,1 @@
+"""Measure a drive, and keep the settings that served it best for the engine."""
