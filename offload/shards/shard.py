@@ -114,10 +114,10 @@ class Shard:
     home_buffer: Buffer | None = None
     work_buffer: Buffer | None = None
     readers: int = 0
-    drops: int = 0
     writing: bool = False
-    version: int = 0
     side: bool = False
+    drops: int = 0
+    version: int = 0
 
     def describe(self) -> str:
         """One line for state dumps."""
