@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.memory.budget import Tier
 from offload.planning.placement import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,

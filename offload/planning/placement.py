@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from offload.config import format_bytes
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.memory.budget import Tier
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 

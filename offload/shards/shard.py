@@ -26,7 +26,8 @@ import dataclasses
 from enum import Enum
 
 from offload.errors import InternalError
-from offload.memory.tiers import Buffer, Tier
+from offload.memory.arena import Buffer
+from offload.memory.budget import Tier
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from offload.kernels import cpu_adam
 from offload.labels import labelled
-from offload.memory.tiers import Buffer
+from offload.memory.arena import Buffer
 from offload.memory.transfer import Ticket
 from offload.planning.placement import STAGING_SLOTS, STATE_ROLES, States, whole_pages
 from offload.planning.roles import Role
