@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from offload.memory.tiers import Budget, Tier, view_at
-from offload.planning.placement import (
+from offload.planning.plan import (
     ADAM_STATES,
     STAGING_SLOTS,
     STATE_ROLES,

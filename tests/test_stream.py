@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offload.errors import StateError
 from offload.kernels.ranges import StateKind
 from offload.memory.tiers import Tier
-from offload.planning.placement import Homes, States
+from offload.planning.plan import Homes, States
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.manager import Manager

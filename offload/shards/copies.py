@@ -20,7 +20,7 @@ from offload.errors import InternalError
 from offload.labels import labelled
 from offload.memory.tiers import Arena, Buffer, Region, Tier
 from offload.memory.transfer import Ticket, TicketGroup, Transfer
-from offload.planning.placement import STATE_ROLES, Plan
+from offload.planning.plan import STATE_ROLES, Plan
 from offload.planning.roles import Role
 from offload.shards.shard import IN_FLIGHT, Event, Shard, State, advance, check
 from swap import SwapStore

@@ -18,7 +18,7 @@ from offload.errors import InternalError, StateError
 from offload.kernels import cpu_adam
 from offload.memory.tiers import Buffer, Tier, view_at
 from offload.memory.transfer import Mover, TicketGroup
-from offload.planning.placement import Plan
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit, Where
 from offload.shards.copies import Copies

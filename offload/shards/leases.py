@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from offload.errors import StateError
 from offload.memory.tiers import Tier
 from offload.memory.transfer import CudaMover, Ticket
-from offload.planning.placement import STATE_ROLES
+from offload.planning.plan import STATE_ROLES
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Lease, WriteLease, chunk_key

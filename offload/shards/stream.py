@@ -18,7 +18,7 @@ from offload.kernels import cpu_adam
 from offload.labels import labelled
 from offload.memory.tiers import Buffer
 from offload.memory.transfer import Ticket
-from offload.planning.placement import STAGING_SLOTS, STATE_ROLES, States, whole_pages
+from offload.planning.plan import STAGING_SLOTS, STATE_ROLES, States, whole_pages
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases

@@ -16,7 +16,7 @@ import torch
 from offload.errors import StateError
 from offload.memory.tiers import Arena, Budget, Tier
 from offload.memory.transfer import CpuMover, CudaMover, Mover
-from offload.planning.placement import Plan
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch

@@ -21,7 +21,7 @@ from offload.config import format_bytes
 from offload.errors import BudgetError, InternalError, StateError
 from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Buffer, Claim, Region, Tier
 from offload.memory.transfer import Mover, Ticket
-from offload.planning.placement import Request
+from offload.planning.plan import Request
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch

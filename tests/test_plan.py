@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
 from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
-from offload.planning.placement import (
+from offload.planning.plan import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,
     MOMENTS,
