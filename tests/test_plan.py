@@ -16,22 +16,18 @@ from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
 from offload.planning.plan import (
     MAX_CHUNK_NUMEL,
     MIN_CHUNK_NUMEL,
-    MOMENTS,
     MOST_STAGING_SHARE,
     MOST_STAGING_SLOTS,
     NVME_SLACK_CHUNKS,
     STAGING_SLOTS,
-    STATE_ROLES,
     WORKING_UNITS,
     Homes,
     OwnBytes,
     Plan,
     Request,
-    States,
     make_plan,
-    role_bytes,
 )
-from offload.planning.roles import Role
+from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
 from offload.planning.units import PAD_NUMEL, Unit, lay_out
 
 PAGE = BUFFER_ALIGNMENT_BYTES
@@ -266,7 +262,7 @@ BLOCKS = [make_unit(index, MIB) for index in range(8)]  # 2 MiB of parameters, 2
 
 
 def test_bytes_per_element_by_role() -> None:
-    expected = {  # param, grad, grad when accumulating, master, moment: the table of the module's text
+    expected = {  # param, grad, grad when accumulating, master, moment: the table of roles.py
         "bfloat16": (2, 2, 4, 2, 4),
         "float16": (2, 2, 4, 4, 4),
         "float32": (4, 4, 4, 0, 4),

@@ -20,8 +20,7 @@ from offload.errors import StateError
 from offload.kernels import cpu_adam
 from offload.memory.tiers import Claim, view_at
 from offload.optim.probe import OwnClass, OwnHyper, plain_torch, tensors_in
-from offload.planning.plan import States
-from offload.planning.roles import Role
+from offload.planning.roles import Role, States
 from offload.planning.units import Slot, Where
 from offload.shards.stream import Chunk
 from offload.torch_private import storage_at

@@ -3,9 +3,7 @@
 Owns the arithmetic of budgets. Pure Python over plain values: testable without torch, a GPU or a disk. It decides
 nothing at run time. Next: :mod:`offload.shards.manager` lays out the arenas as the plan says.
 
-Bytes per parameter (16-bit parameters p, gradients g): p 2, g 2 (4 when several micro-batches accumulate), split master
-2 (bf16) or fp32 master 4 (fp16) or none (fp32), each of the optimizer's states 4 (as bfloat16 2, as int8 1, and 2 per
-128 elements for both). What sits on NVMe is read and written once per step (parameters: read for forward and backward,
+What sits on NVMe is read and written once per step (parameters: read for forward and backward,
 and where the device is a GPU for the update, and written); so host memory is given first to gradients (which would be
 written and read again), then to parameters (three passes or four), then to states (two passes). An optimizer whose own
 class makes the steps takes host memory beside all this, for temporaries and small states.
@@ -20,7 +18,7 @@ from offload.config import format_bytes
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
 from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
-from offload.planning.roles import Role
+from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
 from offload.planning.units import Unit
 
 WORKING_UNITS = 3  # computing, arriving, leaving
@@ -37,26 +35,6 @@ SMALL_UNITS_SHARE = 0.05
 NVME_SLACK_CHUNKS = 16
 MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
 _ENOUGH_BYTES = 1 << 60
-
-MOMENTS = (Role.EXP_AVG, Role.EXP_AVG_SQ, Role.STATE_3, Role.STATE_4, Role.STATE_5, Role.STATE_6)
-STATE_ROLES = (Role.MASTER, *MOMENTS, Role.SCALES)  # in the order of a record
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class States:
-    """What an optimizer remembers of each element, beside the master weight.
-
-    Attributes:
-        names: the states' names as in torch, at most as many as there are :data:`MOMENTS`.
-        kind: how they are stored.
-    """
-
-    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
-    kind: StateKind = StateKind.FLOAT32
-
-    def roles(self) -> tuple[tuple[Role, str], ...]:
-        """Return the role and the name of each state."""
-        return tuple(zip(MOMENTS, self.names, strict=False))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,37 +61,6 @@ class OwnBytes:
             f"{format_bytes(self.step_bytes)} of temporaries while {self.name} updates its largest parameter, "
             f"{format_bytes(self.kept_bytes)} of its small states"
         )
-
-
-ADAM_STATES = States()
-
-
-def role_bytes(unit: Unit, role: Role, numel: int, *, accumulate: bool, states: States = ADAM_STATES) -> int:
-    """Return the bytes of `numel` elements of `unit` in `role` (0 where it does not exist).
-
-    Args:
-        unit: the unit.
-        role: the role.
-        numel: elements, from the start of a block of 8-bit states on.
-        accumulate: gradients are summed over micro-batches, hence kept in fp32.
-        states: what the optimizer remembers.
-    """
-    if role is Role.PARAM:
-        return numel * unit.itemsize
-    if not unit.trainable:
-        return 0
-    if role is Role.GRAD:
-        return numel * (4 if accumulate else unit.itemsize)
-    if role is Role.MASTER:
-        return numel * {"bfloat16": 2, "float16": 4, "float32": 0}[unit.dtype]
-    if role is Role.SCALES:
-        return states.kind.units_bytes(numel)
-    return numel * states.kind.itemsize if MOMENTS.index(role) < len(states.names) else 0
-
-
-def whole_pages(size_bytes: int) -> int:
-    """Return bytes rounded up to what buffers and records consist of."""
-    return -(-size_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

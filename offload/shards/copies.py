@@ -20,8 +20,8 @@ from offload.errors import InternalError
 from offload.labels import labelled
 from offload.memory.tiers import Arena, Buffer, Region, Tier
 from offload.memory.transfer import Ticket, TicketGroup, Transfer
-from offload.planning.plan import STATE_ROLES, Plan
-from offload.planning.roles import Role
+from offload.planning.plan import Plan
+from offload.planning.roles import STATE_ROLES, Role
 from offload.shards.shard import IN_FLIGHT, Event, Shard, State, advance, check
 from swap import SwapStore
 
