@@ -54,6 +54,9 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.spec": ("torch",),
     "offload.kernels": ("torch",),
     "offload.planning.plan": ("torch",),
+    "offload.planning.planner": ("torch",),
+    "offload.planning.roles": ("torch",),
+    "offload.planning.units": ("torch",),
     "offload.shards.schedule": ("torch",),
 }
 # compiled module -> the files that may import it

@@ -2,7 +2,7 @@
 
 Owns the rule that groups parameters: elements of ``ModuleList``/``Sequential`` (transformer blocks, experts) are units,
 what is left over (embeddings, norms, heads) are units too, and what is too large is split at its children. No
-architecture is named. Knows torch modules only as a tree of parameters. Next: :mod:`offload.planning.plan`.
+architecture is named. Knows torch modules only as a tree of parameters. Next: :mod:`offload.planning.planner`.
 """
 
 from __future__ import annotations
