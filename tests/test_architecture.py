@@ -56,6 +56,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.planning.plan": ("torch",),
     "offload.planning.planner": ("torch",),
     "offload.planning.roles": ("torch",),
+    "offload.planning.slices": ("torch",),
     "offload.planning.units": ("torch",),
     "offload.shards.schedule": ("torch",),
 }

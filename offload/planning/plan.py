@@ -15,6 +15,7 @@ from offload.config import format_bytes
 from offload.kernels.ranges import StateKind
 from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
 from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
+from offload.planning.slices import owned_range
 from offload.planning.units import Unit
 
 WORKING_UNITS = 3  # computing, arriving, leaving
@@ -65,6 +66,7 @@ class Request:
         states: what the optimizer remembers of each element, and in which format.
         held_together: sets of units (their indices) that nested forwards have in use at once.
         own: what the optimizer takes where its own class makes the steps, else None.
+        rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
     """
 
     units: Sequence[Unit]
@@ -79,6 +81,8 @@ class Request:
     states: States = ADAM_STATES
     held_together: Sequence[frozenset[int]] = ()
     own: OwnBytes | None = None
+    rank: int = 0
+    world_size: int = 1
 
     @property
     def own_bytes(self) -> int:
@@ -95,23 +99,43 @@ class Request:
         sets.append(sorted(among.values(), key=lambda unit: unit.param_bytes, reverse=True)[:WORKING_UNITS])
         return max(reversed(sets), key=lambda held: sum(unit.param_bytes for unit in held))
 
+    def owned(self, unit: Unit, role: Role) -> tuple[int, int]:
+        """Return the elements [begin, end) of `unit` that this rank keeps in `role`.
+
+        Parameters are kept whole, and so is all of a unit whose parameters no slice may divide.
+        """
+        if role is Role.PARAM or unit.whole:
+            return 0, unit.numel
+        return owned_range(unit.numel, self.rank, self.world_size)
+
+    def owned_numel(self, unit: Unit, role: Role) -> int:
+        """Return how many elements these are."""
+        begin, end = self.owned(unit, role)
+        return end - begin
+
     def role_bytes(self, unit: Unit, role: Role) -> int:
         """Return the bytes of a shard, whole pages."""
-        return whole_pages(self.chunk_bytes(unit, role, unit.numel))
+        return whole_pages(self.chunk_bytes(unit, role, self.owned_numel(unit, role)))
 
     def wide_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's gradients in fp32, whole pages."""
-        return whole_pages(role_bytes(unit, Role.GRAD, unit.numel, accumulate=True, states=self.states))
+        numel = self.owned_numel(unit, Role.GRAD)
+        return whole_pages(role_bytes(unit, Role.GRAD, numel, accumulate=True, states=self.states))
 
     def chunk_bytes(self, unit: Unit, role: Role, numel: int) -> int:
         """Return the bytes of `numel` elements of a shard, from the start of a chunk on."""
         return role_bytes(unit, role, numel, accumulate=self.accumulate, states=self.states)
 
     def record_bytes(self, unit: Unit, roles: Sequence[Role], chunk_numel: int) -> int:
-        """Return the bytes of a unit in the swap files: a record of `roles` per chunk, padded to their granularity."""
+        """Return the bytes of a unit in the swap files: a record of `roles` per chunk, padded to their granularity.
+
+        The roles of a record have one slice.
+        """
         align, total = self.alignment_bytes, 0
-        for begin, end in unit.chunks(chunk_numel):
-            total += -(-sum(self.chunk_bytes(unit, role, end - begin) for role in roles) // align) * align
+        begin, end = self.owned(unit, roles[0])
+        for first, last in unit.chunks(chunk_numel):
+            numel = max(min(last, end) - max(first, begin), 0)
+            total += -(-sum(self.chunk_bytes(unit, role, numel) for role in roles) // align) * align
         return total
 
     def aside_bytes(self, unit: Unit, homes: Homes, chunk_numel: int) -> int:

@@ -307,7 +307,8 @@ class Planner:
         return whole_pages(max(sizes, default=0))
 
     def _trainable_numel(self) -> int:
-        return sum(unit.numel for unit in self._request.units if unit.trainable)
+        request = self._request
+        return sum(request.owned_numel(unit, Role.GRAD) for unit in request.units if unit.trainable)
 
     # --- sums ---
 
@@ -346,7 +347,8 @@ def _step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int) -> d
     """Predict bytes per link for one optimizer step with one micro-batch, working copies never surviving."""
     read = write = h2d = adam = d2h = 0
     for unit, home in zip(request.units, homes, strict=True):
-        states = sum(request.chunk_bytes(unit, role, unit.numel) for role in STATE_ROLES)
+        own = request.owned_numel(unit, Role.MASTER)
+        states = sum(request.chunk_bytes(unit, role, own) for role in STATE_ROLES)
         grad = request.role_bytes(unit, Role.GRAD)
         passes = 2 if unit.trainable else 1
         if home.param is Tier.NVME:
@@ -364,7 +366,7 @@ def _step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int) -> d
             read += grad
             write += grad
         if unit.trainable:
-            adam += unit.param_bytes + grad + states
+            adam += request.chunk_bytes(unit, Role.PARAM, own) + grad + states
             d2h += unit.param_bytes if not request.device_is_host else 0
     return {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
 
