@@ -23,9 +23,11 @@ from offload.config import Config
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
 from offload.life import Life
-from offload.memory.device import resolve_device
+from offload.memory.budget import Budget, Tier
+from offload.memory.device import Device
+from offload.memory.devices import open_device
+from offload.memory.limits import resolve_budgets
 from offload.memory.machine import free_bytes
-from offload.memory.tiers import Budget, Tier, resolve_budgets
 from offload.module.binding import Binding
 from offload.module.gradient_tensors import GradientTensors
 from offload.module.handles import Handles
@@ -56,7 +58,7 @@ class Parts:
     """What an engine is made of; what only training needs is None for one that evaluates."""
 
     config: Config
-    device: torch.device
+    device: Device
     plan: Plan
     budgets: dict[Tier, Budget]
     counters: Counters
@@ -98,13 +100,14 @@ def build(
     Raises:
         ConfigError, BudgetError, StateError, swap.SwapError: as :class:`offload.Engine` says.
     """
-    device = resolve_device(config.device)
+    device = open_device(config.device)
+    place = device.place
     cast = getattr(torch, config.dtype) if config.dtype else None
     rule = None if optimizer is None else rule_of(optimizer, cast)
     make_ready(model, cast)
     limits = resolve_budgets(config.budgets(), device, free_bytes(config.paths()))
     tree = _units(model, config, rule, limits[Tier.DEVICE])
-    hooks = Hooks(model, Binding(tree, device), device)
+    hooks = Hooks(model, Binding(tree, place), place)
     plan = _plan(model, config, rule, tree, limits, device)
     if config.threads is not None:
         cpu_adam.set_num_threads(config.threads)
@@ -138,7 +141,7 @@ def build(
         activations = _activations(manager, budgets, plan, device, undo)
         tensors = ModuleTensors(model, tree, hooks, life.require_open)
         averaging = step.averaging if step is not None else lambda: 1.0
-        handles = Handles(tree.units, tree.parameters, manager, device, averaging)
+        handles = Handles(tree.units, tree.parameters, manager, place, averaging)
         gradients = GradientTensors(handles, hooks, budgets, life.require_open)
         attached = Attached(
             manager=manager,
@@ -154,7 +157,7 @@ def build(
         )
         hooks.attach(attached)
         tensors.attach()
-        loader.move_buffers(device)
+        loader.move_buffers(place)
         manager.prefetch()
         undo.pop_all()
     logger.info("plan:\n%s", plan)
@@ -189,7 +192,7 @@ def _units(model: nn.Module, config: Config, rule: Rule | None, device_bytes: in
 
 
 def _plan(
-    model: nn.Module, config: Config, rule: Rule | None, tree: UnitTree, limits: dict[Tier, int], device: torch.device
+    model: nn.Module, config: Config, rule: Rule | None, tree: UnitTree, limits: dict[Tier, int], device: Device
 ) -> Plan:
     return make_plan(
         Request(
@@ -198,7 +201,7 @@ def _plan(
             param_tier=_FORCED[config.offload_param],
             optimizer_tier=_FORCED[config.offload_optimizer],
             accumulate=config.gradient_accumulation_steps > 1,
-            device_is_host=device.type == "cpu",
+            device_is_host=device.addressable,
             activation_bytes=config.bytes_of("activation_memory"),
             chunk_numel=config.chunk_numel,
             states=rule.states(cpu_adam.StateKind(config.state_dtype)) if rule else ADAM_STATES,
@@ -216,10 +219,10 @@ def _activations(
     manager: Manager,
     budgets: dict[Tier, Budget],
     plan: Plan,
-    device: torch.device,
+    device: Device,
     undo: contextlib.ExitStack,
 ) -> Activations:
-    meter = open_resident_set() if device.type == "cpu" else None
+    meter = open_resident_set() if device.addressable else None
     if meter is not None:
         undo.callback(meter.close)
     return Activations(budgets[Tier.DEVICE], manager.working, meter, beside_bytes=plan.request.own_bytes)

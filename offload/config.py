@@ -1,8 +1,8 @@
 """Options of the engine: one frozen value, validated once.
 
 Owns the spelling of every option, its defaults and the parsing of byte counts. Knows nothing of torch or of hardware:
-percentages and missing budgets are resolved against the machine in :mod:`offload.memory.tiers`. Options of an optimizer
-are in :mod:`offload.kernels.optimizers`. Next: :mod:`offload.engine`.
+percentages and missing budgets are resolved against the machine in :mod:`offload.memory.limits`. Options of an
+optimizer are in :mod:`offload.kernels.optimizers`. Next: :mod:`offload.engine`.
 """
 
 from __future__ import annotations

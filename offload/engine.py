@@ -24,7 +24,7 @@ from offload.config import Config
 from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.module import refusals
 from offload.module.absent import is_lost
 from offload.module.torch_calls import tensors_in
@@ -95,7 +95,8 @@ class Engine:
         self._last_loss: weakref.ref[torch.Tensor] | None = None
         calls = EngineCalls(Calls(self._step_now, self.zero_grad), self._refuse_gradient, self._deferral, self._life)
         parts = build(model, unwrapped(optimizer), self.config, calls)
-        self.device = parts.device
+        self.device = parts.device.place
+        self._addressable = parts.device.addressable
         self.plan: Plan = parts.plan
         self.optimizer: OffloadOptimizer | None = parts.optimizer
         self._step = parts.step
@@ -157,7 +158,7 @@ class Engine:
             raise StateError(
                 "backward: called twice for the same loss; run the forward again, or pass retain_graph=True"
             )
-        if loss.device.type == "cpu" and not torch.isfinite(loss.detach()).all():
+        if self._addressable and not torch.isfinite(loss.detach()).all():
             raise NonFiniteError(
                 f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; nothing was changed. "
                 "Look at the batch and the learning rate, or for labels that are all ignored"
@@ -520,7 +521,7 @@ class Engine:
         total = sum(unit.param_bytes for unit in self._tree.units)
         if restore is None:
             room = self._budgets[Tier.HOST].limit_bytes
-            room += self._budgets[Tier.DEVICE].limit_bytes if self.device.type == "cpu" else 0
+            room += self._budgets[Tier.DEVICE].limit_bytes if self._addressable else 0
             restore = self._life.unusable is None and total <= room
         _clean_up(self._hooks.unwind)
         lost: Exception | None = None

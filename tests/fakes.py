@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from offload.memory.tiers import Budget, Tier, view_at
+from offload.memory.arena import view_at
+from offload.memory.budget import Budget, Tier
+from offload.memory.cpu import CpuDevice
 from offload.planning.plan import STAGING_SLOTS, Homes, Plan, Request
 from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
 from offload.planning.units import Unit, lay_out
@@ -215,7 +217,7 @@ def make_manager(plan: Plan, store: Any, *, binder: FakeBinder | None = None, pr
     limits = {tier: Budget(tier, plan.arena_bytes[tier]) for tier in Tier}
     return Manager(
         plan,
-        CPU,
+        CpuDevice(),
         limits,
         store,
         binder or FakeBinder(),

@@ -22,7 +22,7 @@ from torch.nn.utils import prune
 
 import offload
 from offload import SGD, AdamW, Engine
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.module.absent import AbsentParameter
 from offload.planning.roles import Role
 

@@ -12,7 +12,7 @@ from offload.activations import ledger as activations
 from offload.activations.ledger import MARGIN_BYTES, TOLERANCE_BYTES, Activations, SavedActivation
 from offload.activations.rss import ResidentSet, open_resident_set, trim_heap
 from offload.errors import BudgetError
-from offload.memory.tiers import Budget, Tier
+from offload.memory.budget import Budget, Tier
 
 MIB = 1 << 20
 

@@ -71,6 +71,8 @@ WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
 PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| import (.*\W)?_\w)|\btorch\.autograd\._")
 USES_PRIVATE_TORCH = {"offload.torch_private"}
+ASKS_KIND = re.compile(r"\btorch\.(cuda|accelerator|xpu|mps)\b|\bdevice\.type (==|!=|in|not in)|\.is_(cuda|cpu)\b")
+KNOWS_DEVICES = {"offload.memory.accelerator", "offload.memory.devices"}
 MAY_PRINT = {f"offload.{name}" for name in ("__main__", "cli.main", "cli.finetune.run", "cli.finetune.progress")}
 MAY_PRINT |= {"offload.cli.drive.command"}
 
@@ -236,6 +238,10 @@ def duty_violations(sources: Sources) -> Iterator[str]:
             for line, text in enumerate(source.splitlines(), start=1):
                 if PRIVATE_TORCH.search(text):
                     yield f"{name}:{line} uses private torch; it has a room, torch_private.py"
+        if name not in KNOWS_DEVICES:
+            for line, text in enumerate(source.splitlines(), start=1):
+                if ASKS_KIND.search(text):
+                    yield f"{name}:{line} asks for the kind of device; ask what it can, of memory/device.py"
         if name not in MAY_PRINT:
             for node in ast.walk(ast.parse(source)):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -358,16 +364,16 @@ def test_checker_accepts_what_is_given_at_once(source: str) -> None:
         ({"swap.io.aio": "from offload.errors import OffloadError"}, "swap.io.aio imports offload.errors"),
         ({"swap.space.extents": "from swap.store import SwapStore", "swap.store": ""}, "imports go down only"),
         (
-            {"offload.memory.tiers": "import offload.shards.manager", "offload.shards.manager": ""},
+            {"offload.memory.budget": "import offload.shards.manager", "offload.shards.manager": ""},
             "imports go down only",
         ),
-        ({"offload.memory.tiers": "from offload.shards.manager import Manager"}, "imports go down only"),
+        ({"offload.memory.budget": "from offload.shards.manager import Manager"}, "imports go down only"),
         (
-            {"offload.memory.tiers": "from ..shards.manager import Manager", "offload.shards.manager": ""},
+            {"offload.memory.budget": "from ..shards.manager import Manager", "offload.shards.manager": ""},
             "imports go down only",
         ),
         (
-            {"offload.memory.tiers": "from ..shards import manager", "offload.shards.manager": ""},
+            {"offload.memory.budget": "from ..shards import manager", "offload.shards.manager": ""},
             "imports go down only",
         ),
         ({"offload.module.hooks": "from offload import Engine"}, "imports the package offload itself"),
@@ -418,11 +424,13 @@ def test_checker_accepts_right_imports(sources: Sources) -> None:
         ({"offload.shards.leases": "shard.writing = False"}, "only copies.py"),
         ({"offload.shards.working_set": "shard.work_buffer = target"}, "only copies.py"),
         ({"offload.engine": "from offload.shards.shard import Event, Role"}, "imports events"),
-        ({"offload.memory.tiers": "def f():\n    print('x')"}, "offload.memory.tiers:2 prints"),
+        ({"offload.memory.budget": "def f():\n    print('x')"}, "offload.memory.budget:2 prints"),
         ({"swap.store": "print('x')"}, "prints"),
         ({"offload.module.hooks": "with torch._C.DisableTorchFunction(): pass"}, "uses private torch"),
         ({"offload.module.hooks": "from torch.utils._python_dispatch import TorchDispatchMode"}, "uses private torch"),
         ({"offload.module.hooks": "from torch.nn import Module, _reduction"}, "uses private torch"),
+        ({"offload.module.hooks": "x = 1\nif device.type == 'cpu': pass"}, "hooks:2 asks for the kind of device"),
+        ({"offload.shards.tiers": "torch.cuda.synchronize()"}, "asks for the kind of device"),
     ],
 )
 def test_checker_finds_duties_in_the_wrong_place(sources: Sources, expected: str) -> None:

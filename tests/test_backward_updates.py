@@ -20,7 +20,7 @@ from torch import nn
 from offload import AdamW, Engine
 from offload.errors import ConfigError, NonFiniteError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.optim.step import MOST_CALM_STEPS, Calm
 from offload.planning.plan import Homes, Plan
 from offload.planning.roles import Role

@@ -1117,7 +1117,7 @@ def test_every_single_transfer_may_fail(
         return failed
 
     with Engine(net(), AdamW(lr=1e-2), **options) as engine:
-        assert any(home.grad is offload.memory.tiers.Tier.NVME for home in engine.plan.homes) == spill
+        assert any(home.grad is offload.memory.budget.Tier.NVME for home in engine.plan.homes) == spill
         before = store(engine).stats()
         assert train(engine) == 0
         after = store(engine).stats()

@@ -25,7 +25,7 @@ from offload.checkpoint.values import (
     scatter_states,
 )
 from offload.errors import ConfigError, StateError
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.optim.recipe import StepCounts
 from offload.planning.plan import Homes
 from offload.planning.roles import Role

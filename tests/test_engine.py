@@ -36,7 +36,7 @@ from torch import nn
 
 import offload
 from offload import AdamW, Engine
-from offload.memory.device import resolve_device
+from offload.memory.devices import resolve_device
 from offload.module.handles import GradientHandle
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")

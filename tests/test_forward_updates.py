@@ -18,7 +18,7 @@ from torch import nn
 
 from offload import AdamW, Engine
 from offload.errors import StateError
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.planning.plan import STAGING_SLOTS, Homes
 from offload.planning.roles import Role
 from offload.shards.forward_updates import ForwardUpdates

@@ -29,7 +29,7 @@ from torch import nn
 import offload
 from offload import SGD, AdamW, Engine
 from offload.activations.rss import ResidentSet
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.module.handles import GradientHandle
 
 pytestmark = [

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offload.errors import BudgetError, StateError
-from offload.memory.tiers import Buffer, Tier, view_at
+from offload.memory.arena import Buffer, view_at
+from offload.memory.budget import Tier
 from offload.planning.plan import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit

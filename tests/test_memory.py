@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.planning.plan import Request
 from offload.planning.planner import make_plan
 from offload.planning.units import Unit, lay_out

@@ -32,7 +32,7 @@ from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion
 from offload.checkpoint.values import gather_states, scatter_parameters, scatter_states
 from offload.kernels import cpu_adam, optimizers
 from offload.kernels.cpu_adam import StateKind
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.optim.recipe import StepCounts
 from offload.planning.plan import Homes
 from offload.planning.roles import States

@@ -32,7 +32,7 @@ from torch import nn
 
 import offload
 from offload.kernels import cpu_adam
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.planning.partition import find_units
 from offload.planning.plan import Homes
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.memory.budget import Tier
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, OwnBytes, Plan, Request
 from offload.planning.planner import MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, MOST_STAGING_SHARE, MOST_STAGING_SLOTS, make_plan
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import InternalError
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Buffer, Tier
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, Buffer
+from offload.memory.budget import Tier
 from offload.planning.roles import Role
 from offload.planning.units import PAD_NUMEL, SLOT_ALIGN_NUMEL, Unit, aligned_numel, lay_out
 from offload.shards import shard as module

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.kernels.ranges import STATE_BLOCK, StateKind
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
 from offload.planning.slices import owned_range
 from offload.planning.units import PAD_NUMEL, Unit

@@ -15,23 +15,40 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from offload.config import Share
 from offload.errors import BudgetError
 from offload.memory import machine
-from offload.memory.tiers import (
-    BUFFER_ALIGNMENT_BYTES,
-    DEVICE_HEADROOM,
-    HOST_HEADROOM,
-    HUGE_PAGE_BYTES,
-    Arena,
-    Budget,
-    Buffer,
-    Claim,
-    Region,
-    Tier,
-    resolve_budgets,
-)
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Buffer, HostArena
+from offload.memory.budget import Budget, Claim, Tier
+from offload.memory.cpu import CpuDevice
+from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
+from offload.memory.region import Region
+from offload.stats import Counters
 from offload.torch_private import storage_use_count
 
 PAGE = BUFFER_ALIGNMENT_BYTES
 CPU = torch.device("cpu")
+
+
+# --- Device ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_cpu_as_device_copies_and_has_nothing_outstanding() -> None:
+    device = CpuDevice()
+    assert device.place == CPU and device.addressable and device.name() and device.free_bytes() > 0
+    arena, host = device.arena(4 * PAGE), device.host_arena(4 * PAGE)
+    mover = device.mover(Counters(), host, fetch_bytes=0, gradient_bytes=0, deadline_s=30.0)
+    try:
+        here, there = host.take(PAGE), arena.take(PAGE)
+        ctypes.memset(here.address, 7, PAGE)
+        mover.upload(here.address, there.address, PAGE).wait(30.0)
+        ctypes.memset(here.address, 0, PAGE)
+        mover.download(there.address, here.address, PAGE).wait(30.0)
+        assert ctypes.string_at(here.address, PAGE) == b"\7" * PAGE
+        device.event().synchronize()
+        assert device.event().query()
+        device.synchronize()
+    finally:
+        mover.close()
+        arena.close()
+        host.close()
 
 
 # --- Budget ---------------------------------------------------------------------------------------------------------
@@ -144,7 +161,7 @@ def test_claims_of_several_threads_never_exceed_the_limit() -> None:
 
 
 def test_an_arena_hands_out_disjoint_aligned_buffers_until_it_is_full() -> None:
-    arena = Arena(Tier.HOST, 4 * PAGE, CPU)
+    arena = HostArena(Tier.HOST, 4 * PAGE)
     assert arena.base_address % HUGE_PAGE_BYTES == 0
     first, second, third = arena.take(1), arena.take(PAGE + 1), arena.take(PAGE)
     assert [b.offset_bytes for b in (first, second, third)] == [0, PAGE, 3 * PAGE]
@@ -156,7 +173,7 @@ def test_an_arena_hands_out_disjoint_aligned_buffers_until_it_is_full() -> None:
 
 
 def test_an_empty_arena_takes_no_memory() -> None:
-    arena = Arena(Tier.DEVICE, 0, CPU)
+    arena = HostArena(Tier.DEVICE, 0)
     assert arena.base_address == 0
     with pytest.raises(BudgetError):
         arena.take(1)
@@ -164,7 +181,7 @@ def test_an_empty_arena_takes_no_memory() -> None:
 
 
 def test_storages_view_the_arena_and_count_their_users() -> None:
-    arena = Arena(Tier.DEVICE, 2 * PAGE, CPU)
+    arena = HostArena(Tier.DEVICE, 2 * PAGE)
     arena.take(PAGE)
     buffer = arena.take(PAGE)
     storage, other = arena.storage(buffer), arena.storage(buffer)
@@ -186,17 +203,17 @@ def test_storages_view_the_arena_and_count_their_users() -> None:
 
 
 def test_a_closed_arena_stays_mapped_as_long_as_tensors_of_the_user_point_into_it() -> None:
-    arena = Arena(Tier.DEVICE, 4 << 20, CPU)
+    arena = HostArena(Tier.DEVICE, 4 << 20)
     storage = arena.storage(arena.take(4 << 20))
     tensor: torch.Tensor | None = torch.empty(0).set_(storage, 0, (4,))  # type: ignore[call-overload]
     address = arena.base_address
     ctypes.memset(address, 0, 4 << 20)
     before = psutil.Process().memory_info().rss
     arena.close([lambda: storage_use_count(storage) > 1])
-    Arena(Tier.DEVICE, PAGE, CPU).close()
+    HostArena(Tier.DEVICE, PAGE).close()
     assert tensor is not None and tensor.fill_(3.0).tolist() == [3.0] * 4
     tensor = None
-    Arena(Tier.DEVICE, PAGE, CPU).close()
+    HostArena(Tier.DEVICE, PAGE).close()
     assert psutil.Process().memory_info().rss <= before - (3 << 20)
 
 
@@ -318,7 +335,7 @@ TestRegion = RegionMachine.TestCase
 
 
 def test_discarded_pages_come_back_empty() -> None:
-    arena = Arena(Tier.DEVICE, 4 * PAGE, CPU)
+    arena = HostArena(Tier.DEVICE, 4 * PAGE)
     first, second = arena.take(2 * PAGE), arena.take(2 * PAGE)
     for buffer in (first, second):
         ctypes.memset(buffer.address, 7, buffer.size_bytes)
@@ -391,7 +408,7 @@ def test_budgets_are_what_was_given_and_shares_of_what_is_free(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 8 << 30}))
         patch.setattr(machine, "cgroup_memory_free", lambda: container)
-        budgets = resolve_budgets(shares, CPU, nvme_free)
+        budgets = resolve_budgets(shares, CpuDevice(), nvme_free)
     available = 8 << 30 if container is None else min(8 << 30, container)
     free = {"device": available, "cpu": available, "nvme": nvme_free or 0}
     half = int(available * HOST_HEADROOM / 2)

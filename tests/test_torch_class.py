@@ -20,7 +20,7 @@ from torch import nn
 
 import offload
 from offload import Engine
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.optim.step import clip_factor
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")

@@ -21,7 +21,7 @@ import torch
 from offload.activations.rss import ResidentSet, trim_heap
 from offload.config import format_bytes
 from offload.errors import BudgetError, StateError
-from offload.memory.tiers import Budget
+from offload.memory.budget import Budget
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from offload.checkpoint import values as checkpoint
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.memory import drives
-from offload.memory.tiers import Budget, Tier
+from offload.memory.budget import Budget, Tier
+from offload.memory.device import Device
 from offload.module.hooks import Hooks
 from offload.module.quantized import FourBitModules
 from offload.planning.partition import UnitTree
@@ -33,7 +34,7 @@ SWAP_ALIGNMENT = 4096
 def open_tiers(
     plan: Plan,
     config: Config,
-    device: torch.device,
+    device: Device,
     budgets: dict[Tier, Budget],
     binder: Binder,
     counters: Counters,

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.checkpoint import values as checkpoint
 from offload.errors import ConfigError, StateError
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.module.binding import Binding
 from offload.module.hooks import Hooks, Loan
 from offload.module.load import ModuleLoad

@@ -13,7 +13,7 @@ import torch
 
 from offload.checkpoint import values as checkpoint
 from offload.errors import StateError
-from offload.memory.tiers import Tier
+from offload.memory.budget import Tier
 from offload.module.hooks import Hooks
 from offload.optim.recipe import StepCounts
 from offload.optim.rules import Rule

@@ -18,7 +18,7 @@ from offload.classes import is_a, package_of
 from offload.config import format_bytes
 from offload.errors import ConfigError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import view_at
+from offload.memory.arena import view_at
 from offload.module.refusals import unreadable
 from offload.optim.recipe import StepCounts
 from offload.optim.rules import STATE_SEED

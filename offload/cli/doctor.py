@@ -176,10 +176,10 @@ def _torch_facts() -> dict[str, Any]:
         import torch
 
         values |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+        from offload.memory.devices import gpus
+
         values["gpus"] = tuple(
-            GpuFacts(name=gpu.name, memory_bytes=gpu.total_memory, capability=(gpu.major, gpu.minor))
-            for gpu in map(torch.cuda.get_device_properties, devices)
+            GpuFacts(name=name, memory_bytes=size, capability=capability) for name, size, capability in gpus()
         )
     except Exception as error:
         values["torch_error"] = f"{type(error).__name__}: {error}"

@@ -1,36 +1,68 @@
-"""Where compute runs: which device is meant, of those that torch sees.
+"""What compute runs on, as far as memory is concerned.
 
-Owns the choice, and its errors. Next: :mod:`offload.memory.tiers` takes memory on it.
+Owns the questions; each kind of device answers them in a file of its own. Nobody else asks what kind it is. Next:
+:mod:`offload.memory.devices` chooses one.
 """
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
-from offload.errors import ConfigError
+from offload.memory.arena import Arena
+from offload.memory.transfer import Mover
+from offload.stats import Counters
 
 
-def resolve_device(name: str | torch.device | None) -> torch.device:
-    """Return the compute device, of None the best there is; one of CUDA with its index, as tensors have it.
+class Event(Protocol):
+    """A moment in the work that a device has been given."""
 
-    Raises:
-        ConfigError: there is no such device.
+    def query(self) -> bool:
+        """Tell whether that work is done."""
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
+
+
+class Device(Protocol):
+    """What compute runs on. See the module's text.
+
+    Attributes:
+        place: torch's device, with its index as tensors have it.
+        addressable: whether the host can read and write its memory, so that device and host share one.
     """
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
-    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
-    if index >= count:
-        raise ConfigError(
-            f"device: expected 'cuda' with an index below {count} but got {name!r}; torch sees {count} CUDA devices"
-        )
-    return torch.device("cuda", index)
+
+    place: torch.device
+    addressable: bool
+
+    def name(self) -> str:
+        """Return what its maker calls it."""
+
+    def free_bytes(self) -> int:
+        """Return the bytes of its memory that nobody has."""
+
+    def arena(self, size_bytes: int) -> Arena:
+        """Take memory on the device."""
+
+    def host_arena(self, size_bytes: int) -> Arena:
+        """Take host memory from which it copies fastest."""
+
+    def mover(
+        self, counters: Counters, host: Arena, *, fetch_bytes: int, gradient_bytes: int, deadline_s: float
+    ) -> Mover:
+        """Return what moves bytes between it, the host and NVMe.
+
+        Args:
+            counters: of bytes and seconds.
+            host: gives staging buffers.
+            fetch_bytes: of them, for what comes from NVMe.
+            gradient_bytes: of them, for gradients.
+            deadline_s: after which a copy counts as lost.
+        """
+
+    def event(self) -> Event:
+        """Return the moment when all that it has been given so far is done."""
+
+    def synchronize(self) -> None:
+        """Wait until all that it has been given is done."""

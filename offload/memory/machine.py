@@ -1,7 +1,7 @@
 """What this machine is made of: processor, memory limits, file systems, drives. Read from /proc and /sys.
 
 Owns the reading; a function answers None (or an empty value) where the system does not tell. Must not know what the
-facts are good for: :mod:`offload.memory.tiers` makes budgets of them, :mod:`offload.cli.doctor` judges them,
+facts are good for: :mod:`offload.memory.limits` makes budgets of them, :mod:`offload.cli.doctor` judges them,
 :mod:`offload.cli.drive.tune` prints them beside its measurements.
 """
 

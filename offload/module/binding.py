@@ -19,7 +19,7 @@ from torch import nn
 
 from offload.errors import StateError
 from offload.labels import labelled
-from offload.memory.tiers import view_at
+from offload.memory.arena import view_at
 from offload.module.absent import absent_class
 from offload.planning.partition import UnitTree
 from offload.planning.units import Unit, Where

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError, StateError
-from offload.memory.tiers import Budget, Tier
+from offload.memory.budget import Budget, Tier
 from offload.module.handles import GradientHandle, Handles
 from offload.module.hooks import Hooks
 from offload.planning.units import Where

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.activations.ledger import WORTH_SAMPLING_BYTES, Activations, SavedActivation
 from offload.errors import NEW_ENGINE, SAVE_FIRST, BudgetError, StateError
-from offload.memory.tiers import view_at
+from offload.memory.arena import view_at
 from offload.module import refusals
 from offload.module.absent import is_lost, owners
 from offload.module.binding import Binding
@@ -527,7 +527,7 @@ class Hooks:
         unit = self.binding.unit_at(address)
         if unit is not None:
             return self._view(tensor, unit, in_segment=False)
-        charged = address is not None and tensor.device.type == self._device.type
+        charged = address is not None and tensor.device == self._device
         return SavedActivation(tensor, self._at.activations if charged else None)
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:

@@ -17,7 +17,7 @@ import torch
 
 from offload.kernels import cpu_adam
 from offload.labels import labelled
-from offload.memory.tiers import Claim
+from offload.memory.budget import Claim
 from offload.optim.probe import OwnClass, OwnHyper
 from offload.optim.rules import STATE_SEED, Rule, StepOf
 from offload.optim.torch_class import Records

@@ -18,7 +18,8 @@ import torch
 
 from offload.errors import StateError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import Claim, view_at
+from offload.memory.arena import view_at
+from offload.memory.budget import Claim
 from offload.optim.probe import OwnClass, OwnHyper, plain_torch, tensors_in
 from offload.planning.roles import Role, States
 from offload.planning.units import Slot, Where

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from offload.config import format_bytes
 from offload.kernels.ranges import StateKind
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.memory.budget import Tier
 from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
 from offload.planning.slices import owned_range
 from offload.planning.units import Unit

@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 
 from offload.config import format_bytes
 from offload.errors import BudgetError, ConfigError
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, Tier
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.memory.budget import Tier
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request
 from offload.planning.roles import STATE_ROLES, Role, whole_pages
 from offload.planning.units import Unit

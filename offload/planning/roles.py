@@ -21,7 +21,7 @@ import dataclasses
 from enum import Enum
 
 from offload.kernels.ranges import StateKind
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.planning.units import Unit
 
 

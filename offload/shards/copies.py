@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from offload.errors import InternalError
 from offload.labels import labelled
-from offload.memory.tiers import Arena, Buffer, Region, Tier
+from offload.memory.arena import Arena, Buffer
+from offload.memory.budget import Tier
+from offload.memory.region import Region
 from offload.memory.transfer import Ticket, TicketGroup, Transfer
 from offload.planning.plan import Plan
 from offload.planning.roles import STATE_ROLES, Role

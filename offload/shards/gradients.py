@@ -16,7 +16,8 @@ import torch
 
 from offload.errors import InternalError, StateError
 from offload.kernels import cpu_adam
-from offload.memory.tiers import Buffer, Tier, view_at
+from offload.memory.arena import Buffer, view_at
+from offload.memory.budget import Tier
 from offload.memory.transfer import Mover, TicketGroup
 from offload.planning.plan import Plan
 from offload.planning.roles import Role

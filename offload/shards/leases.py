@@ -1,7 +1,7 @@
 """Access to shards chunk by chunk, wherever they are: what :mod:`offload.shards.stream` runs over.
 
-Owns the leases of one stream and where the bytes of what it has open are. A working copy on a CPU device stands for its
-home; elsewhere the home is read and overwritten. Knows nothing of the order in which chunks come.
+Owns the leases of one stream and where the bytes of what it has open are. A working copy that the host can address
+stands for its home; elsewhere the home is read and overwritten. Knows nothing of the order in which chunks come.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Container, Sequence
 
 from offload.errors import StateError
-from offload.memory.tiers import Tier
-from offload.memory.transfer import CudaMover, Ticket
+from offload.memory.budget import Tier
+from offload.memory.transfer import Ticket
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.copies import Lease, WriteLease, chunk_key
@@ -88,13 +88,13 @@ class Leases:
     def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
         """Lease PARAM; returns the home address to write a changed working copy through to."""
         home = shard.home_buffer
-        host_device = self._tiers.device.type == "cpu"
+        addressable = self._tiers.device.addressable
         if shard.state is State.FETCHING:
             self._working.finish_prefetch(shard)
-        if shard.state is State.RESIDENT and not host_device and write:
+        if shard.state is State.RESIDENT and not addressable and write:
             self._working.refuse_borrowed(shard)
             self._working.evict(shard)
-        if shard.state is State.RESIDENT and host_device:
+        if shard.state is State.RESIDENT and addressable:
             assert shard.work_buffer is not None
             addresses[Role.PARAM] = shard.work_buffer.address
             if not write:
@@ -102,7 +102,7 @@ class Leases:
                 return 0
             self._writing.append(self._copies.lease_to_write(shard, Event.MODIFY))
             return home.address if home is not None else 0
-        if home is not None and (host_device or shard.home is Tier.HOST):
+        if home is not None and (addressable or shard.home is Tier.HOST):
             addresses[Role.PARAM] = home.address
         if write:
             self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
@@ -176,8 +176,7 @@ class Leases:
         """
         shard = self._record(unit, role)
         if shard.home is Tier.DEVICE:
-            mover, at = self._on_gpu(shard, number)
-            return mover.download(at, address, size_bytes)
+            return self._tiers.mover.download(self._device_address(shard, number), address, size_bytes)
         store, key = self._copies.require_store(), chunk_key(shard, number)
         return store.get(key, address, size_bytes, urgent=urgent) if key in store else None
 
@@ -187,8 +186,7 @@ class Leases:
         """Start writing chunk `number` from host `address` to its home, or beside what it has there."""
         shard = self._record(unit, role)
         if shard.home is Tier.DEVICE:
-            mover, at = self._on_gpu(shard, number)
-            return mover.upload(address, at, size_bytes)
+            return self._tiers.mover.upload(address, self._device_address(shard, number), size_bytes)
         return self._copies.require_store().put(chunk_key(shard, number, aside=aside), address, size_bytes)
 
     def _record(self, unit: Unit, role: Role) -> Shard:
@@ -196,9 +194,8 @@ class Leases:
             return self._copies.of(unit.index, role)
         return next(shard for state in STATE_ROLES if (shard := self._copies.get(unit.index, state)) is not None)
 
-    def _on_gpu(self, shard: Shard, number: int) -> tuple[CudaMover, int]:
-        """Return the mover, and the device address of a chunk of a shard whose home is there."""
-        mover = self._tiers.mover
-        assert isinstance(mover, CudaMover) and shard.home_buffer is not None
+    def _device_address(self, shard: Shard, number: int) -> int:
+        """Return the address on the device of a chunk of a shard whose home is there."""
+        assert shard.home_buffer is not None
         begin = shard.unit.chunks(self._tiers.plan.chunk_numel)[number][0]
-        return mover, shard.home_buffer.address + self._tiers.chunk_bytes(shard.unit, shard.role, 0, begin)
+        return shard.home_buffer.address + self._tiers.chunk_bytes(shard.unit, shard.role, 0, begin)

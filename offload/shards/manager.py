@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from offload.errors import StateError
-from offload.memory.tiers import Budget, Tier
+from offload.memory.budget import Budget, Tier
+from offload.memory.device import Device
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -54,7 +55,7 @@ class Manager:
     def __init__(
         self,
         plan: Plan,
-        device: torch.device,
+        device: Device,
         budgets: Mapping[Tier, Budget],
         store: SwapStore | None,
         binder: Binder,

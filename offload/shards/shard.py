@@ -26,7 +26,8 @@ import dataclasses
 from enum import Enum
 
 from offload.errors import InternalError
-from offload.memory.tiers import Buffer, Tier
+from offload.memory.arena import Buffer
+from offload.memory.budget import Tier
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 
@@ -114,10 +115,10 @@ class Shard:
     home_buffer: Buffer | None = None
     work_buffer: Buffer | None = None
     readers: int = 0
-    drops: int = 0
     writing: bool = False
-    version: int = 0
     side: bool = False
+    drops: int = 0
+    version: int = 0
 
     def describe(self) -> str:
         """One line for state dumps."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from offload.kernels import cpu_adam
 from offload.labels import labelled
-from offload.memory.tiers import Buffer
+from offload.memory.arena import Buffer
 from offload.memory.transfer import Ticket
 from offload.planning.plan import STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role, States, whole_pages

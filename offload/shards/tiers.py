@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-import torch
-
 from offload.errors import StateError
-from offload.memory.tiers import Arena, Budget, Tier
-from offload.memory.transfer import CpuMover, CudaMover, Mover
+from offload.memory.budget import Budget, Tier
+from offload.memory.device import Device
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -47,7 +45,7 @@ class Tiers:
     def __init__(
         self,
         plan: Plan,
-        device: torch.device,
+        device: Device,
         budgets: Mapping[Tier, Budget],
         store: SwapStore | None,
         binder: Binder,
@@ -72,23 +70,30 @@ class Tiers:
         claims = {tier: budgets[tier].claim("arena", sizes[tier]) for tier in Tier}
         self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
         self._claims = [*claims.values(), self.optimizer_claim]
-        cpu, host_device = torch.device("cpu"), device.type == "cpu"
-        host = Arena(Tier.HOST, sizes[Tier.HOST], cpu, page_locked=not host_device)
-        self._arenas = {Tier.DEVICE: Arena(Tier.DEVICE, sizes[Tier.DEVICE], device), Tier.HOST: host}
+        host = device.host_arena(sizes[Tier.HOST])
+        self._arenas = {Tier.DEVICE: device.arena(sizes[Tier.DEVICE]), Tier.HOST: host}
         self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
         self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
         self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
         self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
         for buffer in self.staging:
             touch(buffer)
-        if host_device:
-            self.mover: Mover = CpuMover(counters)
-        else:
-            half = plan.fetch_staging_bytes // 2
-            fetch = [host.take(half) for _ in range(2)] if half else []
-            self.mover = CudaMover(counters, device, fetch, host.take(plan.grad_staging_bytes), deadline_s)
+        self.mover = device.mover(
+            counters,
+            host,
+            fetch_bytes=plan.fetch_staging_bytes,
+            gradient_bytes=plan.grad_staging_bytes,
+            deadline_s=deadline_s,
+        )
         self.working = WorkingSet(
-            plan.request, self.copies, self._arenas[Tier.DEVICE], claims[Tier.DEVICE], self.mover, binder, reclaim
+            plan.request,
+            self.copies,
+            self._arenas[Tier.DEVICE],
+            device.addressable,
+            claims[Tier.DEVICE],
+            self.mover,
+            binder,
+            reclaim,
         )
         self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
         if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
@@ -111,15 +116,15 @@ class Tiers:
         return size_bytes
 
     def working_address(self, index: int) -> int | None:
-        """Return the address of a unit's parameters on a device that is the CPU, None where they are not there."""
+        """Return the host's address of a unit's parameters on the device; None where they have none."""
         shard = self._params[index]
-        if self.device.type != "cpu" or shard.state is not State.RESIDENT or shard.work_buffer is None:
+        if not self.device.addressable or shard.state is not State.RESIDENT or shard.work_buffer is None:
             return None
         return shard.work_buffer.address
 
     def updates_in_place(self, shard: Shard) -> bool:
         """Tell whether a working copy of PARAM is best fetched before an update: it is changed there and read once."""
-        return shard.home is Tier.NVME and self.device.type == "cpu"
+        return shard.home is Tier.NVME and self.device.addressable
 
     # --- who may write ----------------------------------------------------------------------------------------------
 
@@ -144,7 +149,7 @@ class Tiers:
         """
         units = list(units)
         self.refuse_leased(units)
-        if self.device.type != "cpu":
+        if not self.device.addressable:
             for unit in units:
                 self.working.refuse_borrowed(self._params[unit.index])
 
@@ -176,6 +181,7 @@ class Tiers:
         """Drop everything and return the memory. Idempotent."""
         self.copies.close()
         self.mover.close()
+        self.device.synchronize()
         busy = [*self.working.close(), *self.copies.strays()]
         if self.store is not None:
             self.store.close()

@@ -19,7 +19,9 @@ import torch
 
 from offload.config import format_bytes
 from offload.errors import BudgetError, InternalError, StateError
-from offload.memory.tiers import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Buffer, Claim, Region, Tier
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Buffer
+from offload.memory.budget import Claim, Tier
+from offload.memory.region import Region
 from offload.memory.transfer import Mover, Ticket
 from offload.planning.plan import Request
 from offload.planning.roles import Role
@@ -65,6 +67,7 @@ class WorkingSet:
         request: Request,
         copies: Copies,
         arena: Arena,
+        addressable: bool,
         claim: Claim,
         mover: Mover,
         binder: Binder,
@@ -76,6 +79,7 @@ class WorkingSet:
             request: what was planned for.
             copies: the shards.
             arena: of the device.
+            addressable: whether the host can use it.
             claim: the arena's.
             mover: of bytes to the device.
             binder: rebinds parameters.
@@ -85,6 +89,7 @@ class WorkingSet:
         self._units = request.units
         self._copies = copies
         self._arena = arena
+        self._addressable = addressable
         self._claim = claim
         self._mover = mover
         self._binder = binder
@@ -92,7 +97,7 @@ class WorkingSet:
         self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
         self._reclaim = reclaim
         region = copies.regions.get(Role.PARAM)
-        self._elastic = region if arena.device.type == "cpu" else None  # a GPU's arena is one allocation
+        self._elastic = region if arena.elastic else None
         if self._elastic is not None:
             self.shrink(self._elastic.size_bytes)
             touch(self._elastic.whole)
@@ -170,7 +175,7 @@ class WorkingSet:
         Where an update does not take place on the device, the working copy is dropped.
         """
         index = shard.unit.index
-        if shard.home is not Tier.DEVICE and self._arena.device.type != "cpu":
+        if shard.home is not Tier.DEVICE and not self._addressable:
             if shard.state is State.FETCHING:
                 self.finish_prefetch(shard)
             if shard.state is State.RESIDENT:
@@ -422,7 +427,7 @@ class WorkingSet:
         for owner in region.owners():
             if cost(owner) is not None:
                 self.evict(self._copies.of(owner, Role.PARAM))
-        if self._arena.device.type == "cpu":
+        if self._addressable:
             self._pack(region)
         return self._copies.allocate(shard)
 

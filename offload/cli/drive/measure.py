@@ -180,9 +180,8 @@ class Workspace:
             SwapFullError: not enough room on a drive.
             SwapError: a directory cannot be used.
         """
-        import torch
-
-        from offload.memory.tiers import Arena, Tier
+        from offload.memory.arena import HostArena
+        from offload.memory.budget import Tier
 
         with contextlib.ExitStack() as undo:
             files = []
@@ -190,7 +189,7 @@ class Workspace:
                 share = size_bytes // len(directories) // MIB * MIB
                 files.append(open_unlinked(directory, share))
                 undo.callback(os.close, files[-1].fd)
-            self._memory = Arena(Tier.HOST, memory_bytes, torch.device("cpu"))
+            self._memory = HostArena(Tier.HOST, memory_bytes)
             undo.callback(self._memory.close)
             _fill_with_noise(self._memory.base_address, memory_bytes)
             self._undo = undo.pop_all()

@@ -25,6 +25,8 @@ from offload.cli.finetune.report import MemoryReport, Report, StepRecord, render
 from offload.cli.finetune.settings import FinetuneError, Settings
 from offload.cli.finetune.text import Windows, batches, make_windows, read_text
 from offload.memory import machine
+from offload.memory.device import Device
+from offload.memory.devices import open_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -187,9 +189,9 @@ def _quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: torch.device) -> int | None:
+def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: Device) -> int | None:
     """Return the budgets of the tiers that live in RAM, None where one was not given."""
-    needed = ("device", "cpu") if device.type == "cpu" else ("cpu",)
+    needed = ("device", "cpu") if device.addressable else ("cpu",)
     return sum(budget_bytes[tier] for tier in needed) if all(tier in given for tier in needed) else None
 
 
@@ -253,7 +255,8 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
             training = train(engine, windows, settings, progress, device)
         sample()
         stats = engine.stats()
-        memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram_budget(stats.budget_bytes, given, device))
+        ram = ram_budget(stats.budget_bytes, given, open_device(device))
+        memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram)
         if settings.save_model and settings.output is not None:
             with _quiet_transformers():
                 engine.save_pretrained(settings.output / "model")
@@ -278,7 +281,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         links=training.meter.per_step(settings.steps),
         binding_link=training.meter.binding_link,
         settings=dataclasses.asdict(settings),
-        machine=machine_of(device),
+        machine=machine_of(open_device(device)),
     )
     print(f"\n{render(report)}", file=out)
     if settings.output is not None:
@@ -299,14 +302,13 @@ def write_report(report: Report, folder: Path, out: TextIO) -> None:
         print("plot:   left out: matplotlib is not installed; pip install 'offload[finetune]'", file=out)
 
 
-def machine_of(device: torch.device) -> dict[str, Any]:
+def machine_of(device: Device) -> dict[str, Any]:
     """Return what the figures depend on."""
     import offload
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else machine.cpu_name()
     return {
         **machine.describe(),
         "offload": offload.__version__,
         "ram_bytes": psutil.virtual_memory().total,
-        "device": f"{device.type}: {name}",
+        "device": f"{device.place.type}: {device.name()}",
     }

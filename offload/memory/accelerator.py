@@ -1,0 +1,284 @@
+"""A device whose memory the host cannot touch, by torch's generic streams and events.
+
+Owns its streams, the order of copies behind compute, and page-locking. Written against ``torch.accelerator``; what
+differs between back ends is :func:`_page_lock`. Next: :mod:`offload.memory.devices`.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from offload.config import format_bytes
+from offload.errors import OffloadError
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, HOST, Arena, Buffer, HostArena, bytes_at, round_up
+from offload.memory.budget import Tier
+from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
+from offload.stats import Counters
+
+logger = logging.getLogger(__name__)
+
+
+class AcceleratorDevice:
+    """An accelerator of torch. See :class:`offload.memory.device.Device`."""
+
+    addressable = False
+
+    def __init__(self, place: torch.device) -> None:
+        """Use the accelerator at `place`, which has an index."""
+        self.place = place
+
+    def name(self) -> str:
+        """Return what its driver calls it."""
+        return str(torch.get_device_module(self.place).get_device_name(self.place))
+
+    def free_bytes(self) -> int:
+        """Return what its driver says."""
+        return int(torch.get_device_module(self.place).mem_get_info(self.place)[0])
+
+    def arena(self, size_bytes: int) -> Arena:
+        """Take one allocation of torch's."""
+        if not size_bytes:
+            return Arena(Tier.DEVICE, 0, self.place, None, 0)
+        memory = torch.empty(size_bytes + BUFFER_ALIGNMENT_BYTES, dtype=torch.uint8, device=self.place)
+        return Arena(Tier.DEVICE, size_bytes, self.place, memory, round_up(memory.data_ptr(), BUFFER_ALIGNMENT_BYTES))
+
+    def host_arena(self, size_bytes: int) -> Arena:
+        """Take page-locked main memory."""
+        return LockedArena(Tier.HOST, size_bytes, self.place)
+
+    def mover(
+        self, counters: Counters, host: Arena, *, fetch_bytes: int, gradient_bytes: int, deadline_s: float
+    ) -> AcceleratorMover:
+        """Return a mover with staging buffers in `host`."""
+        half = fetch_bytes // 2
+        fetch = [host.take(half) for _ in range(2)] if half else []
+        return AcceleratorMover(counters, self, fetch, host.take(gradient_bytes), deadline_s)
+
+    def current_stream(self) -> torch.Stream:
+        """Return the stream that compute is given to now."""
+        return torch.accelerator.current_stream(self.place)
+
+    def event(self) -> torch.Event:
+        """Return the moment when all that was given to the current stream so far is done."""
+        event = torch.Event(self.place)
+        event.record(self.current_stream())
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for all streams."""
+        torch.accelerator.synchronize(self.place)
+
+
+class LockedArena(HostArena):
+    """Host memory that stays where it is, so that the device can copy from and to it by itself."""
+
+    def __init__(self, tier: Tier, size_bytes: int, place: torch.device) -> None:
+        super().__init__(tier, size_bytes)
+        self._unlock = _page_lock(self.base_address, size_bytes, place) if size_bytes else None
+        self.elastic = self._unlock is None
+
+    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
+        """Unlock and unmap it, as :meth:`Arena.close` says. Idempotent."""
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
+        super().close(busy)
+
+
+def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[], object] | None:
+    """Page-lock host memory; returns what undoes it, None where that is not possible."""
+    if place.type != "cuda":
+        logger.warning(
+            "host arena: %s cannot be page-locked for %s; copies are slower", format_bytes(size_bytes), place
+        )
+        return None
+    runtime: Any = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(address, size_bytes, 0))
+    if status:
+        logger.warning("host arena: page-locking %s failed (%d)", format_bytes(size_bytes), status)
+        return None
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+class AcceleratorTransfer:
+    """A copy on a stream: waiting makes the current stream wait, not the host."""
+
+    def __init__(self, device: AcceleratorDevice, future: Future[torch.Event], subject: str) -> None:
+        self._device = device
+        self._enqueued = FutureTransfer(future, subject)  # type: ignore[arg-type]
+        self._future = future
+
+    def done(self) -> bool:
+        """Tell whether the copy is complete."""
+        if not self._future.done():
+            return False
+        return self._future.exception() is not None or bool(self._future.result().query())
+
+    def wait(self, timeout_s: float) -> None:
+        """Order the current stream behind the copy."""
+        self._enqueued.wait(timeout_s)
+        self._device.current_stream().wait_event(self._future.result())
+
+
+class AcceleratorMover:
+    """Mover for an accelerator: one stream per direction, events only.
+
+    NVMe reads pass through two page-locked staging buffers, gradients through one. A buffer is reused only after the
+    event recorded at its release. Gradients that wait for their copy take device memory that no plan knows, so they
+    are at most as many bytes as their staging buffer has.
+    """
+
+    def __init__(
+        self,
+        counters: Counters,
+        device: AcceleratorDevice,
+        staging: Sequence[Buffer],
+        gradient_staging: Buffer,
+        deadline_s: float,
+    ) -> None:
+        self._counters = counters
+        self._device = device
+        self._upload = torch.Stream(device.place)
+        self._download = torch.Stream(device.place)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-d2h")
+        self._staging = list(staging)
+        self._staging_events: list[torch.Event | None] = [None] * len(staging)
+        self._turn = 0
+        self._released: dict[int, torch.Event] = {}
+        self._deadline_s = deadline_s
+        self._gradients: collections.deque[tuple[Future[None], int]] = collections.deque()  # on their way, with bytes
+        self._gradient_bytes = 0
+        self._gradient_failure: BaseException | None = None
+        self._gradient_staging = gradient_staging
+
+    def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
+        """Copy from page-locked memory on the upload stream."""
+        event = self._ready(target)
+        future = self._worker.submit(self._enqueue, source, target, size_bytes, event)
+        return AcceleratorTransfer(self._device, future, f"copy of {size_bytes} bytes to {self._device.place}")
+
+    def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
+        """Read into staging, then copy on the upload stream; the worker thread waits in between."""
+        event = self._ready(target)
+
+        def run() -> torch.Event:
+            turn = self._turn
+            self._turn = (turn + 1) % len(self._staging)
+            used = self._staging_events[turn]
+            if used is not None:
+                used.synchronize()
+            address = self._staging[turn].address
+            TicketGroup(read(address)).wait(None)  # the store's own deadline holds
+            copied = self._enqueue(address, target, size_bytes, event)
+            self._staging_events[turn] = copied
+            return copied
+
+        return AcceleratorTransfer(
+            self._device, self._worker.submit(run), f"fetch of {size_bytes} bytes to {self._device.place}"
+        )
+
+    def download(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy device address `source` to page-locked host address `target`."""
+        return self._direct(source, target, size_bytes, "d2h")
+
+    def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy page-locked host address `source` to device address `target`."""
+        return self._direct(source, target, size_bytes, "h2d")
+
+    def _direct(self, source: int, target: int, size_bytes: int, link: str) -> Ticket:
+        compute = self._device.event()
+
+        def run() -> None:
+            begin = time.perf_counter()
+            down = link == "d2h"
+            stream = self._download if down else self._upload
+            host = bytes_at(target if down else source, size_bytes, HOST)
+            device = bytes_at(source if down else target, size_bytes, self._device.place)
+            with stream:
+                stream.wait_event(compute)
+                if down:
+                    host.copy_(device, non_blocking=True)
+                else:
+                    device.copy_(host, non_blocking=True)
+                stream.synchronize()
+            self._counters.add(link, size_bytes=size_bytes, seconds=time.perf_counter() - begin)
+
+        worker = self._reader if link == "d2h" else self._worker
+        return FutureTransfer(worker.submit(run), f"copy of {size_bytes} bytes ({link})")
+
+    def release(self, buffer: Buffer) -> None:
+        """Record that compute enqueued so far may still read `buffer`."""
+        self._released[buffer.address] = self._device.event()
+
+    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
+        """Copy on the download stream; a worker waits for the copy and calls `use`."""
+        ready = self._device.event()
+        size = tensor.numel() * tensor.element_size()
+
+        def run() -> None:
+            host = bytes_at(self._gradient_staging.address, size, HOST)
+            begin = time.perf_counter()
+            with self._download:
+                self._download.wait_event(ready)
+                host.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
+                self._download.synchronize()
+            self._counters.add("d2h", size_bytes=size, seconds=time.perf_counter() - begin)
+            use(host.data_ptr())
+
+        while self._gradients and self._gradient_bytes + size > self._gradient_staging.size_bytes:
+            self._reap(self._deadline_s)
+        self._gradients.append((self._reader.submit(run), size))
+        self._gradient_bytes += size
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait for the gradients on their way."""
+        while self._gradients:  # all of them: none may add to a gradient that counts as dropped
+            self._reap(timeout_s)
+        failure, self._gradient_failure = self._gradient_failure, None
+        if failure is not None:
+            raise failure
+
+    def _reap(self, timeout_s: float) -> None:
+        """Wait for the oldest gradient on its way; :meth:`settle` tells of its failure."""
+        future, size = self._gradients.popleft()
+        self._gradient_bytes -= size
+        try:
+            FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
+        except (OSError, OffloadError) as error:
+            self._gradient_failure = self._gradient_failure or error
+
+    def close(self) -> None:
+        """End the workers."""
+        self._worker.shutdown(wait=True)
+        self._reader.shutdown(wait=True)
+
+    def _ready(self, target: Buffer) -> list[torch.Event]:
+        """Return the events of every release that a copy into `target` must follow."""
+        events = []
+        for address, event in list(self._released.items()):
+            if event.query():
+                del self._released[address]
+            else:
+                events.append(event)
+        return events
+
+    def _enqueue(self, source: int, target: Buffer, size_bytes: int, after: list[torch.Event]) -> torch.Event:
+        begin = time.perf_counter()
+        done = torch.Event(self._device.place)
+        host = bytes_at(source, size_bytes, HOST)
+        device = bytes_at(target.address, size_bytes, self._device.place)
+        with self._upload:
+            for event in after:
+                self._upload.wait_event(event)
+            device.copy_(host, non_blocking=True)
+            done.record(self._upload)
+        self._counters.add("h2d", size_bytes=size_bytes, seconds=time.perf_counter() - begin)
+        return done

@@ -1,0 +1,164 @@
+"""Memory taken once and handed out as buffers.
+
+Owns the mappings, and what is kept of them while tensors of the user point into them. Knows bytes and addresses; must
+not know what they are for. Next: :mod:`offload.memory.device` says which memory a device has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+import mmap
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offload.config import format_bytes
+from offload.errors import BudgetError
+from offload.memory.budget import Tier
+from offload.torch_private import no_dispatch, no_functions, storage_at
+
+logger = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES = 2 << 20
+BUFFER_ALIGNMENT_BYTES = 4096
+HOST = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """An aligned range of an arena: `address` for copies and kernels, `offset_bytes` inside its arena."""
+
+    tier: Tier
+    address: int
+    offset_bytes: int
+    size_bytes: int
+
+
+class Arena:
+    """Memory of one tier, whose ranges are handed out for its life.
+
+    Attributes:
+        tier: which.
+        size_bytes: of all of it.
+        place: torch's device of its tensors.
+        base_address: of its first byte; 0 where it has none.
+        elastic: whether parts of it can be given back.
+    """
+
+    elastic = False
+
+    def __init__(self, tier: Tier, size_bytes: int, place: torch.device, memory: object, base_address: int) -> None:
+        """Own `memory`, which is kept alive; `base_address` is aligned."""
+        _release_kept()
+        self.tier = tier
+        self.size_bytes = size_bytes
+        self.place = place
+        self.base_address = base_address
+        self._memory = memory
+        self._end = 0
+
+    def take(self, size_bytes: int) -> Buffer:
+        """Hand out the next `size_bytes` for the life of the arena.
+
+        Raises:
+            BudgetError: the arena is smaller than what the plan counted (a bug in the plan).
+        """
+        size_bytes = round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
+        offset = self._end
+        if offset + size_bytes > self.size_bytes:
+            raise BudgetError(
+                f"{self.tier.value} arena: {format_bytes(size_bytes)} do not fit behind {format_bytes(offset)} of "
+                f"{format_bytes(self.size_bytes)}; this is a bug of the plan, please report it with engine.plan"
+            )
+        self._end += size_bytes
+        return Buffer(self.tier, self.base_address + offset, offset, size_bytes)
+
+    def storage(self, buffer: Buffer) -> torch.UntypedStorage:
+        """Return a new torch storage over `buffer`.
+
+        Its reference count tells who still uses the bytes: that is why each residency gets a storage of its own.
+        """
+        return storage_at(buffer.address, buffer.size_bytes, self.place)
+
+    def discard(self, buffer: Buffer) -> None:
+        """Return the pages of `buffer`, where that is possible; its content is lost, its range stays."""
+
+    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
+        """Return the memory, but keep it mapped while one of `busy` says that a tensor of the user points into it."""
+        _release_kept()
+        if busy:
+            _kept.append((self._memory, busy))
+        self._memory = None
+
+
+class HostArena(Arena):
+    """An anonymous mapping, advised to use huge pages and not to be copied by fork. Pages are touched when used."""
+
+    elastic = True
+
+    def __init__(self, tier: Tier, size_bytes: int) -> None:
+        self._mapping: mmap.mmap | None = None
+        self._start = 0
+        if size_bytes:
+            self._mapping = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+                if hasattr(mmap, advice):
+                    try:
+                        self._mapping.madvise(getattr(mmap, advice))
+                    except OSError as error:  # a kernel without huge pages: slower, not wrong
+                        logger.info("%s arena: %s refused (%s)", tier.value, advice, error)
+            self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        super().__init__(tier, size_bytes, HOST, self._mapping, round_up(self._start, HUGE_PAGE_BYTES))
+
+    def discard(self, buffer: Buffer) -> None:
+        """Return the pages of `buffer`; its content is lost, its range stays."""
+        if self._mapping is not None and self.elastic and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED, buffer.address - self._start, buffer.size_bytes)
+
+    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
+        """Unmap it, as :meth:`Arena.close` says."""
+        super().close(busy)
+        self._mapping = None
+
+
+# Memory of closed arenas that tensors of the user still point into; looked at when arenas are made and closed.
+_kept: list[tuple[object, Sequence[Callable[[], bool]]]] = []
+
+
+def _release_kept() -> None:
+    _kept[:] = [kept for kept in _kept if any(busy() for busy in kept[1])]
+
+
+def view_at(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset_numel: int,
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Return a tensor over a part of `storage`; contiguous unless `stride` is given.
+
+    Modes of the user do not see it: selective checkpointing, for one, wants the same operations in a repetition, and a
+    tensor that is made in inference mode could not be used for training afterwards.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return view_at(storage, dtype, offset_numel, shape, stride)
+    with no_functions(), no_dispatch():
+        tensor = torch.empty(0, dtype=dtype, device=storage.device)
+        set_storage: Callable[..., torch.Tensor] = tensor.set_
+        if stride is None:
+            return set_storage(storage, offset_numel, shape)
+        return set_storage(storage, offset_numel, shape, stride)
+
+
+def bytes_at(address: int, size_bytes: int, place: torch.device) -> torch.Tensor:
+    """Return a tensor of `size_bytes` bytes over memory that somebody else owns."""
+    return view_at(storage_at(address, size_bytes, place), torch.uint8, 0, (size_bytes,))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple

@@ -1,0 +1,115 @@
+"""The CPU as the device: host and device share one memory.
+
+Owns the thread that copies, and direct reads from NVMe. Next: :mod:`offload.memory.devices`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import torch
+
+from offload.memory import machine
+from offload.memory.arena import HOST, Arena, Buffer, HostArena
+from offload.memory.budget import Tier
+from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
+from offload.stats import Counters
+
+
+class CpuDevice:
+    """The CPU. See :class:`offload.memory.device.Device`."""
+
+    addressable = True
+
+    def __init__(self) -> None:
+        self.place = HOST
+
+    def name(self) -> str:
+        """Return the processor's name."""
+        return machine.cpu_name()
+
+    def free_bytes(self) -> int:
+        """Return what the system has available."""
+        return int(psutil.virtual_memory().available)
+
+    def arena(self, size_bytes: int) -> Arena:
+        """Take main memory that can be given back in parts."""
+        return HostArena(Tier.DEVICE, size_bytes)
+
+    def host_arena(self, size_bytes: int) -> Arena:
+        """Take main memory."""
+        return HostArena(Tier.HOST, size_bytes)
+
+    def mover(
+        self, counters: Counters, host: Arena, *, fetch_bytes: int, gradient_bytes: int, deadline_s: float
+    ) -> CpuMover:
+        """Return a mover that needs no staging."""
+        return CpuMover(counters)
+
+    def event(self) -> Past:
+        """Return a moment that is over: compute on the CPU is synchronous."""
+        return Past()
+
+    def synchronize(self) -> None:
+        """Nothing is ever outstanding."""
+
+
+class Past:
+    """A moment that is over."""
+
+    def query(self) -> bool:
+        """Tell that it is."""
+        return True
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+class CpuMover:
+    """Mover where the device is the CPU: host and device are both addressable."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
+
+    def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
+        """Copy in a worker thread (the copy does not hold the interpreter lock)."""
+        future = self._worker.submit(self._copy, target.address, source, size_bytes)
+        return FutureTransfer(future, f"copy of {size_bytes} bytes to the device")
+
+    def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
+        """Read straight into the device arena."""
+        return TicketGroup(read(target.address))
+
+    def download(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy in the worker thread."""
+        return FutureTransfer(
+            self._worker.submit(self._copy, target, source, size_bytes), f"copy of {size_bytes} bytes"
+        )
+
+    def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy in the worker thread."""
+        return self.download(source, target, size_bytes)
+
+    def release(self, buffer: Buffer) -> None:
+        """Nothing to order: compute on the CPU is synchronous."""
+
+    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
+        """Use the tensor where it is."""
+        use(tensor.data_ptr())
+
+    def settle(self, timeout_s: float) -> None:
+        """Nothing is ever outstanding."""
+
+    def close(self) -> None:
+        """End the worker."""
+        self._worker.shutdown(wait=True)
+
+    def _copy(self, target: int, source: int, size_bytes: int) -> None:
+        begin = time.perf_counter()
+        ctypes.memmove(target, source, size_bytes)
+        self._counters.add("h2d", size_bytes=size_bytes, seconds=time.perf_counter() - begin)

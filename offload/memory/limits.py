@@ -1,0 +1,49 @@
+"""How many bytes each tier may take: what the user says, or a share of what this machine has free.
+
+Owns the defaults. Next: :mod:`offload.build` makes budgets of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import psutil
+
+from offload.config import Share
+from offload.memory import machine
+from offload.memory.budget import Tier
+from offload.memory.device import Device
+
+HOST_HEADROOM = 0.85  # of what is available, where the user names no host budget
+DEVICE_HEADROOM = 0.90
+
+
+def resolve_budgets(given: Mapping[str, int | Share], device: Device, nvme_free_bytes: int | None) -> dict[Tier, int]:
+    """Turn given budgets into bytes per tier.
+
+    Args:
+        given: budgets by canonical name; shares are taken of what is free now, in the container where there is one.
+        device: the compute device. Where the host can use its memory, device and host budgets are both main memory: a
+            missing one gets half.
+        nvme_free_bytes: free bytes at the NVMe paths, None without paths.
+    """
+    available = psutil.virtual_memory().available
+    container = machine.cgroup_memory_free()
+    if container is not None:
+        available = min(available, container)
+    if device.addressable:
+        device_free = available
+        half = int(available * HOST_HEADROOM / 2)
+        default = {"device": half, "cpu": half}
+    else:
+        device_free = device.free_bytes()
+        default = {"device": int(device_free * DEVICE_HEADROOM), "cpu": int(available * HOST_HEADROOM)}
+    default["nvme"] = int((nvme_free_bytes or 0) * DEVICE_HEADROOM)
+    free = {"device": device_free, "cpu": available, "nvme": nvme_free_bytes or 0}
+    budgets: dict[Tier, int] = {}
+    for tier in Tier:
+        value = given.get(tier.value, default[tier.value])
+        budgets[tier] = int(value.fraction * free[tier.value]) if isinstance(value, Share) else value
+    if nvme_free_bytes is None:
+        budgets[Tier.NVME] = 0
+    return budgets

@@ -1,0 +1,150 @@
+"""The placement of buffers of different sizes and owners inside one buffer, and the search for what must leave.
+
+Owns offsets. Knows owners by number; must not know what they are. Next: :mod:`offload.shards.working_set` and
+:mod:`offload.shards.gradients` decide who leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, Buffer, round_up
+
+
+class Region:
+    """Places variable-sized buffers of different owners into one buffer; evicts by windows.
+
+    Small blocks are placed from the low end and large ones (a quarter of the region and more) from the high end, so
+    that a large embedding and a stream of blocks do not cut each other's room into pieces.
+    Invariant: blocks are disjoint, sorted by offset, inside the region.
+
+    Attributes:
+        size_bytes: present size, at most the buffer's.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.size_bytes = buffer.size_bytes
+        self._blocks: list[tuple[int, int, int]] = []  # offset, size, owner
+
+    @property
+    def whole(self) -> Buffer:
+        """All of the region as one buffer."""
+        return self._part(0, self.size_bytes)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the buffer it lies in."""
+        return self._buffer.size_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        """End of the last block."""
+        return self._blocks[-1][0] + self._blocks[-1][1] if self._blocks else 0
+
+    def owners_beyond(self, offset_bytes: int) -> list[int]:
+        """Return the owners of blocks that reach beyond `offset_bytes`, the last one first."""
+        return [owner for offset, size, owner in reversed(self._blocks) if offset + size > offset_bytes]
+
+    def resize(self, size_bytes: int) -> Buffer:
+        """Let the region end at `size_bytes`; returns the part by which it has grown or shrunk."""
+        assert self.end_bytes <= size_bytes <= self.largest_bytes, (self.end_bytes, size_bytes, self.largest_bytes)
+        before, self.size_bytes = self.size_bytes, size_bytes
+        return self._part(min(before, size_bytes), abs(size_bytes - before))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes handed out now."""
+        return sum(size for _, size, _ in self._blocks)
+
+    def owners(self) -> list[int]:
+        """Return the owners in address order."""
+        return [owner for _, _, owner in self._blocks]
+
+    def room_beside(self, owner: int) -> int:
+        """Return the bytes in one piece that there would be if the block of `owner` were the only one."""
+        offset, size = next((offset, size) for offset, size, own in self._blocks if own == owner)
+        return max(offset, self.size_bytes - offset - size)
+
+    def allocate(self, size_bytes: int, owner: int) -> Buffer | None:
+        """Return a buffer for `owner`, or None where no gap is large enough."""
+        size_bytes = round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
+        gaps = [(start, end) for start, end in self._gaps() if end - start >= size_bytes]
+        if not gaps:
+            return None
+        if size_bytes * 4 >= self.size_bytes:
+            offset = gaps[-1][1] - size_bytes
+        else:
+            offset = gaps[0][0]
+        self._blocks.append((offset, size_bytes, owner))
+        self._blocks.sort(key=lambda block: block[0])
+        return self._part(offset, size_bytes)
+
+    def free(self, owner: int) -> None:
+        """Take back the buffer of `owner`."""
+        before = len(self._blocks)
+        self._blocks = [block for block in self._blocks if block[2] != owner]
+        assert len(self._blocks) == before - 1, f"{owner} holds {before - len(self._blocks)} buffers"
+
+    def hand_over(self, owner: int, heir: int) -> None:
+        """Let the buffer of `owner` belong to `heir` from now on."""
+        assert heir not in self.owners(), heir
+        self._blocks = [(offset, size, heir if own == owner else own) for offset, size, own in self._blocks]
+
+    def pack(self, movable: Callable[[int], bool]) -> list[tuple[int, Buffer, Buffer]]:
+        """Move blocks to the low end, in address order, so that the gaps become one as far as possible.
+
+        Args:
+            movable: whether an owner's block may be moved.
+
+        Returns:
+            (owner, old buffer, new buffer) of what moves, in the order in which the bytes must be moved (the two may
+            overlap).
+        """
+        moves, blocks, end = [], [], 0
+        for offset, size, owner in self._blocks:
+            if offset > end and movable(owner):
+                moves.append((owner, self._part(offset, size), self._part(end, size)))
+                offset = end
+            blocks.append((offset, size, owner))
+            end = offset + size
+        self._blocks = blocks
+        return moves
+
+    def _part(self, offset: int, size: int) -> Buffer:
+        return Buffer(self._buffer.tier, self._buffer.address + offset, self._buffer.offset_bytes + offset, size)
+
+    def cheapest_window(self, size_bytes: int, cost: Callable[[int], float | None]) -> list[int] | None:
+        """Return the owners to evict so that `size_bytes` fit in one piece, at the least highest cost.
+
+        Args:
+            size_bytes: what must fit.
+            cost: cost of evicting an owner; None where it must stay.
+        """
+        size_bytes = round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
+        costs = [cost(owner) for _, _, owner in self._blocks]
+        best: tuple[float, int, list[int]] | None = None
+        for first in range(len(self._blocks)):
+            start = self._blocks[first - 1][0] + self._blocks[first - 1][1] if first else 0
+            highest = float("-inf")
+            for last in range(first, len(self._blocks)):
+                value = costs[last]
+                if value is None:
+                    break
+                highest = max(highest, value)
+                end = self._blocks[last + 1][0] if last + 1 < len(self._blocks) else self.size_bytes
+                if end - start >= size_bytes:
+                    if best is None or (highest, last - first) < best[:2]:
+                        best = (highest, last - first, [b[2] for b in self._blocks[first : last + 1]])
+                    break
+        return None if best is None else best[2]
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        gaps, end = [], 0
+        for offset, size, _ in self._blocks:
+            if offset > end:
+                gaps.append((end, offset))
+            end = offset + size
+        if end < self.size_bytes:
+            gaps.append((end, self.size_bytes))
+        return gaps
