@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from offload.engine import Engine
     from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
-    from offload.planning.placement import Plan
+    from offload.planning.plan import Plan
     from offload.stats import LinkStats, Stats
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _HOMES = {
     "NonFiniteError": "errors",
     "OffloadError": "errors",
     "StateError": "errors",
-    "Plan": "planning.placement",
+    "Plan": "planning.plan",
     "LinkStats": "stats",
     "Stats": "stats",
 }

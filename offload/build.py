@@ -39,7 +39,9 @@ from offload.optim.rules import Rule, rule_of
 from offload.optim.step import Groups, Step
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.partition import UnitTree, find_units
-from offload.planning.placement import ADAM_STATES, WORKING_UNITS, Plan, Request, make_plan
+from offload.planning.plan import WORKING_UNITS, Plan, Request
+from offload.planning.planner import make_plan
+from offload.planning.roles import ADAM_STATES
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
 from offload.stats import Counters

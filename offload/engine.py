@@ -31,7 +31,7 @@ from offload.module.torch_calls import tensors_in
 from offload.optim.step import Step
 from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
-from offload.planning.placement import Plan
+from offload.planning.plan import Plan
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
 from offload.stats import Stats

@@ -78,7 +78,7 @@ class OptimizerSpec:
         params: what :func:`offload.groups.parse_groups` takes; None: all trainable parameters, as one group.
         KERNEL: number of the rule in csrc/cpu_adam/kernels.h.
         STATES: what is remembered of each element, by the names that torch has for it; at most as many as there are
-            :data:`offload.planning.placement.MOMENTS`.
+            :data:`offload.planning.roles.MOMENTS`.
         IN_TORCH: ``torch.optim`` has a class with the same name, options, states and steps.
         OTHER_STEPS: options with which the class in torch makes other steps. It makes them itself then; once an engine
             is made, they are refused.

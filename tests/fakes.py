@@ -12,18 +12,8 @@ import torch
 from offload.memory.arena import view_at
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuDevice
-from offload.planning.placement import (
-    ADAM_STATES,
-    STAGING_SLOTS,
-    STATE_ROLES,
-    Homes,
-    Plan,
-    Request,
-    States,
-    role_bytes,
-    whole_pages,
-)
-from offload.planning.roles import Role
+from offload.planning.plan import STAGING_SLOTS, Homes, Plan, Request
+from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
 from offload.planning.units import Unit, lay_out
 from offload.shards.manager import Manager
 from offload.stats import Counters

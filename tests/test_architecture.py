@@ -53,7 +53,11 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.groups": ("torch",),
     "offload.spec": ("torch",),
     "offload.kernels": ("torch",),
-    "offload.planning.placement": ("torch",),
+    "offload.planning.plan": ("torch",),
+    "offload.planning.planner": ("torch",),
+    "offload.planning.roles": ("torch",),
+    "offload.planning.slices": ("torch",),
+    "offload.planning.units": ("torch",),
     "offload.shards.schedule": ("torch",),
 }
 # compiled module -> the files that may import it
@@ -376,7 +380,7 @@ def test_checker_accepts_what_is_given_at_once(source: str) -> None:
         ({"offload.module.hooks": "import offload"}, "imports the package offload itself"),
         ({"offload.helpers": ""}, "has no layer"),
         ({"offload.optimizer": "from offload import _cpu_adam"}, "only offload.kernels.extension may"),
-        ({"offload.planning.placement": "import torch"}, "offload.planning.placement must not know"),
+        ({"offload.planning.plan": "import torch"}, "offload.planning.plan must not know"),
         (
             {
                 "offload.module.hooks": "from offload.module import handles",

@@ -44,7 +44,7 @@ import offload
 from offload import AdamW, Engine
 from offload.kernels import cpu_adam
 from offload.module.hooks import in_backward
-from offload.planning import placement
+from offload.planning.planner import Planner
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
 STEPS = 3
@@ -1095,10 +1095,8 @@ def test_every_single_transfer_may_fail(
     if spill:
         # Staging (4 slots x 16 B x 64 Ki elements) and three gradients of a unit (16 KiB each): the others spill. Slots
         # without room for gradients would leave so much that none of such a small model has to.
-        slot_bytes = placement._slot_bytes
-        monkeypatch.setattr(
-            placement, "_slot_bytes", lambda request, chunk, *, gradients=True: slot_bytes(request, chunk)
-        )
+        slot_bytes = Planner._slot_bytes
+        monkeypatch.setattr(Planner, "_slot_bytes", lambda self, chunk, *, gradients=True: slot_bytes(self, chunk))
         options["max_memory"]["cpu"] = 4 * 16 * 65536 + 3 * 16384
 
     def train(engine: Engine) -> int:

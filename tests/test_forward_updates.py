@@ -19,7 +19,7 @@ from torch import nn
 from offload import AdamW, Engine
 from offload.errors import StateError
 from offload.memory.budget import Tier
-from offload.planning.placement import STAGING_SLOTS, Homes
+from offload.planning.plan import STAGING_SLOTS, Homes
 from offload.planning.roles import Role
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.manager import Manager

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from offload.errors import BudgetError, StateError
 from offload.memory.arena import Buffer, view_at
 from offload.memory.budget import Tier
-from offload.planning.placement import Homes
+from offload.planning.plan import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Lease

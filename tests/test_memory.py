@@ -15,7 +15,8 @@ from torch import nn
 
 import offload
 from offload.memory.budget import Tier
-from offload.planning.placement import Request, make_plan
+from offload.planning.plan import Request
+from offload.planning.planner import make_plan
 from offload.planning.units import Unit, lay_out
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offload.errors import ConfigError
 from offload.optim.probe import own_class, plain_torch
 from offload.optim.rules import rule_of
-from offload.planning.placement import MOMENTS
+from offload.planning.roles import MOMENTS
 
 
 def parameters(*shapes: Sequence[int]) -> list[nn.Parameter]:

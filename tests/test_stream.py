@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from offload.errors import StateError
 from offload.kernels.ranges import StateKind
 from offload.memory.budget import Tier
-from offload.planning.placement import Homes, States
-from offload.planning.roles import Role
+from offload.planning.plan import Homes
+from offload.planning.roles import Role, States
 from offload.planning.units import Unit
 from offload.shards.manager import Manager
 from offload.shards.shard import State

@@ -22,7 +22,7 @@ from offload.memory.device import Device
 from offload.module.hooks import Hooks
 from offload.module.quantized import FourBitModules
 from offload.planning.partition import UnitTree
-from offload.planning.placement import Plan
+from offload.planning.plan import Plan
 from offload.shards.manager import Manager
 from offload.shards.working_set import Binder
 from offload.stats import Counters

@@ -23,8 +23,7 @@ from offload.module.refusals import unreadable
 from offload.optim.recipe import StepCounts
 from offload.optim.rules import STATE_SEED
 from offload.optim.torch_class import Placed, recorded
-from offload.planning.placement import States
-from offload.planning.roles import Role
+from offload.planning.roles import Role, States
 from offload.planning.units import Slot, Unit, Where
 from offload.shards.manager import Manager
 from offload.shards.shard import State

@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ConfigError
 from offload.optim.takeover import GIVEN
-from offload.planning.placement import MOMENTS, OwnBytes
+from offload.planning.plan import OwnBytes
+from offload.planning.roles import MOMENTS
 from offload.torch_private import TorchDispatchMode, no_functions, no_modes
 
 Options = Mapping[str, Any]  # of a param group, without its parameters

@@ -21,8 +21,7 @@ from offload.memory.budget import Claim
 from offload.optim.probe import OwnClass, OwnHyper
 from offload.optim.rules import STATE_SEED, Rule, StepOf
 from offload.optim.torch_class import Records
-from offload.planning.placement import States
-from offload.planning.roles import Role
+from offload.planning.roles import Role, States
 from offload.planning.units import Unit, Where
 from offload.shards.gradients import KERNEL_DTYPE
 from offload.shards.stream import ALL_STATES, Chunk

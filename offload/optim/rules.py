@@ -17,7 +17,7 @@ from offload.errors import NEW_ENGINE, ConfigError
 from offload.kernels import optimizers
 from offload.kernels.cpu_adam import StateKind
 from offload.optim.probe import OwnClass, OwnHyper, options_of, own_class
-from offload.planning.placement import States
+from offload.planning.roles import States
 from offload.spec import Hyper, OptimizerSpec
 
 STATE_SEED = 0x0FF10AD  # of the bits that round states; a constant: a run is reproducible whatever the options

@@ -21,8 +21,7 @@ from offload.kernels import cpu_adam
 from offload.memory.arena import view_at
 from offload.memory.budget import Claim
 from offload.optim.probe import OwnClass, OwnHyper, plain_torch, tensors_in
-from offload.planning.placement import States
-from offload.planning.roles import Role
+from offload.planning.roles import Role, States
 from offload.planning.units import Slot, Where
 from offload.shards.stream import Chunk
 from offload.torch_private import storage_at

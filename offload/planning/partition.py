@@ -2,12 +2,13 @@
 
 Owns the rule that groups parameters: elements of ``ModuleList``/``Sequential`` (transformer blocks, experts) are units,
 what is left over (embeddings, norms, heads) are units too, and what is too large is split at its children. No
-architecture is named. Knows torch modules only as a tree of parameters. Next: :mod:`offload.planning.placement`.
+architecture is named. Knows torch modules only as a tree of parameters. Next: :mod:`offload.planning.planner`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -60,7 +61,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def model_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Return the bytes of all parameters after the cast to `dtype`."""
-    return sum(p.numel() * _stored_dtype(p, dtype).itemsize for p in model.parameters())
+    return _stored_bytes(model.parameters(), dtype)
 
 
 def find_units(
@@ -84,55 +85,13 @@ def find_units(
         ConfigError: the model has no parameters, or a trainable one has a dtype that cannot be trained or shares its
             memory with another one.
     """
-    names: dict[int, str] = {}
-    starts: dict[int, int] = {}  # global index of the first element
-    end = 0
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
-        starts[id(parameter)] = end
-        end += aligned_numel(parameter.numel())
-        stored = _stored_dtype(parameter, dtype)
-        if train and parameter.requires_grad and stored not in TRAINABLE_DTYPES:
-            raise ConfigError(
-                f"parameter {name}: expected float32, bfloat16 or float16 to train but got {dtype_name(stored)}; "
-                f'freeze it with requires_grad_(False) or pass dtype="float32"'
-            )
-    if not names:
-        raise ConfigError(f"model {type(model).__name__}: expected parameters but it has none")
+    names, starts = _number(model, dtype, train=train)
     if train:
         _refuse_shared_memory(model)
-
-    total = model_bytes(model, dtype)
-    groups: list[tuple[str, nn.Module, list[nn.Parameter]]] = []
-    taken: set[int] = set()
-
-    def fresh(module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
-        return [p for p in module.parameters(recurse=recurse) if id(p) not in taken]
-
-    def close_group(path: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        if parameters:
-            taken.update(id(p) for p in parameters)
-            groups.append((path or type(model).__name__, module, parameters))
-
-    def descend(module: nn.Module, path: str, *, element: bool) -> None:
-        parameters = fresh(module, recurse=True)
-        size = sum(p.numel() * _stored_dtype(p, dtype).itemsize for p in parameters)
-        limit = max_unit_bytes if element else min(max_unit_bytes, total // LOOSE_SHARE)
-        whole = size <= limit and not _is_list(module) and not any(map(_is_list, module.modules()))
-        if whole or size * SMALL_SHARE <= total:
-            close_group(path, module, parameters)
-            return
-        close_group(path, module, fresh(module, recurse=False))
-        for name, child in module.named_children():
-            descend(child, f"{path}.{name}" if path else name, element=_is_list(module))
-
-    descend(model, "", element=False)
-
     units: list[Unit] = []
     members: list[list[nn.Parameter]] = []
-    unit_of: dict[int, int] = {}
     roots: dict[nn.Module, list[int]] = {}
-    for path, module, parameters in groups:
+    for path, module, parameters in _Groups(model, max_unit_bytes, dtype).found:
         kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
         for parameter in parameters:
             trainable = train and parameter.requires_grad
@@ -148,17 +107,69 @@ def find_units(
             )
             members.append(part)
             roots.setdefault(module, []).append(index)
-            unit_of.update((id(p), index) for p in part)
-
+    unit_of = {id(p): index for index, part in enumerate(members) for p in part}
     leases: dict[nn.Module, tuple[int, ...]] = {}
     module_names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
-        if next(module.parameters(), None) is None:
-            continue
-        needed = [*roots.get(module, []), *(unit_of[id(p)] for p in module.parameters(recurse=False))]
-        leases[module] = tuple(dict.fromkeys(needed))
-        module_names[module] = name
+        if next(module.parameters(), None) is not None:
+            needed = [*roots.get(module, []), *(unit_of[id(p)] for p in module.parameters(recurse=False))]
+            leases[module] = tuple(dict.fromkeys(needed))
+            module_names[module] = name
     return UnitTree(units, members, leases, module_names)
+
+
+def _number(model: nn.Module, dtype: torch.dtype | None, *, train: bool) -> tuple[dict[int, str], dict[int, int]]:
+    """Return the name of each parameter and the index of its first element in the model, by the parameter's id."""
+    names: dict[int, str] = {}
+    starts: dict[int, int] = {}
+    end = 0
+    for name, parameter in model.named_parameters():
+        names[id(parameter)] = name
+        starts[id(parameter)] = end
+        end += aligned_numel(parameter.numel())
+        stored = _stored_dtype(parameter, dtype)
+        if train and parameter.requires_grad and stored not in TRAINABLE_DTYPES:
+            raise ConfigError(
+                f"parameter {name}: expected float32, bfloat16 or float16 to train but got {dtype_name(stored)}; "
+                f'freeze it with requires_grad_(False) or pass dtype="float32"'
+            )
+    if not names:
+        raise ConfigError(f"model {type(model).__name__}: expected parameters but it has none")
+    return names, starts
+
+
+class _Groups:
+    """Parameters grouped by module: `found` has each group's path and module. A tied parameter is in the first."""
+
+    def __init__(self, model: nn.Module, max_unit_bytes: int, dtype: torch.dtype | None) -> None:
+        self.found: list[tuple[str, nn.Module, list[nn.Parameter]]] = []
+        self._taken: set[int] = set()
+        self._max_unit_bytes = max_unit_bytes
+        self._dtype = dtype
+        self._total_bytes = model_bytes(model, dtype)
+        self._descend(model, "", element=False)
+
+    def _descend(self, module: nn.Module, path: str, *, element: bool) -> None:
+        size = _stored_bytes(self._fresh(module, recurse=True), self._dtype)
+        limit = self._max_unit_bytes
+        if not element:
+            limit = min(limit, self._total_bytes // LOOSE_SHARE)
+        whole = size <= limit and not any(map(_is_list, module.modules()))
+        small = size * SMALL_SHARE <= self._total_bytes
+        self._close(module, path, recurse=whole or small)
+        if not (whole or small):
+            for name, child in module.named_children():
+                self._descend(child, f"{path}.{name}" if path else name, element=_is_list(module))
+
+    def _fresh(self, module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
+        return [p for p in module.parameters(recurse=recurse) if id(p) not in self._taken]
+
+    def _close(self, module: nn.Module, path: str, *, recurse: bool) -> None:
+        """Make a group of what no group has: with `recurse` of all below the module, else of its own."""
+        parameters = self._fresh(module, recurse=recurse)
+        if parameters:
+            self._taken.update(id(p) for p in parameters)
+            self.found.append((path or type(module).__name__, module, parameters))
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
@@ -187,3 +198,7 @@ def _is_list(module: nn.Module) -> bool:
 
 def _stored_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+
+
+def _stored_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> int:
+    return sum(p.numel() * _stored_dtype(p, dtype).itemsize for p in parameters)

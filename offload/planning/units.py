@@ -1,6 +1,6 @@
 """Units, and the slots of parameters in them: what travels together, and where in it each parameter lies.
 
-Values only. Next: :mod:`offload.planning.partition` finds the units of a model, :mod:`offload.planning.placement` their
+Values only. Next: :mod:`offload.planning.partition` finds the units of a model, :mod:`offload.planning.planner` their
 homes.
 """
 

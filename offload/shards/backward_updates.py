@@ -24,8 +24,7 @@ from typing import Protocol
 
 from offload.errors import ConfigError
 from offload.memory.transfer import TicketGroup
-from offload.planning.placement import STATE_ROLES
-from offload.planning.roles import Role
+from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
 from offload.shards.shard import Shard, State

@@ -22,8 +22,8 @@ from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Tier
 from offload.memory.region import Region
 from offload.memory.transfer import Ticket, TicketGroup, Transfer
-from offload.planning.placement import STATE_ROLES, Plan
-from offload.planning.roles import Role
+from offload.planning.plan import Plan
+from offload.planning.roles import STATE_ROLES, Role
 from offload.shards.shard import IN_FLIGHT, Event, Shard, State, advance, check
 from swap import SwapStore
 

@@ -19,7 +19,7 @@ from offload.kernels import cpu_adam
 from offload.memory.arena import Buffer, view_at
 from offload.memory.budget import Tier
 from offload.memory.transfer import Mover, TicketGroup
-from offload.planning.placement import Plan
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit, Where
 from offload.shards.copies import Copies

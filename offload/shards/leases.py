@@ -12,8 +12,7 @@ from collections.abc import Container, Sequence
 from offload.errors import StateError
 from offload.memory.budget import Tier
 from offload.memory.transfer import Ticket
-from offload.planning.placement import STATE_ROLES
-from offload.planning.roles import Role
+from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.copies import Lease, WriteLease, chunk_key
 from offload.shards.shard import Event, Shard, State

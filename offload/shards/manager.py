@@ -21,7 +21,7 @@ import torch
 from offload.errors import StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
-from offload.planning.placement import Plan
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe

@@ -17,7 +17,7 @@ A shard has one *home* (the tier the plan gave it) and at most one *working copy
                               FLUSHING -------------- flushed ------------+
      STORED, RESIDENT, DIRTY --discard--> EMPTY      STORED, DIRTY --abandon--> FAILED
 
-Next: :mod:`offload.planning.placement` chooses homes, :mod:`offload.shards.copies` drives the machine.
+Next: :mod:`offload.planning.planner` chooses homes, :mod:`offload.shards.copies` drives the machine.
 """
 
 from __future__ import annotations

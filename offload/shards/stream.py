@@ -18,8 +18,8 @@ from offload.kernels import cpu_adam
 from offload.labels import labelled
 from offload.memory.arena import Buffer
 from offload.memory.transfer import Ticket
-from offload.planning.placement import STAGING_SLOTS, STATE_ROLES, States, whole_pages
-from offload.planning.roles import Role
+from offload.planning.plan import STAGING_SLOTS
+from offload.planning.roles import STATE_ROLES, Role, States, whole_pages
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
 from offload.shards.tiers import Tiers

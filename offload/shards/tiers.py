@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from offload.errors import StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
-from offload.planning.placement import Plan
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch

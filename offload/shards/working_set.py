@@ -23,7 +23,7 @@ from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena,
 from offload.memory.budget import Claim, Tier
 from offload.memory.region import Region
 from offload.memory.transfer import Mover, Ticket
-from offload.planning.placement import Request
+from offload.planning.plan import Request
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch

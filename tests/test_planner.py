@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,25 +15,10 @@ from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
 from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.memory.budget import Tier
-from offload.planning.placement import (
-    MAX_CHUNK_NUMEL,
-    MIN_CHUNK_NUMEL,
-    MOMENTS,
-    MOST_STAGING_SHARE,
-    MOST_STAGING_SLOTS,
-    NVME_SLACK_CHUNKS,
-    STAGING_SLOTS,
-    STATE_ROLES,
-    WORKING_UNITS,
-    Homes,
-    OwnBytes,
-    Plan,
-    Request,
-    States,
-    make_plan,
-    role_bytes,
-)
-from offload.planning.roles import Role
+from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, OwnBytes, Plan, Request
+from offload.planning.planner import MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, MOST_STAGING_SHARE, MOST_STAGING_SLOTS, make_plan
+from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
+from offload.planning.slices import owned_range
 from offload.planning.units import PAD_NUMEL, Unit, lay_out
 
 PAGE = BUFFER_ALIGNMENT_BYTES
@@ -73,6 +59,7 @@ def requests(draw: st.DrawFn) -> Request:
     tiers = [None, None, Tier.DEVICE, Tier.HOST, Tier.NVME]
     optimizer_tiers = tiers if device_is_host else [None, Tier.HOST, Tier.NVME]
     units = draw(unit_lists())
+    world_size = draw(st.just(1) | st.integers(2, 4))
     return Request(
         units=units,
         budgets=budgets(draw(sizes_in_bytes), draw(sizes_in_bytes), draw(st.just(0) | sizes_in_bytes | st.just(GIB))),
@@ -85,12 +72,36 @@ def requests(draw: st.DrawFn) -> Request:
         states=draw(states),
         held_together=draw(st.lists(st.frozensets(st.integers(0, len(units) - 1)), max_size=3)),
         own=draw(st.none() | st.builds(OwnBytes, st.just("Muon"), st.integers(0, MIB), st.integers(0, 20 * MIB))),
+        rank=draw(st.integers(0, world_size - 1)),
+        world_size=world_size,
     )
 
 
 def size(plan: Plan, unit: Unit, *roles: Role) -> int:
     """Bytes of a unit's shards, from the formula of the module's text: whole pages each."""
-    return sum(pages(exact_size(plan, unit, unit.numel, role)) for role in roles)
+    return sum(pages(exact_size(plan, unit, numel(plan, unit, role), role)) for role in roles)
+
+
+def numel(plan: Plan, unit: Unit, role: Role) -> int:
+    """Elements that the plan's rank keeps: all of the parameters, a slice of the rest."""
+    begin, end = kept(plan, unit, role)
+    return end - begin
+
+
+def kept(plan: Plan, unit: Unit, role: Role) -> tuple[int, int]:
+    if role is Role.PARAM or unit.whole:
+        return 0, unit.numel
+    return owned_range(unit.numel, plan.request.rank, plan.request.world_size)
+
+
+def records_of(plan: Plan, unit: Unit, roles: Sequence[Role]) -> int:
+    """Bytes of a unit's records: one per chunk, of whole pages: only scales leave a rest."""
+    slice_begin, slice_end = kept(plan, unit, roles[0])
+    total = 0
+    for begin, end in unit.chunks(plan.chunk_numel):
+        begin, end = max(begin, slice_begin), min(end, slice_end)
+        total += pages(exact_size(plan, unit, end - begin, *roles)) if begin < end else 0
+    return total
 
 
 def pages(size_bytes: int) -> int:
@@ -140,18 +151,16 @@ def check_plan(plan: Plan) -> None:
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
     assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + transit
     slack = NVME_SLACK_CHUNKS * (plan.staging_slot_bytes + request.alignment_bytes)
-    records = 0  # one per chunk, of whole pages: only scales leave a rest
+    records = 0
     for unit, homes in zip(units, plan.homes, strict=True):
         for home, roles in ((homes.param, [Role.PARAM]), (homes.grad, [Role.GRAD]), (homes.states, STATE_ROLES)):
             if home is Tier.NVME:
-                chunks = [end - begin for begin, end in unit.chunks(plan.chunk_numel)]
-                records += sum(pages(exact_size(plan, unit, numel, *roles)) for numel in chunks)
+                records += records_of(plan, unit, roles)
     aside = 0  # the new content of what is updated during backward, as long as the old one is there
     for unit, homes in zip(units, plan.homes, strict=True):
         eligible = unit.trainable and homes == Homes(Tier.NVME, Tier.HOST, Tier.NVME) and request.own is None
-        chunks = [end - begin for begin, end in unit.chunks(plan.chunk_numel)]
-        sizes = [pages(exact_size(plan, unit, n, *roles)) for n in chunks for roles in ([Role.PARAM], STATE_ROLES)]
-        assert plan.aside_bytes(unit) == (sum(sizes) if eligible else 0)
+        room = records_of(plan, unit, [Role.PARAM]) + records_of(plan, unit, STATE_ROLES)
+        assert plan.aside_bytes(unit) == (room if eligible else 0)
         aside += plan.aside_bytes(unit)
     certain = records + slack if records else 0
     assert plan.early_bytes == min(aside, (request.budgets[Tier.NVME] - certain) // PAGE * PAGE)
@@ -168,7 +177,7 @@ def check_plan(plan: Plan) -> None:
     if plan.wide_bytes:  # gradients of 16 bits may become fp32: all of them, where they are
         for tier in Tier:
             more = sum(
-                pages(4 * unit.numel) - plan.role_bytes(unit, Role.GRAD)
+                pages(4 * numel(plan, unit, Role.GRAD)) - plan.role_bytes(unit, Role.GRAD)
                 for unit, homes in zip(units, plan.homes, strict=True)
                 if homes.grad is tier
             )
@@ -176,7 +185,8 @@ def check_plan(plan: Plan) -> None:
             assert not (more and tier is Tier.NVME)
     for unit in units:
         wide = unit.trainable and plan.wide_bytes
-        assert plan.room_bytes(unit, Role.GRAD) == (pages(4 * unit.numel) if wide else plan.role_bytes(unit, Role.GRAD))
+        fp32 = pages(4 * numel(plan, unit, Role.GRAD))
+        assert plan.room_bytes(unit, Role.GRAD) == (fp32 if wide else plan.role_bytes(unit, Role.GRAD))
     if request.activation_bytes is not None:
         assert plan.activation_bytes >= request.activation_bytes
     assert plan.working_bytes % PAGE == 0 and plan.grad_pool_bytes % PAGE == 0
@@ -255,6 +265,18 @@ def test_more_memory_never_turns_a_plan_into_a_refusal(request: Request, tier: T
     check_plan(make_plan(dataclasses.replace(request, budgets=larger)))
 
 
+@given(requests(), st.integers(1, 5))
+def test_the_shards_of_all_ranks_are_the_unit(request: Request, world_size: int) -> None:
+    alone = dataclasses.replace(request, rank=0, world_size=1)
+    ranks = [dataclasses.replace(request, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for unit in request.units:
+        copies = world_size if unit.whole else 1
+        assert all(rank.owned(unit, Role.PARAM) == (0, unit.numel) for rank in ranks)
+        for role in (Role.GRAD, Role.MASTER, *MOMENTS):
+            assert sum(rank.role_bytes(unit, role) for rank in ranks) == copies * alone.role_bytes(unit, role)
+        assert sum(rank.wide_bytes(unit) for rank in ranks) == copies * alone.wide_bytes(unit)
+
+
 @given(requests())
 def test_plans_are_reproducible(request: Request) -> None:
     request = enlarged(request)
@@ -267,7 +289,7 @@ BLOCKS = [make_unit(index, MIB) for index in range(8)]  # 2 MiB of parameters, 2
 
 
 def test_bytes_per_element_by_role() -> None:
-    expected = {  # param, grad, grad when accumulating, master, moment: the table of the module's text
+    expected = {  # param, grad, grad when accumulating, master, moment: the table of roles.py
         "bfloat16": (2, 2, 4, 2, 4),
         "float16": (2, 2, 4, 4, 4),
         "float32": (4, 4, 4, 0, 4),

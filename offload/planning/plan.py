@@ -1,0 +1,282 @@
+"""The plan: homes, buffer sizes and the bytes of a step, as a value that prints itself.
+
+Owns what is asked of the planner (:class:`Request`), what it answers (:class:`Plan`), and the sizes that follow from
+both. Pure Python over plain values: it needs no torch, no GPU and no disk. It decides nothing.
+
+Next: :mod:`offload.planning.planner` makes plans, :mod:`offload.shards.manager` lays out the arenas as a plan says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from offload.config import format_bytes
+from offload.kernels.ranges import StateKind
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.memory.budget import Tier
+from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
+from offload.planning.slices import owned_range
+from offload.planning.units import Unit
+
+WORKING_UNITS = 3  # computing, arriving, leaving
+STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
+NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
+MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OwnBytes:
+    """Host memory that an optimizer whose own class makes the steps takes outside the arenas.
+
+    Attributes:
+        name: of the class.
+        kept_bytes: states that are not of their parameter's shape: they stay in host memory.
+        step_bytes: fp32 copies and temporaries while the parameter that needs most is updated.
+    """
+
+    name: str
+    kept_bytes: int
+    step_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of both, whole pages."""
+        return whole_pages(self.kept_bytes + self.step_bytes)
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.step_bytes)} of temporaries while {self.name} updates its largest parameter, "
+            f"{format_bytes(self.kept_bytes)} of its small states"
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What the planner needs to know.
+
+    Attributes:
+        units: all units of the model.
+        budgets: bytes per tier.
+        param_tier, optimizer_tier: a forced home, or None.
+        accumulate: gradients are kept in fp32 (several micro-batches per step).
+        device_is_host: the compute device is the CPU: states may live on DEVICE, and NVMe reads reach it directly.
+        activation_bytes: part of the device budget for activations, None for the default.
+        chunk_numel: optimizer chunk, None for the default.
+        alignment_bytes: granularity of the swap files.
+        states: what the optimizer remembers of each element, and in which format.
+        held_together: sets of units (their indices) that nested forwards have in use at once.
+        own: what the optimizer takes where its own class makes the steps, else None.
+        rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
+    """
+
+    units: Sequence[Unit]
+    budgets: Mapping[Tier, int]
+    param_tier: Tier | None = None
+    optimizer_tier: Tier | None = None
+    accumulate: bool = False
+    device_is_host: bool = True
+    activation_bytes: int | None = None
+    chunk_numel: int | None = None
+    alignment_bytes: int = BUFFER_ALIGNMENT_BYTES
+    states: States = ADAM_STATES
+    held_together: Sequence[frozenset[int]] = ()
+    own: OwnBytes | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def own_bytes(self) -> int:
+        """Host memory outside the arenas that the optimizer takes."""
+        return self.own.total_bytes if self.own else 0
+
+    def widest(self, units: Iterable[Unit]) -> list[Unit]:
+        """Return those of `units` that must fit the device together.
+
+        These are the three largest, or what nested forwards have in use at once where that is more.
+        """
+        among = {unit.index: unit for unit in units}
+        sets = [[among[index] for index in held if index in among] for held in self.held_together]
+        sets.append(sorted(among.values(), key=lambda unit: unit.param_bytes, reverse=True)[:WORKING_UNITS])
+        return max(reversed(sets), key=lambda held: sum(unit.param_bytes for unit in held))
+
+    def owned(self, unit: Unit, role: Role) -> tuple[int, int]:
+        """Return the elements [begin, end) of `unit` that this rank keeps in `role`.
+
+        Parameters are kept whole, and so is all of a unit whose parameters no slice may divide.
+        """
+        if role is Role.PARAM or unit.whole:
+            return 0, unit.numel
+        return owned_range(unit.numel, self.rank, self.world_size)
+
+    def owned_numel(self, unit: Unit, role: Role) -> int:
+        """Return how many elements these are."""
+        begin, end = self.owned(unit, role)
+        return end - begin
+
+    def role_bytes(self, unit: Unit, role: Role) -> int:
+        """Return the bytes of a shard, whole pages."""
+        return whole_pages(self.chunk_bytes(unit, role, self.owned_numel(unit, role)))
+
+    def wide_bytes(self, unit: Unit) -> int:
+        """Return the bytes of a unit's gradients in fp32, whole pages."""
+        numel = self.owned_numel(unit, Role.GRAD)
+        return whole_pages(role_bytes(unit, Role.GRAD, numel, accumulate=True, states=self.states))
+
+    def chunk_bytes(self, unit: Unit, role: Role, numel: int) -> int:
+        """Return the bytes of `numel` elements of a shard, from the start of a chunk on."""
+        return role_bytes(unit, role, numel, accumulate=self.accumulate, states=self.states)
+
+    def record_bytes(self, unit: Unit, roles: Sequence[Role], chunk_numel: int) -> int:
+        """Return the bytes of a unit in the swap files: a record of `roles` per chunk, padded to their granularity.
+
+        The roles of a record have one slice.
+        """
+        align, total = self.alignment_bytes, 0
+        begin, end = self.owned(unit, roles[0])
+        for first, last in unit.chunks(chunk_numel):
+            numel = max(min(last, end) - max(first, begin), 0)
+            total += -(-sum(self.chunk_bytes(unit, role, numel) for role in roles) // align) * align
+        return total
+
+    def aside_bytes(self, unit: Unit, homes: Homes, chunk_numel: int) -> int:
+        """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none.
+
+        There is where parameters and states are at home on NVMe, and the gradient waits for the step in memory.
+        """
+        if self.own is not None:  # what its class keeps in host memory cannot be put aside
+            return 0
+        if not (unit.trainable and homes == Homes(Tier.NVME, Tier.HOST, Tier.NVME)):
+            return 0
+        return self.record_bytes(unit, (Role.PARAM,), chunk_numel) + self.record_bytes(unit, STATE_ROLES, chunk_numel)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Homes:
+    """Homes of one unit's shards; `states` is None for a frozen unit, like `grad`."""
+
+    param: Tier
+    grad: Tier | None
+    states: Tier | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """Homes, buffers, and worst-case bytes per tier. ``print(plan)`` shows it as a table.
+
+    Attributes:
+        homes: per unit.
+        working_bytes: region of DEVICE for working copies of parameters.
+        activation_bytes: room in the device budget for activations and temporaries.
+        grad_pool_bytes: region of HOST for gradients on their way to NVMe.
+        fetch_staging_bytes: buffers of HOST through which NVMe reaches a GPU.
+        grad_staging_bytes: buffer of HOST through which gradients leave a GPU.
+        chunk_numel, staging_slots, staging_slot_bytes: the optimizer's pipeline buffers in HOST.
+        arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
+        step_bytes: predicted bytes per link and optimizer step (one micro-batch).
+        early_bytes: room in NVME for updates that are made before it is known whether they count.
+        wide_bytes: room in each tier, beside the arena, for gradients of 16-bit units in fp32, which they become once a
+            second backward pass of a step adds to them; empty where there is none.
+    """
+
+    request: Request
+    homes: tuple[Homes, ...]
+    working_bytes: int
+    activation_bytes: int
+    grad_pool_bytes: int
+    fetch_staging_bytes: int
+    grad_staging_bytes: int
+    chunk_numel: int
+    staging_slots: int
+    staging_slot_bytes: int
+    arena_bytes: Mapping[Tier, int]
+    step_bytes: Mapping[str, int]
+    early_bytes: int = 0
+    wide_bytes: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def most_slots(self) -> int:
+        """Slots that the optimizer's pipeline may have: the swap files have room for a new version of each chunk."""
+        size = self.staging_slot_bytes + self.request.alignment_bytes
+        return min(NVME_SLACK_CHUNKS + self.early_bytes // size, MOST_SLOTS)
+
+    def aside_bytes(self, unit: Unit) -> int:
+        """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none."""
+        return self.request.aside_bytes(unit, self.homes[unit.index], self.chunk_numel)
+
+    def stays(self, unit: Unit) -> bool:
+        """Tell whether everything of a unit is on the device: then there is nothing that its update would wait for."""
+        homes = self.homes[unit.index]
+        return homes.param is Tier.DEVICE and homes.states is Tier.DEVICE
+
+    def role_bytes(self, unit: Unit, role: Role) -> int:
+        """Return the bytes of a shard, whole pages."""
+        return self.request.role_bytes(unit, role)
+
+    def room_bytes(self, unit: Unit, role: Role) -> int:
+        """Return the bytes of a shard's home in memory: of a gradient's with the room to become fp32, if there is."""
+        wide = role is Role.GRAD and self.wide_bytes
+        return self.request.wide_bytes(unit) if wide else self.role_bytes(unit, role)
+
+    def chunk_bytes(self, unit: Unit, role: Role, numel: int) -> int:
+        """Return the bytes of `numel` elements of a shard, from the start of a chunk on."""
+        return self.request.chunk_bytes(unit, role, numel)
+
+    def home(self, unit: Unit, role: Role) -> Tier | None:
+        """Return the home of a shard, None where the unit has no such role."""
+        homes = self.homes[unit.index]
+        if role is Role.PARAM:
+            return homes.param
+        return homes.grad if role is Role.GRAD else homes.states
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline(), *self._table(), *self._notes()])
+
+    def _headline(self) -> str:
+        frozen = self._numel(trainable=False)
+        text = f"{len(self.request.units)} units, {self._numel(trainable=True):,} trainable parameters"
+        return f"{text}, {frozen:,} frozen" if frozen else text
+
+    def _numel(self, *, trainable: bool) -> int:
+        return sum(slot.numel for unit in self.request.units if unit.trainable is trainable for slot in unit.slots)
+
+    def _table(self) -> list[str]:
+        """Return a line per tier: what is at home there, and what is left of its arena for buffers."""
+        request = self.request
+        rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "states", "buffers", "total", "budget")]
+        for tier in Tier:
+            kinds = ((Role.PARAM,), (Role.GRAD,), STATE_ROLES)
+            at_home = [sum(self._bytes_at(tier, role) for role in roles) for roles in kinds]
+            arena = self.arena_bytes[tier]
+            buffers = self.working_bytes if tier is Tier.DEVICE else arena - sum(at_home)
+            own = request.own_bytes if tier is Tier.HOST else 0
+            sizes = (*at_home, buffers + own, arena + own, request.budgets[tier])
+            rows.append((tier.value, *(format_bytes(size) if size else "-" for size in sizes)))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+    def _bytes_at(self, tier: Tier, role: Role) -> int:
+        return sum(self.role_bytes(unit, role) for unit in self.request.units if self.home(unit, role) is tier)
+
+    def _notes(self) -> Iterator[str]:
+        request, states = self.request, self.request.states
+        if states.kind is not StateKind.FLOAT32 and self._numel(trainable=True):
+            share = len(states.names) * states.kind.itemsize + states.kind.units_bytes(1024) / 1024
+            text = f"{' and '.join(states.names)} in {states.kind.value} (lossy)"
+            yield f"{text}: {share:.4g} bytes per parameter instead of 8"
+        if request.own:
+            yield f"optimizer: torch's own {request.own.name} on fp32 tensors in host memory, slower than a kernel"
+            yield f"outside the tiers, in the cpu budget: {request.own}"
+        yield f"activations and temporaries: {format_bytes(self.activation_bytes)} of the device budget"
+        if self.wide_bytes:
+            room = ", ".join(
+                f"{format_bytes(size)} of the {tier.value} budget" for tier, size in self.wide_bytes.items()
+            )
+            yield f"room to add several backward passes in fp32, used only then: {room}"
+        moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in self.step_bytes.items() if size)
+        yield f"moved per step (one micro-batch, nothing cached): {moved or 'nothing'}"
+        if self.early_bytes:
+            room = format_bytes(self.early_bytes)
+            yield f"updates during backward: {room} of the nvme buffers, beside the old content"
+        if self.step_bytes["nvme_write"]:
+            yield f"drive wear: {self.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps"

@@ -1,0 +1,417 @@
+"""The planner: which tier each shard lives in, worked out before anything is loaded.
+
+Owns the policy of budgets, and the words of a refusal. Pure Python over the values of :mod:`offload.planning.plan`.
+
+What lives on NVMe is read and written once per step, and parameters are read more than once:
+
+========== =================================================================================
+gradients  one read and one write
+parameters one read each for forward and backward, one more for the update of a GPU; one write
+states     one read and one write of larger shards
+========== =================================================================================
+
+So host memory goes to gradients first, then to parameters, then to states. An optimizer whose own class makes the steps
+takes host memory beside all this, for temporaries and small states.
+
+Next: :mod:`offload.build` makes the request, :mod:`offload.shards.manager` lays out the arenas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from offload.config import format_bytes
+from offload.errors import BudgetError, ConfigError
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.memory.budget import Tier
+from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request
+from offload.planning.roles import STATE_ROLES, Role, whole_pages
+from offload.planning.units import Unit
+
+MOST_STAGING_SLOTS = 16  # where host memory is left: the more, the longer the drive goes on while nobody passes by
+GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
+MIN_CHUNK_NUMEL = 64 * 1024
+MAX_CHUNK_NUMEL = 2 * 1024 * 1024
+STAGING_SHARE = 0.2  # bytes of staging per parameter that are worth their room
+MOST_STAGING_SHARE = 0.27  # the same where host memory is left
+ACTIVATION_SHARE = 0.5
+SMALL_UNIT_BYTES = 1 << 20
+SMALL_UNITS_SHARE = 0.05
+_ENOUGH_BYTES = 1 << 60
+
+
+def make_plan(request: Request) -> Plan:
+    """Choose homes and sizes.
+
+    Raises:
+        ConfigError: optimizer states are to stay on a GPU, which they cannot yet, whatever the budgets.
+        BudgetError: the model cannot be trained within the budgets; names the tier, the bytes, and the smallest budget
+            that would do with the other budgets as they are (or the smallest combination, where one is not enough).
+    """
+    if request.optimizer_tier is Tier.DEVICE and not request.device_is_host and any(u.trainable for u in request.units):
+        raise ConfigError(
+            'offload_optimizer="none": optimizer states cannot stay on a GPU yet; use "auto", "cpu" or "nvme"'
+        )
+    try:
+        return Planner(request).plan()
+    except _TooSmall as short:
+        raise _refusal(request, short) from None
+
+
+class _TooSmall(Exception):
+    """A budget is too small for `what`."""
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        super().__init__(what)
+        self.tier = tier
+        self.what = what
+
+
+class _Shards:
+    """The shards of one kind, by the index of their unit: what each takes, and where it lives so far."""
+
+    def __init__(self, kind: str, sizes: Mapping[int, int], forced: Tier | None = None) -> None:
+        self.kind = kind
+        self.sizes = sizes
+        self.forced = forced
+        self.homes: dict[int, Tier] = {}
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(self.sizes.values())
+
+    def homeless(self) -> dict[int, int]:
+        """Return the sizes of those that have no home yet."""
+        return {index: size for index, size in self.sizes.items() if index not in self.homes}
+
+    def put_all(self, tier: Tier) -> None:
+        """Make `tier` the home of all that have none yet."""
+        self.homes |= dict.fromkeys(self.homeless(), tier)
+
+    def leave(self, tier: Tier) -> None:
+        """Take back the homes in `tier`."""
+        self.homes = {index: home for index, home in self.homes.items() if home is not tier}
+
+    def bytes_at(self, tier: Tier) -> int:
+        """Return the bytes whose home is `tier`."""
+        return sum(size for index, size in self.sizes.items() if self.homes[index] is tier)
+
+
+@dataclasses.dataclass(slots=True)
+class _Buffers:
+    """Host memory in which nothing lives: see :class:`Plan` for the sizes."""
+
+    chunk_numel: int
+    slots: int = 0
+    slot_bytes: int = 0
+    pool_bytes: int = 0
+    fetch_bytes: int = 0
+    grad_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.slots * self.slot_bytes + self.pool_bytes + self.fetch_bytes + self.grad_bytes
+
+
+class Planner:
+    """Makes one plan: fills the device, then host memory, and leaves the rest to NVMe."""
+
+    def __init__(self, request: Request) -> None:
+        trained = [unit for unit in request.units if unit.trainable]
+        params = {unit.index: unit.param_bytes for unit in request.units}
+        grads = {unit.index: request.role_bytes(unit, Role.GRAD) for unit in trained}
+        states = {unit.index: sum(request.role_bytes(unit, role) for role in STATE_ROLES) for unit in trained}
+        self._request = request
+        self._params = _Shards("parameters", params, request.param_tier)
+        self._grads = _Shards("gradients", grads)
+        self._states = _Shards("optimizer states", states, request.optimizer_tier)
+        self._activation_bytes = 0
+        self._working_bytes = 0
+
+    def plan(self) -> Plan:
+        """Return the plan.
+
+        Raises:
+            _TooSmall: a budget is too small for what has no other place.
+        """
+        request = self._request
+        self._fill_device()
+        buffers = self._fill_host()
+        params, grads, states = self._params.homes, self._grads.homes, self._states.homes
+        homes = tuple(Homes(params[u.index], grads.get(u.index), states.get(u.index)) for u in request.units)
+        nvme = self._nvme_bytes(homes, buffers)
+        align, chunk = request.alignment_bytes, buffers.chunk_numel
+        aside = sum(request.aside_bytes(unit, home, chunk) for unit, home in zip(request.units, homes, strict=True))
+        early = min(aside, request.budgets[Tier.NVME] - nvme) // align * align
+        arenas = {
+            Tier.DEVICE: self._bytes_at(Tier.DEVICE) + self._working_bytes,
+            Tier.HOST: self._bytes_at(Tier.HOST) + buffers.total_bytes,
+            Tier.NVME: nvme + early,
+        }
+        wide = self._widening(homes, arenas)
+        return Plan(
+            request=request,
+            homes=homes,
+            working_bytes=self._working_bytes,
+            activation_bytes=request.budgets[Tier.DEVICE] - arenas[Tier.DEVICE] - wide.get(Tier.DEVICE, 0),
+            grad_pool_bytes=buffers.pool_bytes,
+            fetch_staging_bytes=buffers.fetch_bytes,
+            grad_staging_bytes=buffers.grad_bytes,
+            chunk_numel=chunk,
+            staging_slots=buffers.slots,
+            staging_slot_bytes=buffers.slot_bytes,
+            arena_bytes=arenas,
+            step_bytes=_step_bytes(request, homes, chunk),
+            early_bytes=early,
+            wide_bytes=wide,
+        )
+
+    # --- device ---
+
+    def _fill_device(self) -> None:
+        """Keep everything there if it fits; else small units, and the rest of the room holds working copies.
+
+        Optimizer states and gradients may stay only where the device is host memory.
+        """
+        request = self._request
+        widest = request.widest(request.units)
+        states_stay = request.optimizer_tier is Tier.DEVICE
+        resident = self._grads.total_bytes + self._states.total_bytes
+        params_stay = request.param_tier is Tier.DEVICE
+        needed = self._params.total_bytes if params_stay else sum(unit.param_bytes for unit in widest)
+        self._activation_bytes = self._activations(needed + (resident if states_stay else 0))
+        room = request.budgets[Tier.DEVICE] - self._activation_bytes - (resident if states_stay else 0)
+        if room < 0:
+            states_too = 'optimizer states (offload_optimizer="none") and ' if states_stay else ""
+            raise _TooSmall(Tier.DEVICE, f"{states_too}{format_bytes(self._activation_bytes)} of activations")
+        if params_stay or (request.param_tier is None and self._params.total_bytes <= room):
+            if self._params.total_bytes > room:
+                raise _TooSmall(Tier.DEVICE, 'parameters (offload_param="none")')
+            self._params.put_all(Tier.DEVICE)
+            room -= self._params.total_bytes
+        else:
+            room = self._share_device(room, widest)
+        if states_stay or (request.optimizer_tier is None and request.device_is_host and resident <= room):
+            self._grads.put_all(Tier.DEVICE)
+            self._states.put_all(Tier.DEVICE)
+
+    def _activations(self, needed_bytes: int) -> int:
+        """Return the bytes for activations: what is asked for, else a share that leaves what is needed."""
+        request = self._request
+        if request.activation_bytes is not None:
+            return request.activation_bytes
+        budget = request.budgets[Tier.DEVICE]
+        return max(min(int(budget * ACTIVATION_SHARE), budget - needed_bytes), 0)
+
+    def _share_device(self, room: int, widest: Sequence[Unit]) -> int:
+        """Divide the device between working copies and small units that stay; return the bytes that neither takes."""
+        request, homes = self._request, self._params.homes
+        largest = sum(unit.param_bytes for unit in widest)
+        if largest > room:
+            what = "largest units" if len(widest) <= WORKING_UNITS else "units that are in use at once"
+            names = ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in widest)
+            text = f"the {len(widest)} {what} ({names}) and {format_bytes(self._activation_bytes)} of activations"
+            raise _TooSmall(Tier.DEVICE, text)
+        used = 0
+        for unit in sorted(request.units, key=lambda u: u.param_bytes):
+            small = unit.param_bytes <= SMALL_UNIT_BYTES and request.param_tier is None
+            share = used + unit.param_bytes <= room * SMALL_UNITS_SHARE
+            if small and share and largest + used + unit.param_bytes <= room:
+                homes[unit.index] = Tier.DEVICE
+                used += unit.param_bytes
+        away = sum(unit.param_bytes for unit in request.units if unit.index not in homes)
+        self._working_bytes = min(room - used, away) // BUFFER_ALIGNMENT_BYTES * BUFFER_ALIGNMENT_BYTES
+        return room - used - self._working_bytes
+
+    # --- host memory ---
+
+    def _fill_host(self) -> _Buffers:
+        """Give host memory away, with NVMe only where it is asked for or needed; return the buffers."""
+        request = self._request
+        if Tier.NVME not in (request.param_tier, request.optimizer_tier):
+            try:
+                return self._share_host(nvme=False)
+            except _TooSmall:
+                if request.budgets[Tier.NVME] <= 0:
+                    raise
+                for shards in (self._params, self._grads, self._states):
+                    shards.leave(Tier.HOST)
+        return self._share_host(nvme=True)
+
+    def _share_host(self, *, nvme: bool) -> _Buffers:
+        """Give host memory away in order of worth."""
+        request = self._request
+        also = f" and {request.own}" if request.own else ""
+        buffers = self._buffers(nvme=nvme)
+        left = request.budgets[Tier.HOST] - buffers.total_bytes - request.own_bytes
+        for shards in (self._params, self._states):  # what has no choice comes first
+            if shards.forced is Tier.HOST:
+                left -= sum(shards.homeless().values())
+                shards.put_all(Tier.HOST)
+                if left < 0:
+                    raise _TooSmall(Tier.HOST, f'{shards.kind} (forced to "cpu") and buffers{also}')
+        waiting = list(self._grads.homeless().values())
+        if nvme and waiting and sum(waiting) > left:  # gradients pass through the slots, too
+            left += buffers.total_bytes
+            buffers.pool_bytes = GRAD_POOL_BUFFERS * max(waiting)
+            buffers.slot_bytes = self._slot_bytes(buffers.chunk_numel)
+            left -= buffers.total_bytes
+        if left < 0:
+            pipeline = "the buffers of the NVMe pipeline" if buffers.slot_bytes else "buffers"
+            raise _TooSmall(Tier.HOST, f"{pipeline}{also}")
+        for shards in (self._grads, self._params, self._states):
+            for index, size in shards.homeless().items():
+                if shards.forced is not Tier.NVME and size <= left:
+                    shards.homes[index] = Tier.HOST
+                    left -= size
+                elif nvme:
+                    shards.homes[index] = Tier.NVME
+                else:
+                    raise _TooSmall(Tier.HOST, f"{shards.kind} without an NVMe tier{also}")
+        if nvme and buffers.slots:
+            worth = int(self._trainable_numel() * MOST_STAGING_SHARE) // buffers.slot_bytes
+            more = min(left // buffers.slot_bytes, min(worth, MOST_STAGING_SLOTS) - STAGING_SLOTS)
+            buffers.slots += max(more, 0)
+        return buffers
+
+    def _buffers(self, *, nvme: bool) -> _Buffers:
+        """Return the smallest buffers; no gradient passes through these."""
+        request, params = self._request, self._params.sizes
+        buffers = _Buffers(self._chunk_numel())
+        if nvme or not request.device_is_host:  # parameters of a GPU pass through staging, too
+            buffers.slot_bytes = self._slot_bytes(buffers.chunk_numel, gradients=False)
+            buffers.slots = STAGING_SLOTS if buffers.slot_bytes else 0
+        if nvme and not request.device_is_host:
+            buffers.fetch_bytes = 2 * max(params.values())
+        if not request.device_is_host:
+            buffers.grad_bytes = max((params[index] for index in self._grads.sizes), default=0)
+        return buffers
+
+    def _chunk_numel(self) -> int:
+        """Return elements per optimizer chunk: a multiple of the smallest, bounded by memory and the largest unit."""
+        request = self._request
+        if request.chunk_numel is not None:
+            return -(-request.chunk_numel // MIN_CHUNK_NUMEL) * MIN_CHUNK_NUMEL
+        smallest = STAGING_SLOTS * max(self._slot_bytes(MIN_CHUNK_NUMEL), 1)
+        largest = max((unit.numel for unit in request.units), default=0)
+        worth = int(self._trainable_numel() * STAGING_SHARE) // smallest
+        return max(min(worth, min(MAX_CHUNK_NUMEL, largest) // MIN_CHUNK_NUMEL), 1) * MIN_CHUNK_NUMEL
+
+    def _slot_bytes(self, chunk_numel: int, *, gradients: bool = True) -> int:
+        """Return bytes of one staging slot: a chunk in every role that may have to pass through it."""
+        request = self._request
+        roles = (Role.PARAM, Role.GRAD, *STATE_ROLES) if gradients else (Role.PARAM, *STATE_ROLES)
+        longest = [(unit, unit.chunk_limit(chunk_numel)) for unit in request.units]
+        sizes = (sum(request.chunk_bytes(unit, role, numel) for role in roles) for unit, numel in longest)
+        return whole_pages(max(sizes, default=0))
+
+    def _trainable_numel(self) -> int:
+        request = self._request
+        return sum(request.owned_numel(unit, Role.GRAD) for unit in request.units if unit.trainable)
+
+    # --- sums ---
+
+    def _bytes_at(self, tier: Tier) -> int:
+        return sum(shards.bytes_at(tier) for shards in (self._params, self._grads, self._states))
+
+    def _nvme_bytes(self, homes: Sequence[Homes], buffers: _Buffers) -> int:
+        """Return the bytes that the swap files need."""
+        request, total = self._request, 0
+        for unit, home in zip(request.units, homes, strict=True):
+            for tier, roles in ((home.param, (Role.PARAM,)), (home.grad, (Role.GRAD,)), (home.states, STATE_ROLES)):
+                if tier is Tier.NVME:
+                    total += request.record_bytes(unit, roles, buffers.chunk_numel)
+        if total:
+            total += NVME_SLACK_CHUNKS * (buffers.slot_bytes + request.alignment_bytes)
+        if total > request.budgets[Tier.NVME]:
+            raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
+        return total
+
+    def _widening(self, homes: Sequence[Homes], arenas: Mapping[Tier, int]) -> dict[Tier, int]:
+        """Return per tier what gradients of 16 bits take more once they are fp32; nothing if there is no room."""
+        request = self._request
+        more: dict[Tier, int] = {}
+        for unit, home in zip(request.units, homes, strict=True):
+            size = request.wide_bytes(unit) - request.role_bytes(unit, Role.GRAD)
+            if size and home.grad is not None:
+                more[home.grad] = more.get(home.grad, 0) + size
+        spare = {
+            Tier.DEVICE: request.budgets[Tier.DEVICE] - self._activation_bytes - arenas[Tier.DEVICE],
+            Tier.HOST: request.budgets[Tier.HOST] - request.own_bytes - arenas[Tier.HOST],
+        }
+        return more if all(size <= spare.get(tier, 0) for tier, size in more.items()) else {}
+
+
+def _step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int) -> dict[str, int]:
+    """Predict bytes per link for one optimizer step with one micro-batch, working copies never surviving."""
+    read = write = h2d = adam = d2h = 0
+    for unit, home in zip(request.units, homes, strict=True):
+        own = request.owned_numel(unit, Role.MASTER)
+        states = sum(request.chunk_bytes(unit, role, own) for role in STATE_ROLES)
+        grad = request.role_bytes(unit, Role.GRAD)
+        passes = 2 if unit.trainable else 1
+        if home.param is Tier.NVME:
+            read += passes * unit.param_bytes
+            if unit.trainable:
+                write += unit.param_bytes
+                read += 0 if request.device_is_host else unit.param_bytes  # else what forward fetches is updated
+        if home.param is not Tier.DEVICE and not (request.device_is_host and home.param is Tier.NVME):
+            h2d += passes * unit.param_bytes
+        if home.states is Tier.NVME:
+            record = request.record_bytes(unit, STATE_ROLES, chunk_numel)
+            read += record
+            write += record
+        if home.grad is Tier.NVME:
+            read += grad
+            write += grad
+        if unit.trainable:
+            adam += request.chunk_bytes(unit, Role.PARAM, own) + grad + states
+            d2h += unit.param_bytes if not request.device_is_host else 0
+    return {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
+
+
+def _refusal(request: Request, short: _TooSmall) -> BudgetError:
+    """Word a refusal, with the smallest budgets that would do."""
+    budgets = dict(request.budgets)
+    raised: list[Tier] = []
+    failing: Tier | None = short.tier
+    while failing is not None:  # raise one budget after another until there is a plan...
+        assert failing not in raised, f"{failing} is too small at any size"
+        raised.append(failing)
+        budgets[failing] = _ENOUGH_BYTES
+        failing = _failing_tier(request, budgets)
+    for tier in raised:  # ...then lower each again; more memory never makes a plan impossible, so bisection is exact
+        low, high = request.budgets[tier] // BUFFER_ALIGNMENT_BYTES, _ENOUGH_BYTES // BUFFER_ALIGNMENT_BYTES
+        while high - low > 1:
+            middle = (low + high) // 2
+            budgets[tier] = middle * BUFFER_ALIGNMENT_BYTES
+            if _failing_tier(request, budgets) is None:
+                high = middle
+            else:
+                low = middle
+        budgets[tier] = high * BUFFER_ALIGNMENT_BYTES
+    limit, need = request.budgets[short.tier], budgets[short.tier]
+    if len(raised) == 1:
+        text = (
+            f"{short.what} need {format_bytes(need)} ({need} bytes) but the limit is {format_bytes(limit)}; "
+            f'the smallest max_memory["{short.tier.value}"] that would do is {need} bytes'
+        )
+    else:
+        each = " and ".join(f'max_memory["{tier.value}"] = {budgets[tier]} bytes' for tier in raised)
+        text = (
+            f"{short.what} do not fit {format_bytes(limit)}, and other budgets are too small as well; "
+            f"what would do is {each}"
+        )
+    if short.tier is not Tier.NVME:
+        text += ", or offload more of it: see nvme_path and offload_param/offload_optimizer"
+    return BudgetError(f"{short.tier.value} budget: {text}")
+
+
+def _failing_tier(request: Request, budgets: Mapping[Tier, int]) -> Tier | None:
+    try:
+        Planner(dataclasses.replace(request, budgets=budgets)).plan()
+    except _TooSmall as short:
+        return short.tier
+    return None

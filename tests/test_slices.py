@@ -1,0 +1,68 @@
+"""Slices of ranks: whatever the unit and the world, they tile the unit and cut no page and no block."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.kernels.ranges import STATE_BLOCK, StateKind
+from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
+from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
+from offload.planning.slices import owned_range
+from offload.planning.units import PAD_NUMEL, Unit
+
+numels = st.integers(1, 3000).map(lambda pages: pages * PAD_NUMEL) | st.just(PAD_NUMEL)
+worlds = st.integers(1, 9) | st.integers(1, 5000)
+
+
+@given(numels, worlds)
+def test_slices_follow_each_other_and_cover_the_unit(numel: int, world_size: int) -> None:
+    slices = [owned_range(numel, rank, world_size) for rank in range(world_size)]
+    assert slices[0][0] == 0 and slices[-1][1] == numel
+    assert all(begin <= end for begin, end in slices)
+    assert all(first[1] == second[0] for first, second in zip(slices, slices[1:], strict=False))
+
+
+@given(numels, worlds)
+def test_only_the_last_slices_are_shorter(numel: int, world_size: int) -> None:
+    sizes = [end - begin for begin, end in (owned_range(numel, rank, world_size) for rank in range(world_size))]
+    full = -(-numel // (PAD_NUMEL * world_size)) * PAD_NUMEL
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[: numel // full] == [full] * (numel // full)
+    assert len([size for size in sizes if 0 < size < full]) <= 1
+
+
+@given(numels)
+def test_a_single_rank_owns_everything(numel: int) -> None:
+    assert owned_range(numel, 0, 1) == (0, numel)
+
+
+@given(numels, worlds, st.sampled_from(["bfloat16", "float16", "float32"]), st.sampled_from(StateKind))
+def test_no_cut_divides_a_page_or_a_block(numel: int, world_size: int, dtype: str, kind: StateKind) -> None:
+    unit = Unit(0, "u", dtype, 4 if dtype == "float32" else 2, True, numel, ())
+    states = States(tuple("abcdef"), kind)
+    begins = {owned_range(numel, rank, world_size)[0] for rank in range(world_size)}
+    for begin in begins:
+        assert begin % STATE_BLOCK == 0
+        for role in (Role.PARAM, Role.GRAD, Role.MASTER, *MOMENTS):
+            assert role_bytes(unit, role, begin, accumulate=False, states=states) % BUFFER_ALIGNMENT_BYTES == 0
+    for role in STATE_ROLES:  # scales, too: what all ranks keep is what one would
+        ranges = [owned_range(numel, rank, world_size) for rank in range(world_size)]
+        kept = sum(role_bytes(unit, role, end - begin, accumulate=False, states=states) for begin, end in ranges)
+        assert kept == role_bytes(unit, role, numel, accumulate=False, states=states)
+
+
+def test_a_small_unit_leaves_ranks_without_a_slice() -> None:
+    assert [owned_range(2 * PAD_NUMEL, rank, 4) for rank in range(4)] == [
+        (0, PAD_NUMEL),
+        (PAD_NUMEL, 2 * PAD_NUMEL),
+        (2 * PAD_NUMEL, 2 * PAD_NUMEL),
+        (2 * PAD_NUMEL, 2 * PAD_NUMEL),
+    ]
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])
+def test_a_rank_outside_its_world_is_a_mistake(rank: int, world_size: int) -> None:
+    with pytest.raises(AssertionError, match=f"rank {rank} of {world_size}"):
+        owned_range(PAD_NUMEL, rank, world_size)
