@@ -444,7 +444,7 @@ class Engine:
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         links = self._counters.links()
         peak = {tier.value: budget.peak_bytes for tier, budget in self._budgets.items()}
-        self._activations.settle()
+        self._activations.refund()
         used = {tier.value: budget.used_bytes for tier, budget in self._budgets.items()}
         manager = self._manager
         if manager is not None:

@@ -65,5 +65,5 @@ class Life:
         failure = self.manager.forward.failure
         if failure is not None:
             self.lose(f"a step failed half way ({type(failure).__name__}: {failure})")
-            self.manager.forward.check()
+            self.manager.forward.raise_failure()
         return self.manager

@@ -97,10 +97,10 @@ def test_a_storage_is_charged_once_and_refunded_with_its_last_tensor() -> None:
     first, second = SavedActivation(whole, bench.activations), SavedActivation(whole[5:], bench.activations)
     assert bench.budget.claims()["activations"] == 3 * MIB
     del first
-    bench.activations.settle()
+    bench.activations.refund()
     assert bench.budget.claims()["activations"] == 3 * MIB
     del second
-    bench.activations.settle()
+    bench.activations.refund()
     assert "activations" not in bench.budget.claims()
 
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_owed_until_the_region_has_given_way() -> None:
     assert bench.region.size_bytes == 500 * MIB  # 1000 - 500
     assert bench.budget.claims() == {"arena": 500 * MIB, "activations": 500 * MIB}
     del kept
-    bench.activations.settle()
+    bench.activations.refund()
     assert bench.budget.used_bytes == 500 * MIB
 
 
@@ -275,7 +275,7 @@ def test_without_a_meter_only_the_ledger_counts() -> None:
     plain.close_pass()
     assert budget.free_bytes == 0
     del kept
-    plain.settle()
+    plain.refund()
     assert budget.free_bytes == 6 * MIB
 
 

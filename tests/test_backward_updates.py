@@ -162,8 +162,8 @@ def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other
         wanted = () if required else bench.early.wanted_here()
         assert bench.manager.working.start_fetch(fourth, Uses(), required=required, wanted=wanted)  # type: ignore[arg-type]
         assert [index for index in range(UNITS) if index not in bench.manager.working] == [gone]
-        bench.manager.copies.settle(fourth)
-        bench.manager.working.finish_fetch(fourth)
+        bench.manager.copies.wait(fourth)
+        bench.manager.working.wait_for_fetch(fourth)
         bench.make_all()
         assert bench.happened("visit") == [(2, 0), (2, 1)] + [(1, 0), (1, 1)] * required, "what has left waits"
         assert bench.early.reconcile(bench.recipe) == ({1, 2} if required else {2})

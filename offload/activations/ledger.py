@@ -100,7 +100,7 @@ class Activations:
     """Ledger and measurement of one engine's activations.
 
     A tensor may be freed anywhere, also by garbage collection inside the budget's own lock: it only leaves its key in
-    `freed`, and the charge is given back at the next :meth:`settle`. A tensor may be saved in the middle of an
+    `freed`, and the charge is given back at the next :meth:`refund`. A tensor may be saved in the middle of an
     operation whose parameters must not move: a charge that does not fit is owed until the next :meth:`balance`.
 
     Args:
@@ -145,7 +145,7 @@ class Activations:
     def charge(self, tensor: torch.Tensor) -> int:
         """Charge a tensor's storage, once however many tensors view it; returns the key for the refund."""
         if self.freed:
-            self.settle()
+            self.refund()
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         held = self._held.get(key)
@@ -162,7 +162,7 @@ class Activations:
             self.sample()
         return key
 
-    def settle(self) -> None:
+    def refund(self) -> None:
         """Give back the charges of tensors that are gone."""
         freed, held_of, given_bytes = self.freed, self._held, 0
         while freed:
@@ -201,7 +201,7 @@ class Activations:
             BudgetError: what autograd keeps does not fit beside the smallest region.
         """
         if self.freed:
-            self.settle()
+            self.refund()
         if self._owed_bytes:
             missing = self._owed_bytes - self._budget.free_bytes
             if missing > 0:
@@ -230,7 +230,7 @@ class Activations:
 
     def open_pass(self) -> None:
         """Note that a forward begins. What has been resident before it is no concern of the engine."""
-        self.settle()
+        self.refund()
         if self._meter is not None and not self._held:
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
                 trim_heap()
@@ -247,7 +247,7 @@ class Activations:
         Raises:
             BudgetError: it needed more than the device budget leaves beside the smallest region.
         """
-        self.settle()
+        self.refund()
         if self._meter is None or self._held or not self._open:
             return
         self._open = False

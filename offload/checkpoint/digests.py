@@ -39,7 +39,7 @@ def take_digests(manager: Manager, counts: StepCounts, factors: Mapping[Where, f
         StateError: content was lost by a failed step.
         swap.SwapError: an I/O error.
     """
-    manager.gradients.settle()
+    manager.gradients.await_copies()
     hashes: dict[tuple[Where, str], Any] = {}
     states = manager.tiers.plan.request.states
     scratch = torch.empty(MASTER_NUMEL, dtype=torch.float32, device="cpu")

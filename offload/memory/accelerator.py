@@ -131,8 +131,8 @@ class AcceleratorMover:
     """Mover for an accelerator: one stream per direction, events only.
 
     NVMe reads pass through two page-locked staging buffers, gradients through one. A buffer is reused only after the
-    event recorded at its release. Gradients that wait for their copy take device memory that no plan knows, so they
-    are at most as many bytes as their staging buffer has.
+    event that was recorded where it was vacated. Gradients that wait for their copy take device memory that no plan
+    knows, so they are at most as many bytes as their staging buffer has.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class AcceleratorMover:
         worker = self._reader if link == "d2h" else self._worker
         return FutureTransfer(worker.submit(run), f"copy of {size_bytes} bytes ({link})")
 
-    def release(self, buffer: Buffer) -> None:
+    def vacate(self, buffer: Buffer) -> None:
         """Record that compute enqueued so far may still read `buffer`."""
         self._released[buffer.address] = self._device.event()
 
@@ -238,7 +238,7 @@ class AcceleratorMover:
         self._gradients.append((self._reader.submit(run), size))
         self._gradient_bytes += size
 
-    def settle(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait for the gradients on their way."""
         while self._gradients:  # all of them: none may add to a gradient that counts as dropped
             self._reap(timeout_s)
@@ -247,7 +247,7 @@ class AcceleratorMover:
             raise failure
 
     def _reap(self, timeout_s: float) -> None:
-        """Wait for the oldest gradient on its way; :meth:`settle` tells of its failure."""
+        """Wait for the oldest gradient on its way; :meth:`wait` tells of its failure."""
         future, size = self._gradients.popleft()
         self._gradient_bytes -= size
         try:
@@ -261,7 +261,7 @@ class AcceleratorMover:
         self._reader.shutdown(wait=True)
 
     def _ready(self, target: Buffer) -> list[torch.Event]:
-        """Return the events of every release that a copy into `target` must follow."""
+        """Return the events that a copy into `target` must follow: compute that may still read what was vacated."""
         events = []
         for address, event in list(self._released.items()):
             if event.query():

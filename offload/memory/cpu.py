@@ -95,14 +95,14 @@ class CpuMover:
         """Copy in the worker thread."""
         return self.download(source, target, size_bytes)
 
-    def release(self, buffer: Buffer) -> None:
+    def vacate(self, buffer: Buffer) -> None:
         """Nothing to order: compute on the CPU is synchronous."""
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
         """Use the tensor where it is."""
         use(tensor.data_ptr())
 
-    def settle(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Nothing is ever outstanding."""
 
     def close(self) -> None:

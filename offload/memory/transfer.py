@@ -103,13 +103,13 @@ class Mover(Protocol):
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy `size_bytes` from host address `source` to device address `target`."""
 
-    def release(self, buffer: Buffer) -> None:
+    def vacate(self, buffer: Buffer) -> None:
         """Note that compute is done with `buffer`: later copies into it are ordered behind."""
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
         """Call `use(address)` with the contiguous bytes of a device `tensor` in host memory, now or later, in order."""
 
-    def settle(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float) -> None:
         """Wait until every `use` of :meth:`read_tensor` has run; raise what went wrong in one."""
 
     def close(self) -> None:

@@ -191,7 +191,7 @@ class Handles:
 
     def measure(self) -> GradientNorm:
         """Add up what was measured when the gradients arrived, in model order: the same bits for every placement."""
-        self._gradients.settle()
+        self._gradients.await_copies()
         squares = left = 0.0
         bad, spoilt, factors, count = list[str](), list[str](), dict[Where, float](), 0
         for where, value in self._values():
@@ -267,7 +267,7 @@ class Handles:
 
     def is_finite(self, value: Value) -> bool:
         """Tell whether all elements are."""
-        self._gradients.settle()
+        self._gradients.await_copies()
         total = self._gradients.sum_of(*value.where)
         assert total is not None
         return not total[1] and math.isfinite(value.factor)
@@ -296,7 +296,7 @@ class Handles:
 
     def _raw_norm(self, where: Where, order: float) -> float:
         if order == 2.0:
-            self._gradients.settle()
+            self._gradients.await_copies()
             total = self._gradients.sum_of(*where)
             assert total is not None
             return math.sqrt(total[0]) if total[0] >= 0 else total[0]  # NaN stays NaN

@@ -193,7 +193,7 @@ class BackwardUpdates(Updates[_Guess]):
     def _take(self, update: _Guess) -> None:
         tiers, param = self._tiers, self._tiers.param(update.unit.index)
         if param.state is State.FETCHING:
-            tiers.working.finish_prefetch(param)
+            tiers.working.wait_for_prefetch(param)
         if param.state is State.RESIDENT:
             tiers.working.evict(param)
         tiers.copies.forgive(param)

@@ -157,7 +157,7 @@ class Copies:
     def discard(self, shard: Shard) -> None:
         """Forget a shard's content, wherever it is."""
         with contextlib.suppress(Exception):  # a transfer of what nobody needs any more
-            self.settle(shard)
+            self.wait(shard)
         if shard.work_buffer is not None:
             self.leave(shard)
         if shard.state is State.FAILED:
@@ -283,11 +283,11 @@ class Copies:
         self._transfers[_key(shard)] = TicketGroup(tickets)
 
     def is_late(self, shard: Shard) -> bool:
-        """Tell whether :meth:`settle` would have to wait."""
+        """Tell whether :meth:`wait` would have to wait."""
         return shard.state in IN_FLIGHT and not self._transfers[_key(shard)].done()
 
     @labelled("wait")
-    def settle(self, shard: Shard) -> None:
+    def wait(self, shard: Shard) -> None:
         """Wait for the transfer of a shard, if there is one. What interrupts the wait leaves it under way.
 
         Raises:

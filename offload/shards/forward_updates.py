@@ -165,7 +165,7 @@ class ForwardUpdates(Updates[Update]):
                     self._work(Pace.ALL)
                 self._leave_all()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what went wrong: the first time itself, then that the step was lost."""
         if self.failure is None:
             return
@@ -188,7 +188,7 @@ class ForwardUpdates(Updates[Update]):
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        self.check()
+        self.raise_failure()
         try:
             with self._timed():
                 yield
@@ -229,7 +229,7 @@ class ForwardUpdates(Updates[Update]):
     def _end(self, update: Update) -> None:
         leaving = _Leaving.of(update)
         self._leaving.append(leaving)
-        self._pipeline.widen(self._tiers.gradients.release(update.unit.index))
+        self._pipeline.widen(self._tiers.gradients.let_go(update.unit.index))
         self._leave(leaving)
 
     # --- on the way home --------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class ForwardUpdates(Updates[Update]):
             tiers.working.show(param)
         if home:
             if param.state is State.FLUSHING:
-                tiers.copies.settle(param)
+                tiers.copies.wait(param)
             leases.close()
             self._leaving.remove(leaving)
 
@@ -270,7 +270,7 @@ class ForwardUpdates(Updates[Update]):
             param = self._tiers.param(update.unit.index)
             if param.state is State.FLUSHING:
                 with contextlib.suppress(OSError):
-                    self._tiers.copies.settle(param)
+                    self._tiers.copies.wait(param)
             update.leases.abandon({update.unit.index})
         self._open.clear()
         self._leaving.clear()

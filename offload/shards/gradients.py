@@ -209,7 +209,7 @@ class Gradients:
         Returns:
             (numel,) in :meth:`dtype`, in host memory: the sum over micro-batches, with the loss scale in it.
         """
-        self.settle()
+        self.await_copies()
         shard = self._copies.of(index, Role.GRAD)
         dtype = torch.float32 if self._is_fp32(shard.unit) else getattr(torch, shard.unit.dtype)
         numel = shard.unit.slots[slot].numel
@@ -218,7 +218,7 @@ class Gradients:
 
     def overwrite(self, index: int, slot: int, content: torch.Tensor | float) -> None:
         """Let a parameter's gradient be `content`: (numel,) of any dtype on any device, or one number for all."""
-        self.settle()
+        self.await_copies()
         gradient = self._gradients[index]
         gradient.arrived[slot] = True
         gradient.sums[slot] = None
@@ -232,19 +232,19 @@ class Gradients:
 
     def forget(self, index: int, slot: int) -> None:
         """Forget what has arrived of a parameter's gradient."""
-        self.settle()
+        self.await_copies()
         gradient = self._gradients[index]
         gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = False, None, (-1, 0)
 
     # --- life and death ---------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         """Wait until every gradient is in host memory (they may still be on their way to NVMe)."""
-        self._mover.settle(self._deadline_s)
+        self._mover.wait(self._deadline_s)
 
     def drop(self) -> None:
         """Forget all gradients that have arrived since the last step."""
-        self.settle()
+        self.await_copies()
         self.completed.clear()
         for index in self._gradients:
             shard = self._copies.of(index, Role.GRAD)
@@ -253,7 +253,7 @@ class Gradients:
             self._gradients[index] = Gradient.of(shard.unit)
 
     def hold(self, indices: Container[int]) -> list[Buffer]:
-        """Close a step: forget what has arrived, but keep the gradients of units `indices` until :meth:`release`.
+        """Close a step: forget what has arrived, but keep the gradients of units `indices` until :meth:`let_go`.
 
         Returns:
             Host memory of gradients that nothing is kept of: idle, and the step's until it has ended.
@@ -262,7 +262,7 @@ class Gradients:
         self.drop()
         return [buffer for index in self._gradients if index not in self._held for buffer in self._idle(index)]
 
-    def release(self, index: int) -> list[Buffer]:
+    def let_go(self, index: int) -> list[Buffer]:
         """Let the gradient of a unit that was held go: the step has used it; returns its memory as :meth:`hold`."""
         self._held.discard(index)
         self._discard(self._copies.of(index, Role.GRAD))
@@ -325,13 +325,13 @@ class Gradients:
 
     def _in_pool(self, shard: Shard) -> Buffer:
         copies = self._copies
-        copies.settle(shard)
+        copies.wait(shard)
         if shard.state is State.STORED:
             buffer = self._room_for(shard)
             copies.start_fetch(
                 shard, buffer, lambda: TicketGroup(copies.start_reads(shard, buffer.address, urgent=True))
             )
-            copies.settle(shard)
+            copies.wait(shard)
         if shard.state is State.RESIDENT:
             copies.change(shard, Event.MODIFY)
         elif shard.state is State.EMPTY:
@@ -357,5 +357,5 @@ class Gradients:
             oldest = self._copies.of(max(owners), Role.GRAD)  # in backward, units come in reverse model order
             if oldest.state is State.DIRTY:
                 self._copies.start_flush(oldest)
-            self._copies.settle(oldest)
+            self._copies.wait(oldest)
             self._copies.evict(oldest)

@@ -74,7 +74,7 @@ class Leases:
             if shard.home_buffer is not None:
                 addresses[role] = shard.home_buffer.address
             elif role is Role.GRAD:
-                self._copies.settle(shard)
+                self._copies.wait(shard)
                 if shard.work_buffer is not None:
                     addresses[role] = shard.work_buffer.address
             if role in STATE_ROLES:
@@ -90,7 +90,7 @@ class Leases:
         home = shard.home_buffer
         addressable = self._tiers.device.addressable
         if shard.state is State.FETCHING:
-            self._working.finish_prefetch(shard)
+            self._working.wait_for_prefetch(shard)
         if shard.state is State.RESIDENT and not addressable and write:
             self._working.refuse_borrowed(shard)
             self._working.evict(shard)

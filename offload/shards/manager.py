@@ -198,7 +198,7 @@ class Manager:
         self.copies.forgive(shard)
         if shard.state is State.FETCHING:
             counters.stalls += 1
-            self.working.finish_prefetch(shard)
+            self.working.wait_for_prefetch(shard)
         if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:
                 raise StateError(
@@ -207,7 +207,7 @@ class Manager:
                 )
             counters.misses += 1
             self.working.start_fetch(shard, self.schedule, required=True)
-            self.working.finish_fetch(shard)
+            self.working.wait_for_fetch(shard)
         counters.stall_seconds += time.perf_counter() - begin
 
     def _require_update(self, shard: Shard) -> None:
@@ -319,10 +319,10 @@ class Manager:
             self.copies.drop_leases(shard)
             if shard.state is State.FETCHING:
                 with contextlib.suppress(Exception):  # the reader of the parameter will meet the error again
-                    self.working.finish_fetch(shard)
+                    self.working.wait_for_fetch(shard)
             self.copies.forgive(shard)
         with contextlib.suppress(Exception):  # they are dropped
-            self.gradients.settle()
+            self.gradients.await_copies()
         self.drop_gradients()
         self.restart_schedule()
 

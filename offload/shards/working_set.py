@@ -146,16 +146,16 @@ class WorkingSet:
             copies.start_fetch(shard, buffer, lambda: mover.fetch_nvme(read, buffer, shard.size_bytes))
         return True
 
-    def finish_fetch(self, shard: Shard) -> None:
+    def wait_for_fetch(self, shard: Shard) -> None:
         """Wait for a fetch, and bind what it brings."""
-        self._copies.settle(shard)
+        self._copies.wait(shard)
         assert shard.work_buffer is not None
         self.bind(shard, shard.work_buffer)
 
-    def finish_prefetch(self, shard: Shard) -> None:
+    def wait_for_prefetch(self, shard: Shard) -> None:
         """Wait for a fetch that nobody has asked for: if it failed, the shard is as it was before, and may be read."""
         try:
-            self.finish_fetch(shard)
+            self.wait_for_fetch(shard)
         except TimeoutError:
             raise
         except OSError as error:
@@ -177,7 +177,7 @@ class WorkingSet:
         index = shard.unit.index
         if shard.home is not Tier.DEVICE and not self._addressable:
             if shard.state is State.FETCHING:
-                self.finish_prefetch(shard)
+                self.wait_for_prefetch(shard)
             if shard.state is State.RESIDENT:
                 self.evict(shard)
         residency = self._residency.get(index)
@@ -221,7 +221,7 @@ class WorkingSet:
         buffer = shard.work_buffer
         assert buffer is not None
         self._copies.evict(shard)
-        self._mover.release(buffer)
+        self._mover.vacate(buffer)
         self._unbind(shard)
 
     def refuse_borrowed(self, shard: Shard) -> None:
@@ -279,7 +279,7 @@ class WorkingSet:
             return
         self._reclaim()
         for arriving in copies.in_flight(Role.PARAM):
-            self.finish_prefetch(arriving)
+            self.wait_for_prefetch(arriving)
         copies.sweep(Role.PARAM)
         for owner in region.owners()[: region.owners().index(shard.unit.index)]:
             other = copies.of(owner, Role.PARAM) if owner >= 0 else None
@@ -320,7 +320,7 @@ class WorkingSet:
             if shard is not None and shard.state in (State.DIRTY, State.FLUSHING):
                 self._reclaim()
             if shard is not None and shard.state is State.FETCHING:
-                self.finish_prefetch(shard)
+                self.wait_for_prefetch(shard)
             if shard is None or shard.readers or self.borrowed(owner):
                 break
             if shard.state is State.RESIDENT:
@@ -398,7 +398,7 @@ class WorkingSet:
         if window is None and required:
             self._reclaim()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
-                self.finish_fetch(arriving)
+                self.wait_for_fetch(arriving)
             window = region.cheapest_window(shard.size_bytes, cost)
             if window is None and self._grow_for(shard.size_bytes):
                 return copies.allocate(shard)
