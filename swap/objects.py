@@ -1,6 +1,6 @@
 """Objects of a store: what puts, gets and deletes do to the mapping and to the extents.
 
-Owns: the way of a put from a fresh extent to the mapping, room for it, ranges of gets.
+Owns: the way of a put from a fresh extent to the mapping, room for it, ranges of gets, snapshots.
 Must not know: files, engines, commits.
 Next: `puts` for the order of puts, `mapping` for versions, `transfers` for the bytes.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import TracebackType
 from typing import Final, TypeVar
 
 from swap.errors import SwapFullError, format_bytes
 from swap.io.aio import Priority
 from swap.lifetime import Gate
-from swap.snapshot import Snapshot
 from swap.space.allocation import Space
 from swap.space.mapping import Version, VersionMap
 from swap.space.puts import Put, PutOrder
@@ -87,7 +87,7 @@ class Objects:
         self._gate.check()
         with self._lock:
             wanted = [(key, self.version(key), address, length) for key, address, length in items]
-            return self._read(wanted, offset=offset, urgent=urgent)
+            return self.read(wanted, offset=offset, urgent=urgent)
 
     def delete(self, key: Hashable) -> None:
         """See `SwapStore.delete`."""
@@ -103,7 +103,7 @@ class Objects:
         """See `SwapStore.snapshot`."""
         self._gate.check()
         with self._lock:
-            return Snapshot(self._map.snapshot(), self._read_one, self._release)
+            return Snapshot(self, self._map.snapshot())
 
     def version(self, key: Hashable) -> Version:
         """The current version of `key`. Locked.
@@ -116,6 +116,42 @@ class Objects:
             why = "its first put has not been reaped" if key in self._puts else "no such object"
             raise KeyError(f"{key!r}: {why} in the swap store")
         return version
+
+    def read(
+        self, wanted: Sequence[tuple[Hashable, Version, int, int]], *, offset: int, urgent: bool
+    ) -> list[StoreTicket]:
+        """Start reading ranges of versions that somebody holds; all start at `offset`."""
+        self._gate.check()
+        reads = []
+        for key, version, address, length in wanted:
+            self._check_address(address)
+            need = self._round_up(length)
+            if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
+                raise ValueError(
+                    f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
+                    f"{self._alignment}, but got offset {offset}, length {length}"
+                )
+            reads.append(Read(key, version, address, offset, need))
+        priority = Priority.URGENT if urgent else Priority.NORMAL
+
+        def start(group: Sequence[Read]) -> list[StoreTicket]:
+            for read in group:
+                self._map.hold(read.version)
+            try:
+                return self._transfers.read(group, priority, self._get_ended)
+            except BaseException:
+                for read in group:
+                    self._map.release(read.version)
+                raise
+
+        with self._lock:
+            return self._in_groups(start, reads)
+
+    def release(self, versions: Mapping[Hashable, Version]) -> None:
+        """End the holds of a snapshot."""
+        with self._lock:
+            for version in versions.values():
+                self._map.release(version)
 
     def _check_address(self, address: int) -> None:
         if address <= 0 or address % self._alignment:
@@ -166,44 +202,62 @@ class Objects:
             self._map.put(put.key, ticket.version)
         self._map.release(ticket.version)
 
-    def _read_one(
-        self, key: Hashable, version: Version, address: int, length: int, *, offset: int, urgent: bool
-    ) -> StoreTicket:
-        return self._read([(key, version, address, length)], offset=offset, urgent=urgent)[0]
-
-    def _read(
-        self, wanted: Sequence[tuple[Hashable, Version, int, int]], *, offset: int, urgent: bool
-    ) -> list[StoreTicket]:
-        self._gate.check()
-        reads = []
-        for key, version, address, length in wanted:
-            self._check_address(address)
-            need = self._round_up(length)
-            if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
-                raise ValueError(
-                    f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
-                    f"{self._alignment}, but got offset {offset}, length {length}"
-                )
-            reads.append(Read(key, version, address, offset, need))
-        priority = Priority.URGENT if urgent else Priority.NORMAL
-
-        def start(group: Sequence[Read]) -> list[StoreTicket]:
-            for read in group:
-                self._map.hold(read.version)
-            try:
-                return self._transfers.read(group, priority, self._get_ended)
-            except BaseException:
-                for read in group:
-                    self._map.release(read.version)
-                raise
-
-        with self._lock:
-            return self._in_groups(start, reads)
-
     def _get_ended(self, ticket: StoreTicket) -> None:
         self._map.release(ticket.version)
 
-    def _release(self, versions: Mapping[Hashable, Version]) -> None:
-        with self._lock:
-            for version in versions.values():
-                self._map.release(version)
+
+class Snapshot:
+    """The committed mapping of a store at one moment. A context manager."""
+
+    def __init__(self, objects: Objects, versions: Mapping[Hashable, Version]) -> None:
+        """Take over the holds on `versions`, by key."""
+        self._objects = objects
+        self._versions = versions
+
+    def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
+        """Start reading; as `SwapStore.get`, but of this moment.
+
+        Raises:
+            KeyError: the key had no version then, or the snapshot is released.
+            ValueError: not aligned, or the range is not inside the object.
+            SwapError: the store is closed or belongs to the parent process.
+        """
+        wanted = [(key, self._version(key), address, length)]
+        return self._objects.read(wanted, offset=offset, urgent=urgent)[0]
+
+    def length_of(self, key: Hashable) -> int:
+        """Length in bytes, rounded up to the alignment.
+
+        Raises:
+            KeyError: the key had no version then, or the snapshot is released.
+        """
+        return self._version(key).length
+
+    def keys(self) -> list[Hashable]:
+        """Keys that had a version."""
+        return list(self._versions)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._versions
+
+    def __len__(self) -> int:
+        return len(self._versions)
+
+    def release(self) -> None:
+        """Let go of the extents; idempotent. Reads in flight still succeed."""
+        versions, self._versions = self._versions, {}
+        self._objects.release(versions)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _version(self, key: Hashable) -> Version:
+        version = self._versions.get(key)
+        if version is None:
+            raise KeyError(f"{key!r}: no such object in the snapshot")
+        return version

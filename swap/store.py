@@ -32,8 +32,7 @@ from swap.io.aio import Aio
 from swap.io.checksums import GRANULE_BYTES
 from swap.io.faults import Fault
 from swap.lifetime import Gate, Holdings, weakly
-from swap.objects import Item, Objects
-from swap.snapshot import Snapshot
+from swap.objects import Item, Objects, Snapshot
 from swap.space.allocation import check_weights
 from swap.space.mapping import VersionMap
 from swap.space.puts import PutOrder

@@ -34,14 +34,10 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
 )
 SWAP_LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "stats"),
-    ("io",),
-    ("space",),
+    ("io", "space"),
     ("durable",),
-    ("lifetime",),
-    ("transfers",),
-    ("snapshot",),
-    ("backing", "objects"),
-    ("commits",),
+    ("backing", "lifetime", "transfers"),
+    ("commits", "objects"),
     ("store",),
 )
 LAYERS = {"offload": OFFLOAD_LAYERS, "swap": SWAP_LAYERS}
