@@ -12,27 +12,20 @@ import threading
 
 from swap.backing import Backing
 from swap.errors import SwapError, SwapFullError
-from swap.space.mapping import Changes, Version, VersionMap
-from swap.space.puts import PutOrder
+from swap.space.contents import Contents
+from swap.space.mapping import Changes, Version
 from swap.transfers import Transfers
 
 
 class Commits:
-    """Commits of one store, one at a time. `lock` is the store's and guards the mapping and the order of puts."""
+    """Commits of one store, one at a time."""
 
-    def __init__(
-        self,
-        mapping: VersionMap,
-        puts: PutOrder,
-        transfers: Transfers,
-        lock: threading.RLock,
-        backing: Backing,
-    ) -> None:
-        """Commit changes of `mapping`, in the manifest of `backing`, too, if there is one."""
-        self._map = mapping
-        self._puts = puts
+    def __init__(self, contents: Contents, transfers: Transfers, backing: Backing) -> None:
+        """Commit changes of `contents`, in the manifest of `backing`, too, if there is one."""
+        self._map = contents.mapping
+        self._puts = contents.puts
+        self._lock = contents.lock
         self._transfers = transfers
-        self._lock = lock
         self._files = backing.files
         self._manifest = backing.run.manifest if backing.run else None
         self._disk = backing.disk

@@ -7,7 +7,6 @@ Next: `puts` for the order of puts, `mapping` for versions, `transfers` for the 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
@@ -16,9 +15,9 @@ from typing import Final, TypeVar
 from swap.errors import SwapFullError, format_bytes
 from swap.io.aio import Priority
 from swap.lifetime import Gate
-from swap.space.allocation import Space
-from swap.space.mapping import Version, VersionMap
-from swap.space.puts import Put, PutOrder
+from swap.space.contents import Contents
+from swap.space.mapping import Version
+from swap.space.puts import Put
 from swap.transfers import Read, StoreTicket, Transfers, Write
 
 T = TypeVar("T")
@@ -31,27 +30,17 @@ GROUP: Final = 64
 
 
 class Objects:
-    """Objects under keys. `lock` is the store's and guards the mapping, the space and the order of puts."""
+    """Objects under keys; see `SwapStore` for what they promise."""
 
-    def __init__(
-        self,
-        space: Space,
-        mapping: VersionMap,
-        puts: PutOrder,
-        transfers: Transfers,
-        lock: threading.RLock,
-        gate: Gate,
-        *,
-        alignment: int,
-    ) -> None:
-        """Put and get in `mapping`."""
-        self._space = space
-        self._map = mapping
-        self._puts = puts
+    def __init__(self, contents: Contents, transfers: Transfers, gate: Gate) -> None:
+        """Put into `contents` and get from them while `gate` is open."""
+        self._space = contents.space
+        self._map = contents.mapping
+        self._puts = contents.puts
+        self._lock = contents.lock
         self._transfers = transfers
-        self._lock = lock
         self._gate = gate
-        self._alignment = alignment
+        self._alignment = contents.space.alignment
         self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
 
     def put(self, items: Sequence[Item]) -> list[StoreTicket]:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from swap.backing import Backing
 from swap.errors import SwapError
 from swap.io.aio import Aio, IoTicket, Job, Priority
 from swap.io.checksums import ReadPart, parts_of_read, words
-from swap.io.files import SwapFile
 from swap.space.mapping import Version
 
 
@@ -130,43 +130,40 @@ class Read(NamedTuple):
 
 
 class Transfers:
-    """Starts transfers and keeps those that are not settled. `lock` is the store's and guards everything here.
-
-    Attributes:
-        deadline_s: limit in seconds of waits that give none.
-    """
+    """Starts transfers and keeps those that are not settled. `lock` is the store's and guards everything here."""
 
     def __init__(
         self,
         aio: Aio,
-        files: Sequence[SwapFile],
+        backing: Backing,
         lock: threading.RLock,
-        *,
-        alignment: int,
         granule_bytes: int,
-        deadline_s: float,
         dump: Callable[[], str],
     ) -> None:
         """Use an engine and files that somebody else opened and closes.
 
         Args:
-            aio: engine.
-            files: where pieces point.
+            aio: engine; gets to know the files here.
+            backing: the files that pieces point to.
             lock: of the store.
-            alignment: of addresses, offsets and lengths, bytes.
             granule_bytes: bytes per checksum of what is written, a multiple of the alignment; 0 for none.
-            deadline_s: limit in seconds of waits that give none.
             dump: state of the store, for messages.
         """
-        self.deadline_s = deadline_s
         self.dump = dump
         self._aio = aio
-        self._files = files
+        self._files = backing.files
         self._lock = lock
-        self._alignment = alignment
+        self._alignment = backing.space.alignment
         self._granule_bytes = granule_bytes
         self._in_flight: dict[int, StoreTicket] = {}
         self._unreported: dict[int, StoreTicket] = {}
+        for file in backing.files:
+            aio.register_file(file.fd, file.directory)
+
+    @property
+    def deadline_s(self) -> float:
+        """Limit in seconds of waits that give none."""
+        return self._aio.deadline_s
 
     def write(self, writes: Sequence[Write], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
         """Start writing all of some versions, all or none, with one submission.

@@ -261,12 +261,12 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.store
         assert store.used_bytes + store.free_bytes == store.capacity_bytes
         seen: set[tuple[int, Extent]] = set()
-        for version in store._map.working.values():
+        for version in store._contents.mapping.working.values():
             assert sum(piece.extent.length for piece in version.pieces) == version.length
             for piece in version.pieces:
                 assert (piece.file, piece.extent) not in seen
                 seen.add((piece.file, piece.extent))
-                assert piece.extent in store._space.allocators[piece.file].allocated()
+                assert piece.extent in store._backing.space.allocators[piece.file].allocated()
 
 
 TestStoreMachine = StoreMachine.TestCase
@@ -464,12 +464,12 @@ def test_objects_spread_over_paths(engine: str, tmp_path: Path) -> None:
     for directory in directories:
         directory.mkdir()
     with SwapStore(directories, 41 * BLOCK, engine=engine) as store:
-        shares = [extents.capacity for extents in store._space.allocators]
+        shares = [extents.capacity for extents in store._backing.space.allocators]
         assert sum(shares) == 41 * BLOCK
         assert abs(shares[0] - shares[1]) <= BLOCK  # one file system: halves
         for key in range(20):
             put(store, key, pattern(BLOCK, key))
-        assert [extents.used_bytes for extents in store._space.allocators] == [10 * BLOCK, 10 * BLOCK]
+        assert [extents.used_bytes for extents in store._backing.space.allocators] == [10 * BLOCK, 10 * BLOCK]
         assert all(get(store, key) == pattern(BLOCK, key) for key in range(20))
         assert store.stats().paths == tuple(str(directory) for directory in directories)
 

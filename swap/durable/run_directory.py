@@ -30,7 +30,7 @@ from swap.durable.disk import Disk
 from swap.durable.manifest import Manifest, RunFacts, with_sizes
 from swap.durable.records import decode_record, encode_record
 from swap.errors import SwapCorruptError, SwapError, SwapLockedError, format_bytes
-from swap.io.checksums import GRANULE_BYTES
+from swap.io.checksums import granule_for
 from swap.io.files import SwapFile, divide_capacity, open_error, open_named, reserve
 from swap.space.allocation import Piece, Space
 from swap.space.extents import Extent
@@ -167,7 +167,7 @@ def _create(
         raise ValueError(
             f"weights: expected a share of at least {2 * alignment} bytes per path but got {min(sizes)} of {capacity}"
         )
-    facts = RunFacts(secrets.token_hex(8), max(GRANULE_BYTES, alignment), tuple(sizes))
+    facts = RunFacts(secrets.token_hex(8), granule_for(alignment), tuple(sizes))
     manifest = Manifest(os.path.join(directories[0], MANIFEST_NAME), facts, disk)
     for file, size in zip(files, sizes, strict=True):
         os.ftruncate(file.fd, 0)  # the rest of a creation that a crash ended may be longer

@@ -20,6 +20,11 @@ GRANULE_BYTES: Final = 256 << 10
 WORD_BYTES: Final = 4
 
 
+def granule_for(alignment: int) -> int:
+    """Bytes per checksum in files whose ranges are multiples of `alignment` bytes."""
+    return max(GRANULE_BYTES, alignment)
+
+
 def crc32c(data: bytes, crc: int = 0) -> int:
     """CRC-32C of `data` appended to data whose CRC-32C is `crc`."""
     return _aio.crc32c_bytes(data, crc)

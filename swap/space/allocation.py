@@ -45,6 +45,7 @@ class Space:
     not fit where it should go goes where there is room.
 
     Attributes:
+        alignment: of every piece, bytes.
         allocators: one per file, in the order of the paths.
         capacity_bytes: of all files together.
         peak_used_bytes: the most that was ever allocated.
@@ -61,7 +62,7 @@ class Space:
         self.allocators = tuple(ExtentAllocator(capacity, alignment) for capacity in capacities)
         self.capacity_bytes = sum(capacities)
         self.peak_used_bytes = 0
-        self._alignment = alignment
+        self.alignment = alignment
         given = [1.0] * len(capacities) if weights is None else list(weights)
         self._shares = [weight / sum(given) for weight in given]
 
@@ -120,7 +121,7 @@ class Space:
         lengths = [0] * len(free)
         if need >= 2 * STRIPE_BYTES:
             for file in files:
-                length = int(need * self._shares[file]) // self._alignment * self._alignment
+                length = int(need * self._shares[file]) // self.alignment * self.alignment
                 lengths[file] = min(length, free[file]) if length >= STRIPE_BYTES else 0
         total = self.used_bytes + need
         missing = need - sum(lengths)
