@@ -41,7 +41,7 @@ class Objects:
         self._transfers = transfers
         self._gate = gate
         self._alignment = contents.space.alignment
-        self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
+        self._started: dict[StoreTicket, Put] = {}
 
     def put(self, items: Sequence[Item]) -> list[StoreTicket]:
         """See `SwapStore.put_many`."""
@@ -69,7 +69,7 @@ class Objects:
                     remedy="give the store more capacity or delete objects; "
                     "a put needs room beside the version that it replaces",
                 )
-            blocking[0].wait_settled(end, limit_s)
+            blocking[0].wait_reaped(end, limit_s)
 
     def get(self, items: Sequence[Item], *, offset: int, urgent: bool) -> list[StoreTicket]:
         """See `SwapStore.get_many`; every range starts at `offset`."""
@@ -152,7 +152,7 @@ class Objects:
     def _fits(self, need: int) -> bool:
         """Tell whether there is room, if need be after what is over was reaped; what fits by the sum fits. Locked."""
         if self._space.free_bytes < need:
-            self._transfers.settle_finished()
+            self._transfers.reap_finished()
         return self._space.free_bytes >= need
 
     def _in_groups(self, start: Callable[[Sequence[T]], list[StoreTicket]], wanted: Sequence[T]) -> list[StoreTicket]:
@@ -163,7 +163,7 @@ class Objects:
                 tickets += start(wanted[first : first + GROUP])
         except BaseException:
             for ticket in tickets:  # nobody else knows of them, and their memory is the caller's
-                ticket.wait_settled(time.monotonic() + self._transfers.deadline_s, self._transfers.deadline_s)
+                ticket.wait_reaped(time.monotonic() + self._transfers.deadline_s, self._transfers.deadline_s)
             raise
         return tickets
 
@@ -181,12 +181,12 @@ class Objects:
                 self._map.release(write.version)
             raise
         for ((key, _, _), _), ticket in zip(wanted, tickets, strict=True):
-            self._started[id(ticket)] = self._puts.started(key)
+            self._started[ticket] = self._puts.started(key)
         return tickets
 
     def _put_ended(self, ticket: StoreTicket) -> None:
         """Let a put take effect unless it failed or came too late. Locked."""
-        put = self._started.pop(id(ticket))
+        put = self._started.pop(ticket)
         if self._puts.ended(put, ticket.error):
             self._map.put(put.key, ticket.version)
         self._map.release(ticket.version)

@@ -412,7 +412,7 @@ class SwapStore:
         try:
             self._aio.close(self.deadline_s)
         finally:
-            self._transfers.settle_finished()
+            self._transfers.reap_finished()
             self._holdings.give_back()
 
     def __enter__(self) -> SwapStore:
