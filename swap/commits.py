@@ -44,12 +44,12 @@ class Commits:
             except BaseException:
                 with self._lock:
                     if self._manifest is not None and self._manifest.doubtful:
-                        self._keep(changes)
+                        self._hold_doubtful(changes)
                     self._map.end_commit(changes, success=False)
                 raise
             with self._lock:
                 self._map.end_commit(changes, success=True)
-                self._let_go()
+                self._release_doubtful()
 
     def abort(self) -> None:
         """See `SwapStore.abort`."""
@@ -60,7 +60,7 @@ class Commits:
             with self._lock:
                 self._puts.forget_all()
                 self._map.abort()
-                self._let_go()
+                self._release_doubtful()
 
     def _make_durable(self, changes: Changes) -> None:
         manifest = self._manifest
@@ -101,13 +101,13 @@ class Commits:
                 detail=str(error),
             )
 
-    def _keep(self, changes: Changes) -> None:
+    def _hold_doubtful(self, changes: Changes) -> None:
         for version in changes.values():
             if version is not None:
                 self._map.hold(version)
                 self._doubtful.append(version)
 
-    def _let_go(self) -> None:
+    def _release_doubtful(self) -> None:
         versions, self._doubtful = self._doubtful, []
         for version in versions:
             self._map.release(version)

@@ -181,13 +181,13 @@ class Objects:
                 self._map.release(write.version)
             raise
         for ((key, _, _), _), ticket in zip(wanted, tickets, strict=True):
-            self._started[ticket] = self._puts.started(key)
+            self._started[ticket] = self._puts.begin(key)
         return tickets
 
     def _put_ended(self, ticket: StoreTicket) -> None:
         """Let a put take effect unless it failed or came too late. Locked."""
         put = self._started.pop(ticket)
-        if self._puts.ended(put, ticket.error):
+        if self._puts.end(put, ticket.error):
             self._map.put(put.key, ticket.version)
         self._map.release(ticket.version)
 

@@ -413,7 +413,7 @@ class SwapStore:
             self._aio.close(self.deadline_s)
         finally:
             self._transfers.reap_finished()
-            self._holdings.give_back()
+            self._holdings.close()
 
     def __enter__(self) -> SwapStore:
         return self

@@ -24,7 +24,7 @@ import errno as _errno
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from swap.durable.disk import Disk
@@ -119,7 +119,7 @@ class Manifest:
             self._disk.write(self._fd, record, self._end)
             self._disk.sync(self._fd)
         except OSError as error:
-            self._take_back()
+            self._undo_append()
             raise _failure(self.path, "cannot append a commit", error, "free space or look at the kernel log") from None
         except BaseException:  # Ctrl-C in the middle of it
             self.doubtful = True
@@ -179,8 +179,8 @@ class Manifest:
         if fd >= 0:
             os.close(fd)
 
-    def _take_back(self) -> None:
-        """Remove what an append that failed may have left."""
+    def _undo_append(self) -> None:
+        """Remove what an append that failed may have left in the file."""
         try:
             self._disk.truncate(self._fd, self._end)
             self._disk.sync(self._fd)
@@ -271,8 +271,3 @@ def _apply(record: Record, versions: dict[Hashable, Version]) -> None:
         versions[decode_key(name)] = Version(
             pieces, sum(piece.extent.length for piece in pieces), sums if all(sums) else ()
         )
-
-
-def with_sizes(facts: RunFacts, sizes: Iterable[int]) -> RunFacts:
-    """The same run with data files of other sizes."""
-    return replace(facts, sizes=tuple(sizes))

@@ -84,7 +84,7 @@ class Space:
         """
         if self.free_bytes < need:
             return ()
-        pieces = [piece for file, length in enumerate(self._divide(need)) for piece in self._take(file, length)]
+        pieces = [piece for file, length in enumerate(self._divide(need)) for piece in self._allocate_in(file, length)]
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return tuple(pieces)
 
@@ -138,7 +138,7 @@ class Space:
             missing -= extra
         return lengths
 
-    def _take(self, file: int, length: int) -> Iterator[Piece]:
+    def _allocate_in(self, file: int, length: int) -> Iterator[Piece]:
         allocator = self.allocators[file]
         while length:
             part = min(length, allocator.largest_free)

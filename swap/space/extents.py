@@ -148,7 +148,7 @@ class ExtentAllocator:
             raise ValueError(f"free: {extent} is not allocated")
         del self._allocated[extent.offset]
         self._free_bytes += extent.length
-        self._release(extent.offset, extent.length)
+        self._make_free(extent.offset, extent.length)
 
     def grow(self, extra: int) -> None:
         """Add `extra` bytes, a multiple of the alignment, at the end of the space.
@@ -161,7 +161,7 @@ class ExtentAllocator:
         start = self._capacity
         self._capacity += extra
         self._free_bytes += extra
-        self._release(start, extra)
+        self._make_free(start, extra)
 
     def free_ranges(self) -> list[Extent]:
         """All free ranges in order of their offset."""
@@ -171,7 +171,7 @@ class ExtentAllocator:
         """All allocated extents in order of their offset."""
         return [Extent(offset, length) for offset, length in sorted(self._allocated.items())]
 
-    def _release(self, offset: int, length: int) -> None:
+    def _make_free(self, offset: int, length: int) -> None:
         """Make a range free, joined with its free neighbours."""
         at = bisect_left(self._offsets, offset)
         if at < len(self._offsets) and self._offsets[at] == offset + length:

@@ -44,13 +44,13 @@ class PutOrder:
         """Keys whose last put failed and was neither repeated nor undone since."""
         return self._failed
 
-    def started(self, key: Hashable) -> Put:
+    def begin(self, key: Hashable) -> Put:
         """Note a put that has been started after all others."""
         put = Put(key)
         self._pending.setdefault(key, []).append(put)
         return put
 
-    def ended(self, put: Put, error: SwapError | None) -> bool:
+    def end(self, put: Put, error: SwapError | None) -> bool:
         """Note that a put is over; tell whether it takes effect."""
         if put.superseded:
             return False
