@@ -7,11 +7,10 @@ Next: `mapping` for the two mappings, `manifest` for the file; docs/swap.md has 
 
 from __future__ import annotations
 
-import errno as _errno
 import threading
 
 from swap.backing import Backing
-from swap.errors import SwapError, SwapFullError
+from swap.errors import SwapError, error_class
 from swap.space.contents import Contents
 from swap.space.mapping import Changes, Version
 from swap.transfers import Transfers
@@ -76,8 +75,7 @@ class Commits:
 
     def _flush_failed(self, changes: Changes, directory: str, error: OSError) -> SwapError:
         """What was written since the last flush may be lost, and a second flush would not say so: put it again."""
-        kind = SwapFullError if error.errno in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
-        failure = kind(
+        failure = error_class(error.errno)(
             f"swap path {directory}: cannot flush the data of a commit",
             errno=error.errno,
             path=directory,

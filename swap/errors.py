@@ -78,6 +78,11 @@ class SwapLockedError(SwapError):
     """Another process, or another store of this one, uses the run directory; the text says who."""
 
 
+def error_class(code: int | None) -> type[SwapError]:
+    """Return SwapFullError for an errno that means no room, else SwapError."""
+    return SwapFullError if code in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
+
+
 def _rebuild(cls: type[SwapError], message: str, values: dict[str, Any]) -> SwapError:
     return cls(message, **values)
 

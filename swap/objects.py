@@ -16,6 +16,7 @@ from swap.errors import SwapFullError, format_bytes
 from swap.io.aio import Priority
 from swap.lifetime import Gate
 from swap.space.contents import Contents
+from swap.space.extents import round_up
 from swap.space.mapping import Version
 from swap.space.puts import Put
 from swap.transfers import Read, StoreTicket, Transfers, Write
@@ -50,7 +51,7 @@ class Objects:
             self._check_address(address)
             if length <= 0:
                 raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
-        needs = [self._round_up(length) for _, _, length in items]
+        needs = [round_up(length, self._alignment) for _, _, length in items]
         limit_s = self._transfers.deadline_s
         end = time.monotonic() + limit_s
         while True:
@@ -114,7 +115,7 @@ class Objects:
         reads = []
         for key, version, address, length in wanted:
             self._check_address(address)
-            need = self._round_up(length)
+            need = round_up(length, self._alignment)
             if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
                 raise ValueError(
                     f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
@@ -145,9 +146,6 @@ class Objects:
     def _check_address(self, address: int) -> None:
         if address <= 0 or address % self._alignment:
             raise ValueError(f"address: expected a multiple of {self._alignment} but got {address:#x}")
-
-    def _round_up(self, length: int) -> int:
-        return -(-length // self._alignment) * self._alignment
 
     def _fits(self, need: int) -> bool:
         """Tell whether there is room, if need be after what is over was reaped; what fits by the sum fits. Locked."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -92,7 +92,6 @@ class SwapStore:
         checksums: bool | None = None,
         engine: str = "auto",
         deadline_s: float = 60.0,
-        faults: Iterable[Fault] | None = None,
         disk: Disk | None = None,
         queue_depth: int = 32,
         block_bytes: int = 4 << 20,
@@ -116,7 +115,6 @@ class SwapStore:
                 block_bytes=block_bytes,
                 threads=threads,
                 deadline_s=deadline_s,
-                faults=faults or (),
             )
             undo.pop_all()
         self._holdings = Holdings(self, self._aio, backing.descriptors, backing.close_manifest)
@@ -390,11 +388,6 @@ class SwapStore:
             lines += [f"  oldest: {oldest}"] if oldest else []
             lines.append(self._aio.dump())
         return "\n".join(lines)
-
-    @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return self._gate.closed
 
     def close(self) -> None:
         """Wait for the transfers in flight, stop the engine, drop the files.

@@ -20,6 +20,7 @@ from swap.backing import Backing
 from swap.errors import SwapError
 from swap.io.aio import Aio, IoTicket, Job, Priority
 from swap.io.checksums import ReadPart, parts_of_read, words
+from swap.space.extents import round_up
 from swap.space.mapping import Version
 
 
@@ -315,7 +316,7 @@ class _Bounce:
         """Allocate memory for `part`."""
         memory = mmap.mmap(-1, part.last - part.first + alignment)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        aligned = -(-start // alignment) * alignment
+        aligned = round_up(start, alignment)
         return cls(memory, aligned, part.wanted_first - part.first, target, part.wanted_last - part.wanted_first)
 
     def copy(self) -> None:

@@ -20,7 +20,6 @@ Anything else that is not intact is damage, and refused: `SwapCorruptError` rath
 from __future__ import annotations
 
 import contextlib
-import errno as _errno
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -29,7 +28,7 @@ from typing import Any, Final
 
 from swap.durable.disk import Disk
 from swap.durable.records import Record, decode_key, decode_record, encode_key, encode_record, may_be_torn
-from swap.errors import SwapCorruptError, SwapError, SwapFullError
+from swap.errors import SwapCorruptError, SwapError, error_class
 from swap.space.allocation import Piece
 from swap.space.extents import Extent
 from swap.space.mapping import Changes, Version
@@ -242,8 +241,7 @@ def _corrupt(path: str, at: int, text: str) -> SwapCorruptError:
 
 
 def _failure(path: str, text: str, error: OSError, remedy: str) -> SwapError:
-    kind = SwapFullError if error.errno in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
-    return kind(f"{path}: {text}", errno=error.errno, path=path, remedy=remedy)
+    return error_class(error.errno)(f"{path}: {text}", errno=error.errno, path=path, remedy=remedy)
 
 
 def _commit_record(sequence: int, changes: Iterable[tuple[Hashable, Version | None]]) -> Record:

@@ -20,7 +20,7 @@ import errno as _errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swap.errors import SwapDeadlineError, SwapError
@@ -150,7 +150,6 @@ class Aio:
         block_bytes: int = 4 << 20,
         threads: int = 4,
         deadline_s: float = 60.0,
-        faults: Iterable[Fault] = (),
     ) -> None:
         """Open an engine.
 
@@ -161,7 +160,6 @@ class Aio:
             block_bytes: largest request; longer operations are cut. A multiple of 4096.
             threads: workers of the thread engine.
             deadline_s: limit in seconds of waits that give none.
-            faults: faults to inject, for tests.
 
         Raises:
             ValueError: unknown engine or impossible numbers.
@@ -177,8 +175,6 @@ class Aio:
         self._close_lock = threading.Lock()
         self._engine, self.fallback_reason = _open_engine(_engine_asked(engine), queue_depth, block_bytes, threads)
         self.engine: str = self._engine.name
-        for fault in faults:
-            self.inject(fault)
         _open.add(self)
 
     def read(
@@ -301,11 +297,6 @@ class Aio:
     def dump(self) -> str:
         """State of the engine and the oldest operations in flight, for error messages."""
         return self._engine.dump()
-
-    @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return self._closed
 
     @property
     def ended(self) -> bool:

@@ -25,13 +25,15 @@ def granule_for(alignment: int) -> int:
     return max(GRANULE_BYTES, alignment)
 
 
-def crc32c(data: bytes, crc: int = 0) -> int:
-    """CRC-32C of `data` appended to data whose CRC-32C is `crc`."""
-    return _aio.crc32c_bytes(data, crc)
+def crc32c(data: bytes) -> int:
+    """CRC-32C of `data`."""
+    return _aio.crc32c_bytes(data, 0)
 
 
 def crc32c_at(address: int, length: int, crc: int = 0, *, portable: bool = False) -> int:
-    """CRC-32C of `length` bytes of memory; with `portable`, by the kernel for processors without the instruction.
+    """CRC-32C of `length` bytes of memory, appended to bytes whose CRC-32C is `crc`.
+
+    With `portable`, by the kernel for processors without the instruction.
 
     Raises:
         ValueError: a null pointer.
@@ -66,7 +68,7 @@ class ReadPart:
         return (self.first, self.last) == (self.wanted_first, self.wanted_last)
 
 
-def parts_of_read(first: int, last: int, length: int, granule: int = GRANULE_BYTES) -> Iterator[ReadPart]:
+def parts_of_read(first: int, last: int, length: int, granule: int) -> Iterator[ReadPart]:
     """Cut a read of [first, last) of an extent of `length` bytes so that every part has its own checksums.
 
     Granules that are wanted as a whole make one part; one that is cut, at either end, is a part of its own.
@@ -84,6 +86,6 @@ def parts_of_read(first: int, last: int, length: int, granule: int = GRANULE_BYT
         at = end
 
 
-def words(checksums: bytes, first: int, last: int, granule: int = GRANULE_BYTES) -> bytes:
+def words(checksums: bytes, first: int, last: int, granule: int) -> bytes:
     """The checksums of the range [first, last) of a part, out of those of the whole extent."""
     return checksums[first // granule * WORD_BYTES : -(-last // granule) * WORD_BYTES]
