@@ -65,13 +65,13 @@ class Manifest:
         doubtful: a flush failed, so what the drive holds is either state; the next commit or `rewrite` ends that.
     """
 
-    def __init__(self, path: str, facts: RunFacts, disk: Disk) -> None:
-        """Describe a manifest; `rewrite` creates it, `load` opens one that exists."""
+    def __init__(self, path: str, facts: RunFacts, disk: Disk, fd: int = -1) -> None:
+        """Describe a manifest, open as `fd` if it exists: `rewrite` creates one, `load` opens one."""
         self.path = path
         self.facts = facts
         self.doubtful = False
         self._disk = disk
-        self._fd = -1
+        self._fd = fd
         self._sequence = 0
         self._end = 0
         self._rewritten_bytes = 0
@@ -94,9 +94,8 @@ class Manifest:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
             data = b"".join(iter(lambda: os.read(fd, 1 << 24), b""))
-            manifest = cls(path, _read_facts(path, data), disk)
+            manifest = cls(path, _read_facts(path, data), disk, fd)
             versions = manifest._replay(data)
-            manifest._fd = fd
             undo.pop_all()
         return manifest, versions
 
