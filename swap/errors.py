@@ -2,7 +2,7 @@
 
 Owns: the exception classes of this package and the wording of an I/O error.
 Must not know: engines, stores, tensors.
-Next: `aio` turns results of the extension into these errors; `store` adds paths and remedies.
+Next: `aio` turns results of the extension into these errors; `files` and `durable` those of a path.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transfers between memory and the extents of versions, and what of them is in flight.
 
 Owns: how a range of a version becomes reads and writes of files, checksums included; tickets; the first error of each.
-Must not know: keys, mappings, which version is current: `store` is told when a transfer is over and decides.
-Next: `aio` carries the reads and writes out.
+Must not know: keys, mappings, which version is current: `objects` is told when a transfer is over and decides.
+Next: `io.aio` carries the reads and writes out.
 """
 
 from __future__ import annotations

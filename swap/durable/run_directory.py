@@ -2,7 +2,7 @@
 
 Owns: the lock, the names and first blocks of the data files, the procedure of creating and of opening a run.
 Must not know: transfers, the order of puts.
-Next: `manifest` for the mapping itself, `store` for when it is committed.
+Next: `manifest` for the mapping itself, `commits` for when it is committed.
 
     DIRECTORY/swap.lock      who uses the directory; locked with flock as long as its process lives
     DIRECTORY/swap.data      the extents; its first block says which run and which path it belongs to

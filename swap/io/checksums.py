@@ -3,7 +3,7 @@
 Owns: the typed face of the checksum kernels, the size of a granule, and which granules a partial read has to see.
 Must not know: stores, engines. The engine's own workers sum what is written and compare what was read
 (csrc/aio/checksums.h), so neither the thread that submits nor the I/O thread spends time on it.
-Next: `aio` passes checksums on, `store` keeps them beside the extents.
+Next: `aio` passes checksums on, `transfers` keeps them with the version.
 """
 
 from __future__ import annotations

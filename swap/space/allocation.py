@@ -2,7 +2,7 @@
 
 Owns: one extent allocator per file, and how an object is spread over files.
 Must not know: what the bytes mean, files as the operating system sees them, I/O.
-Next: `extents` within one file; `store` asks here where a new version goes.
+Next: `extents` within one file; `objects` asks here where a new version goes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Owns: the free ranges of one file. Every byte is free or in exactly one allocated extent; neighbours that are
 both free are one range.
 Must not know: files, I/O, what an extent is for.
-Next: `store` keeps one allocator per file.
+Next: `allocation` keeps one allocator per file.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the working mapping that puts change and gets see, the committed mapping behind it, and the count of holders of
 every version. Must not know: files, transfers, manifests.
-Next: `store` decides when a put takes effect and when a commit does.
+Next: `objects` decides when a put takes effect, `commits` when a commit does.
 
                  put, delete                    commit
     new version ------------> working mapping ----------> committed mapping

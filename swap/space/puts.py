@@ -2,7 +2,7 @@
 
 Owns: which puts are in flight, which of them may still take effect, and which keys lack a put that failed.
 Must not know: versions, transfers.
-Next: `store` asks here when a put is over.
+Next: `objects` asks here when a put is over.
 """
 
 from __future__ import annotations
