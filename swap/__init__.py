@@ -17,7 +17,7 @@ from swap.io.aio import (
     wait_all,
 )
 from swap.io.faults import Fault, FaultAction, FaultTarget
-from swap.snapshot import Snapshot
+from swap.objects import Snapshot
 from swap.space.extents import Extent, ExtentAllocator
 from swap.stats import AioStats, Latency, SwapStats
 from swap.store import SwapStore

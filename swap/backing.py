@@ -8,7 +8,7 @@ Next: `files` for scratch files, `run_directory` for durable ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,6 +16,7 @@ from swap.durable.disk import Disk
 from swap.durable.run_directory import RunDirectory, open_run
 from swap.io.files import SwapFile, create_scratch
 from swap.space.allocation import Space
+from swap.space.mapping import Version
 
 
 class Mode(Enum):
@@ -39,16 +40,19 @@ class Backing:
     Attributes:
         files: one per path, in their order.
         space: what is free in them.
-        alignment: of offsets, lengths and addresses, bytes.
         run: what a durable store found or made; None for the others.
         disk: how manifests are written.
     """
 
     files: tuple[SwapFile, ...]
     space: Space
-    alignment: int
     run: RunDirectory | None
     disk: Disk
+
+    @property
+    def versions(self) -> Mapping[Hashable, Version]:
+        """What is committed there, by key."""
+        return self.run.versions if self.run else {}
 
     @property
     def descriptors(self) -> list[int]:
@@ -73,7 +77,7 @@ def open_backing(
     """Create the files of a store, or open those of a durable one that exists; see `SwapStore`."""
     if mode is Mode.DURABLE:
         run, space = open_run(paths, capacity_bytes, weights, disk)
-        return Backing(tuple(run.files), space, run.alignment, run, disk)
+        return Backing(tuple(run.files), space, run, disk)
     files, sizes = create_scratch(paths, capacity_bytes, weights)
     alignment = max(file.alignment for file in files)
-    return Backing(tuple(files), Space(sizes, alignment, weights), alignment, None, disk)
+    return Backing(tuple(files), Space(sizes, alignment, weights), None, disk)

@@ -7,32 +7,24 @@ Next: `mapping` for the two mappings, `manifest` for the file; docs/swap.md has 
 
 from __future__ import annotations
 
-import errno as _errno
 import threading
 
 from swap.backing import Backing
-from swap.errors import SwapError, SwapFullError
-from swap.space.mapping import Changes, Version, VersionMap
-from swap.space.puts import PutOrder
+from swap.errors import SwapError, error_class
+from swap.space.contents import Contents
+from swap.space.mapping import Changes, Version
 from swap.transfers import Transfers
 
 
 class Commits:
-    """Commits of one store, one at a time. `lock` is the store's and guards the mapping and the order of puts."""
+    """Commits of one store, one at a time."""
 
-    def __init__(
-        self,
-        mapping: VersionMap,
-        puts: PutOrder,
-        transfers: Transfers,
-        lock: threading.RLock,
-        backing: Backing,
-    ) -> None:
-        """Commit changes of `mapping`, in the manifest of `backing`, too, if there is one."""
-        self._map = mapping
-        self._puts = puts
+    def __init__(self, contents: Contents, transfers: Transfers, backing: Backing) -> None:
+        """Commit changes of `contents`, in the manifest of `backing`, too, if there is one."""
+        self._map = contents.mapping
+        self._puts = contents.puts
+        self._lock = contents.lock
         self._transfers = transfers
-        self._lock = lock
         self._files = backing.files
         self._manifest = backing.run.manifest if backing.run else None
         self._disk = backing.disk
@@ -51,12 +43,12 @@ class Commits:
             except BaseException:
                 with self._lock:
                     if self._manifest is not None and self._manifest.doubtful:
-                        self._keep(changes)
+                        self._hold_doubtful(changes)
                     self._map.end_commit(changes, success=False)
                 raise
             with self._lock:
                 self._map.end_commit(changes, success=True)
-                self._let_go()
+                self._release_doubtful()
 
     def abort(self) -> None:
         """See `SwapStore.abort`."""
@@ -67,7 +59,7 @@ class Commits:
             with self._lock:
                 self._puts.forget_all()
                 self._map.abort()
-                self._let_go()
+                self._release_doubtful()
 
     def _make_durable(self, changes: Changes) -> None:
         manifest = self._manifest
@@ -83,8 +75,7 @@ class Commits:
 
     def _flush_failed(self, changes: Changes, directory: str, error: OSError) -> SwapError:
         """What was written since the last flush may be lost, and a second flush would not say so: put it again."""
-        kind = SwapFullError if error.errno in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
-        failure = kind(
+        failure = error_class(error.errno)(
             f"swap path {directory}: cannot flush the data of a commit",
             errno=error.errno,
             path=directory,
@@ -108,13 +99,13 @@ class Commits:
                 detail=str(error),
             )
 
-    def _keep(self, changes: Changes) -> None:
+    def _hold_doubtful(self, changes: Changes) -> None:
         for version in changes.values():
             if version is not None:
                 self._map.hold(version)
                 self._doubtful.append(version)
 
-    def _let_go(self) -> None:
+    def _release_doubtful(self) -> None:
         versions, self._doubtful = self._doubtful, []
         for version in versions:
             self._map.release(version)

@@ -2,7 +2,7 @@
 
 Owns: the exception classes of this package and the wording of an I/O error.
 Must not know: engines, stores, tensors.
-Next: `aio` turns results of the extension into these errors; `store` adds paths and remedies.
+Next: `aio` turns results of the extension into these errors; `files` and `durable` those of a path.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ class SwapCorruptError(SwapError):
 
 class SwapLockedError(SwapError):
     """Another process, or another store of this one, uses the run directory; the text says who."""
+
+
+def error_class(code: int | None) -> type[SwapError]:
+    """Return SwapFullError for an errno that means no room, else SwapError."""
+    return SwapFullError if code in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
 
 
 def _rebuild(cls: type[SwapError], message: str, values: dict[str, Any]) -> SwapError:

@@ -61,8 +61,8 @@ class Gate:
 class Holdings:
     """An engine and the descriptors that it works on."""
 
-    def __init__(self, owner: object, aio: Aio, fds: Sequence[int], close: Callable[[], None] | None = None) -> None:
-        """Take over `aio` and `fds`; they are given back when `owner` goes away, at the latest.
+    def __init__(self, owner: object, aio: Aio, fds: Sequence[int], close: Callable[[], None]) -> None:
+        """Take over `aio` and `fds`; they are closed when `owner` goes away, at the latest.
 
         Args:
             owner: whose going away ends it.
@@ -71,10 +71,10 @@ class Holdings:
             close: called when the engine has stopped, before the descriptors are closed.
         """
         self._fds = tuple(fds)
-        self._finalizer = weakref.finalize(owner, _give_back, aio, self._fds, close, os.getpid())
+        self._finalizer = weakref.finalize(owner, _close, aio, self._fds, close, os.getpid())
         _held.add(self)
 
-    def give_back(self) -> None:
+    def close(self) -> None:
         """Stop the engine and close the descriptors. Idempotent."""
         _held.discard(self)
         self._finalizer()
@@ -86,7 +86,7 @@ class Holdings:
                 os.close(fd)
 
 
-def _give_back(aio: Aio, fds: Sequence[int], close: Callable[[], None] | None, pid: int) -> None:
+def _close(aio: Aio, fds: Sequence[int], close: Callable[[], None], pid: int) -> None:
     if os.getpid() != pid:
         return
     try:
@@ -94,8 +94,7 @@ def _give_back(aio: Aio, fds: Sequence[int], close: Callable[[], None] | None, p
     except SwapDeadlineError:
         _log.warning("swap: transfers were still in flight when the store went away")
     if aio.ended:  # otherwise a worker might use a number that names another file by then, or write after the lock
-        if close is not None:
-            close()
+        close()
         for fd in fds:
             os.close(fd)
 

@@ -1,24 +1,24 @@
 """Objects of a store: what puts, gets and deletes do to the mapping and to the extents.
 
-Owns: the way of a put from a fresh extent to the mapping, room for it, ranges of gets.
+Owns: the way of a put from a fresh extent to the mapping, room for it, ranges of gets, snapshots.
 Must not know: files, engines, commits.
 Next: `puts` for the order of puts, `mapping` for versions, `transfers` for the bytes.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import TracebackType
 from typing import Final, TypeVar
 
 from swap.errors import SwapFullError, format_bytes
 from swap.io.aio import Priority
 from swap.lifetime import Gate
-from swap.snapshot import Snapshot
-from swap.space.allocation import Space
-from swap.space.mapping import Version, VersionMap
-from swap.space.puts import Put, PutOrder
+from swap.space.contents import Contents
+from swap.space.extents import round_up
+from swap.space.mapping import Version
+from swap.space.puts import Put
 from swap.transfers import Read, StoreTicket, Transfers, Write
 
 T = TypeVar("T")
@@ -31,28 +31,18 @@ GROUP: Final = 64
 
 
 class Objects:
-    """Objects under keys. `lock` is the store's and guards the mapping, the space and the order of puts."""
+    """Objects under keys; see `SwapStore` for what they promise."""
 
-    def __init__(
-        self,
-        space: Space,
-        mapping: VersionMap,
-        puts: PutOrder,
-        transfers: Transfers,
-        lock: threading.RLock,
-        gate: Gate,
-        *,
-        alignment: int,
-    ) -> None:
-        """Put and get in `mapping`."""
-        self._space = space
-        self._map = mapping
-        self._puts = puts
+    def __init__(self, contents: Contents, transfers: Transfers, gate: Gate) -> None:
+        """Put into `contents` and get from them while `gate` is open."""
+        self._space = contents.space
+        self._map = contents.mapping
+        self._puts = contents.puts
+        self._lock = contents.lock
         self._transfers = transfers
-        self._lock = lock
         self._gate = gate
-        self._alignment = alignment
-        self._started: dict[int, Put] = {}  # by the identity of the ticket, which is kept while it is in flight
+        self._alignment = contents.space.alignment
+        self._started: dict[StoreTicket, Put] = {}
 
     def put(self, items: Sequence[Item]) -> list[StoreTicket]:
         """See `SwapStore.put_many`."""
@@ -61,7 +51,7 @@ class Objects:
             self._check_address(address)
             if length <= 0:
                 raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
-        needs = [self._round_up(length) for _, _, length in items]
+        needs = [round_up(length, self._alignment) for _, _, length in items]
         limit_s = self._transfers.deadline_s
         end = time.monotonic() + limit_s
         while True:
@@ -80,14 +70,14 @@ class Objects:
                     remedy="give the store more capacity or delete objects; "
                     "a put needs room beside the version that it replaces",
                 )
-            blocking[0].wait_settled(end, limit_s)
+            blocking[0].wait_reaped(end, limit_s)
 
     def get(self, items: Sequence[Item], *, offset: int, urgent: bool) -> list[StoreTicket]:
         """See `SwapStore.get_many`; every range starts at `offset`."""
         self._gate.check()
         with self._lock:
             wanted = [(key, self.version(key), address, length) for key, address, length in items]
-            return self._read(wanted, offset=offset, urgent=urgent)
+            return self.read(wanted, offset=offset, urgent=urgent)
 
     def delete(self, key: Hashable) -> None:
         """See `SwapStore.delete`."""
@@ -103,7 +93,7 @@ class Objects:
         """See `SwapStore.snapshot`."""
         self._gate.check()
         with self._lock:
-            return Snapshot(self._map.snapshot(), self._read_one, self._release)
+            return Snapshot(self, self._map.snapshot())
 
     def version(self, key: Hashable) -> Version:
         """The current version of `key`. Locked.
@@ -117,68 +107,15 @@ class Objects:
             raise KeyError(f"{key!r}: {why} in the swap store")
         return version
 
-    def _check_address(self, address: int) -> None:
-        if address <= 0 or address % self._alignment:
-            raise ValueError(f"address: expected a multiple of {self._alignment} but got {address:#x}")
-
-    def _round_up(self, length: int) -> int:
-        return -(-length // self._alignment) * self._alignment
-
-    def _fits(self, need: int) -> bool:
-        """Tell whether there is room, if need be after what is over was reaped; what fits by the sum fits. Locked."""
-        if self._space.free_bytes < need:
-            self._transfers.settle_finished()
-        return self._space.free_bytes >= need
-
-    def _in_groups(self, start: Callable[[Sequence[T]], list[StoreTicket]], wanted: Sequence[T]) -> list[StoreTicket]:
-        """Start transfers a few at a time, so that the drive is busy while others are prepared. Locked."""
-        tickets: list[StoreTicket] = []
-        try:
-            for first in range(0, len(wanted), GROUP):
-                tickets += start(wanted[first : first + GROUP])
-        except BaseException:
-            for ticket in tickets:  # nobody else knows of them, and their memory is the caller's
-                ticket.wait_settled(time.monotonic() + self._transfers.deadline_s, self._transfers.deadline_s)
-            raise
-        return tickets
-
-    def _start_puts(self, wanted: Sequence[tuple[Item, int]]) -> list[StoreTicket]:
-        """Start writing versions; each is its key's unless something else happens. There is room. Locked."""
-        writes: list[Write] = []
-        for (key, address, _), need in wanted:
-            version = Version(self._space.allocate(need), need)
-            self._map.hold(version)
-            writes.append(Write(key, version, address))
-        try:
-            tickets = self._transfers.write(writes, self._put_ended)
-        except BaseException:
-            for write in writes:
-                self._map.release(write.version)
-            raise
-        for ((key, _, _), _), ticket in zip(wanted, tickets, strict=True):
-            self._started[id(ticket)] = self._puts.started(key)
-        return tickets
-
-    def _put_ended(self, ticket: StoreTicket) -> None:
-        """Let a put take effect unless it failed or came too late. Locked."""
-        put = self._started.pop(id(ticket))
-        if self._puts.ended(put, ticket.error):
-            self._map.put(put.key, ticket.version)
-        self._map.release(ticket.version)
-
-    def _read_one(
-        self, key: Hashable, version: Version, address: int, length: int, *, offset: int, urgent: bool
-    ) -> StoreTicket:
-        return self._read([(key, version, address, length)], offset=offset, urgent=urgent)[0]
-
-    def _read(
+    def read(
         self, wanted: Sequence[tuple[Hashable, Version, int, int]], *, offset: int, urgent: bool
     ) -> list[StoreTicket]:
+        """Start reading ranges of versions that somebody holds; all start at `offset`."""
         self._gate.check()
         reads = []
         for key, version, address, length in wanted:
             self._check_address(address)
-            need = self._round_up(length)
+            need = round_up(length, self._alignment)
             if length <= 0 or offset < 0 or offset % self._alignment or offset + need > version.length:
                 raise ValueError(
                     f"get {key!r}: expected a range inside {version.length} bytes, starting at a multiple of "
@@ -200,10 +137,114 @@ class Objects:
         with self._lock:
             return self._in_groups(start, reads)
 
-    def _get_ended(self, ticket: StoreTicket) -> None:
-        self._map.release(ticket.version)
-
-    def _release(self, versions: Mapping[Hashable, Version]) -> None:
+    def release(self, versions: Mapping[Hashable, Version]) -> None:
+        """End the holds of a snapshot."""
         with self._lock:
             for version in versions.values():
                 self._map.release(version)
+
+    def _check_address(self, address: int) -> None:
+        if address <= 0 or address % self._alignment:
+            raise ValueError(f"address: expected a multiple of {self._alignment} but got {address:#x}")
+
+    def _fits(self, need: int) -> bool:
+        """Tell whether there is room, if need be after what is over was reaped; what fits by the sum fits. Locked."""
+        if self._space.free_bytes < need:
+            self._transfers.reap_finished()
+        return self._space.free_bytes >= need
+
+    def _in_groups(self, start: Callable[[Sequence[T]], list[StoreTicket]], wanted: Sequence[T]) -> list[StoreTicket]:
+        """Start transfers a few at a time, so that the drive is busy while others are prepared. Locked."""
+        tickets: list[StoreTicket] = []
+        try:
+            for first in range(0, len(wanted), GROUP):
+                tickets += start(wanted[first : first + GROUP])
+        except BaseException:
+            for ticket in tickets:  # nobody else knows of them, and their memory is the caller's
+                ticket.wait_reaped(time.monotonic() + self._transfers.deadline_s, self._transfers.deadline_s)
+            raise
+        return tickets
+
+    def _start_puts(self, wanted: Sequence[tuple[Item, int]]) -> list[StoreTicket]:
+        """Start writing versions; each is its key's unless something else happens. There is room. Locked."""
+        writes: list[Write] = []
+        for (key, address, _), need in wanted:
+            version = Version(self._space.allocate(need), need)
+            self._map.hold(version)
+            writes.append(Write(key, version, address))
+        try:
+            tickets = self._transfers.write(writes, self._put_ended)
+        except BaseException:
+            for write in writes:
+                self._map.release(write.version)
+            raise
+        for ((key, _, _), _), ticket in zip(wanted, tickets, strict=True):
+            self._started[ticket] = self._puts.begin(key)
+        return tickets
+
+    def _put_ended(self, ticket: StoreTicket) -> None:
+        """Let a put take effect unless it failed or came too late. Locked."""
+        put = self._started.pop(ticket)
+        if self._puts.end(put, ticket.error):
+            self._map.put(put.key, ticket.version)
+        self._map.release(ticket.version)
+
+    def _get_ended(self, ticket: StoreTicket) -> None:
+        self._map.release(ticket.version)
+
+
+class Snapshot:
+    """The committed mapping of a store at one moment. A context manager."""
+
+    def __init__(self, objects: Objects, versions: Mapping[Hashable, Version]) -> None:
+        """Take over the holds on `versions`, by key."""
+        self._objects = objects
+        self._versions = versions
+
+    def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
+        """Start reading; as `SwapStore.get`, but of this moment.
+
+        Raises:
+            KeyError: the key had no version then, or the snapshot is released.
+            ValueError: not aligned, or the range is not inside the object.
+            SwapError: the store is closed or belongs to the parent process.
+        """
+        wanted = [(key, self._version(key), address, length)]
+        return self._objects.read(wanted, offset=offset, urgent=urgent)[0]
+
+    def length_of(self, key: Hashable) -> int:
+        """Length in bytes, rounded up to the alignment.
+
+        Raises:
+            KeyError: the key had no version then, or the snapshot is released.
+        """
+        return self._version(key).length
+
+    def keys(self) -> list[Hashable]:
+        """Keys that had a version."""
+        return list(self._versions)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._versions
+
+    def __len__(self) -> int:
+        return len(self._versions)
+
+    def release(self) -> None:
+        """Let go of the extents; idempotent. Reads in flight still succeed."""
+        versions, self._versions = self._versions, {}
+        self._objects.release(versions)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _version(self, key: Hashable) -> Version:
+        version = self._versions.get(key)
+        if version is None:
+            raise KeyError(f"{key!r}: no such object in the snapshot")
+        return version

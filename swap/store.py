@@ -18,9 +18,9 @@ committed mapping is also on the drive, in files that have names.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -29,14 +29,12 @@ from swap.commits import Commits
 from swap.durable.disk import Disk
 from swap.durable.records import encode_key
 from swap.io.aio import Aio
-from swap.io.checksums import GRANULE_BYTES
+from swap.io.checksums import granule_for
 from swap.io.faults import Fault
 from swap.lifetime import Gate, Holdings, weakly
-from swap.objects import Item, Objects
-from swap.snapshot import Snapshot
+from swap.objects import Item, Objects, Snapshot
 from swap.space.allocation import check_weights
-from swap.space.mapping import VersionMap
-from swap.space.puts import PutOrder
+from swap.space.contents import Contents
 from swap.stats import SwapStats
 from swap.transfers import StoreTicket, Transfers
 
@@ -52,16 +50,36 @@ class SwapStore:
     caller's buffer must be padded accordingly. Memory given to `put` and `get` must stay valid and untouched
     until the ticket is done. A put needs room for the new version while the old one still exists.
 
-    Attributes:
-        alignment: bytes, a multiple of 4096.
-        capacity_bytes: size of all files together.
-        checksums: whether every read is compared with the checksums of what was written.
-        direct: whether the page cache is bypassed on every path.
-        engine: "io_uring" or "threads".
-        fallback_reason: why it is not io_uring, or None.
-        deadline_s: limit in seconds of waits that give none.
+    Constructing one creates and preallocates the swap files, or opens those of a durable store that exists.
+
+    Args:
+        paths: existing directories. Large objects lie on all of them at once. A durable store has them for itself
+            and wants them in the same order every time.
+        capacity_bytes: size of all files together, rounded down to the alignment. A durable store that has less
+            grows, one that has more is refused.
         mode: what puts promise.
+        weights: share of every path in files and objects, usually its measured bandwidth. None spreads objects
+            equally, and the capacity in proportion to free space.
+        checksums: compare every read with the checksums of what was written; None means for DURABLE only.
+        engine: "auto", "io_uring" or "threads"; see `swap.io.aio.Aio`.
+        deadline_s: limit in seconds of waits that give none.
+        disk: how manifests are written and flushed, for tests.
+        queue_depth: requests given to the kernel at a time (io_uring).
+        block_bytes: largest request; longer transfers are cut. A multiple of 4096.
+        threads: workers of the thread engine.
+
+    Attributes:
+        mode: what puts promise.
+        checksums: whether every read is compared with the checksums of what was written.
         paths: directories that hold the files.
+
+    Raises:
+        SwapFullError: the file systems have not enough room; the text names needed and free bytes per path.
+        SwapLockedError: another store uses the run directory.
+        SwapCorruptError: files of the durable store are damaged, cut off, missing or foreign.
+        SwapError: a directory is missing or not writable, the engine asked for does not work here, or the durable
+            store is of another version or larger than allowed.
+        ValueError: no path, a capacity below the alignment, or weights that are not one positive number per path.
     """
 
     def __init__(
@@ -74,93 +92,71 @@ class SwapStore:
         checksums: bool | None = None,
         engine: str = "auto",
         deadline_s: float = 60.0,
-        faults: Iterable[Fault] | None = None,
         disk: Disk | None = None,
         queue_depth: int = 32,
         block_bytes: int = 4 << 20,
         threads: int = 4,
     ) -> None:
-        """Create and preallocate the swap files, or open those of a durable store that exists.
-
-        Args:
-            paths: existing directories. Large objects lie on all of them at once. A durable store has them for itself
-                and wants them in the same order every time.
-            capacity_bytes: size of all files together, rounded down to the alignment. A durable store that has less
-                grows, one that has more is refused.
-            mode: what puts promise.
-            weights: share of every path in files and objects, usually its measured bandwidth. None spreads objects
-                equally, and the capacity in proportion to free space.
-            checksums: compare every read with the checksums of what was written; None means for DURABLE only.
-            engine: "auto", "io_uring" or "threads"; see `swap.io.aio.Aio`.
-            deadline_s: limit in seconds of waits that give none.
-            faults: faults to inject, for tests.
-            disk: how manifests are written and flushed, for tests.
-            queue_depth: requests given to the kernel at a time (io_uring).
-            block_bytes: largest request; longer transfers are cut. A multiple of 4096.
-            threads: workers of the thread engine.
-
-        Raises:
-            SwapFullError: the file systems have not enough room; the text names needed and free bytes per
-            path.
-            SwapLockedError: another store uses the run directory.
-            SwapCorruptError: files of the durable store are damaged, cut off, missing or foreign.
-            SwapError: a directory is missing or not writable, the engine asked for does not work here, or the durable
-                store is of another version or larger than allowed.
-            ValueError: no path, a capacity below the alignment, or weights that are not one positive number per path.
-        """
         directories = [paths] if isinstance(paths, (str, Path)) else list(paths)
         if not directories:
             raise ValueError("paths: expected at least one directory but got none")
         if weights is not None:
             check_weights(weights, len(directories))
-        self.deadline_s = deadline_s
+        self.paths = tuple(str(directory) for directory in directories)
         self.mode = mode
         self.checksums = mode is Mode.DURABLE if checksums is None else checksums
-        self.paths = tuple(str(directory) for directory in directories)
         self._gate = Gate("swap store")
-        self._lock = threading.RLock()
         self._backing = backing = open_backing(self.paths, capacity_bytes, mode, weights, disk or Disk())
-        self._space = space = backing.space
-        self.alignment = backing.alignment
-        self.capacity_bytes = space.capacity_bytes
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(backing.close)
             self._aio = Aio(
                 engine=engine,
                 queue_depth=queue_depth,
                 block_bytes=block_bytes,
                 threads=threads,
                 deadline_s=deadline_s,
-                faults=faults or (),
             )
-        except BaseException:
-            backing.close()
-            raise
+            undo.pop_all()
         self._holdings = Holdings(self, self._aio, backing.descriptors, backing.close_manifest)
-        explicit = mode is not Mode.SCRATCH
-        self._map = VersionMap(lambda version: space.free(version.pieces), explicit_commit=explicit)
-        if backing.run is not None:
-            self._map.restore(backing.run.versions)
-        puts = PutOrder(keep_failures=explicit)
-        self._transfers = Transfers(
-            self._aio,
-            backing.files,
-            self._lock,
-            alignment=self.alignment,
-            granule_bytes=max(GRANULE_BYTES, self.alignment) if self.checksums else 0,
-            deadline_s=deadline_s,
-            dump=weakly(self.dump),
-        )
-        self._objects = Objects(
-            space, self._map, puts, self._transfers, self._lock, self._gate, alignment=self.alignment
-        )
-        self._commits = Commits(self._map, puts, self._transfers, self._lock, backing)
-        self.engine = self._aio.engine
-        self.fallback_reason = self._aio.fallback_reason
-        self.direct = all(file.direct for file in backing.files)
-        for file in backing.files:
-            self._aio.register_file(file.fd, file.directory)
+        self._contents = Contents(backing.space, backing.versions, explicit_commit=mode is not Mode.SCRATCH)
+        granule_bytes = granule_for(self.alignment) if self.checksums else 0
+        self._transfers = Transfers(self._aio, backing, self._contents.lock, granule_bytes, weakly(self.dump))
+        self._objects = Objects(self._contents, self._transfers, self._gate)
+        self._commits = Commits(self._contents, self._transfers, backing)
         if self.fallback_reason:
             _log.warning("swap: io_uring cannot be used, threads are used instead: %s", self.fallback_reason)
+
+    # ---- what it is ----
+
+    @property
+    def alignment(self) -> int:
+        """Of addresses, offsets and lengths, bytes; a multiple of 4096."""
+        return self._backing.space.alignment
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Size of all files together."""
+        return self._backing.space.capacity_bytes
+
+    @property
+    def deadline_s(self) -> float:
+        """Limit in seconds of waits that give none."""
+        return self._aio.deadline_s
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed on every path."""
+        return all(file.direct for file in self._backing.files)
+
+    @property
+    def engine(self) -> str:
+        """The engine in use: "io_uring" or "threads"."""
+        return self._aio.engine
+
+    @property
+    def fallback_reason(self) -> str | None:
+        """Why the engine is not io_uring, or None."""
+        return self._aio.fallback_reason
 
     # ---- objects ----
 
@@ -239,21 +235,21 @@ class SwapStore:
         Raises:
             KeyError: the key has no version.
         """
-        with self._lock:
+        with self._contents.lock:
             return self._objects.version(key).length
 
     def __contains__(self, key: Hashable) -> bool:
-        with self._lock:
-            return key in self._map.working
+        with self._contents.lock:
+            return key in self._contents.mapping.working
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._map.working)
+        with self._contents.lock:
+            return len(self._contents.mapping.working)
 
     def keys(self) -> list[Hashable]:
         """Keys that have a version, as of now."""
-        with self._lock:
-            return list(self._map.working)
+        with self._contents.lock:
+            return list(self._contents.mapping.working)
 
     # ---- several objects at once ----
 
@@ -302,22 +298,22 @@ class SwapStore:
     @property
     def uncommitted(self) -> bool:
         """Something was put (and reaped) or deleted since the last commit."""
-        with self._lock:
-            return self._map.changed
+        with self._contents.lock:
+            return self._contents.mapping.changed
 
     # ---- the whole store ----
 
     @property
     def used_bytes(self) -> int:
         """Bytes in extents: current and committed versions, those being written, and old ones still read or held."""
-        with self._lock:
-            return self._space.used_bytes
+        with self._contents.lock:
+            return self._backing.space.used_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that a put could take now."""
-        with self._lock:
-            return self._space.free_bytes
+        with self._contents.lock:
+            return self._backing.space.free_bytes
 
     def drain(self, deadline_s: float | None = None) -> None:
         """Wait until nothing is in flight; all successful puts have taken effect then.
@@ -350,7 +346,7 @@ class SwapStore:
     def stats(self) -> SwapStats:
         """Counters since the store was opened."""
         io = self._aio.stats()
-        with self._lock:
+        with self._contents.lock:
             return SwapStats(
                 read_bytes=io.read_bytes,
                 written_bytes=io.write_bytes,
@@ -365,7 +361,7 @@ class SwapStore:
                 queue_depth=io.queue_depth,
                 peak_queue_depth=io.peak_queue_depth,
                 used_bytes=self.used_bytes,
-                peak_used_bytes=self._space.peak_used_bytes,
+                peak_used_bytes=self._backing.space.peak_used_bytes,
                 capacity_bytes=self.capacity_bytes,
                 engine=self.engine,
                 fallback_reason=self.fallback_reason,
@@ -377,26 +373,21 @@ class SwapStore:
         """State of the store and its engine, for error messages."""
         if self._gate.inherited:
             return "swap store of the parent process"
-        with self._lock:
+        with self._contents.lock:
             waiting = self._transfers.in_flight()
             lines = [
-                f"swap store: {len(self._map.working)} objects, {self.used_bytes} of {self.capacity_bytes} "
-                f"bytes used, {len(waiting)} tickets not reaped"
+                f"swap store: {len(self)} objects, {self.used_bytes} of {self.capacity_bytes} bytes used, "
+                f"{len(waiting)} tickets not reaped"
             ]
             lines += [
                 f"  {path}: {extents.used_bytes} of {extents.capacity} bytes used, "
                 f"longest free range {extents.largest_free}"
-                for path, extents in zip(self.paths, self._space.allocators, strict=True)
+                for path, extents in zip(self.paths, self._backing.space.allocators, strict=True)
             ]
             oldest = ", ".join(ticket.what for ticket in waiting[:8])
             lines += [f"  oldest: {oldest}"] if oldest else []
             lines.append(self._aio.dump())
         return "\n".join(lines)
-
-    @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return self._gate.closed
 
     def close(self) -> None:
         """Wait for the transfers in flight, stop the engine, drop the files.
@@ -409,13 +400,13 @@ class SwapStore:
         """
         if self._gate.inherited or self._gate.closed:
             return
-        with self._lock:
+        with self._contents.lock:
             self._gate.close()
         try:
             self._aio.close(self.deadline_s)
         finally:
-            self._transfers.settle_finished()
-            self._holdings.give_back()
+            self._transfers.reap_finished()
+            self._holdings.close()
 
     def __enter__(self) -> SwapStore:
         return self

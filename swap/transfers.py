@@ -1,8 +1,8 @@
 """Transfers between memory and the extents of versions, and what of them is in flight.
 
 Owns: how a range of a version becomes reads and writes of files, checksums included; tickets; the first error of each.
-Must not know: keys, mappings, which version is current: `store` is told when a transfer is over and decides.
-Next: `aio` carries the reads and writes out.
+Must not know: keys, mappings, which version is current: `objects` is told when a transfer is over and decides.
+Next: `io.aio` carries the reads and writes out.
 """
 
 from __future__ import annotations
@@ -13,56 +13,45 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
+from swap.backing import Backing
 from swap.errors import SwapError
 from swap.io.aio import Aio, IoTicket, Job, Priority
 from swap.io.checksums import ReadPart, parts_of_read, words
-from swap.io.files import SwapFile
+from swap.space.extents import round_up
 from swap.space.mapping import Version
 
 
 class StoreTicket:
     """Ticket of one put or get. Reaping it (`wait`, or `done` answering True) lets a put take effect."""
 
-    __slots__ = (
-        "_bounces",
-        "_error",
-        "_io",
-        "_key",
-        "_on_end",
-        "_over",
-        "_settled",
-        "_transfers",
-        "_version",
-        "_writes",
-    )
+    __slots__ = ("_error", "_ios", "_on_end", "_plan", "_reaped", "_transfers")
 
     def __init__(
-        self,
-        transfers: Transfers,
-        version: Version,
-        key: Hashable,
-        on_end: Callable[[StoreTicket], None],
-        *,
-        writes: bool,
+        self, transfers: Transfers, plan: _Plan, ios: Sequence[IoTicket], on_end: Callable[[StoreTicket], None]
     ) -> None:
+        """Follow a transfer that has been started.
+
+        Args:
+            transfers: who started it.
+            plan: what it does.
+            ios: its reads or writes of files.
+            on_end: called once, locked, when it is reaped.
+        """
         self._transfers = transfers
-        self._version = version
-        self._key = key
-        self._writes = writes
+        self._plan = plan
+        self._ios = ios
         self._on_end = on_end
-        self._io: list[IoTicket] = []
-        self._bounces: list[_Bounce] = []
-        self._settled = False
-        self._over = False  # settled, with all that follows
+        self._reaped = False  # with all that follows
         self._error: SwapError | None = None
 
     def done(self) -> bool:
         """Tell whether the transfer is over, well or badly. A put that went well has taken effect then."""
-        if not self._over and all(io.done() for io in self._io):
-            self._transfers.settle(self)
-        return self._over
+        if not self._reaped and all(io.done() for io in self._ios):
+            self._transfers.reap(self)
+        return self._reaped
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the transfer is over.
@@ -77,38 +66,54 @@ class StoreTicket:
             SwapCorruptError: the bytes that were read are not those that were written.
             SwapError: the transfer failed. A failed put leaves the version before it in place.
         """
-        if not self._over:
+        if not self._reaped:
             limit_s = self._transfers.deadline_s if timeout_s is None else timeout_s
-            self.wait_settled(time.monotonic() + limit_s, limit_s)
+            self.wait_reaped(time.monotonic() + limit_s, limit_s)
         if self._error is not None:
-            self._transfers.reported(self)
+            self._transfers.note_reported(self)
             raise self._error
 
-    def wait_settled(self, end: float, limit_s: float) -> None:
+    def wait_reaped(self, end: float, limit_s: float) -> None:
         """Wait until `end` (of the monotonic clock), after `limit_s` seconds in the message; say not how it went.
 
         Raises:
             SwapDeadlineError: not over in time.
         """
-        for io in self._io:
+        for io in self._ios:
             if not io.wait_done(end - time.monotonic()):
                 raise io.deadline_error(limit_s, self._transfers.dump())
-        self._transfers.settle(self)
+        self._transfers.reap(self)
+
+    def take_effect(self) -> SwapError | None:
+        """Do what follows the end of the transfer; return why it failed. `Transfers.reap` calls it once, locked."""
+        plan = self._plan
+        self._error = next((error for io in self._ios if (error := io.error())), None)
+        if self._error is None:
+            if plan.writes and plan.jobs[0].granule_bytes:
+                plan.version.checksums = tuple(io.checksums for io in self._ios)
+            for bounce in plan.bounces:
+                bounce.copy()
+        plan.bounces.clear()  # their memory
+        try:
+            self._on_end(self)
+        finally:
+            self._reaped = True
+        return self._error
 
     @property
     def error(self) -> SwapError | None:
-        """Why a settled transfer failed, or None."""
+        """Why a reaped transfer failed, or None."""
         return self._error
 
     @property
     def version(self) -> Version:
         """What is written or read."""
-        return self._version
+        return self._plan.version
 
     @property
     def what(self) -> str:
         """A name for messages: ``put 'a'``."""
-        return f"{'put' if self._writes else 'get'} {self._key!r}"
+        return f"{'put' if self._plan.writes else 'get'} {self._plan.key!r}"
 
 
 class Write(NamedTuple):
@@ -129,151 +134,145 @@ class Read(NamedTuple):
     length: int
 
 
-class Transfers:
-    """Starts transfers and keeps those that are not settled. `lock` is the store's and guards everything here.
+class _Plan(NamedTuple):
+    """What a transfer does.
 
     Attributes:
-        deadline_s: limit in seconds of waits that give none.
+        key: for messages.
+        version: written or read.
+        writes: memory to files.
+        jobs: reads or writes of files.
+        bounces: memory between files and the caller's, of reads that cut a granule.
     """
+
+    key: Hashable
+    version: Version
+    writes: bool
+    jobs: list[Job]
+    bounces: list[_Bounce]
+
+
+class Transfers:
+    """Starts transfers and keeps those that are not reaped. `lock` is the store's and guards everything here."""
 
     def __init__(
         self,
         aio: Aio,
-        files: Sequence[SwapFile],
+        backing: Backing,
         lock: threading.RLock,
-        *,
-        alignment: int,
         granule_bytes: int,
-        deadline_s: float,
         dump: Callable[[], str],
     ) -> None:
         """Use an engine and files that somebody else opened and closes.
 
         Args:
-            aio: engine.
-            files: where pieces point.
+            aio: engine; gets to know the files here.
+            backing: the files that pieces point to.
             lock: of the store.
-            alignment: of addresses, offsets and lengths, bytes.
             granule_bytes: bytes per checksum of what is written, a multiple of the alignment; 0 for none.
-            deadline_s: limit in seconds of waits that give none.
             dump: state of the store, for messages.
         """
-        self.deadline_s = deadline_s
         self.dump = dump
         self._aio = aio
-        self._files = files
+        self._files = backing.files
         self._lock = lock
-        self._alignment = alignment
+        self._alignment = backing.space.alignment
         self._granule_bytes = granule_bytes
-        self._in_flight: dict[int, StoreTicket] = {}
-        self._unreported: dict[int, StoreTicket] = {}
+        self._in_flight: dict[StoreTicket, None] = {}  # oldest first
+        self._unreported: dict[StoreTicket, SwapError] = {}  # failures that nobody was told of
+        for file in backing.files:
+            aio.register_file(file.fd, file.directory)
+
+    @property
+    def deadline_s(self) -> float:
+        """Limit in seconds of waits that give none."""
+        return self._aio.deadline_s
 
     def write(self, writes: Sequence[Write], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
         """Start writing all of some versions, all or none, with one submission.
 
-        `on_end` is called once per ticket, locked, when it is settled.
+        `on_end` is called once per ticket, locked, when it is reaped.
 
         Raises:
             SwapError: the engine is closed; nothing was started.
         """
-        started = []
-        for write in writes:
-            address = write.address
-            jobs = []
-            for piece in write.version.pieces:
-                extent = piece.extent
-                fd = self._files[piece.file].fd
-                jobs.append(Job(True, fd, extent.offset, address, extent.length, Priority.NORMAL, self._granule_bytes))
-                address += extent.length
-            started.append((StoreTicket(self, write.version, write.key, on_end, writes=True), jobs))
-        return self._start(started)
+        return self._start([self._plan_write(write) for write in writes], on_end)
 
     def read(
         self, reads: Sequence[Read], priority: Priority, on_end: Callable[[StoreTicket], None]
     ) -> list[StoreTicket]:
         """Start reading ranges of versions; see `write`."""
-        return self._start([self._prepare(read, priority, on_end) for read in reads])
+        return self._start([self._plan_read(read, priority) for read in reads], on_end)
 
-    def _prepare(
-        self, read: Read, priority: Priority, on_end: Callable[[StoreTicket], None]
-    ) -> tuple[StoreTicket, list[Job]]:
+    def _plan_write(self, write: Write) -> _Plan:
+        address = write.address
+        jobs = []
+        for piece in write.version.pieces:
+            extent = piece.extent
+            fd = self._files[piece.file].fd
+            jobs.append(Job(True, fd, extent.offset, address, extent.length, Priority.NORMAL, self._granule_bytes))
+            address += extent.length
+        return _Plan(write.key, write.version, True, jobs, [])
+
+    def _plan_read(self, read: Read, priority: Priority) -> _Plan:
         version, offset, length, address = read.version, read.offset, read.length, read.address
-        ticket = StoreTicket(self, version, read.key, on_end, writes=False)
-        jobs: list[Job] = []
+        plan = _Plan(read.key, version, False, [], [])
         start = 0
         for index, piece in enumerate(version.pieces):
             end = start + piece.extent.length
             first, last = max(offset, start), min(offset + length, end)
             if first < last:
-                where = address + first - offset
-                jobs += self._reads(ticket, index, first - start, last - start, where, priority)
+                self._plan_piece(plan, index, first - start, last - start, address + first - offset, priority)
             start = end
-        return ticket, jobs
+        return plan
 
-    def _reads(
-        self, ticket: StoreTicket, index: int, first: int, last: int, address: int, priority: Priority
-    ) -> list[Job]:
-        """Reads of the range [first, last) of one piece."""
-        version = ticket._version
+    def _plan_piece(self, plan: _Plan, index: int, first: int, last: int, address: int, priority: Priority) -> None:
+        """Add reads of the range [first, last) of one piece."""
+        version = plan.version
         extent = version.pieces[index].extent
         fd = self._files[version.pieces[index].file].fd
         granule = self._granule_bytes
         if not granule or not version.checksums:
-            return [Job(False, fd, extent.offset + first, address, last - first, priority)]
-        jobs = []
+            plan.jobs.append(Job(False, fd, extent.offset + first, address, last - first, priority))
+            return
         for part in parts_of_read(first, last, extent.length, granule):
             where = address + part.wanted_first - first
             if not part.whole:
                 bounce = _Bounce.for_part(part, where, self._alignment)
-                ticket._bounces.append(bounce)
+                plan.bounces.append(bounce)
                 where = bounce.address
             expected = words(version.checksums[index], part.first, part.last, granule)
             at = extent.offset + part.first
-            jobs.append(Job(False, fd, at, where, part.last - part.first, priority, granule, expected))
-        return jobs
+            plan.jobs.append(Job(False, fd, at, where, part.last - part.first, priority, granule, expected))
 
-    def _start(self, started: Sequence[tuple[StoreTicket, list[Job]]]) -> list[StoreTicket]:
-        flying = self._aio.submit([job for _, jobs in started for job in jobs])
-        first = 0
-        for ticket, jobs in started:
-            ticket._io = flying[first : first + len(jobs)]
-            first += len(jobs)
-            self._in_flight[id(ticket)] = ticket
-        return [ticket for ticket, _ in started]
+    def _start(self, plans: Sequence[_Plan], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
+        flying = iter(self._aio.submit([job for plan in plans for job in plan.jobs]))
+        tickets = [StoreTicket(self, plan, list(islice(flying, len(plan.jobs))), on_end) for plan in plans]
+        self._in_flight.update(dict.fromkeys(tickets))
+        return tickets
 
-    def settle(self, ticket: StoreTicket) -> None:
+    def reap(self, ticket: StoreTicket) -> None:
         """Let a finished transfer take effect, once. All its parts must be done."""
         with self._lock:
-            if ticket._settled:
+            if ticket not in self._in_flight:
                 return
-            ticket._settled = True
-            self._in_flight.pop(id(ticket), None)
-            ticket._error = next((error for io in ticket._io if (error := io.error())), None)
-            if ticket._error is not None:
-                self._unreported[id(ticket)] = ticket
-            elif ticket._writes and self._granule_bytes:
-                ticket._version.checksums = tuple(io.checksums for io in ticket._io)
-            else:
-                for bounce in ticket._bounces:
-                    bounce.copy()
-            ticket._bounces = []
-            try:
-                ticket._on_end(ticket)
-            finally:
-                ticket._over = True
+            del self._in_flight[ticket]
+            error = ticket.take_effect()
+            if error is not None:
+                self._unreported[ticket] = error
 
-    def reported(self, ticket: StoreTicket) -> None:
+    def note_reported(self, ticket: StoreTicket) -> None:
         """Note that somebody was told of a failure."""
         with self._lock:
-            self._unreported.pop(id(ticket), None)
+            self._unreported.pop(ticket, None)
 
     def in_flight(self) -> list[StoreTicket]:
-        """Tickets that are not settled, oldest first."""
+        """Tickets that are not reaped, oldest first."""
         with self._lock:
-            return list(self._in_flight.values())
+            return list(self._in_flight)
 
-    def settle_finished(self) -> None:
-        """Settle what is over."""
+    def reap_finished(self) -> None:
+        """Reap what is over."""
         for ticket in self.in_flight():
             ticket.done()
 
@@ -286,13 +285,12 @@ class Transfers:
         """
         end = time.monotonic() + limit_s
         while waiting := self.in_flight():
-            waiting[0].wait_settled(end, limit_s)
+            waiting[0].wait_reaped(end, limit_s)
         with self._lock:
             failed = list(self._unreported.values())
             self._unreported.clear()
-        for ticket in failed:
-            if ticket._error is not None:
-                raise ticket._error
+        if failed:
+            raise failed[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +316,7 @@ class _Bounce:
         """Allocate memory for `part`."""
         memory = mmap.mmap(-1, part.last - part.first + alignment)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        aligned = -(-start // alignment) * alignment
+        aligned = round_up(start, alignment)
         return cls(memory, aligned, part.wanted_first - part.first, target, part.wanted_last - part.wanted_first)
 
     def copy(self) -> None:

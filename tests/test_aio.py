@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aligned_memory import Memory, pattern
@@ -34,6 +35,13 @@ from swap import (
 
 BLOCK = 4096
 MIB = 1 << 20
+
+
+def faulty_aio(faults: list[Fault], **options: Any) -> Aio:
+    aio = Aio(**options)
+    for fault in faults:
+        aio.inject(fault)
+    return aio
 
 
 @pytest.fixture(params=["io_uring", "threads"])
@@ -176,7 +184,7 @@ def test_real_enospc_is_swap_full(engine: str) -> None:
 
 def test_error_names_the_registered_file(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
-    with Aio(engine=engine, faults=[Fault(errno=errno.EIO)]) as aio:
+    with faulty_aio(engine=engine, faults=[Fault(errno=errno.EIO)]) as aio:
         aio.register_file(fd, "/some/drive")
         with pytest.raises(SwapError, match=r"write of 4096 bytes at offset 0 of /some/drive.*EIO 5") as caught:
             aio.write(fd, 0, memory.address, BLOCK).wait()
@@ -208,7 +216,7 @@ def test_nth_io_fails_until_a_run_passes(engine: str, fd: int, code: int) -> Non
     memory.fill(pattern(2 * half))
     for nth in range(1, 100):
         os.pwrite(fd, pattern(2 * half, seed=1), 0)
-        with Aio(engine=engine, block_bytes=BLOCK, faults=[Fault(nth=nth, errno=code)]) as aio:
+        with faulty_aio(engine=engine, block_bytes=BLOCK, faults=[Fault(nth=nth, errno=code)]) as aio:
             tickets = transfers(aio, fd, memory, half)
             failed = [error for ticket in tickets if (error := ticket.error())]
             stats = aio.stats()
@@ -226,7 +234,7 @@ def test_nth_io_fails_until_a_run_passes(engine: str, fd: int, code: int) -> Non
 
 def test_endless_eagain_is_an_error_in_the_end(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
-    with Aio(engine=engine, faults=[Fault(errno=errno.EAGAIN, forever=True)]) as aio:
+    with faulty_aio(engine=engine, faults=[Fault(errno=errno.EAGAIN, forever=True)]) as aio:
         with pytest.raises(SwapError, match="EAGAIN"):
             aio.write(fd, 0, memory.address, BLOCK).wait()
         aio.clear_faults()
@@ -236,14 +244,14 @@ def test_endless_eagain_is_an_error_in_the_end(engine: str, fd: int) -> None:
 @pytest.mark.parametrize("short_bytes", [1, 4096, 5000])
 def test_short_transfers_are_continued(engine: str, fd: int, short_bytes: int) -> None:
     fault = Fault(action=FaultAction.SHORT, short_bytes=short_bytes, forever=short_bytes > 1)
-    with Aio(engine=engine, block_bytes=16384, faults=[fault]) as aio:
+    with faulty_aio(engine=engine, block_bytes=16384, faults=[fault]) as aio:
         round_trip(aio, fd, 0, 50_001)
         assert aio.stats().short_transfers > 0
 
 
 def test_short_direct_transfers_are_continued(engine: str, direct_fd: int) -> None:
     fault = Fault(action=FaultAction.SHORT, short_bytes=BLOCK, forever=True)
-    with Aio(engine=engine, block_bytes=4 * BLOCK, faults=[fault]) as aio:
+    with faulty_aio(engine=engine, block_bytes=4 * BLOCK, faults=[fault]) as aio:
         round_trip(aio, direct_fd, 0, 13 * BLOCK)
 
 
@@ -251,7 +259,7 @@ def test_short_of_nothing_is_the_end_of_the_file(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
     os.pwrite(fd, bytes(BLOCK), 0)
     with (
-        Aio(engine=engine, faults=[Fault(action=FaultAction.SHORT, target=FaultTarget.READS)]) as aio,
+        faulty_aio(engine=engine, faults=[Fault(action=FaultAction.SHORT, target=FaultTarget.READS)]) as aio,
         pytest.raises(SwapError, match="ENODATA"),
     ):
         aio.read(fd, 0, memory.address, BLOCK).wait()
@@ -259,7 +267,7 @@ def test_short_of_nothing_is_the_end_of_the_file(engine: str, fd: int) -> None:
 
 def test_targets_count_separately(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
-    with Aio(engine=engine, faults=[Fault(nth=2, target=FaultTarget.READS)]) as aio:
+    with faulty_aio(engine=engine, faults=[Fault(nth=2, target=FaultTarget.READS)]) as aio:
         for start, fails in [(aio.write, 0), (aio.read, 0), (aio.write, 0), (aio.read, 1), (aio.read, 0)]:
             ticket = start(fd, 0, memory.address, BLOCK)
             ticket.wait_done(10)
@@ -268,7 +276,7 @@ def test_targets_count_separately(engine: str, fd: int) -> None:
 
 def test_operation_that_never_completes_meets_the_deadline(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
-    aio = Aio(engine=engine, deadline_s=0.05, faults=[Fault(action=FaultAction.HANG)])
+    aio = faulty_aio(engine=engine, deadline_s=0.05, faults=[Fault(action=FaultAction.HANG)])
     stuck = aio.write(fd, 8192, memory.address, BLOCK)
     other = aio.write(fd, 0, memory.address, BLOCK)  # the others go on
     other.wait(10)
@@ -289,7 +297,7 @@ def test_operation_that_never_completes_meets_the_deadline(engine: str, fd: int)
 def test_engine_full_of_stuck_operations_cancels_what_waits(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
     fault = Fault(action=FaultAction.HANG, forever=True)
-    aio = Aio(engine=engine, queue_depth=2, threads=2, faults=[fault])
+    aio = faulty_aio(engine=engine, queue_depth=2, threads=2, faults=[fault])
     tickets = [aio.write(fd, i * BLOCK, memory.address, BLOCK) for i in range(5)]
     with pytest.raises(SwapDeadlineError):
         aio.close(0.05)
@@ -301,7 +309,7 @@ def test_engine_full_of_stuck_operations_cancels_what_waits(engine: str, fd: int
 def test_delayed_operation_completes(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
     os.pwrite(fd, pattern(BLOCK), 0)
-    with Aio(engine=engine, faults=[Fault(action=FaultAction.DELAY, delay_s=0.05)]) as aio:
+    with faulty_aio(engine=engine, faults=[Fault(action=FaultAction.DELAY, delay_s=0.05)]) as aio:
         start = time.monotonic()
         ticket = aio.read(fd, 0, memory.address, BLOCK)
         assert not ticket.done()
@@ -313,7 +321,7 @@ def test_delayed_operation_completes(engine: str, fd: int) -> None:
 
 def test_close_cancels_a_long_delay(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
-    aio = Aio(engine=engine, faults=[Fault(action=FaultAction.DELAY, delay_s=3600)])
+    aio = faulty_aio(engine=engine, faults=[Fault(action=FaultAction.DELAY, delay_s=3600)])
     ticket = aio.read(fd, 0, memory.address, BLOCK)
     with pytest.raises(SwapDeadlineError):
         aio.close(0.05)
@@ -334,7 +342,7 @@ def test_urgent_overtakes_what_waits(engine: str, fd: int) -> None:
         # nothing behind it can be done.
         Fault(nth=3, action=FaultAction.HANG),
     ]
-    aio = Aio(engine=engine, queue_depth=1, threads=1, block_bytes=BLOCK, faults=faults)
+    aio = faulty_aio(engine=engine, queue_depth=1, threads=1, block_bytes=BLOCK, faults=faults)
     normal = [aio.write(fd, i * BLOCK, memory.address, BLOCK) for i in range(20)]
     urgent = aio.read(fd, 0, memory.address, BLOCK, priority=Priority.URGENT)
     urgent.wait()
@@ -354,7 +362,7 @@ def test_urgent_operations_keep_the_queue_short(engine: str, fd: int) -> None:
 
     def attempt() -> bool:
         faults = [Fault(action=FaultAction.HANG, target=FaultTarget.WRITES, forever=True)]
-        aio = Aio(engine=engine, queue_depth=4, threads=4, block_bytes=BLOCK, faults=faults)
+        aio = faulty_aio(engine=engine, queue_depth=4, threads=4, block_bytes=BLOCK, faults=faults)
         try:
             urgent = aio.read(fd, 0, memory.address, BLOCK, priority=Priority.URGENT)
             writes = [aio.write(fd, BLOCK, memory.address + BLOCK, BLOCK) for _ in range(8)]
@@ -378,7 +386,7 @@ def test_what_was_held_back_for_urgent_operations_goes_out_by_itself(engine: str
     memory = Memory(2 * BLOCK)
     os.pwrite(fd, bytes(BLOCK), 0)
     faults = [Fault(nth=nth, action=FaultAction.HANG, target=FaultTarget.WRITES) for nth in (1, 2)]
-    aio = Aio(engine=engine, queue_depth=8, threads=8, block_bytes=BLOCK, faults=faults)
+    aio = faulty_aio(engine=engine, queue_depth=8, threads=8, block_bytes=BLOCK, faults=faults)
     urgent = aio.read(fd, 0, memory.address, BLOCK, priority=Priority.URGENT)
     writes = [aio.write(fd, BLOCK, memory.address + BLOCK, BLOCK) for _ in range(10)]
     urgent.wait()
@@ -399,7 +407,7 @@ def test_a_long_write_is_cut_while_urgent_operations_come(engine: str, fd: int) 
 
     def attempt() -> int | None:
         faults = [Fault(nth=2, target=FaultTarget.WRITES)]
-        with Aio(engine=engine, queue_depth=4, threads=4, block_bytes=4 * MIB, faults=faults) as aio:
+        with faulty_aio(engine=engine, queue_depth=4, threads=4, block_bytes=4 * MIB, faults=faults) as aio:
             urgent = aio.read(fd, 0, memory.address + 4 * MIB, BLOCK, priority=Priority.URGENT)
             write = aio.write(fd, BLOCK, memory.address, 4 * MIB)
             urgent.wait()
@@ -442,7 +450,7 @@ def test_reads_and_writes_alternate(engine: str, fd: int) -> None:
         Fault(action=FaultAction.DELAY, delay_s=0.5),
         Fault(nth=6, action=FaultAction.HANG),
     ]
-    aio = Aio(engine=engine, queue_depth=1, threads=1, block_bytes=BLOCK, faults=faults)
+    aio = faulty_aio(engine=engine, queue_depth=1, threads=1, block_bytes=BLOCK, faults=faults)
     aio.write(fd, 0, memory.address, BLOCK, priority=Priority.URGENT)  # first, whenever the engine wakes up
     writes = [aio.write(fd, 0, memory.address, BLOCK) for _ in range(4)]
     reads = [aio.read(fd, 0, memory.address + BLOCK, BLOCK) for _ in range(4)]
@@ -460,7 +468,7 @@ def test_devices_take_turns(engine: str, fd: int) -> None:
     """
     memory = Memory(BLOCK)
     other = os.open("/dev/null", os.O_WRONLY)
-    aio = Aio(engine=engine, queue_depth=1, threads=1, faults=[Fault(nth=5, action=FaultAction.HANG)])
+    aio = faulty_aio(engine=engine, queue_depth=1, threads=1, faults=[Fault(nth=5, action=FaultAction.HANG)])
     jobs = [Job(True, descriptor, 0, memory.address, BLOCK) for descriptor in (fd, fd, fd, fd, other, other)]
     tickets = aio.submit(jobs)
     for ticket in tickets[:2] + tickets[4:]:
@@ -518,7 +526,7 @@ def test_all_who_wait_for_one_ticket_are_woken(engine: str, fd: int) -> None:
     """One wait gives up, then eight threads sleep on a read that is held up; without a wake-up they would time out."""
     memory = Memory(BLOCK)
     os.pwrite(fd, bytes(BLOCK), 0)
-    with Aio(engine=engine, faults=[Fault(action=FaultAction.DELAY, delay_s=0.3)]) as aio:
+    with faulty_aio(engine=engine, faults=[Fault(action=FaultAction.DELAY, delay_s=0.3)]) as aio:
         ticket = aio.read(fd, 0, memory.address, BLOCK)
         with pytest.raises(SwapDeadlineError):
             ticket.wait(0.0)
@@ -535,7 +543,7 @@ def test_latencies_are_of_submission_to_result(engine: str, fd: int) -> None:
     """Of 20 reads one is held up for 50 ms: rank ceil(0.95 x 20) = 19 is not that one, rank ceil(0.99 x 20) = 20 is."""
     memory = Memory(BLOCK)
     os.pwrite(fd, bytes(BLOCK), 0)
-    with Aio(engine=engine, faults=[Fault(nth=7, action=FaultAction.DELAY, delay_s=0.05)]) as aio:
+    with faulty_aio(engine=engine, faults=[Fault(nth=7, action=FaultAction.DELAY, delay_s=0.05)]) as aio:
         for _ in range(20):
             aio.read(fd, 0, memory.address, BLOCK).wait()
         stats = aio.stats()
@@ -547,7 +555,7 @@ def test_latencies_are_of_submission_to_result(engine: str, fd: int) -> None:
 
 def test_failed_operations_have_no_latency(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
-    with Aio(engine=engine, faults=[Fault()]) as aio:
+    with faulty_aio(engine=engine, faults=[Fault()]) as aio:
         with pytest.raises(SwapError):
             aio.write(fd, 0, memory.address, BLOCK).wait()
         stats = aio.stats()
@@ -559,7 +567,7 @@ def test_queue_depth_is_what_the_device_holds(engine: str, fd: int) -> None:
     memory = Memory(2 * BLOCK)
     os.pwrite(fd, bytes(BLOCK), 0)
     faults = [Fault(action=FaultAction.HANG, target=FaultTarget.WRITES, forever=True)]
-    aio = Aio(engine=engine, queue_depth=3, threads=3, block_bytes=BLOCK, faults=faults)
+    aio = faulty_aio(engine=engine, queue_depth=3, threads=3, block_bytes=BLOCK, faults=faults)
     for _ in range(2):
         aio.write(fd, 0, memory.address, BLOCK)
     for _ in range(10_000):  # until both writes have been given to the device
@@ -594,7 +602,6 @@ def test_closed_engine_refuses(engine: str, fd: int) -> None:
     with pytest.raises(SwapError, match="closed"):
         aio.read(fd, 0, memory.address, BLOCK)
     assert not aio.register_buffer(memory.address, BLOCK)
-    assert aio.closed
     assert aio.ended
 
 
@@ -629,7 +636,7 @@ def in_child(function: object) -> int:
 
 def test_forked_child_gets_a_clear_error_and_does_not_hang(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
-    aio = Aio(engine=engine, faults=[Fault(action=FaultAction.HANG)])
+    aio = faulty_aio(engine=engine, faults=[Fault(action=FaultAction.HANG)])
     holder = {"aio": aio, "stuck": aio.write(fd, 0, memory.address, BLOCK)}
     del aio
 
@@ -677,7 +684,8 @@ def test_keyboard_interrupt_ends_a_wait() -> None:
         from aligned_memory import Memory
         from swap import Aio, Fault, FaultAction
         memory = Memory(4096)
-        aio = Aio(faults=[Fault(action=FaultAction.HANG)])
+        aio = Aio()
+        aio.inject(Fault(action=FaultAction.HANG))
         ticket = aio.read(os.open("/dev/zero", os.O_RDONLY), 0, memory.address, 4096)
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
@@ -703,7 +711,9 @@ def test_time_while_the_process_is_stopped_does_not_count() -> None:
         from swap import Aio, Fault, FaultAction, SwapDeadlineError, wait_all
         memory = Memory(4096)
         delays = [Fault(action=FaultAction.DELAY, nth=nth, delay_s=delay) for nth, delay in ((1, 2.7), (2, 2.5))]
-        aio = Aio(faults=[*delays, Fault(action=FaultAction.HANG, nth=3)])
+        aio = Aio()
+        for fault in (*delays, Fault(action=FaultAction.HANG, nth=3)):
+            aio.inject(fault)
         fd = os.open("/dev/zero", os.O_RDONLY)
         tickets = [aio.read(fd, 0, memory.address, 4096) for _ in range(3)]
         print("waiting", flush=True)

@@ -163,7 +163,9 @@ def test_lying_device_is_found_out(engine: str, fd: int, target: FaultTarget) ->
 
 def test_failed_transfers_say_why_and_not_that_the_sum_is_wrong(engine: str, fd: int) -> None:  # noqa: F811
     memory = Memory(BLOCK)
-    with Aio(engine=engine, faults=[Fault(), Fault(nth=2, target=FaultTarget.READS)]) as aio:
+    with Aio(engine=engine) as aio:
+        aio.inject(Fault())
+        aio.inject(Fault(nth=2, target=FaultTarget.READS))
         for start in (
             lambda: write(aio, fd, 0, memory.address, BLOCK),
             lambda: read(aio, fd, BLOCK, memory.address, BLOCK, bytes(4)),
@@ -183,7 +185,8 @@ def test_checksums_of_the_wrong_length_are_refused(engine: str, fd: int) -> None
 
 def test_close_with_a_stuck_write_that_is_summed(engine: str, fd: int) -> None:  # noqa: F811
     memory = Memory(BLOCK)
-    aio = Aio(engine=engine, faults=[Fault(action=FaultAction.HANG)])
+    aio = Aio(engine=engine)
+    aio.inject(Fault(action=FaultAction.HANG))
     ticket = write(aio, fd, 0, memory.address, BLOCK)
     with pytest.raises(SwapError):
         aio.close(0.05)

@@ -272,7 +272,7 @@ def test_read_of_a_snapshot_outlives_it(store: SwapStore) -> None:
 def damage(store: SwapStore, key: object, at: int) -> None:
     """Invert a byte of an object in its file."""
     start = 0
-    for piece in store._map.working[key].pieces:
+    for piece in store._contents.mapping.working[key].pieces:
         if start <= at < start + piece.extent.length:
             block = Memory(BLOCK)
             where = piece.extent.offset + (at - start) // BLOCK * BLOCK
@@ -291,7 +291,7 @@ def test_damaged_bytes_are_refused_where_they_are_needed(engine: str, tmp_path: 
         data = pattern(size)
         put(store, "a", data)
         damage(store, "a", 2 * GRANULE_BYTES + 5)
-        offset = store._map.working["a"].pieces[0].extent.offset + 2 * GRANULE_BYTES
+        offset = store._contents.mapping.working["a"].pieces[0].extent.offset + 2 * GRANULE_BYTES
         with pytest.raises(SwapCorruptError, match="expected checksum 0x.* but got 0x") as caught:
             get(store, "a")
         assert (caught.value.path, caught.value.offset_bytes, caught.value.length_bytes) == (
@@ -318,7 +318,7 @@ def test_any_part_can_be_read_with_checksums(engine: str, tmp_path: Path) -> Non
         size = 3 * MIB + 5 * BLOCK
         data = pattern(size, 99)
         put(store, "a", data)  # four holes of 1 MiB
-        assert len(store._map.working["a"].pieces) == 4
+        assert len(store._contents.mapping.working["a"].pieces) == 4
         memory = Memory(size)
         edges = [0, 1, blocks - 1, blocks, blocks + 1, 4 * blocks, 9 * blocks + 3, 12 * blocks + 4, 12 * blocks + 5]
         for first in edges:

@@ -138,7 +138,7 @@ def test_several_paths(engine: str, tmp_path: Path) -> None:
     capacity = 24 << 20
     with SwapStore(paths, capacity, mode=Mode.DURABLE, weights=[1, 2, 1], engine=engine) as store:
         put(store, "large", pattern(8 << 20, 1))
-        assert {piece.file for piece in store._map.working["large"].pieces} == {0, 1, 2}
+        assert {piece.file for piece in store._contents.mapping.working["large"].pieces} == {0, 1, 2}
         store.commit()
     with SwapStore(paths, capacity, mode=Mode.DURABLE, weights=[1, 2, 1], engine=engine) as store:
         assert get(store, "large") == pattern(8 << 20, 1)
@@ -183,7 +183,7 @@ def test_checksums_are_kept_and_may_be_left_out(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         put(store, "a", pattern(2 * BLOCK, 1))
         store.commit()
-        offset = store._map.working["a"].pieces[0].extent.offset
+        offset = store._contents.mapping.working["a"].pieces[0].extent.offset
     with (tmp_path / "swap.data").open("r+b") as file:
         file.seek(offset + 5)
         file.write(b"\xee")
@@ -617,7 +617,7 @@ def test_data_that_cannot_be_written_is_not_committed(engine: str, tmp_path: Pat
 def test_stuck_transfer_keeps_the_lock_until_the_process_ends(tmp_path: Path) -> None:
     memory = Memory(BLOCK)
     store = open_store(tmp_path)
-    store.deadline_s = store._transfers.deadline_s = store._aio.deadline_s = 0.05
+    store._aio.deadline_s = 0.05
     store.inject(Fault(action=FaultAction.HANG))
     store.put("a", memory.address, BLOCK)
     with pytest.raises(SwapDeadlineError):

@@ -89,12 +89,12 @@ def test_bytes_land_in_proportion_and_come_back(engine: str, tmp_path: Path) -> 
     for path in paths:
         path.mkdir()
     with SwapStore(paths, 64 * MIB, engine=engine, weights=[3, 1]) as store:
-        assert [allocator.capacity for allocator in store._space.allocators] == [48 * MIB, 16 * MIB]
+        assert [allocator.capacity for allocator in store._backing.space.allocators] == [48 * MIB, 16 * MIB]
         for key in range(3):
             put(store, key, pattern(8 * MIB, key))
         for key in range(3, 11):
             put(store, key, pattern(MIB, key))
-        assert [allocator.used_bytes for allocator in store._space.allocators] == [24 * MIB, 8 * MIB]
+        assert [allocator.used_bytes for allocator in store._backing.space.allocators] == [24 * MIB, 8 * MIB]
         for key in range(11):
             assert get(store, key) == pattern(8 * MIB if key < 3 else MIB, key)
         part = Memory(2 * MIB)

@@ -261,12 +261,13 @@ class StoreMachine(RuleBasedStateMachine):
         store = self.store
         assert store.used_bytes + store.free_bytes == store.capacity_bytes
         seen: set[tuple[int, Extent]] = set()
-        for version in store._map.working.values():
+        for version in store._contents.mapping.working.values():
             assert sum(piece.extent.length for piece in version.pieces) == version.length
             for piece in version.pieces:
                 assert (piece.file, piece.extent) not in seen
                 seen.add((piece.file, piece.extent))
-                assert piece.extent in store._space.allocators[piece.file].allocated()
+                for free in store._backing.space.allocators[piece.file].free_ranges():
+                    assert piece.extent.end <= free.offset or free.end <= piece.extent.offset
 
 
 TestStoreMachine = StoreMachine.TestCase
@@ -425,7 +426,8 @@ def test_put_waits_for_room_that_is_about_to_be_free(store: SwapStore) -> None:
 
 def test_put_without_room_behind_a_stuck_transfer_meets_the_deadline(engine: str, tmp_path: Path) -> None:
     memory = Memory(6 * BLOCK)
-    store = SwapStore(tmp_path, 10 * BLOCK, engine=engine, deadline_s=0.05, faults=[Fault(action=FaultAction.HANG)])
+    store = SwapStore(tmp_path, 10 * BLOCK, engine=engine, deadline_s=0.05)
+    store.inject(Fault(action=FaultAction.HANG))
     store.put("a", memory.address, 6 * BLOCK)
     with pytest.raises(SwapDeadlineError, match=r"0.05 s") as caught:
         store.put("b", memory.address, 6 * BLOCK)
@@ -464,12 +466,12 @@ def test_objects_spread_over_paths(engine: str, tmp_path: Path) -> None:
     for directory in directories:
         directory.mkdir()
     with SwapStore(directories, 41 * BLOCK, engine=engine) as store:
-        shares = [extents.capacity for extents in store._space.allocators]
+        shares = [extents.capacity for extents in store._backing.space.allocators]
         assert sum(shares) == 41 * BLOCK
         assert abs(shares[0] - shares[1]) <= BLOCK  # one file system: halves
         for key in range(20):
             put(store, key, pattern(BLOCK, key))
-        assert [extents.used_bytes for extents in store._space.allocators] == [10 * BLOCK, 10 * BLOCK]
+        assert [extents.used_bytes for extents in store._backing.space.allocators] == [10 * BLOCK, 10 * BLOCK]
         assert all(get(store, key) == pattern(BLOCK, key) for key in range(20))
         assert store.stats().paths == tuple(str(directory) for directory in directories)
 
@@ -708,7 +710,6 @@ def test_stuck_transfer_meets_the_deadline_and_close_does_not_hang(engine: str, 
     with pytest.raises(SwapDeadlineError):
         store.close()
     store.close()
-    assert store.closed
     with pytest.raises(SwapError, match="closed"):
         store.put("a", memory.address, BLOCK)
     with pytest.raises(SwapError, match="ECANCELED"):
@@ -760,8 +761,9 @@ def test_interpreter_exit_with_a_transfer_in_flight(engine: str, tmp_path: Path,
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         from aligned_memory import Memory
         from swap import Fault, FaultAction, SwapStore
-        faults = [Fault(action=FaultAction.HANG)] if {hang} else []
-        store = SwapStore({str(tmp_path)!r}, 1 << 24, engine={engine!r}, deadline_s=0.2, faults=faults)
+        store = SwapStore({str(tmp_path)!r}, 1 << 24, engine={engine!r}, deadline_s=0.2)
+        if {hang}:
+            store.inject(Fault(action=FaultAction.HANG))
         memory = Memory(1 << 23)
         store.put("a", memory.address, 1 << 23)
     """

@@ -20,16 +20,15 @@ Anything else that is not intact is damage, and refused: `SwapCorruptError` rath
 from __future__ import annotations
 
 import contextlib
-import errno as _errno
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from swap.durable.disk import Disk
 from swap.durable.records import Record, decode_key, decode_record, encode_key, encode_record, may_be_torn
-from swap.errors import SwapCorruptError, SwapError, SwapFullError
+from swap.errors import SwapCorruptError, SwapError, error_class
 from swap.space.allocation import Piece
 from swap.space.extents import Extent
 from swap.space.mapping import Changes, Version
@@ -66,13 +65,13 @@ class Manifest:
         doubtful: a flush failed, so what the drive holds is either state; the next commit or `rewrite` ends that.
     """
 
-    def __init__(self, path: str, facts: RunFacts, disk: Disk) -> None:
-        """Describe a manifest; `rewrite` creates it, `load` opens one that exists."""
+    def __init__(self, path: str, facts: RunFacts, disk: Disk, fd: int = -1) -> None:
+        """Describe a manifest, open as `fd` if it exists: `rewrite` creates one, `load` opens one."""
         self.path = path
         self.facts = facts
         self.doubtful = False
         self._disk = disk
-        self._fd = -1
+        self._fd = fd
         self._sequence = 0
         self._end = 0
         self._rewritten_bytes = 0
@@ -95,9 +94,8 @@ class Manifest:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
             data = b"".join(iter(lambda: os.read(fd, 1 << 24), b""))
-            manifest = cls(path, _read_facts(path, data), disk)
+            manifest = cls(path, _read_facts(path, data), disk, fd)
             versions = manifest._replay(data)
-            manifest._fd = fd
             undo.pop_all()
         return manifest, versions
 
@@ -119,7 +117,7 @@ class Manifest:
             self._disk.write(self._fd, record, self._end)
             self._disk.sync(self._fd)
         except OSError as error:
-            self._take_back()
+            self._undo_append()
             raise _failure(self.path, "cannot append a commit", error, "free space or look at the kernel log") from None
         except BaseException:  # Ctrl-C in the middle of it
             self.doubtful = True
@@ -179,8 +177,8 @@ class Manifest:
         if fd >= 0:
             os.close(fd)
 
-    def _take_back(self) -> None:
-        """Remove what an append that failed may have left."""
+    def _undo_append(self) -> None:
+        """Remove what an append that failed may have left in the file."""
         try:
             self._disk.truncate(self._fd, self._end)
             self._disk.sync(self._fd)
@@ -242,8 +240,7 @@ def _corrupt(path: str, at: int, text: str) -> SwapCorruptError:
 
 
 def _failure(path: str, text: str, error: OSError, remedy: str) -> SwapError:
-    kind = SwapFullError if error.errno in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
-    return kind(f"{path}: {text}", errno=error.errno, path=path, remedy=remedy)
+    return error_class(error.errno)(f"{path}: {text}", errno=error.errno, path=path, remedy=remedy)
 
 
 def _commit_record(sequence: int, changes: Iterable[tuple[Hashable, Version | None]]) -> Record:
@@ -271,8 +268,3 @@ def _apply(record: Record, versions: dict[Hashable, Version]) -> None:
         versions[decode_key(name)] = Version(
             pieces, sum(piece.extent.length for piece in pieces), sums if all(sums) else ()
         )
-
-
-def with_sizes(facts: RunFacts, sizes: Iterable[int]) -> RunFacts:
-    """The same run with data files of other sizes."""
-    return replace(facts, sizes=tuple(sizes))

@@ -2,7 +2,7 @@
 
 Owns: the lock, the names and first blocks of the data files, the procedure of creating and of opening a run.
 Must not know: transfers, the order of puts.
-Next: `manifest` for the mapping itself, `store` for when it is committed.
+Next: `manifest` for the mapping itself, `commits` for when it is committed.
 
     DIRECTORY/swap.lock      who uses the directory; locked with flock as long as its process lives
     DIRECTORY/swap.data      the extents; its first block says which run and which path it belongs to
@@ -22,15 +22,15 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from swap.durable.disk import Disk
-from swap.durable.manifest import Manifest, RunFacts, with_sizes
+from swap.durable.manifest import Manifest, RunFacts
 from swap.durable.records import decode_record, encode_record
 from swap.errors import SwapCorruptError, SwapError, SwapLockedError, format_bytes
-from swap.io.checksums import GRANULE_BYTES
+from swap.io.checksums import granule_for
 from swap.io.files import SwapFile, divide_capacity, open_error, open_named, reserve
 from swap.space.allocation import Piece, Space
 from swap.space.extents import Extent
@@ -167,7 +167,7 @@ def _create(
         raise ValueError(
             f"weights: expected a share of at least {2 * alignment} bytes per path but got {min(sizes)} of {capacity}"
         )
-    facts = RunFacts(secrets.token_hex(8), max(GRANULE_BYTES, alignment), tuple(sizes))
+    facts = RunFacts(secrets.token_hex(8), granule_for(alignment), tuple(sizes))
     manifest = Manifest(os.path.join(directories[0], MANIFEST_NAME), facts, disk)
     for file, size in zip(files, sizes, strict=True):
         os.ftruncate(file.fd, 0)  # the rest of a creation that a crash ended may be longer
@@ -176,8 +176,8 @@ def _create(
         disk.sync_directory(file.directory)
     undo.callback(manifest.close)
     manifest.rewrite({})
-    for index in range(len(files)):
-        _write_header(directories, index, facts, disk)
+    for index, directory in enumerate(directories):
+        _write_header(os.path.join(directory, DATA_NAME), facts, index, disk)
     return RunDirectory(files, sizes, alignment, manifest, {}, locks)
 
 
@@ -229,8 +229,20 @@ def _reopen(
             length_bytes=sum(facts.sizes),
             remedy="allow that much, or name an empty directory",
         )
-    for index in range(len(directories)):
-        _check_header(directories, index, facts, disk, new=not versions)
+    for index, directory in enumerate(directories):
+        path = os.path.join(directory, DATA_NAME)
+        try:
+            block = _read_header(path)
+        except FileNotFoundError:
+            raise SwapCorruptError(
+                f"{path}: expected the data file of path {index} of run {facts.run} but there is none",
+                path=path,
+                remedy="name the paths of the run in their order, or restore the file",
+            ) from None
+        if not versions and _header(facts, index).startswith(block.rstrip(b"\0")):
+            _write_header(path, facts, index, disk)  # a crash came before all of it was written
+        else:
+            _check_header(path, block, facts, index)
     files = _open_files(directories, undo)
     alignment = max(file.alignment for file in files)
     for file, size in zip(files, facts.sizes, strict=True):
@@ -252,30 +264,25 @@ def _reopen(
     sizes = list(facts.sizes)
     extra = (capacity_bytes - sum(sizes)) // alignment * alignment
     if extra:
-        more = divide_capacity(files, extra, alignment, weights)
-        sizes = [size + grow for size, grow in zip(sizes, more, strict=True)]
-        for file, size in zip(files, sizes, strict=True):
-            reserve(file, size)
-            disk.sync(file.fd)
-        manifest.rewrite(versions, with_sizes(facts, sizes))
-        _log.info("run directory %s: grown by %d bytes to %d", directories[0], extra, sum(sizes))
+        sizes = _grow(files, manifest, versions, divide_capacity(files, extra, alignment, weights), disk)
     return RunDirectory(files, sizes, alignment, manifest, versions, locks)
 
 
-def _check_header(directories: Sequence[str], index: int, facts: RunFacts, disk: Disk, *, new: bool) -> None:
-    """Check that a data file is the one that the manifest means."""
-    path = os.path.join(directories[index], DATA_NAME)
-    try:
-        block = _read_header(path)
-    except FileNotFoundError:
-        raise SwapCorruptError(
-            f"{path}: expected the data file of path {index} of run {facts.run} but there is none",
-            path=path,
-            remedy="name the paths of the run in their order, or restore the file",
-        ) from None
-    if new and _header(facts, index).startswith(block.rstrip(b"\0")):  # a crash came before all of it was written
-        _write_header(directories, index, facts, disk)
-        return
+def _grow(
+    files: Sequence[SwapFile], manifest: Manifest, versions: Mapping[Hashable, Version], more: Sequence[int], disk: Disk
+) -> list[int]:
+    """Make every data file longer by so many bytes, then say so in the manifest; returns the sizes."""
+    sizes = [size + extra for size, extra in zip(manifest.facts.sizes, more, strict=True)]
+    for file, size in zip(files, sizes, strict=True):
+        reserve(file, size)
+        disk.sync(file.fd)
+    manifest.rewrite(versions, replace(manifest.facts, sizes=tuple(sizes)))
+    _log.info("run directory %s: grown by %d bytes to %d", files[0].directory, sum(more), sum(sizes))
+    return sizes
+
+
+def _check_header(path: str, block: bytes, facts: RunFacts, index: int) -> None:
+    """Refuse a data file whose first block does not say that it is the one that the manifest means."""
     found = decode_record(block, 0)
     if found is None or found[0].get("format") != _FORMAT:
         raise _foreign(path)
@@ -337,9 +344,9 @@ def _header(facts: RunFacts, index: int) -> bytes:
     return encode_record({"format": _FORMAT, "version": 1, "run": facts.run, "index": index})
 
 
-def _write_header(directories: Sequence[str], index: int, facts: RunFacts, disk: Disk) -> None:
+def _write_header(path: str, facts: RunFacts, index: int, disk: Disk) -> None:
     """Write the first block, which direct transfers never touch, through the page cache."""
-    fd = os.open(os.path.join(directories[index], DATA_NAME), os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         disk.write(fd, _header(facts, index), 0)
         disk.sync(fd)

@@ -20,7 +20,7 @@ import errno as _errno
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swap.errors import SwapDeadlineError, SwapError
@@ -99,6 +99,40 @@ def _uring_refusal() -> str:
     return _aio.uring_refusal()
 
 
+def _engine_asked(engine: str) -> str:
+    """The engine asked for, by the environment if `engine` is "auto"."""
+    asked = os.environ.get(_ENGINE_VARIABLE, "auto") or "auto" if engine == "auto" else engine
+    if asked not in ("auto", *_ENGINES):
+        source = f"environment variable {_ENGINE_VARIABLE}" if engine == "auto" else "engine"
+        raise ValueError(f"{source}: expected auto, io_uring or threads but got {asked!r}")
+    return asked
+
+
+def _open_engine(asked: str, queue_depth: int, block_bytes: int, threads: int) -> tuple[_aio.Engine, str | None]:
+    """Open the engine asked for, or the thread engine with the reason why "auto" could not be io_uring."""
+    refusal = None
+    if asked != "threads":
+        refusal = _uring_refusal()
+        if not refusal:
+            try:
+                return _aio.Engine("io_uring", queue_depth, block_bytes, threads), None
+            except OSError as error:
+                refusal = str(error.strerror)
+        if asked == "io_uring":
+            raise SwapError(
+                f"io_uring: it was asked for but cannot be used here: {refusal}",
+                remedy='use engine="threads" (or "auto")',
+            )
+    try:
+        return _aio.Engine("threads", queue_depth, block_bytes, threads), refusal
+    except OSError as error:
+        raise SwapError(
+            "thread engine: cannot start its workers",
+            errno=error.errno,
+            remedy="raise the limit of processes (ulimit -u)",
+        ) from None
+
+
 class Aio:
     """One submission queue for asynchronous reads and writes; safe from several threads.
 
@@ -116,7 +150,6 @@ class Aio:
         block_bytes: int = 4 << 20,
         threads: int = 4,
         deadline_s: float = 60.0,
-        faults: Iterable[Fault] = (),
     ) -> None:
         """Open an engine.
 
@@ -127,56 +160,21 @@ class Aio:
             block_bytes: largest request; longer operations are cut. A multiple of 4096.
             threads: workers of the thread engine.
             deadline_s: limit in seconds of waits that give none.
-            faults: faults to inject, for tests.
 
         Raises:
             ValueError: unknown engine or impossible numbers.
             SwapError: the engine asked for does not work here; the text says why.
         """
-        asked = os.environ.get(_ENGINE_VARIABLE, "auto") or "auto" if engine == "auto" else engine
-        if asked not in ("auto", *_ENGINES):
-            source = f"environment variable {_ENGINE_VARIABLE}" if engine == "auto" else "engine"
-            raise ValueError(f"{source}: expected auto, io_uring or threads but got {asked!r}")
         if not deadline_s > 0:
             raise ValueError(f"deadline_s: expected more than 0 seconds but got {deadline_s}")
         self.deadline_s = deadline_s
-        self.fallback_reason: str | None = None
         self._pid = os.getpid()
         self._names: dict[int, str] = {}
         self._closed = False
         self._ended = False
         self._close_lock = threading.Lock()
-
-        def open_engine(name: str) -> _aio.Engine:
-            return _aio.Engine(name, queue_depth, block_bytes, threads)
-
-        if asked != "threads":
-            refusal = _uring_refusal()
-            if not refusal:
-                try:
-                    self._engine = open_engine("io_uring")
-                except OSError as error:
-                    refusal = str(error.strerror)
-            if refusal:
-                if asked == "io_uring":
-                    raise SwapError(
-                        f"io_uring: it was asked for but cannot be used here: {refusal}",
-                        remedy='use engine="threads" (or "auto")',
-                    )
-                self.fallback_reason = refusal
-                asked = "threads"
-        if asked == "threads":
-            try:
-                self._engine = open_engine("threads")
-            except OSError as error:
-                raise SwapError(
-                    "thread engine: cannot start its workers",
-                    errno=error.errno,
-                    remedy="raise the limit of processes (ulimit -u)",
-                ) from None
+        self._engine, self.fallback_reason = _open_engine(_engine_asked(engine), queue_depth, block_bytes, threads)
         self.engine: str = self._engine.name
-        for fault in faults:
-            self.inject(fault)
         _open.add(self)
 
     def read(
@@ -299,11 +297,6 @@ class Aio:
     def dump(self) -> str:
         """State of the engine and the oldest operations in flight, for error messages."""
         return self._engine.dump()
-
-    @property
-    def closed(self) -> bool:
-        """True after `close`."""
-        return self._closed
 
     @property
     def ended(self) -> bool:

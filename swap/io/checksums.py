@@ -3,7 +3,7 @@
 Owns: the typed face of the checksum kernels, the size of a granule, and which granules a partial read has to see.
 Must not know: stores, engines. The engine's own workers sum what is written and compare what was read
 (csrc/aio/checksums.h), so neither the thread that submits nor the I/O thread spends time on it.
-Next: `aio` passes checksums on, `store` keeps them beside the extents.
+Next: `aio` passes checksums on, `transfers` keeps them with the version.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ GRANULE_BYTES: Final = 256 << 10
 WORD_BYTES: Final = 4
 
 
-def crc32c(data: bytes, crc: int = 0) -> int:
-    """CRC-32C of `data` appended to data whose CRC-32C is `crc`."""
-    return _aio.crc32c_bytes(data, crc)
+def granule_for(alignment: int) -> int:
+    """Bytes per checksum in files whose ranges are multiples of `alignment` bytes."""
+    return max(GRANULE_BYTES, alignment)
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C of `data`."""
+    return _aio.crc32c_bytes(data, 0)
 
 
 def crc32c_at(address: int, length: int, crc: int = 0, *, portable: bool = False) -> int:
-    """CRC-32C of `length` bytes of memory; with `portable`, by the kernel for processors without the instruction.
+    """CRC-32C of `length` bytes of memory, appended to bytes whose CRC-32C is `crc`.
+
+    With `portable`, by the kernel for processors without the instruction.
 
     Raises:
         ValueError: a null pointer.
@@ -61,7 +68,7 @@ class ReadPart:
         return (self.first, self.last) == (self.wanted_first, self.wanted_last)
 
 
-def parts_of_read(first: int, last: int, length: int, granule: int = GRANULE_BYTES) -> Iterator[ReadPart]:
+def parts_of_read(first: int, last: int, length: int, granule: int) -> Iterator[ReadPart]:
     """Cut a read of [first, last) of an extent of `length` bytes so that every part has its own checksums.
 
     Granules that are wanted as a whole make one part; one that is cut, at either end, is a part of its own.
@@ -79,6 +86,6 @@ def parts_of_read(first: int, last: int, length: int, granule: int = GRANULE_BYT
         at = end
 
 
-def words(checksums: bytes, first: int, last: int, granule: int = GRANULE_BYTES) -> bytes:
+def words(checksums: bytes, first: int, last: int, granule: int) -> bytes:
     """The checksums of the range [first, last) of a part, out of those of the whole extent."""
     return checksums[first // granule * WORD_BYTES : -(-last // granule) * WORD_BYTES]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from swap.errors import SwapError, SwapFullError, format_bytes
+from swap.errors import SwapError, SwapFullError, error_class, format_bytes
 from swap.io.aio import file_facts, preallocate
 
 _log = logging.getLogger(__name__)
@@ -236,8 +236,7 @@ def open_error(directory: str, error: OSError) -> SwapError:
         _errno.ENFILE: "raise the system's limit of open files (sysctl fs.file-max)",
         _errno.ENOSPC: "free space or name another directory",
     }
-    kind = SwapFullError if error.errno in (_errno.ENOSPC, _errno.EDQUOT) else SwapError
-    return kind(
+    return error_class(error.errno)(
         f"swap path {directory}: expected a directory to create a file in",
         errno=error.errno,
         path=directory,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError
+from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, error_class
 from swap.io.extension import _aio
 
 _REMEDIES = {
@@ -173,7 +173,6 @@ class IoTicket:
         code = self._operation.error
         if code == 0:
             return None
-        full = code in (_errno.ENOSPC, _errno.EDQUOT)
         at, length = self._operation.error_offset, self._operation.error_length
         expected, actual = self._operation.error_checksums
         if code == _errno.EBADMSG and expected != actual:
@@ -186,7 +185,7 @@ class IoTicket:
                 length_bytes=length,
                 remedy="the drive, its cable or something that wrote to the file changed the bytes: use another copy",
             )
-        return (SwapFullError if full else SwapError)(
+        return error_class(code)(
             f"{self._what()}: failed at offset {at}, {length} bytes",
             errno=code,
             path=self._subject,

@@ -2,7 +2,7 @@
 
 Owns: one extent allocator per file, and how an object is spread over files.
 Must not know: what the bytes mean, files as the operating system sees them, I/O.
-Next: `extents` within one file; `store` asks here where a new version goes.
+Next: `extents` within one file; `objects` asks here where a new version goes.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Space:
     not fit where it should go goes where there is room.
 
     Attributes:
+        alignment: of every piece, bytes.
         allocators: one per file, in the order of the paths.
         capacity_bytes: of all files together.
         peak_used_bytes: the most that was ever allocated.
@@ -61,7 +62,7 @@ class Space:
         self.allocators = tuple(ExtentAllocator(capacity, alignment) for capacity in capacities)
         self.capacity_bytes = sum(capacities)
         self.peak_used_bytes = 0
-        self._alignment = alignment
+        self.alignment = alignment
         given = [1.0] * len(capacities) if weights is None else list(weights)
         self._shares = [weight / sum(given) for weight in given]
 
@@ -83,7 +84,7 @@ class Space:
         """
         if self.free_bytes < need:
             return ()
-        pieces = [piece for file, length in enumerate(self._divide(need)) for piece in self._take(file, length)]
+        pieces = [piece for file, length in enumerate(self._divide(need)) for piece in self._allocate_in(file, length)]
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
         return tuple(pieces)
 
@@ -120,7 +121,7 @@ class Space:
         lengths = [0] * len(free)
         if need >= 2 * STRIPE_BYTES:
             for file in files:
-                length = int(need * self._shares[file]) // self._alignment * self._alignment
+                length = int(need * self._shares[file]) // self.alignment * self.alignment
                 lengths[file] = min(length, free[file]) if length >= STRIPE_BYTES else 0
         total = self.used_bytes + need
         missing = need - sum(lengths)
@@ -137,7 +138,7 @@ class Space:
             missing -= extra
         return lengths
 
-    def _take(self, file: int, length: int) -> Iterator[Piece]:
+    def _allocate_in(self, file: int, length: int) -> Iterator[Piece]:
         allocator = self.allocators[file]
         while length:
             part = min(length, allocator.largest_free)

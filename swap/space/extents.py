@@ -3,7 +3,7 @@
 Owns: the free ranges of one file. Every byte is free or in exactly one allocated extent; neighbours that are
 both free are one range.
 Must not know: files, I/O, what an extent is for.
-Next: `store` keeps one allocator per file.
+Next: `allocation` keeps one allocator per file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ class Extent:
         return self.offset + self.length
 
 
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
 class ExtentAllocator:
     """Aligned extents out of `capacity` bytes: best fit, coalescing, O(log n) search.
 
@@ -53,14 +58,14 @@ class ExtentAllocator:
         if capacity < 0 or capacity % alignment:
             raise ValueError(f"capacity: expected a multiple of {alignment} bytes but got {capacity}")
         self.alignment = alignment
-        self._capacity = 0
-        self._free_bytes = 0
+        self._capacity = capacity
+        self._free_bytes = capacity
         self._lengths: dict[int, int] = {}  # free range: offset to length
         self._offsets: list[int] = []  # the same offsets, sorted
         self._by_length: list[tuple[int, int]] = []  # (length, offset), sorted
         self._allocated: dict[int, int] = {}  # allocated extent: offset to length
         if capacity:
-            self.grow(capacity)
+            self._add_free(0, capacity)
 
     @property
     def capacity(self) -> int:
@@ -82,10 +87,6 @@ class ExtentAllocator:
         """Length of the longest free range in bytes, 0 when there is none."""
         return self._by_length[-1][0] if self._by_length else 0
 
-    def round_up(self, length: int) -> int:
-        """Round a length up to the alignment."""
-        return -(-length // self.alignment) * self.alignment
-
     def allocate(self, length: int) -> Extent:
         """Take a contiguous extent of at least `length` bytes from the smallest free range that holds it.
 
@@ -95,7 +96,7 @@ class ExtentAllocator:
         """
         if length <= 0:
             raise ValueError(f"length: expected more than 0 bytes but got {length}")
-        need = self.round_up(length)
+        need = round_up(length, self.alignment)
         at = bisect_left(self._by_length, (need, -1))
         if at == len(self._by_length):
             raise SwapFullError(
@@ -148,30 +149,13 @@ class ExtentAllocator:
             raise ValueError(f"free: {extent} is not allocated")
         del self._allocated[extent.offset]
         self._free_bytes += extent.length
-        self._release(extent.offset, extent.length)
-
-    def grow(self, extra: int) -> None:
-        """Add `extra` bytes, a multiple of the alignment, at the end of the space.
-
-        Raises:
-            ValueError: not a positive multiple.
-        """
-        if extra <= 0 or extra % self.alignment:
-            raise ValueError(f"grow: expected a positive multiple of {self.alignment} bytes but got {extra}")
-        start = self._capacity
-        self._capacity += extra
-        self._free_bytes += extra
-        self._release(start, extra)
+        self._make_free(extent.offset, extent.length)
 
     def free_ranges(self) -> list[Extent]:
         """All free ranges in order of their offset."""
         return [Extent(offset, self._lengths[offset]) for offset in self._offsets]
 
-    def allocated(self) -> list[Extent]:
-        """All allocated extents in order of their offset."""
-        return [Extent(offset, length) for offset, length in sorted(self._allocated.items())]
-
-    def _release(self, offset: int, length: int) -> None:
+    def _make_free(self, offset: int, length: int) -> None:
         """Make a range free, joined with its free neighbours."""
         at = bisect_left(self._offsets, offset)
         if at < len(self._offsets) and self._offsets[at] == offset + length:

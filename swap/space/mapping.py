@@ -2,7 +2,7 @@
 
 Owns: the working mapping that puts change and gets see, the committed mapping behind it, and the count of holders of
 every version. Must not know: files, transfers, manifests.
-Next: `store` decides when a put takes effect and when a commit does.
+Next: `objects` decides when a put takes effect, `commits` when a commit does.
 
                  put, delete                    commit
     new version ------------> working mapping ----------> committed mapping
@@ -14,10 +14,10 @@ A version is freed when nothing holds it any more: neither mapping, no snapshot,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
-from swap.space.allocation import Piece
+from swap.space.allocation import Piece, Space
 
 
 @dataclass(slots=True, eq=False)
@@ -44,17 +44,23 @@ Changes = dict[Hashable, Version | None]
 class VersionMap:
     """The mappings of one store. Not thread-safe: the store's lock is held around every call."""
 
-    def __init__(self, free: Callable[[Version], None], *, explicit_commit: bool) -> None:
-        """Start empty.
+    def __init__(self, space: Space, versions: Mapping[Hashable, Version], *, explicit_commit: bool) -> None:
+        """Start with committed versions.
 
         Args:
-            free: called when a version has no holder left.
+            space: gets the pieces of a version back that has no holder left.
+            versions: by key; they have their pieces already.
             explicit_commit: keep the committed mapping apart; without it every change is committed at once.
         """
-        self._free = free
+        self._space = space
         self._working: dict[Hashable, Version] = {}
         self._committed: dict[Hashable, Version] | None = {} if explicit_commit else None
         self._changed: set[Hashable] = set()
+        for mapping in (self._working, self._committed):
+            if mapping is not None:
+                for key, version in versions.items():
+                    self.hold(version)
+                    mapping[key] = version
 
     @property
     def working(self) -> Mapping[Hashable, Version]:
@@ -80,7 +86,7 @@ class VersionMap:
         assert version.holders > 0, "a version was released more often than held"
         version.holders -= 1
         if version.holders == 0:
-            self._free(version)
+            self._space.free(version.pieces)
 
     def put(self, key: Hashable, version: Version) -> None:
         """Map `key` to a version."""
@@ -92,13 +98,6 @@ class VersionMap:
     def remove(self, key: Hashable) -> None:
         """Forget `key`, which is mapped."""
         self._note_change(key, self._working.pop(key))
-
-    def restore(self, versions: Mapping[Hashable, Version]) -> None:
-        """Start with these committed versions instead of empty."""
-        assert self._committed is not None and not self._committed and not self._working
-        for key, version in versions.items():
-            version.holders += 2
-            self._working[key] = self._committed[key] = version
 
     def after(self, changes: Changes) -> dict[Hashable, Version]:
         """What the committed mapping will be when `changes` have taken effect."""

@@ -2,7 +2,7 @@
 
 Owns: which puts are in flight, which of them may still take effect, and which keys lack a put that failed.
 Must not know: versions, transfers.
-Next: `store` asks here when a put is over.
+Next: `objects` asks here when a put is over.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class PutOrder:
         """Keys whose last put failed and was neither repeated nor undone since."""
         return self._failed
 
-    def started(self, key: Hashable) -> Put:
+    def begin(self, key: Hashable) -> Put:
         """Note a put that has been started after all others."""
         put = Put(key)
         self._pending.setdefault(key, []).append(put)
         return put
 
-    def ended(self, put: Put, error: SwapError | None) -> bool:
+    def end(self, put: Put, error: SwapError | None) -> bool:
         """Note that a put is over; tell whether it takes effect."""
         if put.superseded:
             return False
