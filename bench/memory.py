@@ -64,7 +64,7 @@ def main() -> None:
     from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
 
     import offload
-    from offload.config import parse_bytes
+    from offload.sizes import parse_bytes
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     config = transformers.LlamaConfig(

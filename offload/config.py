@@ -1,34 +1,27 @@
 """Options of the engine: one frozen value, validated once.
 
-Owns the spelling of every option, its defaults and the parsing of byte counts. Knows nothing of torch or of hardware:
-percentages and missing budgets are resolved against the machine in :mod:`offload.memory.limits`. Options of an
-optimizer are in :mod:`offload.kernels.optimizers`. Next: :mod:`offload.engine`.
+Owns the spelling of every option, and its defaults. Knows nothing of torch or of hardware: percentages and missing
+budgets are resolved against the machine in :mod:`offload.memory.limits`. Options of an optimizer are in
+:mod:`offload.kernels.optimizers`. Next: :mod:`offload.build`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from offload.errors import ConfigError, did_you_mean
+from offload.sizes import Share, parse_bytes
 
 OffloadTier = Literal["auto", "none", "cpu", "nvme"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 Reduction = Literal["mean", "sum"]
 
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS[f"{_letter}B"] = 1000**_power
-    _UNITS[f"{_letter}IB"] = 1024**_power
-    _UNITS[_letter] = 1024**_power
-_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*|%)\s*$")
 _TIER_ALIASES: dict[object, str] = {
     "device": "device",
     "gpu": "device",
@@ -41,55 +34,6 @@ _TIER_ALIASES: dict[object, str] = {
     "disk": "nvme",
 }
 TIER_NAMES = ("device", "cpu", "nvme")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Share:
-    """A budget given as a share of what the tier has free, in 0..1."""
-
-    fraction: float
-
-
-def parse_bytes(value: int | str | float, *, subject: str) -> int | Share:
-    """Parse a byte count.
-
-    Args:
-        value: an integer (bytes), ``"8GiB"``, ``"500 MB"`` (decimal), ``"1.5G"`` (binary) or ``"80%"``.
-        subject: what is being parsed, for the error text.
-
-    Returns:
-        Bytes, or a :class:`Share` for a percentage.
-
-    Raises:
-        ConfigError: the text is not a byte count, or is negative.
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f'{subject}: expected bytes as int or text like "8GiB" but got {value!r}')
-    if not isinstance(value, str):
-        if not math.isfinite(value) or value < 0 or value != int(value):
-            raise ConfigError(f"{subject}: expected a whole, non-negative number of bytes but got {value!r}")
-        return int(value)
-    match = _SIZE.match(value)
-    if match is None:
-        raise ConfigError(f'{subject}: expected bytes like "8GiB", "500MB" or "80%" but got {value!r}')
-    number, unit = float(match.group(1)), match.group(2)
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise ConfigError(f"{subject}: expected a percentage in (0, 100] but got {value!r}")
-        return Share(number / 100)
-    if unit.upper() not in _UNITS:
-        raise ConfigError(f"{subject}: unknown unit in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB, TB or %")
-    return int(number * _UNITS[unit.upper()])
-
-
-def format_bytes(size_bytes: float) -> str:
-    """Return `size_bytes` for people, with binary units: ``1.50 GiB``."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

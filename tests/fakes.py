@@ -13,9 +13,10 @@ from offload.memory.arena import view_at
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuDevice
 from offload.planning.plan import STAGING_SLOTS, Homes, Plan, Request
-from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
+from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes
 from offload.planning.units import Unit, lay_out
 from offload.shards.manager import Manager
+from offload.sizes import whole_pages
 from offload.stats import Counters
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}

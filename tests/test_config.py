@@ -14,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.config import Config, Share, format_bytes, parse_bytes
+from offload.config import Config
 from offload.errors import BudgetError, ConfigError, OffloadError, did_you_mean
 from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
+from offload.sizes import Share, format_bytes, parse_bytes
 
 WEIGHT = torch.nn.Parameter(torch.zeros(2, 2))
 

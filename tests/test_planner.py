@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.memory.budget import Tier
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, OwnBytes, Plan, Request
 from offload.planning.planner import MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, MOST_STAGING_SHARE, MOST_STAGING_SLOTS, make_plan
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
 from offload.planning.slices import owned_range
 from offload.planning.units import PAD_NUMEL, Unit, lay_out
+from offload.sizes import PAGE_BYTES
 
-PAGE = BUFFER_ALIGNMENT_BYTES
+PAGE = PAGE_BYTES
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
 
@@ -150,7 +150,7 @@ def check_plan(plan: Plan) -> None:
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
     assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + transit
-    slack = NVME_SLACK_CHUNKS * (plan.staging_slot_bytes + request.alignment_bytes)
+    slack = NVME_SLACK_CHUNKS * (plan.staging_slot_bytes + PAGE_BYTES)
     records = 0
     for unit, homes in zip(units, plan.homes, strict=True):
         for home, roles in ((homes.param, [Role.PARAM]), (homes.grad, [Role.GRAD]), (homes.states, STATE_ROLES)):

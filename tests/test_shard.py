@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import InternalError
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, Buffer
+from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
 from offload.planning.roles import Role
 from offload.planning.units import PAD_NUMEL, SLOT_ALIGN_NUMEL, Unit, aligned_numel, lay_out
@@ -26,6 +26,7 @@ from offload.shards.shard import (
     advance,
     check,
 )
+from offload.sizes import PAGE_BYTES
 
 HAS_VALID_HOME = {State.STORED, State.FETCHING, State.RESIDENT}
 UNIT = Unit(0, "blocks.0", "bfloat16", 2, True, PAD_NUMEL, ())
@@ -276,7 +277,7 @@ def test_parameters_are_laid_out_in_order_aligned_and_disjoint(sizes: list[tuple
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
 def test_every_role_of_a_unit_is_a_whole_number_of_pages(itemsize: int) -> None:
-    assert PAD_NUMEL * itemsize % BUFFER_ALIGNMENT_BYTES == 0
+    assert PAD_NUMEL * itemsize % PAGE_BYTES == 0
     assert SLOT_ALIGN_NUMEL * 4 % 64 == 0  # cache lines in fp32
 
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.kernels.ranges import STATE_BLOCK, StateKind
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
 from offload.planning.slices import owned_range
 from offload.planning.units import PAD_NUMEL, Unit
+from offload.sizes import PAGE_BYTES
 
 numels = st.integers(1, 3000).map(lambda pages: pages * PAD_NUMEL) | st.just(PAD_NUMEL)
 worlds = st.integers(1, 9) | st.integers(1, 5000)
@@ -46,7 +46,7 @@ def test_no_cut_divides_a_page_or_a_block(numel: int, world_size: int, dtype: st
     for begin in begins:
         assert begin % STATE_BLOCK == 0
         for role in (Role.PARAM, Role.GRAD, Role.MASTER, *MOMENTS):
-            assert role_bytes(unit, role, begin, accumulate=False, states=states) % BUFFER_ALIGNMENT_BYTES == 0
+            assert role_bytes(unit, role, begin, accumulate=False, states=states) % PAGE_BYTES == 0
     for role in STATE_ROLES:  # scales, too: what all ranks keep is what one would
         ranges = [owned_range(numel, rank, world_size) for rank in range(world_size)]
         kept = sum(role_bytes(unit, role, end - begin, accumulate=False, states=states) for begin, end in ranges)

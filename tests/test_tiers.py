@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from offload.config import Share
 from offload.errors import BudgetError
 from offload.memory import machine
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Buffer, HostArena
+from offload.memory.arena import Buffer, HostArena
 from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.cpu import CpuDevice
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
 from offload.memory.region import Region
+from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, Share
 from offload.stats import Counters
 from offload.torch_private import storage_use_count
 
-PAGE = BUFFER_ALIGNMENT_BYTES
+PAGE = PAGE_BYTES
 CPU = torch.device("cpu")
 
 

@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 
 from offload.activations.rss import ResidentSet, trim_heap
-from offload.config import format_bytes
 from offload.errors import BudgetError, StateError
 from offload.memory.budget import Budget
+from offload.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 

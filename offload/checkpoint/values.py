@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from offload.classes import is_a, package_of
-from offload.config import format_bytes
 from offload.errors import ConfigError
 from offload.kernels import cpu_adam
 from offload.memory.arena import view_at
@@ -28,6 +27,7 @@ from offload.planning.units import Slot, Unit, Where
 from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
+from offload.sizes import format_bytes
 from offload.torch_private import storage_at
 
 MOST_UPDATES = 1 << 53  # which a float counts exactly

@@ -19,8 +19,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from offload.config import format_bytes
 from offload.memory import machine
+from offload.sizes import format_bytes
 
 GIB = 1 << 30
 BUILD = "build it: pip install . (or make venv) in the checkout, which needs a C++20 compiler"

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from offload.config import format_bytes
 from offload.errors import OffloadError
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, HOST, Arena, Buffer, HostArena, bytes_at, round_up
+from offload.memory.arena import HOST, Arena, Buffer, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.stats import Counters
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,8 @@ class AcceleratorDevice:
         """Take one allocation of torch's."""
         if not size_bytes:
             return Arena(Tier.DEVICE, 0, self.place, None, 0)
-        memory = torch.empty(size_bytes + BUFFER_ALIGNMENT_BYTES, dtype=torch.uint8, device=self.place)
-        return Arena(Tier.DEVICE, size_bytes, self.place, memory, round_up(memory.data_ptr(), BUFFER_ALIGNMENT_BYTES))
+        memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=self.place)
+        return Arena(Tier.DEVICE, size_bytes, self.place, memory, round_up(memory.data_ptr(), PAGE_BYTES))
 
     def host_arena(self, size_bytes: int) -> Arena:
         """Take page-locked main memory."""

@@ -14,15 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.config import format_bytes
 from offload.errors import BudgetError
 from offload.memory.budget import Tier
+from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up
 from offload.torch_private import no_dispatch, no_functions, storage_at
 
 logger = logging.getLogger(__name__)
 
-HUGE_PAGE_BYTES = 2 << 20
-BUFFER_ALIGNMENT_BYTES = 4096
 HOST = torch.device("cpu")
 
 
@@ -65,7 +63,7 @@ class Arena:
         Raises:
             BudgetError: the arena is smaller than what the plan counted (a bug in the plan).
         """
-        size_bytes = round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
+        size_bytes = round_up(size_bytes, PAGE_BYTES)
         offset = self._end
         if offset + size_bytes > self.size_bytes:
             raise BudgetError(
@@ -157,8 +155,3 @@ def view_at(
 def bytes_at(address: int, size_bytes: int, place: torch.device) -> torch.Tensor:
     """Return a tensor of `size_bytes` bytes over memory that somebody else owns."""
     return view_at(storage_at(address, size_bytes, place), torch.uint8, 0, (size_bytes,))
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple

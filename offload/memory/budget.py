@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from enum import Enum
 
-from offload.config import format_bytes
 from offload.errors import BudgetError
+from offload.sizes import format_bytes
 
 
 class Tier(Enum):

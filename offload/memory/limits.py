@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 import psutil
 
-from offload.config import Share
 from offload.memory import machine
 from offload.memory.budget import Tier
 from offload.memory.device import Device
+from offload.sizes import Share
 
 HOST_HEADROOM = 0.85  # of what is available, where the user names no host budget
 DEVICE_HEADROOM = 0.90

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, Buffer, round_up
+from offload.memory.arena import Buffer
+from offload.sizes import PAGE_BYTES, round_up
 
 
 class Region:
@@ -68,7 +69,7 @@ class Region:
 
     def allocate(self, size_bytes: int, owner: int) -> Buffer | None:
         """Return a buffer for `owner`, or None where no gap is large enough."""
-        size_bytes = round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
+        size_bytes = round_up(size_bytes, PAGE_BYTES)
         gaps = [(start, end) for start, end in self._gaps() if end - start >= size_bytes]
         if not gaps:
             return None
@@ -121,7 +122,7 @@ class Region:
             size_bytes: what must fit.
             cost: cost of evicting an owner; None where it must stay.
         """
-        size_bytes = round_up(size_bytes, BUFFER_ALIGNMENT_BYTES)
+        size_bytes = round_up(size_bytes, PAGE_BYTES)
         costs = [cost(owner) for _, _, owner in self._blocks]
         best: tuple[float, int, list[int]] | None = None
         for first in range(len(self._blocks)):

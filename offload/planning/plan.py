@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from offload.config import format_bytes
 from offload.kernels.ranges import StateKind
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.memory.budget import Tier
-from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes, whole_pages
+from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes
 from offload.planning.slices import owned_range
 from offload.planning.units import Unit
+from offload.sizes import PAGE_BYTES, format_bytes, whole_pages
 
 WORKING_UNITS = 3  # computing, arriving, leaving
 STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
@@ -63,7 +62,6 @@ class Request:
         device_is_host: the compute device is the CPU: states may live on DEVICE, and NVMe reads reach it directly.
         activation_bytes: part of the device budget for activations, None for the default.
         chunk_numel: optimizer chunk, None for the default.
-        alignment_bytes: granularity of the swap files.
         states: what the optimizer remembers of each element, and in which format.
         held_together: sets of units (their indices) that nested forwards have in use at once.
         own: what the optimizer takes where its own class makes the steps, else None.
@@ -78,7 +76,6 @@ class Request:
     device_is_host: bool = True
     activation_bytes: int | None = None
     chunk_numel: int | None = None
-    alignment_bytes: int = BUFFER_ALIGNMENT_BYTES
     states: States = ADAM_STATES
     held_together: Sequence[frozenset[int]] = ()
     own: OwnBytes | None = None
@@ -132,11 +129,11 @@ class Request:
 
         The roles of a record have one slice.
         """
-        align, total = self.alignment_bytes, 0
+        total = 0
         begin, end = self.owned(unit, roles[0])
         for first, last in unit.chunks(chunk_numel):
             numel = max(min(last, end) - max(first, begin), 0)
-            total += -(-sum(self.chunk_bytes(unit, role, numel) for role in roles) // align) * align
+            total += whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
         return total
 
     def aside_bytes(self, unit: Unit, homes: Homes, chunk_numel: int) -> int:
@@ -197,7 +194,7 @@ class Plan:
     @property
     def most_slots(self) -> int:
         """Slots that the optimizer's pipeline may have: the swap files have room for a new version of each chunk."""
-        size = self.staging_slot_bytes + self.request.alignment_bytes
+        size = self.staging_slot_bytes + PAGE_BYTES
         return min(NVME_SLACK_CHUNKS + self.early_bytes // size, MOST_SLOTS)
 
     def aside_bytes(self, unit: Unit) -> int:

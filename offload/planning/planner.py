@@ -21,13 +21,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from offload.config import format_bytes
 from offload.errors import BudgetError, ConfigError
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.memory.budget import Tier
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request
-from offload.planning.roles import STATE_ROLES, Role, whole_pages
+from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
+from offload.sizes import PAGE_BYTES, format_bytes, round_up, whole_pages
 
 MOST_STAGING_SLOTS = 16  # where host memory is left: the more, the longer the drive goes on while nobody passes by
 GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
@@ -142,7 +141,7 @@ class Planner:
         params, grads, states = self._params.homes, self._grads.homes, self._states.homes
         homes = tuple(Homes(params[u.index], grads.get(u.index), states.get(u.index)) for u in request.units)
         nvme = self._nvme_bytes(homes, buffers)
-        align, chunk = request.alignment_bytes, buffers.chunk_numel
+        align, chunk = PAGE_BYTES, buffers.chunk_numel
         aside = sum(request.aside_bytes(unit, home, chunk) for unit, home in zip(request.units, homes, strict=True))
         early = min(aside, request.budgets[Tier.NVME] - nvme) // align * align
         arenas = {
@@ -222,7 +221,7 @@ class Planner:
                 homes[unit.index] = Tier.DEVICE
                 used += unit.param_bytes
         away = sum(unit.param_bytes for unit in request.units if unit.index not in homes)
-        self._working_bytes = min(room - used, away) // BUFFER_ALIGNMENT_BYTES * BUFFER_ALIGNMENT_BYTES
+        self._working_bytes = min(room - used, away) // PAGE_BYTES * PAGE_BYTES
         return room - used - self._working_bytes
 
     # --- host memory ---
@@ -293,7 +292,7 @@ class Planner:
         """Return elements per optimizer chunk: a multiple of the smallest, bounded by memory and the largest unit."""
         request = self._request
         if request.chunk_numel is not None:
-            return -(-request.chunk_numel // MIN_CHUNK_NUMEL) * MIN_CHUNK_NUMEL
+            return round_up(request.chunk_numel, MIN_CHUNK_NUMEL)
         smallest = STAGING_SLOTS * max(self._slot_bytes(MIN_CHUNK_NUMEL), 1)
         largest = max((unit.numel for unit in request.units), default=0)
         worth = int(self._trainable_numel() * STAGING_SHARE) // smallest
@@ -324,7 +323,7 @@ class Planner:
                 if tier is Tier.NVME:
                     total += request.record_bytes(unit, roles, buffers.chunk_numel)
         if total:
-            total += NVME_SLACK_CHUNKS * (buffers.slot_bytes + request.alignment_bytes)
+            total += NVME_SLACK_CHUNKS * (buffers.slot_bytes + PAGE_BYTES)
         if total > request.budgets[Tier.NVME]:
             raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
         return total
@@ -383,15 +382,15 @@ def _refusal(request: Request, short: _TooSmall) -> BudgetError:
         budgets[failing] = _ENOUGH_BYTES
         failing = _failing_tier(request, budgets)
     for tier in raised:  # ...then lower each again; more memory never makes a plan impossible, so bisection is exact
-        low, high = request.budgets[tier] // BUFFER_ALIGNMENT_BYTES, _ENOUGH_BYTES // BUFFER_ALIGNMENT_BYTES
+        low, high = request.budgets[tier] // PAGE_BYTES, _ENOUGH_BYTES // PAGE_BYTES
         while high - low > 1:
             middle = (low + high) // 2
-            budgets[tier] = middle * BUFFER_ALIGNMENT_BYTES
+            budgets[tier] = middle * PAGE_BYTES
             if _failing_tier(request, budgets) is None:
                 high = middle
             else:
                 low = middle
-        budgets[tier] = high * BUFFER_ALIGNMENT_BYTES
+        budgets[tier] = high * PAGE_BYTES
     limit, need = request.budgets[short.tier], budgets[short.tier]
     if len(raised) == 1:
         text = (

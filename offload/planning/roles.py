@@ -21,7 +21,6 @@ import dataclasses
 from enum import Enum
 
 from offload.kernels.ranges import StateKind
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES
 from offload.planning.units import Unit
 
 
@@ -88,8 +87,3 @@ def role_bytes(unit: Unit, role: Role, numel: int, *, accumulate: bool, states: 
     if role is Role.SCALES:
         return states.kind.units_bytes(numel)
     return numel * states.kind.itemsize if MOMENTS.index(role) < len(states.names) else 0
-
-
-def whole_pages(size_bytes: int) -> int:
-    """Return bytes rounded up to what buffers and records consist of."""
-    return -(-size_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES

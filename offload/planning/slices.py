@@ -6,6 +6,7 @@ Pure arithmetic, the same on every rank. Next: :mod:`offload.planning.plan` says
 from __future__ import annotations
 
 from offload.planning.units import PAD_NUMEL
+from offload.sizes import round_up
 
 
 def owned_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -21,5 +22,5 @@ def owned_range(numel: int, rank: int, world_size: int) -> tuple[int, int]:
         world_size: ranks that share the unit.
     """
     assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-    length = -(-numel // (PAD_NUMEL * world_size)) * PAD_NUMEL
+    length = round_up(numel, PAD_NUMEL * world_size) // world_size
     return min(rank * length, numel), min((rank + 1) * length, numel)

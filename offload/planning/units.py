@@ -10,6 +10,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from offload.sizes import round_up
+
 PAD_NUMEL = 4096  # units are padded to this many elements, so that every role is a whole number of 4 KiB pages
 SLOT_ALIGN_NUMEL = 128  # parameters start at a block of 8-bit states, and on cache lines in every role
 
@@ -97,7 +99,7 @@ class Unit:
 
 def aligned_numel(numel: int, multiple: int = SLOT_ALIGN_NUMEL) -> int:
     """Return the elements that a parameter of `numel` takes in its unit."""
-    return -(-numel // multiple) * multiple
+    return round_up(numel, multiple)
 
 
 def lay_out(
@@ -120,4 +122,4 @@ def lay_out(
             offset = aligned_numel(offset, PAD_NUMEL)
         slots.append(Slot(name, shape, numel, offset, offset if global_numels is None else global_numels[position]))
         offset += aligned_numel(numel, PAD_NUMEL if whole and numel >= PAD_NUMEL else SLOT_ALIGN_NUMEL)
-    return tuple(slots), max(-(-offset // PAD_NUMEL), 1) * PAD_NUMEL
+    return tuple(slots), max(round_up(offset, PAD_NUMEL), PAD_NUMEL)

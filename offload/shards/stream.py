@@ -19,10 +19,11 @@ from offload.labels import labelled
 from offload.memory.arena import Buffer
 from offload.memory.transfer import Ticket
 from offload.planning.plan import STAGING_SLOTS
-from offload.planning.roles import STATE_ROLES, Role, States, whole_pages
+from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
 from offload.shards.tiers import Tiers
+from offload.sizes import whole_pages
 
 ALL_STATES = frozenset(STATE_ROLES)
 

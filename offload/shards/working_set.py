@@ -17,9 +17,8 @@ from typing import Protocol
 
 import torch
 
-from offload.config import format_bytes
 from offload.errors import BudgetError, InternalError, StateError
-from offload.memory.arena import BUFFER_ALIGNMENT_BYTES, HUGE_PAGE_BYTES, Arena, Buffer
+from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Claim, Tier
 from offload.memory.region import Region
 from offload.memory.transfer import Mover, Ticket
@@ -29,6 +28,7 @@ from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch
 from offload.shards.schedule import NEVER, Schedule
 from offload.shards.shard import HAS_WORKING_COPY, Shard, State
+from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up, whole_pages
 from offload.torch_private import storage_use_count
 
 logger = logging.getLogger(__name__)
@@ -275,7 +275,7 @@ class WorkingSet:
         if region is None or shard.home is Tier.DEVICE or self.borrowed(shard.unit.index):
             return
         largest = max(s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE)
-        if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - _padded(shard.size_bytes)):
+        if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - whole_pages(shard.size_bytes)):
             return
         self._reclaim()
         for arriving in copies.in_flight(Role.PARAM):
@@ -311,7 +311,7 @@ class WorkingSet:
         if region is None:
             return 0
         copies.sweep(Role.PARAM)
-        by_bytes = -(-by_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        by_bytes = round_up(by_bytes, HUGE_PAGE_BYTES)
         streamed = [s.unit for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
         smallest = min(self._widest_bytes(streamed), region.size_bytes)
         wanted_bytes = max(region.size_bytes - by_bytes, smallest)
@@ -338,7 +338,7 @@ class WorkingSet:
         if region is None:
             return 0
         by_bytes = min(by_bytes, region.largest_bytes - region.size_bytes)
-        by_bytes -= by_bytes % BUFFER_ALIGNMENT_BYTES
+        by_bytes -= by_bytes % PAGE_BYTES
         if by_bytes:
             self._claim.resize(self._claim.size_bytes + by_bytes)
             touch(region.resize(region.size_bytes + by_bytes))
@@ -347,14 +347,14 @@ class WorkingSet:
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _widest_bytes(self, units: Iterable[Unit]) -> int:
-        return sum(_padded(unit.param_bytes) for unit in self._request.widest(units))
+        return sum(whole_pages(unit.param_bytes) for unit in self._request.widest(units))
 
     def _grow_for(self, size_bytes: int) -> bool:
         """Make a gap of `size_bytes` at the region's end, if the plan's size and the budget allow it."""
         region = self._elastic
         if region is None:
             return False
-        missing_bytes = _padded(size_bytes) - (region.size_bytes - region.end_bytes)
+        missing_bytes = whole_pages(size_bytes) - (region.size_bytes - region.end_bytes)
         if missing_bytes > min(self._claim.budget.free_bytes, region.largest_bytes - region.size_bytes):
             return False
         return self.grow(missing_bytes) == missing_bytes
@@ -447,7 +447,3 @@ class WorkingSet:
             ctypes.memmove(target.address, source.address, moved.size_bytes)
             copies.note_moved(moved, target)
             self.bind(moved, target)
-
-
-def _padded(size_bytes: int) -> int:
-    return -(-size_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES

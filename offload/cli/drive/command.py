@@ -62,7 +62,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def _bytes_of(text: str | None, subject: str) -> int | None:
-    from offload.config import Share, parse_bytes
+    from offload.sizes import Share, parse_bytes
 
     if text is None:
         return None

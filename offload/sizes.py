@@ -1,0 +1,83 @@
+"""Byte counts: read, written, rounded.
+
+Owns what a size looks like to people, and the sizes that all of the package agrees on. Next: every other file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from offload.errors import ConfigError
+
+MIB = 1 << 20
+GIB = 1 << 30
+PAGE_BYTES = 4096  # buffers begin at such addresses and records on NVMe have such lengths
+HUGE_PAGE_BYTES = 2 << 20
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[_letter] = 1024**_power
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*|%)\s*$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Share:
+    """A budget given as a share of what the tier has free, in 0..1."""
+
+    fraction: float
+
+
+def parse_bytes(value: int | str | float, *, subject: str) -> int | Share:
+    """Parse a byte count.
+
+    Args:
+        value: an integer (bytes), ``"8GiB"``, ``"500 MB"`` (decimal), ``"1.5G"`` (binary) or ``"80%"``.
+        subject: what is being parsed, for the error text.
+
+    Returns:
+        Bytes, or a :class:`Share` for a percentage.
+
+    Raises:
+        ConfigError: the text is not a byte count, or is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ConfigError(f'{subject}: expected bytes as int or text like "8GiB" but got {value!r}')
+    if not isinstance(value, str):
+        if not math.isfinite(value) or value < 0 or value != int(value):
+            raise ConfigError(f"{subject}: expected a whole, non-negative number of bytes but got {value!r}")
+        return int(value)
+    match = _SIZE.match(value)
+    if match is None:
+        raise ConfigError(f'{subject}: expected bytes like "8GiB", "500MB" or "80%" but got {value!r}')
+    number, unit = float(match.group(1)), match.group(2)
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ConfigError(f"{subject}: expected a percentage in (0, 100] but got {value!r}")
+        return Share(number / 100)
+    if unit.upper() not in _UNITS:
+        raise ConfigError(f"{subject}: unknown unit in {value!r}; use B, KiB, MiB, GiB, TiB, KB, MB, GB, TB or %")
+    return int(number * _UNITS[unit.upper()])
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Return `size_bytes` for people, with binary units: ``1.50 GiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def whole_pages(size_bytes: int) -> int:
+    """Return bytes rounded up to what buffers and records consist of."""
+    return round_up(size_bytes, PAGE_BYTES)
