@@ -30,7 +30,14 @@ def test_the_first_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/swap.md", "docs/numerics.md"]
+    "path",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "bench/results.md",
+        *(f"docs/{name}.md" for name in ("architecture", "mechanisms", "numerics", "swap")),
+    ],
 )
 def test_links_lead_somewhere(path: str) -> None:
     text = (README.parent / path).read_text(encoding="utf-8")
