@@ -27,8 +27,8 @@ from offload.memory.device import resolve_device
 from offload.memory.machine import free_bytes
 from offload.memory.tiers import Budget, Tier, resolve_budgets
 from offload.module.binding import Binding
+from offload.module.gradient_book import GradientBook
 from offload.module.gradient_tensors import GradientTensors
-from offload.module.handles import Handles
 from offload.module.hooks import Attached, Hooks
 from offload.module.quantized import make_ready
 from offload.optim.progress import LossScaler, Progress
@@ -63,7 +63,7 @@ class Parts:
     loader: Loader
     activations: Activations
     tensors: ModuleTensors
-    handles: Handles
+    book: GradientBook
     gradients: GradientTensors
     run: Progress
     counts: StepCounts
@@ -136,12 +136,12 @@ def build(
         activations = _activations(manager, budgets, plan, device, undo)
         tensors = ModuleTensors(model, tree, hooks, life.require_open)
         averaging = step.averaging if step is not None else lambda: 1.0
-        handles = Handles(tree.units, tree.parameters, manager, device, averaging)
-        gradients = GradientTensors(handles, hooks, budgets, life.require_open)
+        book = GradientBook(tree.units, tree.parameters, manager, device, averaging)
+        gradients = GradientTensors(book, hooks, budgets, life.require_open)
         attached = Attached(
             manager=manager,
             activations=activations,
-            handles=handles,
+            book=book,
             final_micro_batch=step.micro_batches.is_final if step is not None else lambda passes: True,
             guess=step.guess if step is not None else lambda: None,
             refuse_gradient=calls.refuse_gradient,
@@ -167,7 +167,7 @@ def build(
         loader=loader,
         activations=activations,
         tensors=tensors,
-        handles=handles,
+        book=book,
         gradients=gradients,
         run=run,
         counts=counts,

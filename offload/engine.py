@@ -108,7 +108,7 @@ class Engine:
         self._loader = parts.loader
         self._activations = parts.activations
         self._tensors = parts.tensors
-        self._handles = parts.handles
+        self._book = parts.book
         self._gradients = parts.gradients
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Engine:
                 "Look at the batch and the learning rate, or for labels that are all ignored"
             )
         begin, stalled = time.perf_counter(), self._counters.waits_seconds
-        self._handles.adopt()
+        self._book.adopt()
         self._in_backward = True
         with self._deferral:
             try:
@@ -173,7 +173,7 @@ class Engine:
                 self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
             except BaseException:
                 step.micro_batches.done = 0
-                _clean_up(self._hooks.unwind, self._handles.clear, self._activations.abandon_pass, manager.reset)
+                _clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
                 raise
             finally:
                 self._in_backward = False
@@ -230,7 +230,7 @@ class Engine:
             raise ConfigError(f"clip_grad_norm_: expected max_norm as a number of at least 0 but got {max_norm!r}")
         if self.optimizer is None or not self._has_gradients():
             raise StateError("clip_grad_norm_: expected gradients but none has arrived; call backward first")
-        return torch.nn.utils.clip_grad_norm_(self._handles.parameters(), max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(self._book.parameters(), max_norm, norm_type)
 
     def drain(self) -> None:
         """Wait until the last step is done and home; without this, that is when the next forward has used all units.
@@ -255,7 +255,7 @@ class Engine:
             self._step.micro_batches.done = 0
 
     def _drop_gradients(self, manager: Manager) -> None:
-        self._handles.clear()
+        self._book.clear()
         manager.drop_gradients()
 
     def _has_gradients(self) -> bool:
@@ -263,7 +263,7 @@ class Engine:
         manager = self._manager
         if manager is None or self._life.closed or self.optimizer is None:
             return False
-        self._handles.adopt()
+        self._book.adopt()
         return manager.gradients.any_arrived
 
     def _step_now(self) -> bool:
@@ -296,10 +296,10 @@ class Engine:
         self._hooks.settle_changes()
         manager.forward.finish()  # updates of units that were not used since the last step
         manager.working.refuse_changes()
-        self._handles.adopt()
-        norm = self._handles.measure()
+        self._book.adopt()
+        norm = self._book.measure()
         if not self._step_is_ours and (norm.count == 0 or offloaded.only_makes_states(norm.squares)):
-            self._handles.clear()
+            self._book.clear()
             step.pass_over()
             if norm.count == 0:
                 offloaded.note_nothing()
@@ -307,7 +307,7 @@ class Engine:
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
         taken = step.take(norm)
-        self._handles.clear()
+        self._book.clear()
         return taken
 
     def _refuse_gradient(self) -> str | None:
@@ -416,7 +416,7 @@ class Engine:
         It is that of the gradients that wait for the next step, or of the last step where there are none.
         """
         if self._has_gradients():
-            return float(self._handles.measure().squares ** 0.5 * self._require_step("grad_norm").averaging())
+            return float(self._book.measure().squares ** 0.5 * self._require_step("grad_norm").averaging())
         return None if self._step is None else self._step.grad_norm
 
     @property
@@ -494,8 +494,8 @@ class Engine:
         """
         manager = self._require_open()
         self._hooks.settle_changes()
-        self._handles.adopt()
-        return take_digests(manager, self._counts, self._handles.factors())
+        self._book.adopt()
+        return take_digests(manager, self._counts, self._book.factors())
 
     # --- closing ----------------------------------------------------------------------------------------------------
 

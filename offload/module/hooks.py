@@ -39,7 +39,7 @@ from offload.memory.tiers import view_at
 from offload.module import refusals
 from offload.module.absent import is_lost, owners
 from offload.module.binding import Binding
-from offload.module.handles import Handles
+from offload.module.gradient_book import GradientBook
 from offload.module.saved import InForce, Over, SavedView
 from offload.module.torch_calls import Does, calling_frame, what
 from offload.planning.units import Where
@@ -68,7 +68,7 @@ class Attached:
     Attributes:
         manager: owner of the shards.
         activations: ledger of what autograd keeps.
-        handles: stand for gradients.
+        book: of the gradients.
         final_micro_batch: whether no further backward pass follows before the step, given how many there have been.
         guess: what the step will probably do; None where no guess is worth its while.
         refuse_gradient: why gradients are not taken now; None where they are.
@@ -80,7 +80,7 @@ class Attached:
 
     manager: Manager
     activations: Activations
-    handles: Handles
+    book: GradientBook
     final_micro_batch: Callable[[int], bool]
     guess: Callable[[], Recipe | None]
     refuse_gradient: Callable[[], str | None]
@@ -193,7 +193,7 @@ class Hooks:
         for module in self._leases:
             _managed.discard(module)
         if self._attached is not None:
-            self._attached.handles.clear()
+            self._attached.book.clear()
         for identity in self.binding.identities():
             if owners.get(identity) is self:
                 del owners[identity]
@@ -252,7 +252,7 @@ class Hooks:
             self.end_pass()
             self.settle_changes()
             if torch.is_grad_enabled():
-                at.handles.adopt()
+                at.book.adopt()
             at.activations.close_pass()  # of a backward that was not called through the engine
             at.activations.open_pass()
         at.activations.balance()
@@ -578,7 +578,7 @@ class Hooks:
     def _take_gradient(self, parameter: torch.Tensor, unit: int, slot: int) -> None:
         """Hand on what autograd has made, and leave a handle."""
         at, where = self._at, (unit, slot)
-        gradient, before = at.handles.take(parameter, where)
+        gradient, before = at.book.take(parameter, where)
         try:
             refusal = at.refuse_gradient()
             if refusal is not None:
@@ -608,9 +608,9 @@ class Hooks:
             at.manager.add_gradient(unit, slot, gradient, final=final, backward_pass=self._pass)
         except BaseException:
             if before is not None:
-                at.handles.put(parameter, where, before)
+                at.book.put(parameter, where, before)
             raise
-        at.handles.put(parameter, where, before)
+        at.book.put(parameter, where, before)
         at.manager.advance_updates(at.guess)
 
     def _note_task(self) -> None:
