@@ -90,21 +90,21 @@ class Engine:
         self.module = model
         self.config = Config.load(config, **options)
         self._deferral = Deferral()
-        self._in_backward = False
         self._step_is_ours = False  # not asked for by optimizer.step(), which does nothing where torch's would not
         self._last_loss: weakref.ref[torch.Tensor] | None = None
-        calls = EngineCalls(Calls(self._step_now, self.zero_grad), self._refuse_gradient, self._deferral, self._life)
+        calls = EngineCalls(Calls(self._step_now, self.zero_grad), self._deferral, self._life)
         parts = build(model, unwrapped(optimizer), self.config, calls)
         self.device = parts.device
         self.plan: Plan = parts.plan
-        self.optimizer: OffloadOptimizer | None = parts.optimizer
-        self._step = parts.step
-        self._run = parts.run
-        self._counts = parts.counts
+        self.optimizer: OffloadOptimizer | None = parts.steps.optimizer
+        self._step = parts.steps.step
+        self._run = parts.steps.run
+        self._counts = parts.steps.counts
         self._counters = parts.counters
         self._budgets = parts.budgets
         self._tree = parts.tree
         self._hooks = parts.hooks
+        self._changes = parts.changes
         self._loader = parts.loader
         self._activations = parts.activations
         self._tensors = parts.tensors
@@ -164,11 +164,9 @@ class Engine:
             )
         begin, stalled = time.perf_counter(), self._counters.waits_seconds
         self._book.adopt()
-        self._in_backward = True
-        with self._deferral:
+        with self._run.scaler.applied() as factor, self._deferral:
             try:
-                scaler = self._run.scaler
-                self._hooks.backward(loss * scaler.scale if scaler.enabled else loss, **kwargs)
+                self._hooks.backward(loss if factor is None else loss * factor, **kwargs)
                 self._activations.close_pass()
                 self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
             except BaseException:
@@ -176,7 +174,6 @@ class Engine:
                 _clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
                 raise
             finally:
-                self._in_backward = False
                 self._count_compute(begin, stalled)
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
         self._last_loss = None if kept else weakref.ref(loss)
@@ -293,7 +290,7 @@ class Engine:
             )
         offloaded.refuse_foreign()
         self._activations.close_pass()
-        self._hooks.settle_changes()
+        self._changes.adopt()
         manager.forward.finish()  # updates of units that were not used since the last step
         manager.working.refuse_changes()
         self._book.adopt()
@@ -309,11 +306,6 @@ class Engine:
         taken = step.take(norm)
         self._book.clear()
         return taken
-
-    def _refuse_gradient(self) -> str | None:
-        if self._run.scaler.enabled and not self._in_backward:
-            return "float16: the loss must be scaled; call engine.backward(loss) instead of loss.backward()"
-        return None
 
     # --- reading and writing tensors --------------------------------------------------------------------------------
 
@@ -493,7 +485,7 @@ class Engine:
             swap.SwapError: an I/O error.
         """
         manager = self._require_open()
-        self._hooks.settle_changes()
+        self._changes.adopt()
         self._book.adopt()
         return take_digests(manager, self._counts, self._book.factors())
 
@@ -526,7 +518,7 @@ class Engine:
         lost: Exception | None = None
         if restore:
             try:
-                self._hooks.settle_changes()
+                self._changes.adopt()
                 self._hooks.binding.refuse_rebound()
             except Exception as error:  # told when the engine is closed
                 lost = error

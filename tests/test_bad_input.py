@@ -43,8 +43,8 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import AdamW, Engine
 from offload.kernels import cpu_adam
-from offload.module.hooks import in_backward
 from offload.planning import placement
+from offload.torch_private import in_backward
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
 STEPS = 3
@@ -978,9 +978,9 @@ def test_an_interrupted_plain_backward_is_noticed_by_the_next_forward(
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model, number).backward()
             interrupted = False
-            assert engine._hooks._stack
+            assert engine._hooks._forwards.under_way
             model.blocks[2](batch(number))
-            assert not engine._hooks._stack
+            assert not engine._hooks._forwards.under_way
             assert saved_tensor_hooks_in_force() is None
             step(engine, number)
         assert_same_tensors(results(engine), undisturbed)

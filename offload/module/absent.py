@@ -176,6 +176,12 @@ def is_lost(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, Absent) and id(parameter) not in owners
 
 
+def owner_of(parameter: nn.Parameter) -> str | None:
+    """Return what a parameter is called in the engine that has it, None where none has."""
+    owner = owners.get(id(parameter))
+    return None if owner is None else owner.describe(parameter)
+
+
 def _keeper_of(parameter: torch.Tensor, func: Any) -> Keeper:
     keeper = owners.get(id(parameter))
     if keeper is None:

@@ -14,9 +14,9 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from offload.memory.tiers import Budget, Tier
+from offload.module.binding import Binding
 from offload.module.gradient_book import GradientBook
 from offload.module.handles import GradientHandle
-from offload.module.hooks import Hooks
 from offload.planning.units import Where
 from offload.shards.manager import Manager
 from offload.torch_private import no_subclasses
@@ -26,18 +26,18 @@ class GradientTensors:
     """Gathers gradients of one engine. See the module's text."""
 
     def __init__(
-        self, book: GradientBook, hooks: Hooks, budgets: Mapping[Tier, Budget], manager: Callable[[], Manager]
+        self, book: GradientBook, binding: Binding, budgets: Mapping[Tier, Budget], manager: Callable[[], Manager]
     ) -> None:
         """Prepare.
 
         Args:
             book: of the engine.
-            hooks: knows where each parameter is.
+            binding: knows where each parameter is.
             budgets: that of the device is charged.
             manager: returns the owner of the shards, or raises where it is not to be used any more.
         """
         self._book = book
-        self._hooks = hooks
+        self._binding = binding
         self._budget = budgets[Tier.DEVICE]
         self._manager = manager
 
@@ -60,7 +60,7 @@ class GradientTensors:
                     yield
                     whole = True
                 finally:
-                    changed = self._take_back(places, before, given, modify=modify and whole)
+                    changed = self._put_back(places, before, given, modify=modify and whole)
             if changed and not modify:
                 raise StateError(
                     f"gather_gradients: the gradient of {self._book.name_of(changed[0])} was changed; pass "
@@ -83,7 +83,7 @@ class GradientTensors:
         value = self._book.value_of(handle)
         return self._book.values(value, parameter.dtype, parameter.device).view(parameter.shape)
 
-    def _take_back(
+    def _put_back(
         self,
         places: Mapping[Where, nn.Parameter],
         before: Mapping[Where, torch.Tensor | None],
@@ -126,7 +126,7 @@ class GradientTensors:
             )
         places = {}
         for parameter in params:
-            where = self._hooks.binding.slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
+            where = self._binding.slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
             if where is None or not self._book.trains(where):
                 raise StateError(
                     "gather_gradients: expected parameters that this engine trains but got "

@@ -8,7 +8,7 @@ are elsewhere: parameters outside their uses (:mod:`offload.module.absent`) and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import FrameType
 from typing import Any
@@ -116,6 +116,15 @@ def calling_frame(frame: FrameType) -> FrameType:
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
+
+
+def collects_state(func: Any, caller: FrameType, modules: Container[Any]) -> bool:
+    """Tell whether this is torch making a state dict of `modules`: its values are replaced when it has them all.
+
+    Fetched one by one for it, they would all stay on the device until then.
+    """
+    saving = func is torch.Tensor.detach and caller.f_code is torch.nn.Module._save_to_state_dict.__code__
+    return saving and caller.f_locals.get("self") in modules
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
