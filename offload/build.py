@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.activations.ledger import Activations
-from offload.activations.rss import open_resident_set
+from offload.activations.rss import open_rss
 from offload.checkpoint.contents import ParameterContents
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
@@ -153,7 +153,7 @@ def build(
         loader.load(manager)
         if steps.states is not None and isinstance(optimizer, torch.optim.Optimizer):
             steps.states.adopt(optimizer)
-        activations = _activations(manager, budgets, plan, device, undo)  # measures what is resident from here on
+        activations = _activations(manager, budgets, plan, device, undo)  # counts what comes from here on
         book = GradientBook(tree.units, tree.parameters, manager, device, steps.averaging)
         asked = steps.calls(calls.deferral)
         hooks = Hooks(model, binding, forwards, changes, manager, activations, book, device, asked)
@@ -245,7 +245,7 @@ def _activations(
     device: torch.device,
     undo: contextlib.ExitStack,
 ) -> Activations:
-    meter = open_resident_set() if device.type == "cpu" else None
+    meter = open_rss() if device.type == "cpu" else None
     if meter is not None:
         undo.callback(meter.close)
     return Activations(budgets[Tier.DEVICE], manager.working, meter, beside_bytes=plan.request.own_bytes)

@@ -28,6 +28,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("life", "optimizer"),
     ("build",),
+    ("closing", "snapshot", "training"),
     ("engine",),
     ("cli",),
     ("__main__",),
