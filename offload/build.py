@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from offload.activations.ledger import Activations
-from offload.activations.rss import open_resident_set
+from offload.activations.rss import open_rss
+from offload.checkpoint.contents import ParameterContents
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
 from offload.checkpoint.optimizer_state import OptimizerStates
@@ -29,9 +30,12 @@ from offload.memory.devices import open_device
 from offload.memory.limits import resolve_budgets
 from offload.memory.machine import free_bytes
 from offload.module.binding import Binding
+from offload.module.changes import OutsideChanges
+from offload.module.forwards import Forwards
+from offload.module.gradient_book import GradientBook
+from offload.module.gradient_hooks import HookCalls
 from offload.module.gradient_tensors import GradientTensors
-from offload.module.handles import Handles
-from offload.module.hooks import Attached, Hooks
+from offload.module.hooks import Hooks, refuse_taken
 from offload.module.quantized import make_ready
 from offload.optim.progress import LossScaler, Progress
 from offload.optim.recipe import StepCounts, group_of_slots
@@ -54,25 +58,52 @@ SMALLEST_UNIT_LIMIT = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Parts:
-    """What an engine is made of; what only training needs is None for one that evaluates."""
+class Steps:
+    """What steps are made of; where an engine only evaluates, there are no optimizer, states and step.
 
-    config: Config
+    Attributes:
+        run: steps taken, and the loss scale.
+        counts: updates that each parameter has had.
+        states: of the optimizer.
+        optimizer: the face.
+        step: takes the steps.
+    """
+
+    run: Progress
+    counts: StepCounts
+    states: OptimizerStates | None = None
+    optimizer: OffloadOptimizer | None = None
+    step: Step | None = None
+
+    def averaging(self) -> float:
+        """Return what makes the mean over micro-batches of a sum of scaled gradients."""
+        return 1.0 if self.step is None else self.step.averaging()
+
+    def calls(self, deferral: Deferral) -> HookCalls:
+        """Return what hooks ask."""
+        step, check = self.step, deferral.check
+        if step is None:
+            return HookCalls(lambda passes: True, lambda: None, lambda: None, check)
+        return HookCalls(step.micro_batches.is_final, step.guess, self.run.scaler.refuse_gradient, check)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
     device: Device
     plan: Plan
     budgets: dict[Tier, Budget]
     counters: Counters
     tree: UnitTree
     hooks: Hooks
+    changes: OutsideChanges
     loader: Loader
     activations: Activations
     tensors: ModuleTensors
-    handles: Handles
+    book: GradientBook
     gradients: GradientTensors
-    run: Progress
-    counts: StepCounts
-    step: Step | None
-    optimizer: OffloadOptimizer | None
+    steps: Steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,13 +112,11 @@ class EngineCalls:
 
     Attributes:
         optimizer: what its optimizer asks.
-        refuse_gradient: why gradients are not taken now; None where they are.
         deferral: holds Ctrl-C back while something is half done.
         life: begins when the memory is there.
     """
 
     optimizer: Calls
-    refuse_gradient: Callable[[], str | None]
     deferral: Deferral
     life: Life
 
@@ -107,78 +136,77 @@ def build(
     make_ready(model, cast)
     limits = resolve_budgets(config.budgets(), device, free_bytes(config.paths()))
     tree = _units(model, config, rule, limits[Tier.DEVICE])
-    hooks = Hooks(model, Binding(tree, place), place)
+    refuse_taken(model, tree)
+    binding = Binding(tree, place)
     plan = _plan(model, config, rule, tree, limits, device)
     if config.threads is not None:
         cpu_adam.set_num_threads(config.threads)
-    counters = Counters()
+    counters, life = Counters(), calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
-    loader = Loader(model, tree, hooks, config.init_weights)
-    manager = open_tiers(plan, config, device, budgets, hooks.binding, counters, calls.deferral)
+    loader = Loader(model, tree, binding, config.init_weights)
+    manager = open_tiers(plan, config, device, budgets, binding, counters, calls.deferral)
     with contextlib.ExitStack() as undo:
         unloaded: dict[int, list[torch.Tensor]] = {}
         undo.callback(loader.give_back, unloaded)
         undo.callback(manager.close)
-        undo.callback(hooks.detach)
         undo.callback(lambda: unloaded.update(loader.unload(manager)))
-
-        life = calls.life
         undo.callback(life.end)
         life.open(manager)
-        trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in tree.units)
-        run = Progress(LossScaler(config, enabled=trains_fp16))
-        own = (rule.own, manager.tiers.optimizer_claim) if rule and rule.own else None
-        counts = StepCounts(tree.units, own)
-        offloaded, step = None, None
-        if optimizer is not None and rule is not None:
-            states = OptimizerStates(rule, life.require_open, tree, hooks, counts)
-            offloaded = OffloadOptimizer(list(model.parameters()), optimizer, rule, run, states, calls.optimizer)
-            step = Step(manager, config, rule, counts, run, _groups_of(offloaded, tree))
+        contents, forwards = ParameterContents(binding, life.require_open), Forwards()
+        changes = OutsideChanges(binding, forwards, manager, contents)
+        steps = _steps(model, optimizer, rule, config, manager, binding, changes, calls)
         loader.load(manager)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            states.adopt(optimizer)
-
-        activations = _activations(manager, budgets, plan, device, undo)
-        tensors = ModuleTensors(model, tree, hooks, life.require_open)
-        averaging = step.averaging if step is not None else lambda: 1.0
-        handles = Handles(tree.units, tree.parameters, manager, place, averaging)
-        gradients = GradientTensors(handles, hooks, budgets, life.require_open)
-        attached = Attached(
-            manager=manager,
-            activations=activations,
-            handles=handles,
-            final_micro_batch=step.micro_batches.is_final if step is not None else lambda passes: True,
-            guess=step.guess if step is not None else lambda: None,
-            refuse_gradient=calls.refuse_gradient,
-            check_interrupt=calls.deferral.check,
-            assign=tensors.assign,
-            take_over=tensors.take_over,
-            load=tensors.load_one,
-        )
-        hooks.attach(attached)
+        if steps.states is not None and isinstance(optimizer, torch.optim.Optimizer):
+            steps.states.adopt(optimizer)
+        activations = _activations(manager, budgets, plan, device, undo)  # counts what comes from here on
+        book = GradientBook(tree.units, tree.parameters, manager, place, steps.averaging)
+        asked = steps.calls(calls.deferral)
+        hooks = Hooks(model, binding, forwards, changes, manager, activations, book, place, asked)
+        undo.callback(hooks.detach)
+        hooks.attach()
+        tensors = ModuleTensors(model, hooks, changes, life.require_open)
         tensors.attach()
-        loader.move_buffers(place)
+        loader.move_buffers(place, hooks.saved)
         manager.prefetch()
         undo.pop_all()
     logger.info("plan:\n%s", plan)
     return Parts(
-        config=config,
         device=device,
         plan=plan,
         budgets=budgets,
         counters=counters,
         tree=tree,
         hooks=hooks,
+        changes=changes,
         loader=loader,
         activations=activations,
         tensors=tensors,
-        handles=handles,
-        gradients=gradients,
-        run=run,
-        counts=counts,
-        step=step,
-        optimizer=offloaded,
+        book=book,
+        gradients=GradientTensors(book, binding, budgets, life.require_open),
+        steps=steps,
     )
+
+
+def _steps(
+    model: nn.Module,
+    optimizer: OptimizerSpec | torch.optim.Optimizer | None,
+    rule: Rule | None,
+    config: Config,
+    manager: Manager,
+    binding: Binding,
+    changes: OutsideChanges,
+    calls: EngineCalls,
+) -> Steps:
+    tree = binding.tree
+    trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in tree.units)
+    run = Progress(LossScaler(config, enabled=trains_fp16))
+    own = (rule.own, manager.tiers.optimizer_claim) if rule and rule.own else None
+    counts = StepCounts(tree.units, own)
+    if optimizer is None or rule is None:
+        return Steps(run, counts)
+    states = OptimizerStates(rule, calls.life.require_open, binding, changes, counts)
+    face = OffloadOptimizer(list(model.parameters()), optimizer, rule, run, states, calls.optimizer)
+    return Steps(run, counts, states, face, Step(manager, config, rule, counts, run, _groups_of(face, tree)))
 
 
 def _units(model: nn.Module, config: Config, rule: Rule | None, device_bytes: int) -> UnitTree:
@@ -222,7 +250,7 @@ def _activations(
     device: Device,
     undo: contextlib.ExitStack,
 ) -> Activations:
-    meter = open_resident_set() if device.addressable else None
+    meter = open_rss() if device.addressable else None
     if meter is not None:
         undo.callback(meter.close)
     return Activations(budgets[Tier.DEVICE], manager.working, meter, beside_bytes=plan.request.own_bytes)

@@ -1,16 +1,14 @@
 """The engine: wraps a module and trains it within memory budgets.
 
-Owns the order of things - forward, backward, step, close - and the errors for calls out of order. The work is done
-below: :mod:`offload.build` makes the parts, :mod:`offload.shards.manager` moves, :mod:`offload.module.hooks` ties in
-the module, :mod:`offload.optim.step` takes steps, :mod:`offload.checkpoint.module_state` reads and writes tensors.
+Owns what users call, and what it promises them. The work is done below: :mod:`offload.build` makes the parts,
+:mod:`offload.training` orders forward, backward and step, :mod:`offload.checkpoint.module_state` reads and writes
+tensors, :mod:`offload.closing` ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,21 +18,20 @@ from torch import nn
 
 from offload.build import EngineCalls, build
 from offload.checkpoint.digests import take_digests
+from offload.closing import close
 from offload.config import Config
-from offload.errors import TRAIN_MORE, ConfigError, NonFiniteError, StateError
+from offload.errors import ConfigError, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
-from offload.memory.budget import Tier
 from offload.module import refusals
-from offload.module.absent import is_lost
-from offload.module.torch_calls import tensors_in
-from offload.optim.step import Step
 from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
 from offload.shards.manager import Manager
+from offload.snapshot import take_snapshot
 from offload.spec import OptimizerSpec
 from offload.stats import Stats
+from offload.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -89,28 +86,14 @@ class Engine:
         refusals.refuse_model(model)
         self.module = model
         self.config = Config.load(config, **options)
-        self._deferral = Deferral()
-        self._in_backward = False
-        self._step_is_ours = False  # not asked for by optimizer.step(), which does nothing where torch's would not
-        self._last_loss: weakref.ref[torch.Tensor] | None = None
-        calls = EngineCalls(Calls(self._step_now, self.zero_grad), self._refuse_gradient, self._deferral, self._life)
-        parts = build(model, unwrapped(optimizer), self.config, calls)
-        self.device = parts.device.place
-        self._addressable = parts.device.addressable
-        self.plan: Plan = parts.plan
-        self.optimizer: OffloadOptimizer | None = parts.optimizer
-        self._step = parts.step
-        self._run = parts.run
-        self._counts = parts.counts
-        self._counters = parts.counters
-        self._budgets = parts.budgets
-        self._tree = parts.tree
-        self._hooks = parts.hooks
-        self._loader = parts.loader
-        self._activations = parts.activations
-        self._tensors = parts.tensors
-        self._handles = parts.handles
-        self._gradients = parts.gradients
+        deferral = Deferral()
+        calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life)
+        self._parts = build(model, unwrapped(optimizer), self.config, calls)
+        self._training = Training(self._parts, self._life, deferral)
+        self.device = self._parts.device.place
+        self.plan: Plan = self._parts.plan
+        self.optimizer: OffloadOptimizer | None = self._parts.steps.optimizer
+        self._step = self._parts.steps.step
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -122,20 +105,8 @@ class Engine:
             BudgetError: activations do not fit the device budget.
         """
         self._require_open()
-        self._check_batch(args, kwargs)
-        begin, stalled = time.perf_counter(), self._counters.waits_seconds
-        with self._deferral:
-            try:
-                with self._hooks.watch():  # hooks of the user may run before ours, or after
-                    output = self.module(*args, **kwargs)
-                if not torch.is_grad_enabled():
-                    self._activations.close_pass()
-                return output
-            except BaseException:
-                _clean_up(self._hooks.unwind, self._activations.abandon_pass)
-                raise
-            finally:
-                self._count_compute(begin, stalled)
+        refusals.refuse_batch(args, kwargs, self.device)
+        return self._training.forward(self.module, args, kwargs)
 
     forward = __call__
 
@@ -150,37 +121,7 @@ class Engine:
             NonFiniteError: the loss is NaN or infinite; no gradient was computed.
             StateError: backward was called for this loss already, or the engine is closed.
         """
-        manager, step = self._require_open(), self._require_step("backward")
-        step.micro_batches.note_meant()
-        if not isinstance(loss, torch.Tensor):
-            raise StateError(f"backward: expected the loss as a tensor but got {type(loss).__name__}; pass output.loss")
-        if self._last_loss is not None and self._last_loss() is loss:
-            raise StateError(
-                "backward: called twice for the same loss; run the forward again, or pass retain_graph=True"
-            )
-        if self._addressable and not torch.isfinite(loss.detach()).all():
-            raise NonFiniteError(
-                f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; nothing was changed. "
-                "Look at the batch and the learning rate, or for labels that are all ignored"
-            )
-        begin, stalled = time.perf_counter(), self._counters.waits_seconds
-        self._handles.adopt()
-        self._in_backward = True
-        with self._deferral:
-            try:
-                scaler = self._run.scaler
-                self._hooks.backward(loss * scaler.scale if scaler.enabled else loss, **kwargs)
-                self._activations.close_pass()
-                self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
-            except BaseException:
-                step.micro_batches.done = 0
-                _clean_up(self._hooks.unwind, self._handles.clear, self._activations.abandon_pass, manager.reset)
-                raise
-            finally:
-                self._in_backward = False
-                self._count_compute(begin, stalled)
-        kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
-        self._last_loss = None if kept else weakref.ref(loss)
+        self._training.backward(loss, kwargs)
 
     def step(self) -> bool:
         """Close a micro-batch; at the end of an accumulation, take the optimizer step.
@@ -198,19 +139,7 @@ class Engine:
             swap.SwapError: an I/O error. The gradients are dropped; if it came while parameters or states were being
                 written, the engine cannot be used further and says so.
         """
-        self._require_open()
-        step = self._require_step("step")
-        step.micro_batches.note_meant()
-        if not step.micro_batches.close():
-            return False
-        assert self.optimizer is not None
-        before = self._run.steps
-        self._step_is_ours = True
-        try:
-            self.optimizer.step()  # so that its hooks and LR schedulers see it
-        finally:
-            self._step_is_ours = False
-        return self._run.steps > before
+        return self._training.step()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the global norm of the gradients that have arrived, as ``torch.nn.utils.clip_grad_norm_`` does.
@@ -229,9 +158,9 @@ class Engine:
         self._require_open()
         if not isinstance(max_norm, (int, float)) or not max_norm >= 0:
             raise ConfigError(f"clip_grad_norm_: expected max_norm as a number of at least 0 but got {max_norm!r}")
-        if self.optimizer is None or not self._has_gradients():
+        if not self._training.has_gradients():
             raise StateError("clip_grad_norm_: expected gradients but none has arrived; call backward first")
-        return torch.nn.utils.clip_grad_norm_(self._handles.parameters(), max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(self._parts.book.parameters(), max_norm, norm_type)
 
     def drain(self) -> None:
         """Wait until the last step is done and home; without this, that is when the next forward has used all units.
@@ -249,78 +178,16 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget the gradients that have arrived since the last step."""
-        manager = self._require_open()
-        self._hooks.unwind()
-        self._drop_gradients(manager)
-        if self._step is not None:
-            self._step.micro_batches.done = 0
-
-    def _drop_gradients(self, manager: Manager) -> None:
-        self._handles.clear()
-        manager.drop_gradients()
-
-    def _has_gradients(self) -> bool:
-        """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""
-        manager = self._manager
-        if manager is None or self._life.closed or self.optimizer is None:
-            return False
-        self._handles.adopt()
-        return manager.gradients.any_arrived
+        self._training.zero_grad()
 
     def _step_now(self) -> bool:
-        manager, step = self._require_open(), self._require_step("step")
-        self._last_loss = None
-        self._hooks.unwind()
-        with self._deferral:  # Ctrl-C comes through when the step is done
-            try:
-                return self._take_step(manager, step)
-            except BaseException as error:
-                step.micro_batches.done = 0
-                if manager.has_lost_content():
-                    self._life.lose(f"a step failed half way ({type(error).__name__}: {error})")
-                else:
-                    with contextlib.suppress(Exception):  # the first error is on its way up
-                        self._drop_gradients(manager)  # the micro-batches are run again, after every kind of error
-                raise
-
-    def _take_step(self, manager: Manager, step: Step) -> bool:
-        offloaded = self.optimizer
-        assert offloaded is not None
-        name = self._hooks.untrained()
-        if name is not None:
-            raise StateError(
-                f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; freeze "
-                f"it again, or {TRAIN_MORE}"
-            )
-        offloaded.refuse_foreign()
-        self._activations.close_pass()
-        self._hooks.settle_changes()
-        manager.forward.finish()  # updates of units that were not used since the last step
-        manager.working.refuse_changes()
-        self._handles.adopt()
-        norm = self._handles.measure()
-        if not self._step_is_ours and (norm.count == 0 or offloaded.only_makes_states(norm.squares)):
-            self._handles.clear()
-            step.pass_over()
-            if norm.count == 0:
-                offloaded.note_nothing()
-            return False
-        if norm.count == 0:
-            raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
-        taken = step.take(norm)
-        self._handles.clear()
-        return taken
-
-    def _refuse_gradient(self) -> str | None:
-        if self._run.scaler.enabled and not self._in_backward:
-            return "float16: the loss must be scaled; call engine.backward(loss) instead of loss.backward()"
-        return None
+        return self._training.take_step()
 
     # --- reading and writing tensors --------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the module's state dict with real tensors: parameters as CPU copies, buffers as they are."""
-        return self._tensors.state_dict()
+        return self._parts.tensors.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load parameters and buffers by name; masters follow the given values, moments are kept.
@@ -333,7 +200,7 @@ class Engine:
                 too).
             StateError: parameters are in use, inside :meth:`gather` or a forward. Nothing was loaded in either case.
         """
-        self._tensors.load(state_dict, strict=strict)
+        self._parts.tensors.load(state_dict, strict=strict)
 
     def gather_gradients(
         self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None = None, modify: bool = False
@@ -352,7 +219,7 @@ class Engine:
             ConfigError: `params` is something else.
             StateError: one is not trained by this engine, or was changed without `modify`, which undoes the change.
         """
-        return self._gradients.gather(params, modify=modify)
+        return self._parts.gradients.gather(params, modify=modify)
 
     def apply(
         self,
@@ -371,7 +238,7 @@ class Engine:
         Raises:
             ConfigError, StateError: as :meth:`gather`. Units that came before keep what was changed.
         """
-        self._tensors.apply(function, self.module if params is None else params)
+        self._parts.tensors.apply(function, self.module if params is None else params)
 
     def gather(
         self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False
@@ -391,7 +258,7 @@ class Engine:
                 in place without `modify` or without being gathered; what may be changed is kept. The change is undone
                 with `modify`, and where there is a copy at home; elsewhere the next step refuses it again.
         """
-        return self._tensors.gather(params, modify=modify)
+        return self._parts.tensors.gather(params, modify=modify)
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Save a Hugging Face model with its own ``save_pretrained``.
@@ -399,14 +266,7 @@ class Engine:
         Raises:
             StateError: the module has no ``save_pretrained``.
         """
-        self._require_open()
-        save = getattr(self.module, "save_pretrained", None)
-        if save is None:
-            raise StateError(
-                f"save_pretrained: {type(self.module).__name__} is not a Hugging Face model; "
-                "use torch.save(engine.state_dict(), path)"
-            )
-        save(directory, state_dict=self.state_dict(), **kwargs)
+        self._parts.tensors.save_pretrained(directory, **kwargs)
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
@@ -416,14 +276,12 @@ class Engine:
 
         It is that of the gradients that wait for the next step, or of the last step where there are none.
         """
-        if self._has_gradients():
-            return float(self._handles.measure().squares ** 0.5 * self._require_step("grad_norm").averaging())
-        return None if self._step is None else self._step.grad_norm
+        return self._training.grad_norm
 
     @property
     def loss_scale(self) -> float:
         """Current loss scale; 1.0 unless float16 is trained."""
-        return self._run.scaler.scale
+        return self._parts.steps.run.scaler.scale
 
     @property
     def training(self) -> bool:
@@ -442,37 +300,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
-        links = self._counters.links()
-        peak = {tier.value: budget.peak_bytes for tier, budget in self._budgets.items()}
-        self._activations.refund()
-        used = {tier.value: budget.used_bytes for tier, budget in self._budgets.items()}
-        manager = self._manager
-        if manager is not None:
-            used = manager.tiers.used_bytes()
-            if manager.tiers.store is not None:
-                swapped = manager.tiers.store.stats()
-                links["nvme_read"] = type(links["h2d"])(swapped.read_bytes, swapped.read_seconds)
-                links["nvme_write"] = type(links["h2d"])(swapped.written_bytes, swapped.write_seconds)
-                peak[Tier.NVME.value] = swapped.peak_used_bytes
-        return Stats(
-            step=self._run.steps,
-            skipped_steps=self._run.skipped,
-            links=links,
-            hits=self._counters.hits,
-            misses=self._counters.misses,
-            stalls=self._counters.stalls,
-            stall_seconds=self._counters.stall_seconds,
-            update_chunks=self._counters.update_chunks,
-            update_stalls=self._counters.update_stalls,
-            update_seconds=self._counters.update_seconds,
-            update_stall_seconds=self._counters.update_stall_seconds,
-            early_units=self._counters.early_units,
-            early_units_dropped=self._counters.early_units_dropped,
-            used_bytes=used,
-            peak_bytes=peak,
-            budget_bytes={tier.value: budget.limit_bytes for tier, budget in self._budgets.items()},
-            loss_scale=self._run.scaler.scale,
-        )
+        return take_snapshot(self._parts, self._manager)
 
     def digests(self) -> dict[str, dict[str, str]]:
         """Return a short digest of the bits of every parameter, gradient and state: equal where the bits are equal.
@@ -494,9 +322,9 @@ class Engine:
             swap.SwapError: an I/O error.
         """
         manager = self._require_open()
-        self._hooks.settle_changes()
-        self._handles.adopt()
-        return take_digests(manager, self._counts, self._handles.factors())
+        self._parts.changes.adopt()
+        self._parts.book.adopt()
+        return take_digests(manager, self._parts.steps.counts, self._parts.book.factors())
 
     # --- closing ----------------------------------------------------------------------------------------------------
 
@@ -516,46 +344,8 @@ class Engine:
             StateError: somebody has changed a parameter in a forward, and the change is lost; the engine is closed.
         """
         manager = self._manager
-        if manager is None or self._life.closed or not self._life.here:
-            return
-        total = sum(unit.param_bytes for unit in self._tree.units)
-        if restore is None:
-            room = self._budgets[Tier.HOST].limit_bytes
-            room += self._budgets[Tier.DEVICE].limit_bytes if self._addressable else 0
-            restore = self._life.unusable is None and total <= room
-        _clean_up(self._hooks.unwind)
-        lost: Exception | None = None
-        if restore:
-            try:
-                self._hooks.settle_changes()
-                self._hooks.binding.refuse_rebound()
-            except Exception as error:  # told when the engine is closed
-                lost = error
-        else:
-            manager.forward.abandon()  # nobody will see what they would have made
-        self._life.close()
-        if self.optimizer is not None:
-            self.optimizer.release(lost=any(map(any, self._counts.counts.values())))
-        with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
-            manager.reset()
-        self._tensors.detach()
-        restored: dict[int, list[torch.Tensor]] = {}
-        with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
-            last.callback(self._leave_module, restored)
-            last.callback(manager.close)
-            last.callback(self._hooks.detach)
-            last.callback(self._activations.close)
-            if restore:
-                restored.update(self._loader.unload(manager))
-        if lost is not None:
-            raise lost
-
-    def _leave_module(self, restored: dict[int, list[torch.Tensor]]) -> None:
-        """Give the module what was restored, or a guard against being used."""
-        self._life.end()
-        self._loader.give_back(restored)
-        if not restored:
-            self.module.register_forward_pre_hook(_refuse_forward)
+        if manager is not None and not self._life.closed and self._life.here:
+            close(self.module, self._parts, self._life, manager, restore=restore)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled.
@@ -585,53 +375,9 @@ class Engine:
             if self._manager is not None:
                 self.close(restore=False)
 
-    # --- checks -----------------------------------------------------------------------------------------------------
-
     @property
     def _manager(self) -> Manager | None:
         return self._life.manager
 
     def _require_open(self) -> Manager:
         return self._life.require_open()
-
-    def _require_step(self, what: str) -> Step:
-        if self._step is None:
-            raise StateError(f"{what}: this engine only evaluates; pass optimizer=offload.AdamW(...)")
-        return self._step
-
-    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for name, argument in (*enumerate(args), *kwargs.items()):
-            for value in tensors_in(argument):
-                if value.device != self.device:
-                    raise StateError(
-                        f"batch: argument {name!r} is on {value.device} but the engine computes on {self.device}; "
-                        f"move it with .to(engine.device)"
-                    )
-
-    def _count_compute(self, begin: float, stalled_before: float) -> None:
-        stalled = self._counters.waits_seconds - stalled_before
-        self._counters.add("compute", seconds=max(time.perf_counter() - begin - stalled, 0.0))
-
-
-def _clean_up(*steps: Callable[[], None]) -> None:
-    """Take all steps, whatever fails on the way: the first error, which is on its way up, is what the user gets.
-
-    Raises:
-        BaseException: an interrupt came meanwhile.
-    """
-    interrupt: BaseException | None = None
-    for step in steps:
-        try:
-            step()
-        except Exception as failure:
-            logger.warning("clean-up after an error: %s: %s", type(failure).__name__, failure)
-        except BaseException as another:
-            interrupt = another
-    if interrupt is not None:
-        raise interrupt
-
-
-def _refuse_forward(module: nn.Module, args: object) -> None:
-    for name, parameter in module.named_parameters():
-        if is_lost(parameter):
-            raise StateError(f"model: parameter {name}: {refusals.LOST}")

@@ -125,14 +125,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not self._made:
             super().add_param_group(param_group)
             return
-        self._check_added(param_group)
+        self._refuse_added(param_group)
         before = self._predecessor
         if isinstance(before, torch.optim.Optimizer):
             type(before).add_param_group(before, param_group)  # to the list that both have
         else:
             super().add_param_group(param_group)
 
-    def release(self, *, lost: bool) -> None:
+    def hand_back(self, *, lost: bool) -> None:
         """Let a torch optimizer that was taken over be an ordinary one again, as far as it can without its engine.
 
         Args:
@@ -159,7 +159,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "optimizer from model.parameters() of the same model"
             )
 
-    def _check_added(self, group: Any) -> None:
+    def _refuse_added(self, group: Any) -> None:
         """Check a group that is to be added, as far as torch does not.
 
         Raises:
@@ -180,7 +180,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     f"optimizer: expected parameters that required a gradient when the engine was made but got one of "
                     f"shape {tuple(parameter.shape)} that was frozen; leave it out, or {TRAIN_MORE}"
                 )
-        self._check_group(
+        self._refuse_group(
             {**self.defaults, **group},
             len(self.param_groups),
             subject="optimizer",
@@ -209,7 +209,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 "optimizer.step: no gradient has arrived since the last step, so nothing was updated; call backward "
                 "first if that was not meant. This is said once",
-                stacklevel=7,  # whoever calls step()
+                stacklevel=8,  # whoever calls step()
             )
 
     @torch.no_grad()
@@ -274,13 +274,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         masters = part(state_dict, "masters") if "masters" in state_dict else {}
         run = state_dict.get("run")
         if run is not None:
-            progress.check(run)
+            progress.check_state(run)
         saved = saved_groups(state_dict, groups)
         if self._is_adamw:
             for values in saved:  # as torch's AdamW does, for dicts of Adam
                 values.update({"decoupled_weight_decay": True} if "decoupled_weight_decay" in values else {})
         for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
-            self._check_group({**group, **values, "params": group["params"]}, number, subject=SUBJECT, remedy=REMEDY)
+            self._refuse_group({**group, **values, "params": group["params"]}, number, subject=SUBJECT, remedy=REMEDY)
         numbers_of = [number for group in saved for number in group["params"]]
         states = {}
         for parameter, entry in by_parameter(state, "state", numbers_of, parameters).items():
@@ -301,7 +301,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for group, values in zip(groups, loaded, strict=True):
             group.update(values)
 
-    def _check_group(self, group: dict[str, Any], number: int, *, subject: str, remedy: str) -> None:
+    def _refuse_group(self, group: dict[str, Any], number: int, *, subject: str, remedy: str) -> None:
         """Check that steps can be made with the options of a param group that is to be loaded or added.
 
         Raises:

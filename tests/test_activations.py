@@ -10,7 +10,7 @@ import torch
 
 from offload.activations import ledger as activations
 from offload.activations.ledger import MARGIN_BYTES, TOLERANCE_BYTES, Activations, SavedActivation
-from offload.activations.rss import ResidentSet, open_resident_set, trim_heap
+from offload.activations.rss import Rss, open_rss, trim_heap
 from offload.errors import BudgetError
 from offload.memory.budget import Budget, Tier
 
@@ -280,7 +280,7 @@ def test_without_a_meter_only_the_ledger_counts() -> None:
 
 
 def test_the_resident_set_counts_what_is_touched() -> None:
-    meter = open_resident_set()
+    meter = open_rss()
     if meter is None:
         pytest.skip("/proc/self/statm is missing")
     before = meter.now_bytes()
@@ -292,12 +292,12 @@ def test_the_resident_set_counts_what_is_touched() -> None:
     assert meter.now_bytes() - before <= 20 * MIB
     meter.close()
     meter.close()
-    assert isinstance(meter, ResidentSet)
+    assert isinstance(meter, Rss)
 
 
 def test_a_file_whose_pages_are_taken_away_is_no_peak(tmp_path: Path) -> None:
     """As the kernel does with those of libraries, where memory is short."""
-    meter = open_resident_set()
+    meter = open_rss()
     if meter is None or not meter.high_water_bytes():
         pytest.skip("the kernel does not tell the resident set")
     path = tmp_path / "file"

@@ -43,8 +43,8 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import AdamW, Engine
 from offload.kernels import cpu_adam
-from offload.module.hooks import in_backward
 from offload.planning.planner import Planner
+from offload.torch_private import in_backward
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
 STEPS = 3
@@ -978,9 +978,9 @@ def test_an_interrupted_plain_backward_is_noticed_by_the_next_forward(
             with pytest.raises(KeyboardInterrupt):
                 loss_of(model, number).backward()
             interrupted = False
-            assert engine._hooks._stack
+            assert engine._parts.hooks._forwards.under_way
             model.blocks[2](batch(number))
-            assert not engine._hooks._stack
+            assert not engine._parts.hooks._forwards.under_way
             assert saved_tensor_hooks_in_force() is None
             step(engine, number)
         assert_same_tensors(results(engine), undisturbed)
@@ -993,14 +993,14 @@ def test_every_error_of_the_clean_up_leaves_the_first_one(
 
     step(engine, 0)
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine._activations), "abandon_pass", lambda _: _raise(failures.pop()))
+        patch.setattr(type(engine._parts.activations), "abandon_pass", lambda _: _raise(failures.pop()))
         for failure, expected in ((RuntimeError("second"), KeyError), (KeyboardInterrupt(), KeyboardInterrupt)):
             failures = [failure]
             _hooked(engine, "backward", lambda: _raise(KeyError("mine")))
             with pytest.raises(expected):
                 engine.backward(loss_of(engine, 1))
             assert not failures
-            assert not any(sum(engine._manager.gradients.arrived(unit.index)) for unit in engine._tree.units)  # type: ignore[union-attr]
+            assert not any(sum(engine._manager.gradients.arrived(unit.index)) for unit in engine._parts.tree.units)  # type: ignore[union-attr]
     step(engine, 1)
     step(engine, 2)
     assert_same_tensors(results(engine), undisturbed)

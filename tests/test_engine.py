@@ -38,6 +38,7 @@ import offload
 from offload import AdamW, Engine
 from offload.memory.devices import resolve_device
 from offload.module.handles import GradientHandle
+from offload.module.refusals import refuse_batch
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -1412,11 +1413,7 @@ class Elsewhere(torch.Tensor):
 
 
 def test_a_batch_on_another_gpu_is_refused() -> None:
-    with Engine(net(), AdamW(), **everything_on_device()) as engine:
-        given = batch(0).as_subclass(Elsewhere)
-        engine.device = torch.device("cuda", 1)
-        engine._check_batch((given,), {})
-        engine.device = torch.device("cuda", 0)
-        with pytest.raises(offload.StateError, match=r"is on cuda:1 but the engine computes on cuda:0; move it"):
-            engine._check_batch((given,), {})
-        engine.device = torch.device("cpu")
+    given = batch(0).as_subclass(Elsewhere)
+    refuse_batch((given,), {}, torch.device("cuda", 1))
+    with pytest.raises(offload.StateError, match=r"is on cuda:1 but the engine computes on cuda:0; move it"):
+        refuse_batch((given,), {}, torch.device("cuda", 0))

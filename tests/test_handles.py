@@ -28,7 +28,7 @@ from torch import nn
 
 import offload
 from offload import SGD, AdamW, Engine
-from offload.activations.rss import ResidentSet
+from offload.activations.rss import Rss
 from offload.memory.budget import Tier
 from offload.module.handles import GradientHandle
 
@@ -531,7 +531,7 @@ def test_it_is_refused_before_it_has_made_its_states(place: str, tmp_path: Path)
     with Engine(model, AdamW(), device="cpu", max_memory=options, **more) as engine:
         engine.backward(engine(torch.ones(1, 1024)).sum())
         gc.collect()
-        meter = ResidentSet()
+        meter = Rss()
         before = meter.now_bytes()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         with pytest.raises(offload.StateError, match="zeros_like of parameter"):

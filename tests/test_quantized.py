@@ -299,11 +299,12 @@ def test_scales_are_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -
     model = net().to("cpu")
     moves: list[torch.device] = []
     monkeypatch.setattr(QuantState, "to", lambda self, device: moves.append(device))
-    four_bit = FourBitModules(model, None)  # type: ignore[arg-type]
-    four_bit.attach(torch.device("cpu"))
+    four_bit = FourBitModules(model)
+    saved: Any = None
+    four_bit.attach(torch.device("cpu"), saved)
     four_bit.detach()
     assert moves == []
-    four_bit.attach(torch.device("cuda", 1))
+    four_bit.attach(torch.device("cuda", 1), saved)
     four_bit.detach()
     assert moves == [torch.device("cuda", 1)] * BLOCKS + [torch.device("cpu")] * BLOCKS
     four_bit.detach()

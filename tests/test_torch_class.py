@@ -497,9 +497,9 @@ def reset_peak() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_takes_no_more_memory_than_is_planned(name: str, dtype: torch.dtype) -> None:
     """16 MiB per fp32 tensor of the one large parameter; 4 MiB for what torch and the C library keep for themselves."""
-    from offload.activations.rss import open_resident_set, trim_heap
+    from offload.activations.rss import open_rss, trim_heap
 
-    meter = open_resident_set()
+    meter = open_rss()
     if meter is None or not meter.high_water_bytes():
         pytest.skip("the kernel does not tell the resident set")
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from offload.activations.rss import ResidentSet, trim_heap
+from offload.activations.rss import Rss, trim_heap
 from offload.errors import BudgetError, StateError
 from offload.memory.budget import Budget
 from offload.sizes import format_bytes
@@ -111,7 +111,7 @@ class Activations:
             they take less, the measurement lets the device have it; the two budgets together are kept.
     """
 
-    def __init__(self, budget: Budget, region: Elastic, meter: ResidentSet | None, *, beside_bytes: int = 0) -> None:
+    def __init__(self, budget: Budget, region: Elastic, meter: Rss | None, *, beside_bytes: int = 0) -> None:
         self.freed: collections.deque[int] = collections.deque()
         self._budget = budget
         self._claim = budget.claim("activations")

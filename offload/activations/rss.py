@@ -15,7 +15,7 @@ from pathlib import Path
 _HIGH_WATER = re.compile(rb"^VmHWM:\s+(\d+) kB", re.MULTILINE)
 
 
-class ResidentSet:
+class Rss:
     """Anonymous resident memory of this process: tensors and arenas, but neither code nor mapped files.
 
     Raises:
@@ -59,10 +59,10 @@ class ResidentSet:
             self.close()
 
 
-def open_resident_set() -> ResidentSet | None:
+def open_rss() -> Rss | None:
     """Return a meter, None where the system has none."""
     with contextlib.suppress(OSError):
-        return ResidentSet()
+        return Rss()
     return None
 
 

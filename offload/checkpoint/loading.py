@@ -19,8 +19,9 @@ from offload.errors import ConfigError
 from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
-from offload.module.hooks import Hooks
+from offload.module.binding import Binding
 from offload.module.quantized import FourBitModules
+from offload.module.saved import SavedTensors
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.shards.manager import Manager
@@ -77,25 +78,25 @@ def open_tiers(
 class Loader:
     """Moves a module's parameters to their homes; can be undone."""
 
-    def __init__(self, module: nn.Module, tree: UnitTree, hooks: Hooks, initialise: Any) -> None:
+    def __init__(self, module: nn.Module, tree: UnitTree, binding: Binding, initialise: Any) -> None:
         """Prepare.
 
         Args:
             module: the model.
             tree: its units.
-            hooks: what binds its parameters.
+            binding: of its parameters.
             initialise: callable that gives a module's meta parameters their values; None for the model's own way.
         """
         self._module = module
         self._tree = tree
-        self._hooks = hooks
+        self._binding = binding
         self._initialise = initialise
         self._loaded: list[int] = []
         self._devices = [
             [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
             for members in tree.parameters
         ]
-        self._four_bit = FourBitModules(module, hooks)
+        self._four_bit = FourBitModules(module)
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []  # that have been moved, with where they were
 
     def load(self, manager: Manager) -> None:
@@ -113,10 +114,10 @@ class Loader:
             checkpoint.scatter_parameters(manager, values)
             del values
             if unit.index not in manager.working:
-                self._hooks.binding.unbind(unit)
+                self._binding.unbind(unit)
             self._loaded.append(unit.index)
         for name, buffer in meta_buffers.items():
-            _check_initialised(name, buffer)
+            _refuse_uninitialised(name, buffer)
 
     def unload(self, manager: Manager) -> dict[int, list[torch.Tensor]]:
         """Return ordinary tensors in host memory with the units' parameters; the manager is only to be closed then.
@@ -139,18 +140,18 @@ class Loader:
         self._four_bit.detach()
         for index, tensors in unloaded.items():
             places = zip(tensors, self._devices[index], strict=True)
-            self._hooks.binding.replace(self._tree.units[index], [tensor.to(device) for tensor, device in places])
+            self._binding.replace(self._tree.units[index], [tensor.to(device) for tensor, device in places])
         for index in self._loaded:
             if index not in unloaded:
-                self._hooks.binding.abandon(index)
+                self._binding.mark_lost(index)
         for part, name, device in self._buffers:
             buffer = part._buffers.get(name)
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
 
-    def move_buffers(self, device: torch.device) -> None:
+    def move_buffers(self, device: torch.device, saved: SavedTensors) -> None:
         """Move the buffers of all modules to the device, where compute wants them, and what is like them."""
-        self._four_bit.attach(device)
+        self._four_bit.attach(device, saved)
         for part in self._module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.device != device and not buffer.is_meta:
@@ -181,7 +182,7 @@ class Loader:
                 if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
                     self._initialiser(module, path)(module)
             for slot, parameter in zip(self._tree.units[index].slots, members, strict=True):
-                _check_initialised(slot.name, parameter)
+                _refuse_uninitialised(slot.name, parameter)
 
     def _initialiser(self, module: nn.Module, path: str) -> Callable[[nn.Module], object]:
         own = self._initialise or getattr(self._module, "_init_weights", None)
@@ -207,7 +208,7 @@ def _poisoned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full(tensor.shape, _poison(tensor.dtype) or 0, dtype=tensor.dtype, device="cpu")
 
 
-def _check_initialised(name: str, tensor: torch.Tensor) -> None:
+def _refuse_uninitialised(name: str, tensor: torch.Tensor) -> None:
     poison = _poison(tensor.dtype)
     if poison is None:
         return

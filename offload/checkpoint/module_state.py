@@ -1,8 +1,7 @@
 """The module's own tensors by name: its state dict with real content, loading, and parameters gathered for a while.
 
-Owns the hooks that make ``module.state_dict()`` return real tensors, and every way in which users change parameters.
-Where the bytes are is :mod:`offload.checkpoint.values`'s business. Next: :mod:`offload.engine`, which offers this to
-users.
+Owns the hooks that make ``module.state_dict()`` return real tensors, and what users change through the engine. Where
+the bytes are is :mod:`offload.checkpoint.values`'s business. Next: :mod:`offload.engine`, which offers this to users.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +20,12 @@ from offload.checkpoint import values as checkpoint
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Tier
 from offload.module.binding import Binding
-from offload.module.hooks import Hooks, Loan
-from offload.module.load import ModuleLoad
+from offload.module.changes import OutsideChanges
+from offload.module.hooks import Hooks
+from offload.module.lending import Loan
 from offload.module.refusals import unreadable
-from offload.planning.partition import UnitTree
-from offload.planning.roles import Role
 from offload.planning.units import Where
 from offload.shards.manager import Manager
-from offload.torch_private import no_subclasses
 
 SWAP_NUMEL = 1 << 20  # elements that change places at once
 
@@ -35,26 +33,28 @@ SWAP_NUMEL = 1 << 20  # elements that change places at once
 class ModuleTensors:
     """Tensors of one engine's module. See the module's text."""
 
-    def __init__(self, module: nn.Module, tree: UnitTree, hooks: Hooks, manager: Callable[[], Manager]) -> None:
+    def __init__(
+        self, module: nn.Module, hooks: Hooks, changes: OutsideChanges, manager: Callable[[], Manager]
+    ) -> None:
         """Prepare; :meth:`attach` registers the hooks.
 
         Args:
             module: the model.
-            tree: its units.
-            hooks: knows where each parameter is.
+            hooks: of its parameters.
+            changes: what others have written to them.
             manager: returns the owner of the shards, or raises where it is not to be used any more.
         """
         self._module = module
-        self._tree = tree
+        self._tree = hooks.binding.tree
+        self._binding = hooks.binding
         self._hooks = hooks
+        self._changes = changes
         self._manager = manager
         self._handles: list[RemovableHandle] = []
         self._gathered: Counter[Where] = Counter()  # by blocks that are under way
-        self._loads = ModuleLoad(tree.leases, lambda values: self._write(values))
 
     def attach(self) -> None:
-        """Let ``module.state_dict()`` return real tensors, and ``module.load_state_dict()`` write them home."""
-        self._loads.attach()
+        """Let ``module.state_dict()`` return real tensors."""
         outermost: list[tuple[nn.Module, str, bool]] = []  # where state_dict() was called
 
         def begin(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -75,7 +75,6 @@ class ModuleTensors:
 
     def detach(self) -> None:
         """Remove the hooks. Idempotent."""
-        self._loads.detach()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -84,8 +83,19 @@ class ModuleTensors:
         """Return the module's state dict; see ``Engine.state_dict``."""
         self._manager()
         state = dict(self._module.state_dict())
-        self._hooks.forget_copies()  # these are said to be copies
+        self._changes.forget_copies()  # these are said to be copies
         return state
+
+    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
+        """Save a Hugging Face model with its own ``save_pretrained``; see ``Engine.save_pretrained``."""
+        self._manager()
+        save = getattr(self._module, "save_pretrained", None)
+        if save is None:
+            raise StateError(
+                f"save_pretrained: {type(self._module).__name__} is not a Hugging Face model; "
+                "use torch.save(engine.state_dict(), path)"
+            )
+        save(directory, state_dict=self.state_dict(), **kwargs)
 
     def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
@@ -107,7 +117,7 @@ class ModuleTensors:
             tensor = own.get(name)
             if tensor is None:
                 continue
-            where = self._hooks.binding.slot_of(tensor)
+            where = self._binding.slot_of(tensor)
             if where is not None:
                 values[where] = value
                 continue
@@ -116,7 +126,7 @@ class ModuleTensors:
             if tuple(tensor.shape) != tuple(value.shape):
                 raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
             buffers.append((tensor, value))
-        self._write(values)  # first, for it may refuse
+        self._changes.write(values)  # first, for it may refuse
         with torch.no_grad():
             for tensor, value in buffers:
                 tensor.copy_(value)
@@ -132,44 +142,12 @@ class ModuleTensors:
                 for _, slot in places:
                     function(slots[slot].name, parameters[slot])
 
-    def assign(self, where: Where, value: torch.Tensor) -> None:
-        """Let a parameter's content be that of a tensor of its shape and dtype."""
-        self._write({where: value})
-
-    def load_one(self, where: Where, value: Any) -> bool:
-        """Note a value that ``module.load_state_dict()`` copies; False where none is under way."""
-        return self._loads.take(where, value)
-
-    def take_over(self, index: int) -> None:
-        """Let what was changed in place in a unit that is on the device be its content.
-
-        Its home still has what was there before, and tells which elements have changed: only their masters change.
-        """
-        manager, unit = self._manager(), self._tree.units[index]
-        manager.finish_updates()
-        shard = manager.copies.of(index, Role.PARAM)
-        with no_subclasses():
-            values = {
-                (index, slot): self._tree.parameters[index][slot].detach().to("cpu", copy=True)
-                for slot in self._hooks.binding.changes(unit)
-            }
-        away = shard.home is not Tier.DEVICE
-        if away:
-            manager.working.read_again(shard, manager.tiers.deadline_s)
-        self._hooks.binding.accept_changes(unit)
-        checkpoint.scatter_parameters(manager, values, keep_masters=away)
-
-    def _write(self, values: Mapping[Where, torch.Tensor]) -> None:
-        self._hooks.forget_copies()  # who has written to them meant this
-        self._hooks.settle_changes()
-        checkpoint.scatter_parameters(self._manager(), values)
-
     @contextlib.contextmanager
     def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
         """Give parameters real data on the device inside the ``with`` block; see ``Engine.gather``."""
         manager = self._manager()
         places = self._places(params)
-        self._hooks.settle_changes()
+        self._changes.adopt()
         manager.finish_updates()  # what is changed must not be on its way home
         indices = dict.fromkeys(index for index, _ in places)
         if modify:
@@ -182,7 +160,7 @@ class ModuleTensors:
         whole = False
         try:
             for index in indices:
-                loans.append(self._hooks.lend(index))
+                loans.append(self._hooks.lending.lend(index))
             stale = self._refuse_changes(places)
             seen = {
                 (index, slot): _Seen(parameter, keep=modify)
@@ -198,14 +176,14 @@ class ModuleTensors:
                 whole = True
             finally:
                 self._gathered.subtract(places.keys())
-                rebound = [where for where in mine if not seen[where].take_back()]
+                rebound = [where for where in mine if not seen[where].rebind()]
                 changed = [where for where in mine if where in stale or seen[where].changed()]
                 values = {where: seen[where].take_out() for where in changed}  # all is as it was, whatever happens next
                 refused = [where for where, one in seen.items() if where not in mine and one.refuse()]
                 left = [where for where in refused if not modify and seen[where].written()]
                 seen.clear()  # a view of a unit keeps it where it is
                 for index in {index for index, _ in (*changed, *refused)}:
-                    self._hooks.binding.accept_changes(self._tree.units[index])
+                    self._binding.accept_changes(self._tree.units[index])
             if rebound:
                 whole = False
                 parameter = places[rebound[0]]
@@ -245,7 +223,7 @@ class ModuleTensors:
             if not isinstance(parameter, torch.Tensor):
                 got = f"a value of type {type(parameter).__name__} in a {type(params).__name__}"
                 raise ConfigError(f"{expected} {got}; pass some of the model's own")
-            where = self._hooks.binding.slot_of(parameter)
+            where = self._binding.slot_of(parameter)
             if where is None:
                 raise StateError(
                     f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
@@ -260,7 +238,7 @@ class ModuleTensors:
             unit = self._tree.units[index]
             if any(self._gathered[index, slot] for slot in range(len(unit.slots))):
                 continue  # they may be from the block around this one, which looks for itself
-            name = self._hooks.binding.changed(unit)
+            name = self._binding.changed(unit)
             if name is None:
                 continue
             first = [slot.name for slot in unit.slots].index(name)
@@ -285,18 +263,18 @@ class ModuleTensors:
         """Replace the parameters of `module` and of all modules below it."""
         names = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            where = self._hooks.binding.slot_of(parameter)
+            where = self._binding.slot_of(parameter)
             if where is not None and prefix + name in state:
                 names[prefix + name] = where
         manager = self._manager()
-        self._hooks.settle_changes()
+        self._changes.adopt()
         manager.working.refuse_changes()
         size_bytes = sum(self._bytes(where) for where in set(names.values()))
         checkpoint.warn_of_size("state_dict", size_bytes, manager.tiers.budgets[Tier.HOST].limit_bytes)
         values = checkpoint.gather_parameters(manager, set(names.values()))
         for name, where in names.items():
             state[name] = values[where]
-        self._hooks.note_copies({name: values[where] for name, where in names.items()})
+        self._changes.note_copies({name: values[where] for name, where in names.items()})
 
     def _bytes(self, where: Where) -> int:
         unit = self._tree.units[where[0]]
@@ -327,7 +305,7 @@ class _Seen:
         self._before = self._own.clone() if keep else None
         self._replaced = False
 
-    def take_back(self) -> bool:
+    def rebind(self) -> bool:
         """Give the parameter its own storage again, with the content of what took its place; False if it cannot be."""
         now = self._parameter.detach()
         self._replaced = now.data_ptr() != self._own.data_ptr()
@@ -336,7 +314,7 @@ class _Seen:
         fits = (now.shape, now.dtype, now.device) == (self._own.shape, self._own.dtype, self._own.device)
         if fits:
             self._own.copy_(now)
-        Binding.give_back(self._parameter, self._own)
+        Binding.rebind(self._parameter, self._own)
         return fits
 
     def written(self) -> bool:
@@ -363,7 +341,7 @@ class _Seen:
         """Tell whether the parameter was changed; undo that, with what was kept."""
         self._replaced = self._parameter.data_ptr() != self._own.data_ptr()
         if self._replaced:
-            Binding.give_back(self._parameter, self._own)
+            Binding.rebind(self._parameter, self._own)
         if not self.changed():
             return False
         if self._before is not None:

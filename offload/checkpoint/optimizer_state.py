@@ -14,11 +14,11 @@ import torch
 from offload.checkpoint import values as checkpoint
 from offload.errors import StateError
 from offload.memory.budget import Tier
-from offload.module.hooks import Hooks
+from offload.module.binding import Binding
+from offload.module.changes import OutsideChanges
 from offload.optim.recipe import StepCounts
 from offload.optim.rules import Rule
 from offload.optim.takeover import hide_states
-from offload.planning.partition import UnitTree
 from offload.shards.manager import Manager
 
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
@@ -29,21 +29,27 @@ class OptimizerStates:
     """States of one engine's optimizer. See the module's text."""
 
     def __init__(
-        self, rule: Rule, manager: Callable[[], Manager], tree: UnitTree, hooks: Hooks, counts: StepCounts
+        self,
+        rule: Rule,
+        manager: Callable[[], Manager],
+        binding: Binding,
+        changes: OutsideChanges,
+        counts: StepCounts,
     ) -> None:
         """Prepare.
 
         Args:
             rule: the optimizer.
             manager: returns the owner of the shards, or raises where it is not to be used any more.
-            tree: units and parameters of the model.
-            hooks: knows where each parameter is.
+            binding: units and parameters of the model.
+            changes: what others have written to parameters.
             counts: updates that each parameter has had.
         """
         self._rule = rule
         self._manager = manager
-        self._tree = tree
-        self._hooks = hooks
+        self._tree = binding.tree
+        self._binding = binding
+        self._changes = changes
         self._counts = counts
 
     def gather(self) -> tuple[StatesOf, MastersOf]:
@@ -52,7 +58,7 @@ class OptimizerStates:
         Warns:
             UserWarning: they take more memory than the host budget.
         """
-        self._hooks.settle_changes()
+        self._changes.adopt()
         manager, counts, parameters = self._manager(), self._counts, self._tree.parameters
         limit = manager.tiers.budgets[Tier.HOST].limit_bytes
         checkpoint.warn_of_size("optimizer.state_dict", checkpoint.states_bytes(manager, counts), limit)
@@ -73,7 +79,7 @@ class OptimizerStates:
         counts = self._counts
         if counts.records is not None:
             self._scatter(states, masters)
-            counts.records.keep_only([self._hooks.binding.slot_of(parameter) for parameter in states])
+            counts.records.keep_only([self._binding.slot_of(parameter) for parameter in states])
             return
         everything = dict(states)
         for index, updates in counts.counts.items():
@@ -110,7 +116,7 @@ class OptimizerStates:
         checkpoint.scatter_states(self._manager(), self._counts, values, own)
 
     def _place_of(self, parameter: torch.Tensor) -> tuple[int, int]:
-        where = self._hooks.binding.slot_of(parameter)
+        where = self._binding.slot_of(parameter)
         if where is None:
             raise StateError("optimizer state: belongs to a parameter that is not the model's")
         return where

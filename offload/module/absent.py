@@ -26,17 +26,8 @@ from torch import nn
 from offload.errors import StateError
 from offload.module.handles import GradientHandle
 from offload.module.refusals import LOST
-from offload.module.torch_calls import (
-    DATA,
-    Does,
-    calling_frame,
-    described,
-    name_of,
-    tensors_in,
-    unchanged,
-    what,
-    written,
-)
+from offload.module.torch_calls import DATA, Does, calling_frame, described, name_of, unchanged, what, written
+from offload.nested import tensors_in
 from offload.torch_private import no_subclasses
 
 
@@ -174,6 +165,12 @@ def absent_class(kind: type) -> type:
 def is_lost(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter's content went with its engine."""
     return isinstance(parameter, Absent) and id(parameter) not in owners
+
+
+def owner_of(parameter: nn.Parameter) -> str | None:
+    """Return what a parameter is called in the engine that has it, None where none has."""
+    owner = owners.get(id(parameter))
+    return None if owner is None else owner.describe(parameter)
 
 
 def _keeper_of(parameter: torch.Tensor, func: Any) -> Keeper:

@@ -13,6 +13,7 @@ Asks nobody: :mod:`offload.shards.working_set` says when a unit comes and goes. 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,15 +97,15 @@ class Binding:
                 parameter.data = tensor
         self._set_classes(unit.index, self._kinds[unit.index])
 
-    def abandon(self, index: int) -> None:
+    def mark_lost(self, index: int) -> None:
         """Let nobody read parameters whose content is lost."""
         self._set_classes(index, map(absent_class, self._kinds[index]))
 
     @staticmethod
-    def give_back(parameter: nn.Parameter, own: torch.Tensor) -> None:
-        """Let a parameter that was rebound view its own memory again."""
+    def rebind(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+        """Let a parameter view this memory, its own where somebody else had rebound it."""
         with no_subclasses():
-            parameter.data = own
+            parameter.data = memory
 
     # --- lending ----------------------------------------------------------------------------------------------------
 
@@ -193,6 +194,17 @@ class Binding:
     def slot_of(self, parameter: object) -> Where | None:
         """Return (unit, slot) of a parameter of this model, None for anything else."""
         return self._slot_of.get(id(parameter))
+
+    def units_of(self, values: Iterable[Any]) -> list[int]:
+        """Return the units of the parameters in `values` (one level deep)."""
+        used = []
+        for value in values:
+            where = self._slot_of.get(id(value))
+            if where is not None:
+                used.append(where[0])
+            elif type(value) in (list, tuple):
+                used.extend(self.units_of(value))
+        return used
 
     def name(self, parameter: torch.Tensor) -> str:
         """Return what a parameter of this model is called."""

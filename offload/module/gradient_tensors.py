@@ -1,6 +1,6 @@
 """Gradients with elements for a while: what ``engine.gather_gradients`` gives and takes.
 
-Owns the exchange of handles and tensors in ``.grad``. What a gradient is worth is :mod:`offload.module.handles`'
+Owns the exchange of handles and tensors in ``.grad``. What a gradient is worth is :mod:`offload.module.gradient_book`'
 business. Next: :mod:`offload.engine`, which offers it to users.
 """
 
@@ -14,8 +14,9 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Budget, Tier
-from offload.module.handles import GradientHandle, Handles
-from offload.module.hooks import Hooks
+from offload.module.binding import Binding
+from offload.module.gradient_book import GradientBook
+from offload.module.handles import GradientHandle
 from offload.planning.units import Where
 from offload.shards.manager import Manager
 from offload.torch_private import no_subclasses
@@ -25,18 +26,18 @@ class GradientTensors:
     """Gathers gradients of one engine. See the module's text."""
 
     def __init__(
-        self, handles: Handles, hooks: Hooks, budgets: Mapping[Tier, Budget], manager: Callable[[], Manager]
+        self, book: GradientBook, binding: Binding, budgets: Mapping[Tier, Budget], manager: Callable[[], Manager]
     ) -> None:
         """Prepare.
 
         Args:
-            handles: of the engine.
-            hooks: knows where each parameter is.
+            book: of the engine.
+            binding: knows where each parameter is.
             budgets: that of the device is charged.
             manager: returns the owner of the shards, or raises where it is not to be used any more.
         """
-        self._handles = handles
-        self._hooks = hooks
+        self._book = book
+        self._binding = binding
         self._budget = budgets[Tier.DEVICE]
         self._manager = manager
 
@@ -46,23 +47,23 @@ class GradientTensors:
     ) -> Iterator[None]:
         """Let ``.grad`` have elements inside the ``with`` block; see ``Engine.gather_gradients``."""
         self._manager()
-        self._handles.adopt()
+        self._book.adopt()
         places = self._places(params)
         with no_subclasses():
             before = {where: parameter.grad for where, parameter in places.items()}
             size_bytes = sum(places[where].nbytes for where, handle in before.items() if handle is not None)
         with self._budget.claim("gathered gradients", size_bytes):
             given = self._give(places, before)
-            with self._handles.lending(places):
+            with self._book.gathering(places):
                 whole = False
                 try:
                     yield
                     whole = True
                 finally:
-                    changed = self._take_back(places, before, given, modify=modify and whole)
+                    changed = self._put_back(places, before, given, modify=modify and whole)
             if changed and not modify:
                 raise StateError(
-                    f"gather_gradients: the gradient of {self._handles.name_of(changed[0])} was changed; pass "
+                    f"gather_gradients: the gradient of {self._book.name_of(changed[0])} was changed; pass "
                     "modify=True to keep changes"
                 )
 
@@ -79,10 +80,10 @@ class GradientTensors:
         return given
 
     def _elements(self, handle: GradientHandle, parameter: nn.Parameter) -> torch.Tensor:
-        value = self._handles.value_of(handle)
-        return self._handles.values(value, parameter.dtype, parameter.device).view(parameter.shape)
+        value = self._book.value_of(handle)
+        return self._book.values(value, parameter.dtype, parameter.device).view(parameter.shape)
 
-    def _take_back(
+    def _put_back(
         self,
         places: Mapping[Where, nn.Parameter],
         before: Mapping[Where, torch.Tensor | None],
@@ -99,7 +100,7 @@ class GradientTensors:
                     same = now is None
                 else:
                     assert isinstance(handle, GradientHandle)
-                    if not self._handles.is_current(handle):  # zero_grad() inside the block
+                    if not self._book.is_current(handle):  # zero_grad() inside the block
                         continue
                     same = now is given[where] and _same_bits(now, self._elements(handle, parameter))
                 if not same:
@@ -107,13 +108,13 @@ class GradientTensors:
                 if same or not modify:
                     parameter.grad = handle
                 elif now is not None:
-                    self._handles.replace(parameter, where, now)
+                    self._book.replace(parameter, where, now)
         return changed
 
     def _places(self, params: object) -> dict[Where, nn.Parameter]:
         """Return the parameters whose gradients are to be gathered by their place."""
         if params is None:
-            params = self._handles.parameters()
+            params = self._book.parameters()
         elif isinstance(params, nn.Module):
             params = [parameter for parameter in params.parameters() if parameter.requires_grad]
         elif isinstance(params, torch.Tensor):
@@ -125,8 +126,8 @@ class GradientTensors:
             )
         places = {}
         for parameter in params:
-            where = self._hooks.binding.slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
-            if where is None or not self._handles.trains(where):
+            where = self._binding.slot_of(parameter) if isinstance(parameter, torch.Tensor) else None
+            if where is None or not self._book.trains(where):
                 raise StateError(
                     "gather_gradients: expected parameters that this engine trains but got "
                     + (f"one of shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else "others")

@@ -72,7 +72,7 @@ class ModuleLoad:
         self._handles.clear()
         self._forget()
 
-    def take(self, where: Where, value: Any) -> bool:
+    def note(self, where: Where, value: Any) -> bool:
         """Note a value that is being copied to a parameter; False where no load is under way."""
         load = self._load
         if load is None or not isinstance(value, torch.Tensor) or _frame(load.frame) is None:

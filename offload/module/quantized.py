@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from offload.classes import is_a
 from offload.errors import SAVE_FIRST, ConfigError, StateError
 from offload.module.binding import Binding
-from offload.module.hooks import Hooks
+from offload.module.saved import SavedTensors
 
 _FUNCTION = "MatMul4BitBackward"  # of bitsandbytes; keeps (None, weight) in an attribute called tensors
 
@@ -64,21 +64,27 @@ def make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
             weight.to(weight.device)  # in place, too
         bias = _bias(module)
         if bias is not None and module.compute_dtype not in (None, bias.dtype):
-            Binding.give_back(bias, bias.detach().to(module.compute_dtype))  # as its forward rebinds it
+            Binding.rebind(bias, bias.detach().to(module.compute_dtype))  # as its forward rebinds it
 
 
 class FourBitModules:
     """The 4-bit modules of one engine, as long as it has them."""
 
-    def __init__(self, model: nn.Module, hooks: Hooks) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._hooks = hooks
+        self._saved: SavedTensors | None = None
         self._handles: list[RemovableHandle] = []
         self._packing: list[Any] = []  # modules that would pack their weights for the processor
         self._moved: list[tuple[Any, torch.device]] = []  # scales, with where they were
 
-    def attach(self, device: torch.device) -> None:
-        """Move scales to the device, where compute wants them, and keep modules from changing their weights."""
+    def attach(self, device: torch.device, saved: SavedTensors) -> None:
+        """Move scales to the device, where compute wants them, and keep modules from changing their weights.
+
+        Args:
+            device: of the engine.
+            saved: what autograd keeps of weights.
+        """
+        self._saved = saved
         for name, module, weight in _four_bit(self._model):
             where = weight.quant_state.absmax.device
             if where != device:
@@ -88,7 +94,7 @@ class FourBitModules:
                 module.support_avx512bf16_for_cpu = False
                 self._packing.append(module)
             if _bias(module) is not None:
-                self._handles.append(module.register_forward_pre_hook(_check_bias(name), with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(_refuse_cast_bias(name), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._let_go, prepend=True))
 
     def detach(self) -> None:
@@ -112,7 +118,8 @@ class FourBitModules:
             tensors = getattr(node, "tensors", None)
             if type(node).__name__ == _FUNCTION and isinstance(tensors, tuple) and len(tensors) == 2:
                 if isinstance(tensors[1], torch.Tensor):
-                    node.tensors = _Waiting(self._hooks, tensors[1])
+                    assert self._saved is not None
+                    node.tensors = _Waiting(self._saved, tensors[1])
                 return
 
 
@@ -121,8 +128,8 @@ class _Waiting:
 
     __slots__ = ("_packed", "_unpack")
 
-    def __init__(self, hooks: Hooks, weight: torch.Tensor) -> None:
-        self._packed, self._unpack = hooks.keep(weight)
+    def __init__(self, saved: SavedTensors, weight: torch.Tensor) -> None:
+        self._packed, self._unpack = saved.keep(weight)
 
     def __iter__(self) -> Iterator[torch.Tensor | None]:
         yield None
@@ -142,10 +149,10 @@ def _bias(module: Any) -> nn.Parameter | None:
     return module.bias if is_a(module, "bitsandbytes", "Linear4bit") else None
 
 
-def _check_bias(name: str) -> Any:
+def _refuse_cast_bias(name: str) -> Any:
     """Return a hook that refuses what would cast the bias beside the weight `name` for good, in the middle of a run."""
 
-    def check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def refuse(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = args[0] if args else kwargs["x"]
         computes = module.compute_dtype or values.dtype
         if module.bias.dtype != computes:
@@ -155,4 +162,4 @@ def _check_bias(name: str) -> Any:
                 f"cast it; {SAVE_FIRST}"
             )
 
-    return check
+    return refuse

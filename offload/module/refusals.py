@@ -1,14 +1,14 @@
 """What an engine cannot have, refused by name and with the remedy before anything is moved.
 
-Owns the checks on a user's process, module and tensors, and their texts. Looks only: nothing is changed, and no library
-is imported for it, classes of other libraries are known by their names. Next: :mod:`offload.module.hooks`, which ties
-in what passes.
+Owns the checks on a user's process, module, tensors, batches and losses, and their texts. Looks only: nothing is
+changed, and no library is imported for it, classes of other libraries are known by their names. Next:
+:mod:`offload.module.hooks`, which ties in what passes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from offload.classes import is_a, package_of
-from offload.errors import SAVE_FIRST, ConfigError, StateError
+from offload.errors import SAVE_FIRST, ConfigError, NonFiniteError, StateError
+from offload.memory.arena import HOST
+from offload.nested import tensors_in
 from offload.planning.partition import UnitTree
 
 LOST = (
@@ -243,3 +245,43 @@ def refuse_used(tree: UnitTree, is_lost: Callable[[nn.Parameter], bool]) -> None
                 raise StateError(
                     f"parameter {slot.name}: has a gradient from before the engine; call model.zero_grad() first"
                 )
+
+
+# --- what a pass gets -------------------------------------------------------------------------------------------------
+
+
+def refuse_batch(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> None:
+    """Refuse arguments of a forward that are on another device than the engine's.
+
+    Raises:
+        StateError: one is; names it.
+    """
+    for name, argument in (*enumerate(args), *kwargs.items()):
+        for value in tensors_in(argument):
+            if value.device != device:
+                raise StateError(
+                    f"batch: argument {name!r} is on {value.device} but the engine computes on {device}; "
+                    f"move it with .to(engine.device)"
+                )
+
+
+def refuse_loss(loss: object, last: torch.Tensor | None) -> None:
+    """Refuse what backward cannot begin from.
+
+    Args:
+        loss: what the user gave.
+        last: the loss whose graph the last backward has used up; None where nobody can have it any more.
+
+    Raises:
+        NonFiniteError: it is NaN or infinite.
+        StateError: it is no tensor, or `last` again.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise StateError(f"backward: expected the loss as a tensor but got {type(loss).__name__}; pass output.loss")
+    if loss is last:
+        raise StateError("backward: called twice for the same loss; run the forward again, or pass retain_graph=True")
+    if loss.device == HOST and not torch.isfinite(loss.detach()).all():
+        raise NonFiniteError(
+            f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; nothing was changed. "
+            "Look at the batch and the learning rate, or for labels that are all ignored"
+        )

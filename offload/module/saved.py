@@ -1,21 +1,25 @@
-"""What autograd keeps of a unit instead of a tensor, and what a forward has put on torch's stacks to make it do so.
+"""What autograd keeps for backward: of a tensor that views a unit a handle, of any other the tensor, charged.
 
-Owns the handles of saved views, our hooks on top of those of gradient checkpointing, and taking contexts off again
-after an interrupt. Next: :mod:`offload.module.hooks`, whose forwards use them.
+Owns these handles, and our saved-tensor hooks on top of those of gradient checkpointing. Evicting a unit between
+forward and backward frees its memory, for a handle holds none of it. Next: :mod:`offload.module.hooks`, whose forwards
+put the hooks in force.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from offload.torch_private import function_modes, graph_task, top_hooks
+from offload.activations.ledger import Activations, SavedActivation
+from offload.errors import StateError
+from offload.memory.arena import view_at
+from offload.module import refusals
+from offload.module.binding import Binding
+from offload.shards.manager import Manager
+from offload.torch_private import no_subclasses, top_hooks
 
 
 class SavedView(NamedTuple):
@@ -30,14 +34,97 @@ class SavedView(NamedTuple):
     in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
-class Keeps(Protocol):
-    """Makes handles of views, and views of handles."""
+class SavedTensors:
+    """What autograd keeps of one engine's forwards. See the module's text."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        manager: Manager,
+        activations: Activations,
+        device: torch.device,
+        check_interrupt: Callable[[], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            binding: knows the units by the addresses of their bytes.
+            manager: owner of the shards.
+            activations: ledger that tensors are charged to.
+            device: of the engine; tensors of others are not charged.
+            check_interrupt: hands an interrupt on that came meanwhile.
+        """
+        self._binding = binding
+        self._manager: Manager | None = manager
+        self._activations = activations
+        self._device = device
+        self._check_interrupt = check_interrupt
+
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd shall keep for `tensor`."""
+        address = address_of(tensor)
+        unit = self._binding.unit_at(address)
+        if unit is not None:
+            return self._view(tensor, unit, in_segment=False)
+        charged = address is not None and tensor.device == self._device
+        return SavedActivation(tensor, self._activations if charged else None)
+
+    def unpack(self, saved: object) -> torch.Tensor:
+        """Return the tensor that :meth:`pack` was given.
+
+        Raises:
+            StateError: the engine is closed, or the parameters have changed since.
+        """
+        if isinstance(saved, SavedActivation):
+            return saved.get()
+        assert isinstance(saved, SavedView)
+        manager = self._manager
+        if manager is None:
+            raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
+        self._check_interrupt()
+        if manager.tiers.param(saved.unit).version != saved.version:
+            raise StateError(
+                f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "
+                "(by a step or by loading), so its graph is stale; run the forward again"
+            )
+        self._activations.balance()
+        storage = manager.resident_storage(saved.unit, aside=saved.in_segment)
+        return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
+
+    def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
+        """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
+        pack, unpack = top_hooks() or (self.pack, self.unpack)
+        return pack(tensor), unpack
 
     def view_in_segment(self, tensor: torch.Tensor) -> SavedView | None:
         """Return the handle of a tensor of a segment that views a unit, None for any other tensor."""
+        unit = self._binding.unit_at(address_of(tensor))
+        return None if unit is None else self._view(tensor, unit, in_segment=True)
 
-    def unpack(self, saved: object) -> torch.Tensor:
-        """Return the tensor that was saved."""
+    def missing_hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
+        """Return the hooks to put in force, over those of somebody else; None where ours are uppermost."""
+        hidden = top_hooks()
+        if hidden is None:
+            return self.hooks()
+        owner = getattr(hidden[0], "__self__", None)
+        if owner is self or (isinstance(owner, Over) and owner.saved is self):
+            return None
+        over = Over(self, *hidden)
+        return torch.autograd.graph.saved_tensors_hooks(over.pack, over.unpack)
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return our hooks, which put whatever is in force out of it."""
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def close(self) -> None:
+        """Rebuild no more tensors. Idempotent."""
+        self._manager = None
+
+    def _view(self, tensor: torch.Tensor, unit: int, *, in_segment: bool) -> SavedView:
+        assert self._manager is not None, "closed"
+        version = self._manager.tiers.param(unit).version
+        offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        return SavedView(unit, version, tensor.dtype, offset, shape, stride, in_segment)
 
 
 class Over:
@@ -48,20 +135,20 @@ class Over:
     """
 
     def __init__(
-        self, hooks: Keeps, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+        self, saved: SavedTensors, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
     ) -> None:
-        self.hooks = hooks
+        self.saved = saved
         self._pack = pack
         self._unpack = unpack
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
-        view = self.hooks.view_in_segment(tensor)
+        view = self.saved.view_in_segment(tensor)
         return view if view is not None else _Theirs(self._pack(tensor), self._unpack)
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given."""
-        return saved.unpack(saved.packed) if isinstance(saved, _Theirs) else self.hooks.unpack(saved)
+        return saved.unpack(saved.packed) if isinstance(saved, _Theirs) else self.saved.unpack(saved)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,37 +159,11 @@ class _Theirs:
     unpack: Callable[[Any], torch.Tensor]
 
 
-class InForce:
-    """What one forward has put on torch's stacks of saved-tensor hooks and modes, and takes off again.
-
-    An interrupt tears out of a module without its forward hook. What is on the stacks then lies there until
-    :meth:`.Hooks.unwind`, and contexts that were left meanwhile have taken off the uppermost instead of their own: so
-    as many are taken off as were put there, whosever they are. But every thread has its own stacks, and torch puts
-    them back when a node of a backward pass ends, or fails: what is on the present stacks then is not touched.
-    """
-
-    __slots__ = ("_contexts", "_thread", "graph_task")
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-        self.graph_task: int = graph_task()
-        self._contexts: list[contextlib.AbstractContextManager[object]] = []
-
-    def enter(self, context: contextlib.AbstractContextManager[object]) -> None:
-        """Enter a context that :meth:`leave` leaves."""
-        context.__enter__()
-        self._contexts.append(context)
-
-    def leave(self) -> None:
-        """Leave all contexts that are still in force."""
-        here = self._thread == threading.get_ident() and self.graph_task == graph_task()
-        while self._contexts:
-            context = self._contexts.pop()
-            if isinstance(context, torch.autograd.graph.saved_tensors_hooks):
-                there = here and top_hooks() is not None
-            elif isinstance(context, TorchFunctionMode):
-                there = here and bool(function_modes())
-            else:
-                there = True
-            if there:
-                context.__exit__(None, None, None)
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Return where a tensor's storage begins; None where it has no single one of its own."""
+    if not refusals.has_own_storage(type(tensor)) or tensor.layout is not torch.strided:
+        return None
+    if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
+        return None
+    with no_subclasses():
+        return tensor.untyped_storage().data_ptr()

@@ -8,13 +8,14 @@ are elsewhere: parameters outside their uses (:mod:`offload.module.absent`) and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import FrameType
 from typing import Any
 
 import torch
 
+from offload.nested import tensors_in
 from offload.torch_private import no_subclasses, parse_to
 
 
@@ -118,16 +119,13 @@ def calling_frame(frame: FrameType) -> FrameType:
     return frame
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments, however nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
+def collects_state(func: Any, caller: FrameType, modules: Container[Any]) -> bool:
+    """Tell whether this is torch making a state dict of `modules`: its values are replaced when it has them all.
+
+    Fetched one by one for it, they would all stay on the device until then.
+    """
+    saving = func is torch.Tensor.detach and caller.f_code is torch.nn.Module._save_to_state_dict.__code__
+    return saving and caller.f_locals.get("self") in modules
 
 
 def unchanged(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import ConfigError
+from offload.nested import tensors_in
 from offload.optim.takeover import GIVEN
 from offload.planning.plan import OwnBytes
 from offload.planning.roles import MOMENTS
@@ -348,18 +349,6 @@ def _same(left: Any, right: Any) -> bool:
 
 def _is_whole(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and tuple(value.shape) == tuple(shape)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors of a state."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def _sizes(

@@ -5,8 +5,9 @@ Owns these numbers, and their place in an optimizer's state dict. Next: :mod:`of
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from offload.config import Config
@@ -24,11 +25,27 @@ class LossScaler:
     def __init__(self, config: Config, *, enabled: bool) -> None:
         self.enabled = enabled
         self.scale = config.initial_loss_scale if enabled else 1.0
+        self._is_applied = False
         self._window = config.loss_scale_window
         self._hysteresis = config.loss_scale_hysteresis
         self._minimum = config.min_loss_scale
         self._tolerance = self._hysteresis
         self._good_steps = 0
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[float | None]:
+        """Let gradients be taken inside the ``with`` block, which multiplies the loss by what this yields (or not)."""
+        self._is_applied = True
+        try:
+            yield self.scale if self.enabled else None
+        finally:
+            self._is_applied = False
+
+    def refuse_gradient(self) -> str | None:
+        """Return why gradients are not taken now; None where they are."""
+        if self.enabled and not self._is_applied:
+            return "float16: the loss must be scaled; call engine.backward(loss) instead of loss.backward()"
+        return None
 
     def overflowed(self) -> None:
         """Note a step whose gradients were not finite."""
@@ -75,13 +92,13 @@ class Progress:
         return {"step": self.steps, "skipped_steps": self.skipped, **scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, and :func:`check` has seen."""
+        """Restore what :meth:`state_dict` returned, and :func:`check_state` has seen."""
         self.steps, self.skipped = int(state["step"]), int(state["skipped_steps"])
         if self.scaler.enabled and "loss_scale" in state:
             self.scaler.load_state_dict(state["loss_scale"])
 
 
-def check(state: Any) -> None:
+def check_state(state: Any) -> None:
     """Check what claims to be :meth:`Progress.state_dict`.
 
     Raises:

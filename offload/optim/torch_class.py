@@ -20,7 +20,8 @@ from offload.errors import StateError
 from offload.kernels import cpu_adam
 from offload.memory.arena import view_at
 from offload.memory.budget import Claim
-from offload.optim.probe import OwnClass, OwnHyper, plain_torch, tensors_in
+from offload.nested import tensors_in
+from offload.optim.probe import OwnClass, OwnHyper, plain_torch
 from offload.planning.roles import Role, States
 from offload.planning.units import Slot, Where
 from offload.shards.stream import Chunk

@@ -1,0 +1,107 @@
+"""How an engine's work ends: after an error, and for good.
+
+Owns the order in which the parts are closed, and going through with it whatever fails on the way. Next:
+:mod:`offload.engine` closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from offload.build import Parts
+from offload.errors import StateError
+from offload.life import Life
+from offload.memory.budget import Tier
+from offload.module import refusals
+from offload.module.absent import is_lost
+from offload.shards.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+
+def clean_up(*steps: Callable[[], None]) -> None:
+    """Take all steps, whatever fails on the way: the first error, which is on its way up, is what the user gets.
+
+    Raises:
+        BaseException: an interrupt came meanwhile.
+    """
+    interrupt: BaseException | None = None
+    for step in steps:
+        try:
+            step()
+        except Exception as failure:
+            logger.warning("clean-up after an error: %s: %s", type(failure).__name__, failure)
+        except BaseException as another:
+            interrupt = another
+    if interrupt is not None:
+        raise interrupt
+
+
+def close(module: nn.Module, parts: Parts, life: Life, manager: Manager, *, restore: bool | None) -> None:
+    """Close all parts; see ``Engine.close``.
+
+    Args:
+        module: that the engine has wrapped.
+        parts: of the engine.
+        life: ends here.
+        manager: owner of the shards.
+        restore: give the parameters ordinary memory again; None does so where there is room.
+
+    Raises:
+        swap.SwapError: the parameters could not be read back, or the drive hangs.
+        StateError: somebody has changed a parameter in a forward, and the change is lost.
+    """
+    if restore is None:
+        restore = life.unusable is None and _has_room(parts)
+    clean_up(parts.hooks.unwind)
+    lost: Exception | None = None
+    if restore:
+        try:
+            parts.changes.adopt()
+            parts.hooks.binding.refuse_rebound()
+        except Exception as error:  # told when the engine is closed
+            lost = error
+    else:
+        manager.forward.abandon()  # nobody will see what they would have made
+    life.close()
+    if parts.steps.optimizer is not None:
+        parts.steps.optimizer.hand_back(lost=any(map(any, parts.steps.counts.counts.values())))
+    with contextlib.suppress(Exception):  # closing: pending gradients are dropped, whatever became of them
+        manager.reset()
+    parts.tensors.detach()
+    restored: dict[int, list[torch.Tensor]] = {}
+    with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
+        last.callback(_leave_module, module, parts, life, restored)
+        last.callback(manager.close)
+        last.callback(parts.hooks.detach)
+        last.callback(parts.activations.close)
+        if restore:
+            restored.update(parts.loader.unload(manager))
+    if lost is not None:
+        raise lost
+
+
+def _has_room(parts: Parts) -> bool:
+    """Tell whether the parameters fit the memory that is being freed where they came from."""
+    room_bytes = parts.budgets[Tier.HOST].limit_bytes
+    room_bytes += parts.budgets[Tier.DEVICE].limit_bytes if parts.device.addressable else 0
+    return sum(unit.param_bytes for unit in parts.tree.units) <= room_bytes
+
+
+def _leave_module(module: nn.Module, parts: Parts, life: Life, restored: dict[int, list[torch.Tensor]]) -> None:
+    """Give the module what was restored, or a guard against being used."""
+    life.end()
+    parts.loader.give_back(restored)
+    if not restored:
+        module.register_forward_pre_hook(_refuse_forward)
+
+
+def _refuse_forward(module: nn.Module, args: object) -> None:
+    for name, parameter in module.named_parameters():
+        if is_lost(parameter):
+            raise StateError(f"model: parameter {name}: {refusals.LOST}")

@@ -1,0 +1,99 @@
+"""What users change outside of their engine's own calls becomes the parameters' content, or is refused.
+
+Users write through tensors that view parameters, assign ``parameter.data``, and write to what ``module.state_dict()``
+has given them. Owns which units may have been written to, and the copies that state dicts gave. Writing home is the
+business of :class:`Contents`. Next: :mod:`offload.module.outside` tells of reads and assignments.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from offload.errors import StateError
+from offload.module.binding import Binding
+from offload.module.forwards import Forwards
+from offload.planning.units import Where
+from offload.shards.manager import Manager
+from offload.torch_private import in_backward
+
+
+class Contents(Protocol):
+    """Writes parameters home."""
+
+    def write(self, values: Mapping[Where, torch.Tensor]) -> None:
+        """Let the contents of parameters be these tensors, each of its parameter's shape."""
+
+    def adopt(self, index: int) -> None:
+        """Let what was changed in place in a unit that is on the device be its content."""
+
+
+class OutsideChanges:
+    """Changes of one engine's parameters by others. See the module's text."""
+
+    def __init__(self, binding: Binding, forwards: Forwards, manager: Manager, contents: Contents) -> None:
+        """Prepare.
+
+        Args:
+            binding: tells what others have changed.
+            forwards: while one is under way, changes wait.
+            manager: owner of the shards.
+            contents: writes parameters home.
+        """
+        self._binding = binding
+        self._forwards = forwards
+        self._manager = manager
+        self._contents = contents
+        self._handed: set[int] = set()  # units that tensors outside the module may still view
+        self._copies: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # that state dicts gave, as they were then
+
+    def note_handed(self, index: int) -> None:
+        """Note that tensors outside the module may view a unit."""
+        self._handed.add(index)
+
+    def adopt(self) -> None:
+        """Let what was written through tensors that view parameters be the parameters' content."""
+        if self._forwards.under_way or in_backward():
+            return
+        if self._copies:
+            self._refuse_written_copies()
+        if not self._handed:
+            return
+        binding = self._binding
+        for index in list(self._handed):
+            if binding.is_lent(index):
+                continue  # gathered: whoever did looks for itself
+            if index not in binding.rebound and binding.changed(binding.tree.units[index]) is not None:
+                self._contents.adopt(index)
+            if not self._manager.working.borrowed(index):
+                self._handed.discard(index)
+
+    def write(self, values: Mapping[Where, torch.Tensor]) -> None:
+        """Let the contents of parameters be these tensors, after what was written to them before."""
+        self.forget_copies()  # who has written to them meant this
+        self.adopt()
+        self._contents.write(values)
+
+    def note_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
+        """Note what ``module.state_dict()`` gives away, where plain torch gives the parameters' own memory."""
+        self._copies = [entry for entry in self._copies if entry[1]() is not None]
+        for name, copy in copies.items():
+            if not copy.is_inference():
+                self._copies.append((name, weakref.ref(copy), copy._version))
+
+    def forget_copies(self) -> None:
+        """Let what state dicts gave away be written to."""
+        self._copies.clear()
+
+    def _refuse_written_copies(self) -> None:
+        for name, reference, version in self._copies:
+            copy = reference()
+            if copy is not None and copy._version != version:
+                self.forget_copies()
+                raise StateError(
+                    f"state dict: {name} was written to, which changes no parameter: while an engine has the module, "
+                    "its state dict has copies; load what was changed with module.load_state_dict(state, strict=False)"
+                )

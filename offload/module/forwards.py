@@ -1,0 +1,90 @@
+"""Forwards under way: what each has been lent, and what each has put on torch's stacks.
+
+Owns the stack of them, and taking it down again where an interrupt has torn out of a forward. Next:
+:mod:`offload.module.hooks` begins and ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from offload.module.lending import Loan
+from offload.torch_private import NO_GRAPH_TASK, function_modes, graph_task, top_hooks
+
+
+class InForce:
+    """What one forward has put on torch's stacks of saved-tensor hooks and modes, and takes off again.
+
+    An interrupt tears out of a module without its forward hook. What is on the stacks then lies there until
+    :meth:`Forwards.unwind`, and contexts that were left meanwhile have taken off the uppermost instead of their own: so
+    as many are taken off as were put there, whosever they are. But every thread has its own stacks, and torch puts
+    them back when a node of a backward pass ends, or fails: what is on the present stacks then is not touched.
+    """
+
+    __slots__ = ("_contexts", "_thread", "graph_task")
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self.graph_task: int = graph_task()
+        self._contexts: list[contextlib.AbstractContextManager[object]] = []
+
+    def enter(self, context: contextlib.AbstractContextManager[object]) -> None:
+        """Enter a context that :meth:`leave` leaves."""
+        context.__enter__()
+        self._contexts.append(context)
+
+    def leave(self) -> None:
+        """Leave all contexts that are still in force."""
+        here = self._thread == threading.get_ident() and self.graph_task == graph_task()
+        while self._contexts:
+            context = self._contexts.pop()
+            if isinstance(context, torch.autograd.graph.saved_tensors_hooks):
+                there = here and top_hooks() is not None
+            elif isinstance(context, TorchFunctionMode):
+                there = here and bool(function_modes())
+            else:
+                there = True
+            if there:
+                context.__exit__(None, None, None)
+
+
+class Forwards:
+    """Forwards of one engine's modules.
+
+    Attributes:
+        under_way: per forward its module, what it has been lent, and what it has in force; the outermost first.
+    """
+
+    def __init__(self) -> None:
+        self.under_way: list[tuple[nn.Module, list[Loan], InForce]] = []
+
+    def leave(self) -> None:
+        """End the innermost."""
+        _, loans, contexts = self.under_way.pop()
+        try:
+            for loan in loans:
+                loan.close()
+        finally:
+            contexts.leave()
+
+    def unwind(self) -> None:
+        """End all of them: an interrupt has torn out of them."""
+        with contextlib.ExitStack() as last:  # all of them, whatever fails on the way
+            for _ in self.under_way:
+                last.callback(self.leave)
+
+    def are_stale(self, module: nn.Module, outermost: nn.Module | None) -> bool:
+        """Tell whether these cannot be under way where a forward of `module` begins, in no backward pass.
+
+        Args:
+            module: whose forward begins.
+            outermost: the model.
+        """
+        if self.under_way[-1][2].graph_task != NO_GRAPH_TASK:
+            return True
+        return module is outermost and all(entered is not module for entered, _, _ in self.under_way)

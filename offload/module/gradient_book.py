@@ -1,0 +1,275 @@
+"""The book of one engine's gradients: what is in each ``.grad``, and what the coming step learns from that.
+
+As in torch, ``.grad`` is the truth: where it is None, the step leaves the parameter out; a tensor that somebody has put
+there is the gradient. A gradient that has moved away has left a :class:`.GradientHandle` there.
+
+Owns which handle is whose, and whether what it was made for is still there. The bytes are in
+:mod:`offload.shards.gradients`, the arithmetic that handles answer is in :mod:`offload.module.handles`. Next:
+:mod:`offload.module.gradient_hooks` puts handles in place, :mod:`offload.optim.recipe` uses their factors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+from offload.module.handles import GradientHandle, Value
+from offload.planning.units import Unit, Where
+from offload.shards.gradients import GradientNorm
+from offload.shards.manager import Manager
+from offload.torch_private import no_subclasses
+
+KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
+NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
+
+
+class GradientBook:
+    """Gradients of one engine that have moved away. See the module's text."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        manager: Manager,
+        device: torch.device,
+        averaging: Callable[[], float],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            units: of the model.
+            parameters: per unit, its parameters.
+            manager: has the bytes.
+            device: of the handles.
+            averaging: returns what makes the mean over micro-batches of a sum of scaled gradients.
+        """
+        self._manager = manager
+        self._gradients = manager.gradients
+        self._device = device
+        self.averaging = averaging
+        self._slots = {
+            (unit.index, slot): parameter
+            for unit in units
+            if unit.trainable
+            for slot, parameter in enumerate(parameters[unit.index])
+        }
+        self._units = units
+        self._origins: dict[Where, object] = {}
+        self._contents: dict[Where, object] = {}  # another one when elements have become others
+        self._gathered: set[Where] = set()  # whose ``.grad`` has elements for a while
+
+    # --- in backward ------------------------------------------------------------------------------------------------
+
+    def take(self, parameter: torch.Tensor, where: Where) -> tuple[torch.Tensor, GradientHandle | None]:
+        """Take what autograd has left in ``.grad``, which is None then.
+
+        Returns:
+            The gradient of this pass, and the handle that it was added to; None where nothing was there before.
+        """
+        if where in self._gathered:
+            raise StateError(
+                f"backward: the gradient of {self.name_of(where)} is gathered; leave the engine.gather_gradients block "
+                "first"
+            )
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if not isinstance(gradient, GradientHandle):
+            if where in self._origins:  # ``.grad`` was cleared since the last pass
+                self._manager.forget_gradient(*where)
+            return gradient, None
+        try:
+            incoming = gradient.take_incoming()
+            value = self.value_of(gradient, where)
+            if value.factor != 1.0:  # of what has arrived so far
+                self._manager.multiply_gradient(*where, value.factor)
+            self._change(where, value)
+        except BaseException:
+            parameter.grad = gradient
+            raise
+        return incoming, gradient
+
+    def put(self, parameter: torch.Tensor, where: Where, before: GradientHandle | None, *, scale: float = 1.0) -> None:
+        """Leave a handle in ``.grad``, the former one where there was one."""
+        if before is None:
+            self._origins[where] = self._contents[where] = new = object()
+            shape, dtype = tuple(parameter.shape), parameter.dtype
+            before = GradientHandle(self, shape, dtype, self._device, Value(where, new, new, scale))
+        # With create_graph, autograd has made it a result of its own addition.
+        parameter.grad = before if before.grad_fn is None else before.like()
+
+    def _change(self, where: Where, value: Value) -> None:
+        """Note that elements have become others, which `value` stands for: copies from before refuse."""
+        self._contents[where] = value.content = object()
+        value.scale = value.clip = 1.0
+
+    # --- at the step ------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Take over what somebody has put in ``.grad``, and forget what somebody has taken out of it.
+
+        Raises:
+            StateError: a handle there is of another parameter, or of an earlier step; or gradients are gathered.
+        """
+        if self._gathered:
+            raise StateError("gradients are gathered: leave the engine.gather_gradients block first")
+        with no_subclasses():
+            for where, parameter in self._slots.items():
+                gradient = parameter.grad
+                if isinstance(gradient, GradientHandle):
+                    self.value_of(gradient, where)
+                elif gradient is not None:
+                    self.replace(parameter, where, gradient)
+                elif where in self._origins:
+                    del self._origins[where]
+                    self._manager.forget_gradient(*where)
+
+    def replace(self, parameter: torch.Tensor, where: Where, gradient: torch.Tensor) -> None:
+        """Let a tensor be what the coming step uses as a parameter's gradient."""
+        dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
+        self._manager.overwrite_gradient(*where, dense.detach().reshape(-1))
+        self.put(parameter, where, None, scale=1.0 / self.averaging())
+
+    @contextlib.contextmanager
+    def gathering(self, places: Iterable[Where]) -> Iterator[None]:
+        """Let ``.grad`` of parameters have elements meanwhile.
+
+        Raises:
+            StateError: some are gathered already.
+        """
+        if self._gathered:
+            raise StateError("gather_gradients: gradients are gathered already; leave that block first")
+        self._gathered = set(places)
+        try:
+            yield
+        finally:
+            self._gathered = set()
+
+    def trains(self, where: Where) -> bool:
+        """Tell whether a parameter is one of those that are trained."""
+        return where in self._slots
+
+    def is_current(self, handle: GradientHandle) -> bool:
+        """Tell whether the gradient that a handle was made for still waits for its step."""
+        return self._origins.get(handle.value.where) is handle.value.origin
+
+    def measure(self) -> GradientNorm:
+        """Add up what was measured when the gradients arrived, in model order: the same bits for every placement."""
+        self._gradients.await_copies()
+        squares = left = 0.0
+        bad, spoilt, factors, count = list[str](), list[str](), dict[Where, float](), 0
+        for where, value in self._values():
+            total = self._gradients.sum_of(*where)
+            assert total is not None, where
+            count += 1
+            squares += total[0] * (value.scale * value.scale) if value.scale != 1.0 else total[0]
+            left += total[0] * (value.factor * value.factor) if value.factor != 1.0 else total[0]
+            if total[1]:
+                bad.append(self.name_of(where))
+            if not math.isfinite(value.factor):
+                spoilt.append(self.name_of(where))
+            if value.factor != 1.0:
+                factors[where] = value.factor
+        return GradientNorm(squares, left, bad, spoilt, count, factors)
+
+    def factors(self) -> dict[Where, float]:
+        """Return per gradient that waits what it has been multiplied by. :meth:`adopt` comes first."""
+        return {where: value.factor for where, value in self._values()}
+
+    def clear(self) -> None:
+        """Let every ``.grad`` be None; handles that somebody has kept refuse from now on."""
+        self._origins.clear()
+        with no_subclasses():
+            for parameter in self._slots.values():
+                parameter.grad = None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained, in model order."""
+        return list(self._slots.values())
+
+    def _values(self) -> Iterator[tuple[Where, Value]]:
+        """Yield what is in ``.grad`` of each parameter, in model order. :meth:`adopt` comes first."""
+        with no_subclasses():
+            found = [(where, parameter.grad) for where, parameter in self._slots.items()]
+        for where, gradient in found:
+            if isinstance(gradient, GradientHandle):
+                yield where, self.value_of(gradient, where)
+
+    # --- what handles ask -------------------------------------------------------------------------------------------
+
+    def name_of(self, where: Where) -> str:
+        """Return a parameter's name."""
+        return self._units[where[0]].slots[where[1]].name
+
+    def value_of(self, handle: GradientHandle, where: Where | None = None) -> Value:
+        """Return what a handle stands for.
+
+        Raises:
+            StateError: the gradient is gone, or it is not the one of the parameter at `where`.
+        """
+        value = handle.value
+        if where is not None and (handle.book is not self or value.where != where):
+            raise StateError(
+                f"gradient of {self.name_of(where)}: expected its own in .grad but got that of "
+                f"{handle.book.name_of(value.where)}; use engine.gather_gradients(modify=True) to copy gradients"
+            )
+        if not self.is_current(handle):
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected one that waits for a step but this handle is from "
+                f"before the last step or zero_grad, and the gradient is gone; {KEEP}"
+            )
+        if value.content is not self._contents[value.where]:
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected elements of when this copy was made but a later "
+                f"backward pass or assignment has changed them, and a handle keeps none; {KEEP}"
+            )
+        return value
+
+    def norm(self, value: Value, order: float) -> float:
+        """Return the norm of what the step would use of a gradient."""
+        return self._raw_norm(value.where, order) * abs(value.factor) * self.averaging()
+
+    def is_finite(self, value: Value) -> bool:
+        """Tell whether all elements are."""
+        self._gradients.await_copies()
+        total = self._gradients.sum_of(*value.where)
+        assert total is not None
+        return not total[1] and math.isfinite(value.factor)
+
+    def values(self, value: Value, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the elements, (numel,), as a tensor of its own."""
+        real = self._gradients.content(*value.where).to(device, copy=True)
+        factor = value.factor * self.averaging()
+        return (real if factor == 1.0 else real.mul_(factor)).to(dtype)
+
+    def fill(self, value: Value, content: torch.Tensor | float) -> None:
+        """Let the elements be those of a tensor of the same shape, or one number."""
+        with no_subclasses():
+            now = self._slots[value.where].grad
+        if not isinstance(now, GradientHandle) or now.value is not value:
+            raise StateError(
+                f"gradient of {self.name_of(value.where)}: expected the one in .grad to be written to but got a copy, "
+                f"which has no elements of its own; {KEEP}"
+            )
+        if isinstance(content, torch.Tensor):
+            content = content.detach().reshape(-1)
+        self._manager.overwrite_gradient(*value.where, content)
+        self._change(value.where, value)
+        if isinstance(content, torch.Tensor):
+            value.scale = 1.0 / self.averaging()
+
+    def _raw_norm(self, where: Where, order: float) -> float:
+        if order == 2.0:
+            self._gradients.await_copies()
+            total = self._gradients.sum_of(*where)
+            assert total is not None
+            return math.sqrt(total[0]) if total[0] >= 0 else total[0]  # NaN stays NaN
+        content = self._gradients.content(*where)
+        if not content.numel():
+            return 0.0
+        norms = [torch.linalg.vector_norm(part.float(), order) for part in content.split(NORM_NUMEL)]
+        return float(torch.linalg.vector_norm(torch.stack(norms), order)) if order else float(sum(norms))

@@ -1,0 +1,142 @@
+"""Hands each gradient to the manager when autograd has made it, and leaves a handle in ``.grad``.
+
+Owns the hooks behind the parameters' gradient accumulation, and the refusal of gradients that cannot be taken. Next:
+:mod:`offload.module.gradient_book`, :mod:`offload.shards.gradients`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from offload.activations.ledger import WORTH_SAMPLING_BYTES, Activations
+from offload.errors import StateError
+from offload.module.backward_passes import BackwardPasses
+from offload.module.binding import Binding
+from offload.module.gradient_book import GradientBook
+from offload.shards.backward_updates import Recipe
+from offload.shards.manager import Manager
+from offload.torch_private import no_subclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HookCalls:
+    """What hooks ask of the engine and its step.
+
+    Attributes:
+        final_micro_batch: whether no further backward pass follows before the step, given how many there have been.
+        guess: what the step will probably do; None where no guess is worth its while.
+        refuse_gradient: why gradients are not taken now; None where they are.
+        check_interrupt: hands an interrupt on that came meanwhile.
+    """
+
+    final_micro_batch: Callable[[int], bool]
+    guess: Callable[[], Recipe | None]
+    refuse_gradient: Callable[[], str | None]
+    check_interrupt: Callable[[], None]
+
+
+class GradientHooks:
+    """Hooks behind the gradients of one engine's parameters. See the module's text."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        book: GradientBook,
+        passes: BackwardPasses,
+        manager: Manager,
+        activations: Activations,
+        calls: HookCalls,
+    ) -> None:
+        """Prepare; :meth:`attach` registers the hooks.
+
+        Args:
+            binding: units and parameters.
+            book: puts handles in ``.grad``.
+            passes: of backward.
+            manager: takes the gradients.
+            activations: ledger of what autograd keeps.
+            calls: what is asked of the engine.
+        """
+        self._binding = binding
+        self._units = binding.tree.units
+        self._book = book
+        self._passes = passes
+        self._manager = manager
+        self._activations = activations
+        self._calls = calls
+        self._registered: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Register a hook behind each parameter that is trained."""
+        for unit, parameters in zip(self._units, self._binding.tree.parameters, strict=True):
+            if unit.trainable:
+                for slot, parameter in enumerate(parameters):
+                    hook = self._hook(unit.index, slot)
+                    self._registered.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def detach(self) -> None:
+        """Remove the hooks, and the handles in ``.grad``. Idempotent."""
+        for handle in self._registered:
+            handle.remove()
+        if self._registered:
+            self._book.clear()
+        self._registered.clear()
+
+    def _hook(self, unit: int, slot: int) -> Callable[[torch.Tensor], None]:
+        reference = weakref.ref(self)  # the garbage collector does not see what a parameter's hooks refer to
+
+        def hook(parameter: torch.Tensor) -> None:
+            self = reference()
+            if self is None:  # collected with its engine, and could not remove this; somebody else has the parameter
+                return
+            with no_subclasses():
+                self._take(parameter, unit, slot)
+
+        return hook
+
+    def _take(self, parameter: torch.Tensor, unit: int, slot: int) -> None:
+        """Hand on what autograd has made, and leave a handle."""
+        where, manager, calls = (unit, slot), self._manager, self._calls
+        gradient, before = self._book.take(parameter, where)
+        try:
+            refusal = calls.refuse_gradient()
+            if refusal is not None:
+                raise StateError(refusal)
+            calls.check_interrupt()
+            if gradient.requires_grad:
+                raise StateError(
+                    f"gradient of {self._units[unit].slots[slot].name}: expected backward without create_graph, "
+                    "for nothing can be differentiated through .grad once it has left the device; use "
+                    "torch.autograd.grad(loss, parameters, create_graph=True)"
+                )
+            if gradient.layout is not torch.strided:
+                gradient = gradient.to_dense()
+            if gradient.nbytes >= WORTH_SAMPLING_BYTES:
+                self._activations.balance()
+            shape = self._units[unit].slots[slot].shape
+            if gradient.dtype != self._binding.dtypes[unit] or tuple(gradient.shape) != shape:
+                raise StateError(self._misfit(gradient, unit, slot))
+            self._passes.note()
+            number = self._passes.number
+            final = calls.final_micro_batch(manager.gradients.passes(unit, slot, number))
+            manager.add_gradient(unit, slot, gradient, final=final, backward_pass=number)
+        except BaseException:
+            if before is not None:
+                self._book.put(parameter, where, before)
+            raise
+        self._book.put(parameter, where, before)
+        manager.advance_updates(calls.guess)
+
+    def _misfit(self, gradient: torch.Tensor, unit: int, slot: int) -> str:
+        name, shape = self._units[unit].slots[slot].name, self._units[unit].slots[slot].shape
+        resized = "was resized after it was wrapped, do so before"
+        converted = "was converted after it was wrapped, pass dtype= to the engine"
+        return (
+            f"gradient of {name}: expected {self._binding.dtypes[unit]} {shape} but got {gradient.dtype} "
+            f"{tuple(gradient.shape)}; the module {resized if tuple(gradient.shape) != shape else converted}"
+        )

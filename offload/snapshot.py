@@ -1,0 +1,51 @@
+"""What users see of a run's bytes, seconds, hits and stalls: one frozen snapshot of the counters of all parts.
+
+Owns where each number of :class:`offload.stats.Stats` comes from. Next: :mod:`offload.engine` offers it to users.
+"""
+
+from __future__ import annotations
+
+from offload.build import Parts
+from offload.memory.budget import Tier
+from offload.shards.manager import Manager
+from offload.stats import LinkStats, Stats
+
+
+def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
+    """Return what has been counted so far.
+
+    Args:
+        parts: of the engine.
+        manager: owner of the shards; None where the engine is closed.
+    """
+    counters, run = parts.counters, parts.steps.run
+    links = counters.links()
+    peak = {tier.value: budget.peak_bytes for tier, budget in parts.budgets.items()}
+    parts.activations.refund()
+    used = {tier.value: budget.used_bytes for tier, budget in parts.budgets.items()}
+    if manager is not None:
+        used = manager.tiers.used_bytes()
+        if manager.tiers.store is not None:
+            swapped = manager.tiers.store.stats()
+            links["nvme_read"] = LinkStats(swapped.read_bytes, swapped.read_seconds)
+            links["nvme_write"] = LinkStats(swapped.written_bytes, swapped.write_seconds)
+            peak[Tier.NVME.value] = swapped.peak_used_bytes
+    return Stats(
+        step=run.steps,
+        skipped_steps=run.skipped,
+        links=links,
+        hits=counters.hits,
+        misses=counters.misses,
+        stalls=counters.stalls,
+        stall_seconds=counters.stall_seconds,
+        update_chunks=counters.update_chunks,
+        update_stalls=counters.update_stalls,
+        update_seconds=counters.update_seconds,
+        update_stall_seconds=counters.update_stall_seconds,
+        early_units=counters.early_units,
+        early_units_dropped=counters.early_units_dropped,
+        used_bytes=used,
+        peak_bytes=peak,
+        budget_bytes={tier.value: budget.limit_bytes for tier, budget in parts.budgets.items()},
+        loss_scale=run.scaler.scale,
+    )

@@ -1,0 +1,190 @@
+"""The order of one engine's training: forward, backward, step, and what is undone where one of them fails.
+
+Owns that order, and where Ctrl-C comes through. The hooks do the work of a forward and a backward pass
+(:mod:`offload.module.hooks`), :mod:`offload.optim.step` that of a step. Next: :mod:`offload.engine` is the face.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.build import Parts
+from offload.closing import clean_up
+from offload.errors import TRAIN_MORE, StateError
+from offload.interrupt import Deferral
+from offload.life import Life
+from offload.module import refusals
+from offload.optim.step import Step
+from offload.optimizer import OffloadOptimizer
+from offload.shards.manager import Manager
+
+
+class Training:
+    """Trains one engine's module. See the module's text."""
+
+    def __init__(self, parts: Parts, life: Life, deferral: Deferral) -> None:
+        """Prepare.
+
+        Args:
+            parts: of the engine.
+            life: whether it can be used.
+            deferral: holds Ctrl-C back while something is half done.
+        """
+        self._hooks = parts.hooks
+        self._changes = parts.changes
+        self._activations = parts.activations
+        self._book = parts.book
+        self._counters = parts.counters
+        self._run = parts.steps.run
+        self._step = parts.steps.step
+        self._optimizer = parts.steps.optimizer
+        self._life = life
+        self._deferral = deferral
+        self._is_ours = False  # the step: not asked for by optimizer.step(), which does nothing where torch's would not
+        self._last_loss: weakref.ref[torch.Tensor] | None = None
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's forward; see ``Engine.__call__``."""
+        with self._counting(), self._deferral:
+            try:
+                with self._hooks.watch():  # hooks of the user may run before ours, or after
+                    output = module(*args, **kwargs)
+                if not torch.is_grad_enabled():
+                    self._activations.close_pass()
+                return output
+            except BaseException:
+                clean_up(self._hooks.unwind, self._activations.abandon_pass)
+                raise
+
+    def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """Run backward; see ``Engine.backward``."""
+        manager, step = self._life.require_open(), self.require_step("backward")
+        step.micro_batches.note_meant()
+        refusals.refuse_loss(loss, None if self._last_loss is None else self._last_loss())
+        with self._counting():
+            self._book.adopt()
+            with self._run.scaler.applied() as factor, self._deferral:
+                try:
+                    self._hooks.backward(loss if factor is None else loss * factor, **kwargs)
+                    self._activations.close_pass()
+                    self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
+                except BaseException:
+                    step.micro_batches.done = 0
+                    clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
+                    raise
+        kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
+        self._last_loss = None if kept else weakref.ref(loss)
+
+    def step(self) -> bool:
+        """Close a micro-batch; at the end of an accumulation, take the step; see ``Engine.step``."""
+        self._life.require_open()
+        step = self.require_step("step")
+        step.micro_batches.note_meant()
+        if not step.micro_batches.close():
+            return False
+        assert self._optimizer is not None
+        before = self._run.steps
+        self._is_ours = True
+        try:
+            self._optimizer.step()  # so that its hooks and LR schedulers see it
+        finally:
+            self._is_ours = False
+        return self._run.steps > before
+
+    def take_step(self) -> bool:
+        """Take the optimizer's step now, whatever the accumulation count; False where nothing was updated."""
+        manager, step = self._life.require_open(), self.require_step("step")
+        assert self._optimizer is not None
+        self._last_loss = None
+        self._hooks.unwind()
+        with self._deferral:  # Ctrl-C comes through when the step is done
+            try:
+                return self._take_step(manager, step, self._optimizer)
+            except BaseException as error:
+                step.micro_batches.done = 0
+                if manager.has_lost_content():
+                    self._life.lose(f"a step failed half way ({type(error).__name__}: {error})")
+                else:
+                    with contextlib.suppress(Exception):  # the first error is on its way up
+                        self._drop_gradients(manager)  # the micro-batches are run again, after every kind of error
+                raise
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that have arrived since the last step."""
+        manager = self._life.require_open()
+        self._hooks.unwind()
+        self._drop_gradients(manager)
+        if self._step is not None:
+            self._step.micro_batches.done = 0
+
+    def has_gradients(self) -> bool:
+        """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""
+        manager = self._life.manager
+        if manager is None or self._life.closed or self._optimizer is None:
+            return False
+        self._book.adopt()
+        return manager.gradients.any_arrived
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm, averaged and unscaled, before clipping; see ``Engine.grad_norm``."""
+        if self.has_gradients():
+            return float(self._book.measure().squares ** 0.5 * self.require_step("grad_norm").averaging())
+        return None if self._step is None else self._step.grad_norm
+
+    def require_step(self, what: str) -> Step:
+        """Return what takes the steps.
+
+        Raises:
+            StateError: the engine only evaluates.
+        """
+        if self._step is None:
+            raise StateError(f"{what}: this engine only evaluates; pass optimizer=offload.AdamW(...)")
+        return self._step
+
+    def _take_step(self, manager: Manager, step: Step, optimizer: OffloadOptimizer) -> bool:
+        name = self._hooks.untrained()
+        if name is not None:
+            raise StateError(
+                f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; freeze "
+                f"it again, or {TRAIN_MORE}"
+            )
+        optimizer.refuse_foreign()
+        self._activations.close_pass()
+        self._changes.adopt()
+        manager.forward.finish()  # updates of units that were not used since the last step
+        manager.working.refuse_changes()
+        self._book.adopt()
+        norm = self._book.measure()
+        if not self._is_ours and (norm.count == 0 or optimizer.only_makes_states(norm.squares)):
+            self._book.clear()
+            step.pass_over()
+            if norm.count == 0:
+                optimizer.note_nothing()
+            return False
+        if norm.count == 0:
+            raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
+        taken = step.take(norm)
+        self._book.clear()
+        return taken
+
+    def _drop_gradients(self, manager: Manager) -> None:
+        self._book.clear()
+        manager.drop_gradients()
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing."""
+        begin, stalled = time.perf_counter(), self._counters.waits_seconds
+        try:
+            yield
+        finally:
+            waited = self._counters.waits_seconds - stalled
+            self._counters.add("compute", seconds=max(time.perf_counter() - begin - waited, 0.0))
