@@ -41,7 +41,7 @@ class State(Enum):
     RESIDENT = "resident"  # home and working copy, equal
     DIRTY = "dirty"  # working copy is newer than home
     FLUSHING = "flushing"  # dirty, and a transfer is writing it home
-    FAILED = "failed"  # no valid copy: lost inside a WRITE lease; or a read has failed, and only Copies.forgive brings it back
+    FAILED = "failed"  # no valid copy; after a failed read, Copies.forgive brings it back
 
     __hash__ = object.__hash__
 
