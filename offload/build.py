@@ -79,12 +79,23 @@ class Steps:
         """Return what makes the mean over micro-batches of a sum of scaled gradients."""
         return 1.0 if self.step is None else self.step.averaging()
 
-    def calls(self, deferral: Deferral) -> HookCalls:
+    def put_back(self, given: OptimizerSpec | torch.optim.Optimizer | None) -> None:
+        """Give a torch optimizer back what was taken from it: its engine is not made."""
+        assert self.optimizer is not None and self.states is not None
+        if isinstance(given, torch.optim.Optimizer):
+            found = self.states.found()
+            self.optimizer.hand_back(lost=False)
+            for parameter, state in found.items():
+                if not given.state.get(parameter):
+                    given.state[parameter].update(state)
+
+    def calls(self, calls: EngineCalls) -> HookCalls:
         """Return what hooks ask."""
-        step, check = self.step, deferral.check
+        step, check = self.step, calls.deferral.check
         if step is None:
-            return HookCalls(lambda passes: True, lambda: None, lambda: None, check)
-        return HookCalls(step.micro_batches.is_final, step.guess, self.run.scaler.refuse_gradient, check)
+            return HookCalls(lambda passes: True, lambda: None, lambda: None, check, calls.optimizer)
+        refuse = self.run.scaler.refuse_gradient
+        return HookCalls(step.micro_batches.is_final, step.guess, refuse, check, calls.optimizer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +135,9 @@ class EngineCalls:
 def build(
     model: nn.Module, optimizer: OptimizerSpec | torch.optim.Optimizer | None, config: Config, calls: EngineCalls
 ) -> Parts:
-    """Plan, take the memory, load the model and register the hooks; or leave everything as it was.
+    """Plan, take the memory, load the model and register the hooks; or leave the model as it was.
+
+    A torch optimizer has its states back then; it steps again when another engine has it.
 
     Raises:
         ConfigError, BudgetError, StateError, swap.SwapError: as :class:`offload.Engine` says.
@@ -155,16 +168,19 @@ def build(
         contents, forwards = ParameterContents(binding, life.require_open), Forwards()
         changes = OutsideChanges(binding, forwards, manager, contents)
         steps = _steps(model, optimizer, rule, config, manager, binding, changes, calls)
+        if steps.optimizer is not None:
+            undo.callback(steps.put_back, optimizer)
         loader.load(manager)
         if steps.states is not None and isinstance(optimizer, torch.optim.Optimizer):
             steps.states.adopt(optimizer)
         activations = _activations(manager, budgets, plan, device, undo)  # counts what comes from here on
         book = GradientBook(tree.units, tree.parameters, manager, place, steps.averaging)
-        asked = steps.calls(calls.deferral)
+        asked = steps.calls(calls)
         hooks = Hooks(model, binding, forwards, changes, manager, activations, book, place, asked)
         undo.callback(hooks.detach)
         hooks.attach()
         tensors = ModuleTensors(model, hooks, changes, life.require_open)
+        undo.callback(tensors.detach)
         tensors.attach()
         loader.move_buffers(place, hooks.saved)
         manager.prefetch()

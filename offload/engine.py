@@ -178,9 +178,11 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget the gradients that have arrived since the last step."""
+        self._require_open()
         self._training.zero_grad()
 
     def _step_now(self) -> bool:
+        self._require_open()  # first: a model whose engine was not made may have hooks that lead here
         return self._training.take_step()
 
     # --- reading and writing tensors --------------------------------------------------------------------------------
@@ -371,9 +373,11 @@ class Engine:
             logger.warning("close: %s", failure)  # the error on its way up came first
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be shutting down
+        try:
             if self._manager is not None:
                 self.close(restore=False)
+        except Exception:  # the interpreter may be shutting down, without this module's names
+            pass
 
     @property
     def _manager(self) -> Manager | None:

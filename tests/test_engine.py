@@ -7,6 +7,8 @@ import copy
 import gc
 import json
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,10 +37,12 @@ from models import BY_NAME
 from torch import nn
 
 import offload
-from offload import AdamW, Engine
+from offload import SGD, AdamW, Engine
+from offload.checkpoint.loading import Loader
 from offload.memory.devices import resolve_device
 from offload.module.handles import GradientHandle
 from offload.module.refusals import refuse_batch
+from offload.shards.manager import Manager
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -1417,3 +1421,61 @@ def test_a_batch_on_another_gpu_is_refused() -> None:
     refuse_batch((given,), {}, torch.device("cuda", 1))
     with pytest.raises(offload.StateError, match=r"is on cuda:1 but the engine computes on cuda:0; move it"):
         refuse_batch((given,), {}, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("optimizer", [None, AdamW()], ids=["evaluates", "trains"])
+def test_a_model_keeps_its_engine(optimizer: AdamW | None) -> None:
+    """Whoever keeps only the model goes on; nothing is said at the end of the process."""
+    model = Engine(nn.Sequential(nn.Linear(WIDTH, WIDTH)), optimizer, **everything_on_device()).module
+    gc.collect()
+    assert model(torch.ones(1, WIDTH)).shape == (1, WIDTH)
+    script = (
+        "import torch, offload\n"
+        "budgets = {'device': 1 << 26, 'cpu': 1 << 26}\n"
+        "engine = offload.Engine(torch.nn.Linear(8, 8), None, device='cpu', max_memory=budgets)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["stepped", "gradients wait"])
+def test_an_engine_that_nobody_holds_is_collected(pending: bool) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    engine = Engine(model, SGD(lr=0.1), **everything_on_device())
+    engine.backward(engine(torch.ones(1, WIDTH)).sum())
+    if not pending:
+        engine.step()
+    manager = weakref.ref(engine._manager)
+    del engine, model
+    gc.collect()
+    assert manager() is None
+
+
+@pytest.mark.parametrize("where", ["load", "prefetch"])
+def test_an_engine_that_cannot_be_made_leaves_model_and_optimizer(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain = copy.deepcopy(model)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def fails(*args: object) -> None:
+        raise OSError("the drive is gone")
+
+    monkeypatch.setattr(*{"load": (Loader, "load"), "prefetch": (Manager, "prefetch")}[where], fails)
+    with pytest.raises(OSError, match="the drive is gone"):
+        Engine(model, optimizer, **everything_on_device())
+    monkeypatch.undo()
+    assert_same_tensors(model.state_dict(), plain.state_dict())
+    assert torch.equal(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+    with Engine(model, optimizer, **everything_on_device()) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, WIDTH)).square().sum())
+            engine.step()
+            plain(torch.ones(2, WIDTH)).square().sum().backward()
+            theirs.step()
+            theirs.zero_grad()
+        assert_close(engine.state_dict(), dict(plain.state_dict()))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakeStore, FakeTicket, make_manager, make_plan_with, make_unit
+from fakes import FakeStore, FakeTicket, make_manager, make_plan_with, make_unit, versions
 from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, loss_of, one_torch_thread, tight
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from offload.planning.plan import STAGING_SLOTS, Homes
 from offload.planning.roles import Role
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.manager import Manager
-from offload.shards.shard import State
+from offload.shards.shard import Shard, State
 from offload.shards.stream import ALL_STATES, Chunk
 from swap import SwapError
 
@@ -299,6 +300,30 @@ def test_parameters_in_use_are_not_updated() -> None:
             updates.begin(manager.units, noted(store))
         assert not manager.forward.active
         lease.close()
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+def test_a_step_that_cannot_begin_changes_nothing(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pending(working=UNITS, resident=2) as (manager, store, updates):
+        updates.finish()
+        for unit in manager.units:
+            manager.add_gradient(unit.index, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+        before, hide, calls = versions(manager), manager.working.hide, itertools.count(1)
+
+        def fails(shard: Shard) -> None:
+            if next(calls) == nth:
+                raise TimeoutError("the fetch is late")
+            hide(shard)
+
+        monkeypatch.setattr(manager.working, "hide", fails)
+        with pytest.raises(TimeoutError):
+            updates.begin(manager.units, noted(store))
+        assert not updates.active and not any(unit.index in updates for unit in manager.units)
+        assert not any(manager.working.hides(unit.index) for unit in manager.units)
+        assert versions(manager) == before
+        manager.drop_gradients()
+        manager.check()
+        assert all(manager.copies.of(unit.index, Role.GRAD).state is State.EMPTY for unit in manager.units)
 
 
 def test_a_read_that_fails_is_repeated_for_who_needs_it() -> None:

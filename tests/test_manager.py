@@ -783,3 +783,16 @@ def test_the_dump_names_what_is_not_at_home() -> None:
         text = manager.tiers.dump()
         assert "u1/param: resident, home cpu" in text and "borrowed" in text and "u0" not in text
         del tensor
+
+
+def test_all_is_given_back_where_the_device_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan_with(units_of(2), [Homes(H, H, N)] * 2, working_bytes=16 << 10)
+    manager = make_manager(plan, FakeStore())
+
+    def fails() -> None:
+        raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(manager.tiers.device, "synchronize", fails)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        manager.close()
+    assert all(budget.used_bytes == 0 for budget in manager.tiers.budgets.values())

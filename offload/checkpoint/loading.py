@@ -1,7 +1,7 @@
 """Sets an engine up: opens the tiers, and moves the module's parameters into them; and back again.
 
 Owns what happens once, at the beginning and at the end: memory and initial values for what is on the meta device, and
-each unit's way home and out. Next: :mod:`offload.engine`.
+each unit's way home and out. Next: :mod:`offload.build`.
 """
 
 from __future__ import annotations

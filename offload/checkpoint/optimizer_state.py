@@ -6,6 +6,7 @@ The bytes are :mod:`offload.checkpoint.values`'s business. Next: :mod:`offload.o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -68,6 +69,13 @@ class OptimizerStates:
             {parameters[index][slot]: state for (index, slot), state in states.items()},
             {parameters[index][slot]: master for (index, slot), master in masters.items()},
         )
+
+    def found(self) -> StatesOf:
+        """Return the states that there are as tensors in host memory, or none where they cannot be read."""
+        with contextlib.suppress(Exception):  # the error that is on its way up came first
+            found = checkpoint.gather_states(self._manager(), self._counts)
+            return {self._tree.parameters[index][slot]: state for (index, slot), state in found.items()}
+        return {}
 
     def replace(self, states: StatesOf, masters: MastersOf) -> None:
         """Let these be the states; what is not among them starts anew, as in torch.

@@ -32,12 +32,14 @@ class HookCalls:
         guess: what the step will probably do; None where no guess is worth its while.
         refuse_gradient: why gradients are not taken now; None where they are.
         check_interrupt: hands an interrupt on that came meanwhile.
+        kept: lives as long as the model has the hooks: the engine, which nobody else may hold.
     """
 
     final_micro_batch: Callable[[int], bool]
     guess: Callable[[], Recipe | None]
     refuse_gradient: Callable[[], str | None]
     check_interrupt: Callable[[], None]
+    kept: object
 
 
 class GradientHooks:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -82,13 +83,11 @@ class GradientHandle(torch.Tensor):
     """Stands for a gradient that has left. See the module's text.
 
     Attributes:
-        book: of the engine that has the gradient.
         value: what it stands for.
         place: the device that it says it is on. To torch's dispatcher it is a meta tensor, so torch refuses to make it
             the ``.data`` of a tensor, for which it asks no class.
     """
 
-    book: Book
     value: Value
     place: torch.device
 
@@ -100,11 +99,26 @@ class GradientHandle(torch.Tensor):
         handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=_META, dispatch_device=True
         )
-        handle.book, handle.value, handle.place = book, value, device
+        handle._book, handle.value, handle.place = weakref.ref(book), value, device
         handle._incoming = None
         return handle
 
+    _book: weakref.ref[Book]  # the garbage collector does not see that parameters have handles
     _incoming: torch.Tensor | None
+
+    @property
+    def book(self) -> Book:
+        """Where the gradient is.
+
+        Raises:
+            StateError: its engine is gone.
+        """
+        book = self._book()
+        if book is None:
+            raise StateError(
+                "gradient: expected one that waits for a step but its engine is gone, and the gradient, too"
+            )
+        return book
 
     def like(
         self,

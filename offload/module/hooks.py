@@ -10,7 +10,7 @@ hooks return them. What else sees a use of a parameter has a file of its own:
   evicts a unit whose storage is referenced from outside.
 * :mod:`offload.module.gradient_hooks`: gradients.
 
-Knows neither budgets nor the optimizer. Next: :mod:`offload.engine`.
+Knows neither budgets nor the optimizer. Next: :mod:`offload.build`.
 """
 
 from __future__ import annotations

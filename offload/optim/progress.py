@@ -1,6 +1,6 @@
 """How far a run has come: steps taken and skipped, and the loss scale of float16.
 
-Owns these numbers, and their place in an optimizer's state dict. Next: :mod:`offload.engine` counts.
+Owns these numbers, and their place in an optimizer's state dict. Next: :mod:`offload.optim.step` counts.
 """
 
 from __future__ import annotations

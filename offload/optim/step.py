@@ -3,7 +3,7 @@
 Owns the count of micro-batches, who averages over them, the decision to clip or to skip, the loss scale's reaction,
 and the guess that updates during backward are made by. What a step does to a unit is the business of
 :mod:`offload.optim.recipe`; when it is done, that of :mod:`offload.shards.forward_updates`. Next:
-:mod:`offload.engine` calls :meth:`Step.take`.
+:mod:`offload.training` calls :meth:`Step.take`.
 """
 
 from __future__ import annotations
@@ -218,7 +218,12 @@ class Step:
         left = [unit for unit in updated if unit.index not in taken]
         order, stays = manager.order_of_use(), manager.tiers.plan.stays
         left.sort(key=lambda unit: (not stays(unit), order[unit.index]))
-        manager.forward.begin(left, recipe.visit)
+        try:
+            manager.forward.begin(left, recipe.visit)
+        except BaseException as error:
+            if taken:
+                manager.forward.lose(error)
+            raise
         for index, slots in counted.items():
             for slot in slots:
                 self._counts.counts[index][slot] += 1

@@ -96,18 +96,33 @@ class ForwardUpdates(Updates[Update]):
 
         Raises:
             StateError: parameters are in use. Nothing was changed.
+            swap.SwapError, OffloadError: a transfer failed. The gradients are dropped; nothing else was changed.
         """
         assert not self.active
-        tiers = self._tiers
+        tiers, shards = self._tiers, [self._tiers.param(unit.index) for unit in units]
         tiers.refuse_in_use(units)
-        self._pipeline = self._new_pipeline()
-        self._waiting.extend(Update(unit, Leases(tiers), visit) for unit in units)
-        self._old.update(unit.index for unit in units)
-        self._pipeline.widen(tiers.gradients.hold(self._old))
-        for unit in units:
-            shard = tiers.param(unit.index)
+        old = {unit.index for unit in units}
+        try:
+            idle = tiers.gradients.hold(old)
+            for shard in shards:
+                tiers.working.hide(shard)
+        except BaseException:
+            for shard in shards:
+                if tiers.working.hides(shard.unit.index):
+                    tiers.working.show(shard)
+            for index in old:
+                tiers.gradients.let_go(index)
+            raise
+        for shard in shards:
             tiers.copies.renew(shard)
-            tiers.working.hide(shard)
+        self._pipeline = self._new_pipeline()
+        self._pipeline.widen(idle)
+        self._waiting.extend(Update(unit, Leases(tiers), visit) for unit in units)
+        self._old |= old
+
+    def lose(self, error: BaseException) -> None:
+        """Note that a step has failed of which a part is made."""
+        self.failure, self._reported = error, True
 
     # --- what others ask for ----------------------------------------------------------------------------------------
 

@@ -117,24 +117,21 @@ class Leases:
 
     def hand_over(self, roles: Container[Role], leaving: Sequence[Ticket]) -> None:
         """Return the leases on what was written in `roles`; `leaving` still take PARAM's working copy home."""
-        kept: list[WriteLease] = []
-        ended: list[WriteLease] = []
-        for lease in self._writing:
-            (ended if lease.shard.role in roles else kept).append(lease)
-        self._writing = kept
-        for lease in ended:
+        for lease in [lease for lease in self._writing if lease.shard.role in roles]:
             lease.close()
-            shard = lease.shard
-            if shard.role is not Role.PARAM:
-                continue
-            self._copies.renew(shard)
-            if shard.state is State.DIRTY and leaving:
-                self._copies.flushing(shard, leaving)
-            elif shard.state is State.DIRTY:
-                self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
-            if shard.home is Tier.DEVICE and shard.unit.index not in self._working:
-                assert shard.home_buffer is not None
-                self._working.bind(shard, shard.home_buffer)
+            if lease.shard.role is Role.PARAM:
+                self._hand_over_param(lease.shard, leaving)
+            self._writing.remove(lease)
+
+    def _hand_over_param(self, shard: Shard, leaving: Sequence[Ticket]) -> None:
+        self._copies.renew(shard)
+        if shard.state is State.DIRTY and leaving:
+            self._copies.flushing(shard, leaving)
+        elif shard.state is State.DIRTY:
+            self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
+        if shard.home is Tier.DEVICE and shard.unit.index not in self._working:
+            assert shard.home_buffer is not None
+            self._working.bind(shard, shard.home_buffer)
 
     def abandon(self, written: Container[int]) -> None:
         """Return the leases after an exception.

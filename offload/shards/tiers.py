@@ -9,6 +9,7 @@ through which all others come.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
 from offload.errors import StateError
@@ -179,16 +180,21 @@ class Tiers:
 
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
-        self.copies.close()
-        self.mover.close()
-        self.device.synchronize()
+        with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
+            for claim in self._claims:
+                last.callback(claim.close)
+            last.callback(self._close_memory)
+            last.callback(self.device.synchronize)
+            last.callback(self.mover.close)
+            last.callback(self.copies.close)
+
+    def _close_memory(self) -> None:
         busy = [*self.working.close(), *self.copies.strays()]
-        if self.store is not None:
-            self.store.close()
-        for arena in self._arenas.values():
-            arena.close(busy)
-        for claim in self._claims:
-            claim.close()
+        with contextlib.ExitStack() as last:
+            for arena in self._arenas.values():
+                last.callback(arena.close, busy)
+            if self.store is not None:
+                last.callback(self.store.close)
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
