@@ -93,18 +93,26 @@ class LockedArena(HostArena):
 
 
 def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[], object] | None:
-    """Page-lock host memory; returns what undoes it, None where that is not possible."""
-    if place.type != "cuda":
+    """Page-lock host memory; returns what undoes it, None where that is not possible.
+
+    CUDA and ROCm have ``cudaHostRegister``. Of any other back end, torch's device module is asked for two functions:
+    ``host_register(address, size_bytes)``, which raises RuntimeError if it cannot, and ``host_unregister(address)``.
+    """
+    module: Any = torch.get_device_module(place)
+    if place.type == "cuda":
+        runtime = module.cudart()
+        status = int(runtime.cudaHostRegister(address, size_bytes, 0))
+        if status:
+            logger.warning("host arena: page-locking %s failed (%d)", format_bytes(size_bytes), status)
+            return None
+        return lambda: runtime.cudaHostUnregister(address)
+    if not hasattr(module, "host_register"):
         logger.warning(
             "host arena: %s cannot be page-locked for %s; copies are slower", format_bytes(size_bytes), place
         )
         return None
-    runtime: Any = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(address, size_bytes, 0))
-    if status:
-        logger.warning("host arena: page-locking %s failed (%d)", format_bytes(size_bytes), status)
-        return None
-    return lambda: runtime.cudaHostUnregister(address)
+    module.host_register(address, size_bytes)
+    return lambda: module.host_unregister(address)
 
 
 class AcceleratorTransfer:
