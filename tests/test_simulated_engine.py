@@ -145,13 +145,32 @@ def test_the_second_device_has_streams_of_its_own(home: str, tmp_path: Path) -> 
         assert seen.races == [] and {name[:5] for name in seen.counts if "kernels" in seen.counts[name]} == {"sim:1"}
 
 
-@pytest.mark.parametrize("home", ["device"])
+@pytest.mark.parametrize("home", HOMES)
 def test_an_evaluation_computes_with_the_weights_that_were_there(home: str, tmp_path: Path) -> None:
     truth = run_evaluated("truth", tmp_path)
     for schedule in SCHEDULES:
         with running(schedule) as seen:
             ours = run_evaluated(home, tmp_path)
         assert_equal(ours, truth)
+        assert seen.races == [], schedule.name
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_an_evaluation_does_not_see_what_is_loaded_behind_it(home: str, tmp_path: Path) -> None:
+    with torch.no_grad():
+        expected = net()(batch(0))
+    for schedule in SCHEDULES:
+        model = net()
+        with (
+            running(schedule) as seen,
+            Engine(model, AdamW(), **placed(home, model, tmp_path)) as engine,
+            torch.no_grad(),
+        ):
+            x = batch(0).pin_memory().to("sim", non_blocking=True)
+            output = engine(x)
+            engine.load_state_dict({name: torch.zeros_like(value) for name, value in engine.state_dict().items()})
+            assert engine(x).cpu().ne(expected).all()
+            assert torch.equal(output.cpu(), expected)
         assert seen.races == [], schedule.name
 
 
@@ -233,6 +252,7 @@ WAITS = {
     "the host behind the upload from staging": "used.synchronize()",
     "a direct copy behind compute": "stream.wait_event(compute)",
     "the host behind a direct copy": "stream.synchronize()",
+    "the host behind the last upload from a home": "future.result().synchronize()",
 }
 
 
@@ -262,7 +282,7 @@ def verdict(program: Program, schedule: Schedule, home: str, truth: Outcome, pat
 def test_a_wait_of_the_mover_that_is_left_out_is_seen(
     wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs: list[tuple[Program, str]] = [(run_net, home) for home in HOMES] + [(run_evaluated, "device")]
+    programs: list[tuple[Program, str]] = [(program, home) for program in (run_net, run_evaluated) for home in HOMES]
     truths = {program: program("truth", tmp_path) for program, _ in programs}
     leave_out(wait, monkeypatch)
     wrong, raced = [], set[str]()

@@ -161,6 +161,7 @@ class AcceleratorMover:
         self._staging_events: list[torch.Event | None] = [None] * len(staging)
         self._turn = 0
         self._released: dict[int, torch.Event] = {}
+        self._uploads: dict[int, Future[torch.Event]] = {}  # the last one from each host address
         self._deadline_s = deadline_s
         self._gradients: collections.deque[tuple[Future[None], int]] = collections.deque()  # on their way, with bytes
         self._gradient_bytes = 0
@@ -170,7 +171,7 @@ class AcceleratorMover:
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy from page-locked memory on the upload stream."""
         event = self._ready(target)
-        future = self._worker.submit(self._enqueue, source, target, size_bytes, event)
+        future = self._uploads[source] = self._worker.submit(self._enqueue, source, target, size_bytes, event)
         return AcceleratorTransfer(self._device, future, f"copy of {size_bytes} bytes to {self._device.place}")
 
     def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
@@ -221,6 +222,12 @@ class AcceleratorMover:
 
         worker = self._reader if link == "d2h" else self._worker
         return FutureTransfer(worker.submit(run), f"copy of {size_bytes} bytes ({link})")
+
+    def await_source(self, source: int) -> None:
+        """Let the host wait for the last upload from there: compute waits for uploads without it."""
+        future = self._uploads.pop(source, None)
+        if future is not None and not future.exception():
+            future.result().synchronize()
 
     def vacate(self, buffer: Buffer) -> None:
         """Record that compute enqueued so far may still read `buffer`."""

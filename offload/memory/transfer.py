@@ -94,6 +94,12 @@ class Mover(Protocol):
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy `size_bytes` from host address `source` to `target` on the device."""
 
+    def await_source(self, source: int) -> None:
+        """Wait until no :meth:`fetch_host` that was waited for reads host address `source` any more.
+
+        Waiting for a transfer orders compute behind it. The host needs more before it writes there.
+        """
+
     def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
         """Bring an object from NVMe to `target`; `read(address)` starts the reads into `address`."""
 
