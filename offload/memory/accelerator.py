@@ -155,6 +155,7 @@ class AcceleratorMover:
         self._device = device
         self._upload = torch.Stream(device.place)
         self._download = torch.Stream(device.place)
+        self._upload.wait_stream(device.current_stream())  # work of the arena's last owner may be queued
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-d2h")
         self._staging = list(staging)
