@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -65,10 +65,10 @@ class AcceleratorDevice:
         """Return the stream that compute is given to now."""
         return torch.accelerator.current_stream(self.place)
 
-    def event(self) -> torch.Event:
-        """Return the moment when all that was given to the current stream so far is done."""
+    def event(self, stream: torch.Stream | None = None) -> torch.Event:
+        """Return the moment when all that was given to `stream` so far is done; of None to the current one."""
         event = torch.Event(self.place)
-        event.record(self.current_stream())
+        event.record(self.current_stream() if stream is None else stream)
         return event
 
     def synchronize(self) -> None:
@@ -116,10 +116,10 @@ def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[
 
 
 class AcceleratorTransfer:
-    """A copy on a stream: waiting makes the current stream wait, not the host."""
+    """A copy on a stream: waiting makes the streams that compute wait, not the host."""
 
-    def __init__(self, device: AcceleratorDevice, future: Future[torch.Event], subject: str) -> None:
-        self._device = device
+    def __init__(self, streams: Iterable[torch.Stream], future: Future[torch.Event], subject: str) -> None:
+        self._streams = streams
         self._enqueued = FutureTransfer(future, subject)  # type: ignore[arg-type]
         self._future = future
 
@@ -130,9 +130,10 @@ class AcceleratorTransfer:
         return self._future.exception() is not None or bool(self._future.result().query())
 
     def wait(self, timeout_s: float) -> None:
-        """Order the current stream behind the copy."""
+        """Order the streams that compute behind the copy."""
         self._enqueued.wait(timeout_s)
-        self._device.current_stream().wait_event(self._future.result())
+        for stream in self._streams:
+            stream.wait_event(self._future.result())
 
 
 class AcceleratorMover:
@@ -141,6 +142,9 @@ class AcceleratorMover:
     NVMe reads pass through two page-locked staging buffers, gradients through one. A buffer is reused only after the
     event that was recorded where it was vacated. Gradients that wait for their copy take device memory that no plan
     knows, so they are at most as many bytes as their staging buffer has.
+
+    The user may compute on several streams that nothing orders. Each that has used the device's parameters counts as
+    one that may still read them, and waits for all that arrives.
     """
 
     def __init__(
@@ -155,13 +159,15 @@ class AcceleratorMover:
         self._device = device
         self._upload = torch.Stream(device.place)
         self._download = torch.Stream(device.place)
-        self._upload.wait_stream(device.current_stream())  # work of the arena's last owner may be queued
+        stream = device.current_stream()
+        self._upload.wait_stream(stream)  # work of the arena's last owner may be queued
+        self._computing = {stream.stream_id: stream}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-d2h")
         self._staging = list(staging)
         self._staging_events: list[torch.Event | None] = [None] * len(staging)
         self._turn = 0
-        self._released: dict[int, torch.Event] = {}
+        self._released: dict[int, list[torch.Event]] = {}
         self._uploads: dict[int, Future[torch.Event]] = {}  # the last one from each host address
         self._deadline_s = deadline_s
         self._gradients: collections.deque[tuple[Future[None], int]] = collections.deque()  # on their way, with bytes
@@ -173,7 +179,7 @@ class AcceleratorMover:
         """Copy from page-locked memory on the upload stream."""
         event = self._ready(target)
         future = self._uploads[source] = self._worker.submit(self._enqueue, source, target, size_bytes, event)
-        return AcceleratorTransfer(self._device, future, f"copy of {size_bytes} bytes to {self._device.place}")
+        return self._transfer(future, f"copy of {size_bytes} bytes to {self._device.place}")
 
     def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
         """Read into staging, then copy on the upload stream; the worker thread waits in between."""
@@ -191,9 +197,17 @@ class AcceleratorMover:
             self._staging_events[turn] = copied
             return copied
 
-        return AcceleratorTransfer(
-            self._device, self._worker.submit(run), f"fetch of {size_bytes} bytes to {self._device.place}"
-        )
+        return self._transfer(self._worker.submit(run), f"fetch of {size_bytes} bytes to {self._device.place}")
+
+    def _transfer(self, future: Future[torch.Event], subject: str) -> Transfer:
+        return AcceleratorTransfer(self._computing.values(), future, subject)
+
+    def enter(self) -> None:
+        """Let the current stream wait for what has arrived, and be waited for from now on."""
+        stream = self._device.current_stream()
+        if stream.stream_id not in self._computing:
+            stream.wait_stream(self._upload)
+            self._computing[stream.stream_id] = stream
 
     def download(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy device address `source` to page-locked host address `target`."""
@@ -204,7 +218,7 @@ class AcceleratorMover:
         return self._direct(source, target, size_bytes, "h2d")
 
     def _direct(self, source: int, target: int, size_bytes: int, link: str) -> Ticket:
-        compute = self._device.event()
+        computed = self._computed()
 
         def run() -> None:
             begin = time.perf_counter()
@@ -213,7 +227,8 @@ class AcceleratorMover:
             host = bytes_at(target if down else source, size_bytes, HOST)
             device = bytes_at(source if down else target, size_bytes, self._device.place)
             with stream:
-                stream.wait_event(compute)
+                for event in computed:
+                    stream.wait_event(event)
                 if down:
                     host.copy_(device, non_blocking=True)
                 else:
@@ -232,7 +247,10 @@ class AcceleratorMover:
 
     def vacate(self, buffer: Buffer) -> None:
         """Record that compute enqueued so far may still read `buffer`."""
-        self._released[buffer.address] = self._device.event()
+        self._released[buffer.address] = self._computed()
+
+    def _computed(self) -> list[torch.Event]:
+        return [self._device.event(stream) for stream in self._computing.values()]
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
         """Copy on the download stream; a worker waits for the copy and calls `use`."""
@@ -278,13 +296,13 @@ class AcceleratorMover:
 
     def _ready(self, target: Buffer) -> list[torch.Event]:
         """Return the events that a copy into `target` must follow: compute that may still read what was vacated."""
-        events = []
-        for address, event in list(self._released.items()):
-            if event.query():
+        waiting = []
+        for address, events in list(self._released.items()):
+            events = self._released[address] = [event for event in events if not event.query()]
+            if not events:
                 del self._released[address]
-            else:
-                events.append(event)
-        return events
+            waiting += events
+        return waiting
 
     def _enqueue(self, source: int, target: Buffer, size_bytes: int, after: list[torch.Event]) -> torch.Event:
         begin = time.perf_counter()
@@ -292,8 +310,8 @@ class AcceleratorMover:
         host = bytes_at(source, size_bytes, HOST)
         device = bytes_at(target.address, size_bytes, self._device.place)
         with self._upload:
-            for event in after:
-                self._upload.wait_event(event)
+            for before in after:
+                self._upload.wait_event(before)
             device.copy_(host, non_blocking=True)
             done.record(self._upload)
         self._counters.add("h2d", size_bytes=size_bytes, seconds=time.perf_counter() - begin)

@@ -76,6 +76,9 @@ class CpuMover:
         self._counters = counters
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
 
+    def enter(self) -> None:
+        """Nothing to note: compute on the CPU is synchronous."""
+
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy in a worker thread (the copy does not hold the interpreter lock)."""
         future = self._worker.submit(self._copy, target.address, source, size_bytes)

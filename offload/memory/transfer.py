@@ -91,6 +91,9 @@ class FutureTransfer:
 class Mover(Protocol):
     """Brings parameters to the device and gradients to the host."""
 
+    def enter(self) -> None:
+        """Note that compute is about to use what is on the device, on the stream that is current."""
+
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy `size_bytes` from host address `source` to `target` on the device."""
 
