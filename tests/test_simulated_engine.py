@@ -283,17 +283,25 @@ def test_the_accelerator_that_torch_has_is_accepted() -> None:
         devices.resolve_device("xpu")
 
 
+def refuse_to_lock(address: int, size_bytes: int) -> None:
+    raise RuntimeError("no more of it")
+
+
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("refusal", ["not with this back end", "no more of it"])
 def test_without_page_locking_copies_are_slower_and_right(
-    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    truth = run_net("truth", tmp_path)
-    monkeypatch.delattr(torch.get_device_module("sim"), "host_register")
+    truth, module = run_net("truth", tmp_path), torch.get_device_module("sim")
+    if refusal == "no more of it":
+        monkeypatch.setattr(module, "host_register", refuse_to_lock)
+    else:
+        monkeypatch.delattr(module, "host_register")
     for schedule in (LAZY, EAGER):
         with running(schedule) as seen:
             assert_equal(on_cpu(run_net(home, tmp_path)), truth)
         assert seen.races == []
-    assert "cannot be page-locked for sim:0; copies are slower" in caplog.text
+    assert f"could not be page-locked for sim:0 ({refusal})" in caplog.text
 
 
 # --- waits that are left out ------------------------------------------------------------------------------------------

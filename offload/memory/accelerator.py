@@ -7,6 +7,7 @@ differs between back ends is :func:`_page_lock`. Next: :mod:`offload.memory.devi
 from __future__ import annotations
 
 import collections
+import ctypes
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -92,27 +93,63 @@ class LockedArena(HostArena):
         super().close(busy)
 
 
-def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[], object] | None:
-    """Page-lock host memory; returns what undoes it, None where that is not possible.
+def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[], None] | None:
+    """Page-lock host memory; returns what undoes it, None where that is not possible."""
+    module: Any = torch.get_device_module(place)
+    try:
+        with module.device(place):  # a back end makes a context, and that on the device that is current
+            unregister = _register(module, address, size_bytes, place.type)
+    except RuntimeError as error:
+        logger.warning(
+            "host arena: %s could not be page-locked for %s (%s): copies are several times slower, and who starts one "
+            "waits for it; a lower max_memory['cpu'] may fit what the system lets a process lock (ulimit -l)",
+            format_bytes(size_bytes),
+            place,
+            error,
+        )
+        return None
+
+    def unlock() -> None:
+        with module.device(place):
+            unregister(address)
+
+    return unlock
+
+
+def _register(module: Any, address: int, size_bytes: int, kind: str) -> Callable[[int], object]:
+    """Page-lock host memory; returns the function that undoes it.
 
     CUDA and ROCm have ``cudaHostRegister``. Of any other back end, torch's device module is asked for two functions:
     ``host_register(address, size_bytes)``, which raises RuntimeError if it cannot, and ``host_unregister(address)``.
+
+    Raises:
+        RuntimeError: it is not possible.
     """
-    module: Any = torch.get_device_module(place)
-    if place.type == "cuda":
+    unregister: Callable[[int], object]
+    if kind == "cuda":
         runtime = module.cudart()
-        status = int(runtime.cudaHostRegister(address, size_bytes, 0))
+        status = int(runtime.cudaHostRegister(address, size_bytes, _PORTABLE))
         if status:
-            logger.warning("host arena: page-locking %s failed (%d)", format_bytes(size_bytes), status)
-            return None
-        return lambda: runtime.cudaHostUnregister(address)
-    if not hasattr(module, "host_register"):
-        logger.warning(
-            "host arena: %s cannot be page-locked for %s; copies are slower", format_bytes(size_bytes), place
-        )
-        return None
-    module.host_register(address, size_bytes)
-    return lambda: module.host_unregister(address)
+            _forget_error()
+            raise RuntimeError(f"error {status} of cudaHostRegister")
+        unregister = runtime.cudaHostUnregister
+    elif hasattr(module, "host_register"):
+        module.host_register(address, size_bytes)
+        unregister = module.host_unregister
+    else:
+        raise RuntimeError("not with this back end")
+    return unregister
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device
+
+
+def _forget_error() -> None:
+    """Take back CUDA's last error, which torch's next launch of a kernel would report as its own."""
+    libraries: Any = ctypes.CDLL(None)
+    for name in ("cudaGetLastError", "hipGetLastError"):
+        if hasattr(libraries, name):
+            getattr(libraries, name)()
 
 
 class AcceleratorTransfer:
