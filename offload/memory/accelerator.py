@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from offload.errors import OffloadError
 from offload.memory.arena import HOST, Arena, Buffer, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
@@ -323,7 +322,7 @@ class AcceleratorMover:
         self._gradient_bytes -= size
         try:
             FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
-        except (OSError, OffloadError) as error:
+        except Exception as error:  # errors of a device are RuntimeErrors
             self._gradient_failure = self._gradient_failure or error
 
     def close(self) -> None:
