@@ -6,6 +6,7 @@ The CPU's tests show planning, bookkeeping, files and kernels; here are streams,
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import AdamW, Engine
 from offload.memory import accelerator, devices
+from offload.memory.arena import view_at
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
@@ -266,6 +268,32 @@ def test_the_users_own_streams(home: str, tmp_path: Path) -> None:
             ours = run_on_two_streams(home, tmp_path)
         assert_equal(ours, truth)
         assert seen.races == [], schedule.name
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_parameters_move_together_on_the_device(home: str, tmp_path: Path) -> None:
+    """What is in use cuts four rooms into free, held, free, held; the last unit needs two rooms in one piece."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(3)] + [nn.Linear(WIDTH, 7 * WIDTH)]
+    weights = [block.weight.detach().clone().view(-1) for block in blocks]
+    for schedule in fixed(3):
+        model = nn.Sequential(*copy.deepcopy(blocks))
+        options = placed(home, model, tmp_path, unit_bytes=32 << 10, prefetch=False)
+        with running(schedule) as seen, Engine(model, AdamW(), **options) as engine, torch.no_grad():
+            manager, side = engine._manager, torch.Stream("sim:0")
+            with side:
+                held = [manager.acquire(0)]  # rooms are handed out from the high end
+            manager.acquire(1).close()
+            held += [manager.acquire(2), manager.acquire(3)]
+            for stream in (side, contextlib.nullcontext()):
+                with stream:
+                    for index in (0, 2, 3):
+                        storage = manager.working.storage(index)
+                        ours = view_at(storage, torch.float32, 0, weights[index].shape)
+                        assert torch.equal(ours.add(0).cpu(), weights[index]), schedule.name
+            for lease in held:
+                lease.close()
+        assert seen.total("d2d_bytes") == 32 << 10 and seen.races == [], schedule.name
 
 
 # --- which device -----------------------------------------------------------------------------------------------------

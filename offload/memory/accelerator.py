@@ -281,6 +281,22 @@ class AcceleratorMover:
         if future is not None and not future.exception():
             future.result().synchronize()
 
+    def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
+        """Copy on the current stream, in pieces that do not overlap; the others that compute wait on both sides."""
+        current = self._device.current_stream()
+        others = [stream for stream in self._computing.values() if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        step = source.address - target.address
+        for begin in range(0, size_bytes, step):
+            piece = min(step, size_bytes - begin)
+            bytes_at(target.address + begin, piece, self._device.place).copy_(
+                bytes_at(source.address + begin, piece, self._device.place)
+            )
+        for stream in others:
+            stream.wait_stream(current)
+        self.vacate(source)
+
     def vacate(self, buffer: Buffer) -> None:
         """Record that compute enqueued so far may still read `buffer`."""
         self._released[buffer.address] = self._computed()

@@ -101,6 +101,10 @@ class CpuMover:
         """Copy in the worker thread."""
         return self.download(source, target, size_bytes)
 
+    def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
+        """Copy."""
+        ctypes.memmove(target.address, source.address, size_bytes)
+
     def vacate(self, buffer: Buffer) -> None:
         """Nothing to order: compute on the CPU is synchronous."""
 

@@ -112,6 +112,9 @@ class Mover(Protocol):
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy `size_bytes` from host address `source` to device address `target`."""
 
+    def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
+        """Move bytes on the device, to a lower address; the two may overlap. What compute is given next sees them."""
+
     def vacate(self, buffer: Buffer) -> None:
         """Note that compute is done with `buffer`: later copies into it are ordered behind."""
 
