@@ -17,7 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import LINEAR_BYTES, UNIT_BYTES, WIDTH, Outcome, assert_equal, batch, everything_on_device, working_bytes
+from harness import (
+    LINEAR_BYTES,
+    UNIT_BYTES,
+    WIDTH,
+    Outcome,
+    assert_equal,
+    assert_same_tensors,
+    batch,
+    everything_on_device,
+    working_bytes,
+)
 from harness import run as train
 from simulated import EAGER, LAZY, Run, Schedule, at_random, fixed, running
 from torch import nn
@@ -84,10 +94,11 @@ def run_net(
 ) -> Outcome:
     """Train for four steps with clipping; at home "truth" everything is on the CPU."""
     model = net(checkpointing, dtype)
+    more = {"max_grad_norm": 0.5, **more}
     options = {**everything_on_device(), **more} if home == "truth" else placed(home, model, path, **more)
     place = "cpu" if home == "truth" else options["device"]
     data = [batch(number).to(place, dtype) for number in range(4)]
-    return train(model, data, optimizer=AdamW(lr=1e-2), loss_of=loss_of, max_grad_norm=0.5, **options)
+    return train(model, data, optimizer=AdamW(lr=1e-2), loss_of=loss_of, **options)
 
 
 def run_evaluated(home: str, path: Path) -> Outcome:
@@ -136,6 +147,78 @@ def test_accumulation_in_bf16(schedule: Schedule, home: str, tmp_path: Path) -> 
     with running(schedule) as seen:
         assert_equal(run_net(home, tmp_path, **options), truth)
     assert seen.races == []
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_during_backward(dtype: torch.dtype, home: str, tmp_path: Path) -> None:
+    """Nothing clips, so units on NVMe are updated as soon as their gradient is there."""
+    truth = run_net("truth", tmp_path, dtype=dtype, max_grad_norm=None)
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            ours = run_net(home, tmp_path, dtype=dtype, max_grad_norm=None)
+        assert_equal(on_cpu(ours), truth)
+        assert seen.races == [], schedule.name
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_an_overflow_skips_the_step(home: str, tmp_path: Path) -> None:
+    for schedule in SCHEDULES:
+        model = net(dtype=torch.float16)
+        options = placed(home, model, tmp_path, initial_loss_scale=2.0**40)
+        with running(schedule) as seen, Engine(model, AdamW(lr=1e-3), **options) as engine:
+            before = engine.state_dict()
+            engine.backward(loss_of(engine, batch(0).to("sim", torch.float16)))
+            assert not engine.step()
+            assert_same_tensors(engine.state_dict(), before)
+        assert seen.races == [], schedule.name
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_two_engines_share_the_device(home: str, tmp_path: Path) -> None:
+    truth = run_net("truth", tmp_path)
+    for schedule in fixed(4):
+        with running(schedule) as seen, contextlib.ExitStack() as closing:
+            models = [net(), net()]
+            engines = [
+                closing.enter_context(Engine(m, AdamW(lr=1e-2), max_grad_norm=0.5, **placed(home, m, tmp_path)))
+                for m in models
+            ]
+            losses: list[list[torch.Tensor]] = [[], []]
+            for number in range(4):
+                for engine, kept in zip(engines, losses, strict=True):
+                    loss = loss_of(engine, batch(number).to("sim"))
+                    kept.append(loss.detach().clone())
+                    engine.backward(loss)
+                    engine.step()
+            for engine, kept in zip(engines, losses, strict=True):
+                assert all(torch.equal(a.cpu(), b) for a, b in zip(kept, truth.losses, strict=True)), schedule.name
+                assert_same_tensors(engine.state_dict(), truth.parameters)
+        assert seen.races == [], schedule.name
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_the_model_is_the_users_again_behind_the_end(home: str, tmp_path: Path) -> None:
+    """Where it was, with the weights of the last step; what is gathered meanwhile is there."""
+    truth = run_net("truth", tmp_path)
+    for schedule in SCHEDULES:
+        model = net()
+        with running(schedule) as seen:
+            options = placed(home, model, tmp_path)
+            with Engine(model, AdamW(lr=1e-2), max_grad_norm=0.5, **options) as engine:
+                for number in range(4):
+                    engine.backward(loss_of(engine, batch(number).to("sim")))
+                    engine.step()
+                weight = model.blocks[2].weight
+                with engine.gather(weight):
+                    assert torch.equal(weight.cpu(), truth.parameters["blocks.2.weight"])
+                with engine.gather(weight, modify=True), torch.no_grad():
+                    weight.mul_(2)
+            assert torch.equal(model.blocks[2].weight, truth.parameters["blocks.2.weight"] * 2), schedule.name
+            with torch.no_grad():
+                model.blocks[2].weight.mul_(0.5)
+            assert_same_tensors(dict(model.state_dict()), truth.parameters)
+        assert seen.races == [], schedule.name
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
