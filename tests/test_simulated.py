@@ -259,24 +259,25 @@ def test_devices_wait_for_each_other_around_a_copy(schedule: Schedule) -> None:
 # --- operators --------------------------------------------------------------------------------------------------------
 
 
-def trained(device: str) -> list[torch.Tensor]:
+def trained(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).to(device)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)).to(device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(8, 8, generator=generator), torch.randint(4, (8,), generator=generator)
-        nn.functional.cross_entropy(model(x.to(device)), y.to(device)).backward()
+        nn.functional.cross_entropy(model(x.to(device, dtype)), y.to(device)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
 @every_schedule
-def test_kernels_have_the_cpus_bits(schedule: Schedule) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_have_the_cpus_bits(dtype: torch.dtype, schedule: Schedule) -> None:
     with running(schedule) as run:
-        ours = trained("sim:1")
-    assert all(map(torch.equal, ours, trained("cpu")))
+        ours = trained("sim:1", dtype)
+    assert all(map(torch.equal, ours, trained("cpu", dtype)))
     assert run.races == []
 
 

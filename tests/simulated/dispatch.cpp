@@ -4,6 +4,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <cstdlib>
@@ -101,11 +102,39 @@ class Call {
             PyGILState_Release(state);
             return false;
         }
+        take_dtypes_of_cpu();
         if (keyed) {
             std::lock_guard<std::mutex> lock(mutex);
             (*known)[key] = {shapes_, results_};
         }
         return true;
+    }
+
+    // Shape functions tell what CUDA's kernels return. The CPU's return statistics of 16-bit inputs in 16
+    // bits, and want them so in backward: what they return is found by a trial on zeros.
+    void take_dtypes_of_cpu() {
+        bool narrow = false;
+        for (const IValue& argument : arguments_)
+            narrow |= argument.isTensor() && argument.toTensor().defined() &&
+                      c10::isReducedFloatingType(argument.toTensor().scalar_type());
+        if (results_.size() < 2 || !narrow || op_.hasTag(at::Tag::nondeterministic_seeded)) return;
+        Stack trial;
+        for (const IValue& shape : shapes_)
+            trial.push_back(map_tensors(
+                shape, [](const at::Tensor& t) { return at::zeros_like(t, t.options().device(at::kCPU)); },
+                at::kCPU));
+        try {
+            Machine::execute(
+                [&] { op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &trial); });
+        } catch (const c10::Error&) {
+            return;  // the kernel itself will tell
+        }
+        for (size_t i = 0; i < results_.size(); ++i) {
+            bool both = results_[i].isTensor() && trial[i].isTensor();
+            if (!both || !results_[i].toTensor().defined() || !trial[i].toTensor().defined()) continue;
+            at::ScalarType dtype = trial[i].toTensor().scalar_type();
+            if (dtype != results_[i].toTensor().scalar_type()) results_[i] = results_[i].toTensor().to(dtype);
+        }
     }
 
     // Arguments that are results (`out=`) get the results' shape.
