@@ -34,7 +34,10 @@ class Apart:
         if self._reports is None:
             self._reports = self._run(item.config)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in self._reports.get(item.nodeid) or [self._lost(item)]:
+        reports = self._reports.get(item.nodeid, [])
+        if not any(report.when == "teardown" for report in reports):
+            reports.append(self._lost(item))
+        for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
