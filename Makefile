@@ -10,11 +10,11 @@ BUDGETS ?= --device cpu --device-memory 1000MiB --activation-memory 860MiB --cpu
 
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt scripts/setup_venv.sh scripts/fetch_deb.py \
            $(shell find csrc -type f)
-CXX_SOURCES = $(shell find csrc -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' \))
+CXX_SOURCES = $(shell find csrc tests/simulated -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' \))
 TYPED := $(wildcard offload swap scripts bench/nvme)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test nightly sanitize finetune lint format bench clean distclean
+.PHONY: help venv test simulated nightly sanitize finetune lint format bench clean distclean
 
 help:             ## what there is
 	@sed -n 's/^\([a-z]*\): .*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ $(STAMP): $(SOURCES)
 
 test: $(STAMP)    ## the tests
 	$(BIN)/python -m pytest -q $(ARGS)
+
+simulated: $(STAMP) ## build the simulated accelerator of the tests, which the first of them does otherwise
+	@$(BIN)/python tests/simulated/build.py
 
 nightly: $(STAMP) ## the tests with at least 10 000 hypothesis examples each (hours)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q --timeout=0 $(ARGS)

@@ -41,7 +41,8 @@ class Config:
     """All options of :class:`offload.Engine`.
 
     Attributes:
-        device: torch device or its name; None takes ``"cuda"`` where there is one, else ``"cpu"``.
+        device: torch device or its name: the CPU, CUDA or another accelerator of torch; None takes ``"cuda"`` where
+            there is one, else ``"cpu"``.
         max_memory: budget per tier, keys ``"device"`` (or 0), ``"cpu"``, ``"nvme"`` (or ``"disk"``); bytes as int or
             text, or a percentage of what is free. A missing tier gets what is free less head-room; ``nvme`` needs
             `nvme_path`, unless it is 0.

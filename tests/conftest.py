@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from simulated import apart
 
 # Threads of torch that wait spin by default, which on a machine that does something else as well costs the tests a
 # multiple of their time. Read when torch is first imported.
@@ -48,6 +49,17 @@ def single_torch_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def sim() -> None:
+    """The simulated accelerator, registered with torch for the rest of the process; built first where need be."""
+    from simulated import CannotBuild, load
+
+    try:
+        load()
+    except CannotBuild as missing:
+        pytest.skip(f"no simulated accelerator: {missing}")
+
+
 def missing_for_gpu() -> str | None:
     """Return what a GPU test misses on this machine, or None when it can run."""
     try:
@@ -62,7 +74,7 @@ def missing_for_gpu() -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is none, and leave nightly tests out of every other profile."""
+    """Skip GPU tests where there is none, leave nightly tests out of other profiles, and run simulated ones apart."""
     if any(item.get_closest_marker("gpu") for item in items):
         missing = missing_for_gpu()
         if missing is not None:
@@ -74,6 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if nightly:
             config.hook.pytest_deselected(items=nightly)
             items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    apart.arrange(config, items)
 
 
 def pytest_report_header() -> str:

@@ -7,15 +7,15 @@ differs between back ends is :func:`_page_lock`. Next: :mod:`offload.memory.devi
 from __future__ import annotations
 
 import collections
+import ctypes
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from offload.errors import OffloadError
 from offload.memory.arena import HOST, Arena, Buffer, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
@@ -65,10 +65,10 @@ class AcceleratorDevice:
         """Return the stream that compute is given to now."""
         return torch.accelerator.current_stream(self.place)
 
-    def event(self) -> torch.Event:
-        """Return the moment when all that was given to the current stream so far is done."""
+    def event(self, stream: torch.Stream | None = None) -> torch.Event:
+        """Return the moment when all that was given to `stream` so far is done; of None to the current one."""
         event = torch.Event(self.place)
-        event.record(self.current_stream())
+        event.record(self.current_stream() if stream is None else stream)
         return event
 
     def synchronize(self) -> None:
@@ -92,26 +92,70 @@ class LockedArena(HostArena):
         super().close(busy)
 
 
-def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[], object] | None:
+def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[], None] | None:
     """Page-lock host memory; returns what undoes it, None where that is not possible."""
-    if place.type != "cuda":
+    module: Any = torch.get_device_module(place)
+    try:
+        with module.device(place):  # a back end makes a context, and that on the device that is current
+            unregister = _register(module, address, size_bytes, place.type)
+    except RuntimeError as error:
         logger.warning(
-            "host arena: %s cannot be page-locked for %s; copies are slower", format_bytes(size_bytes), place
+            "host arena: %s could not be page-locked for %s (%s): copies are several times slower, and who starts one "
+            "waits for it; a lower max_memory['cpu'] may fit what the system lets a process lock (ulimit -l)",
+            format_bytes(size_bytes),
+            place,
+            error,
         )
         return None
-    runtime: Any = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(address, size_bytes, 0))
-    if status:
-        logger.warning("host arena: page-locking %s failed (%d)", format_bytes(size_bytes), status)
-        return None
-    return lambda: runtime.cudaHostUnregister(address)
+
+    def unlock() -> None:
+        with module.device(place):
+            unregister(address)
+
+    return unlock
+
+
+def _register(module: Any, address: int, size_bytes: int, kind: str) -> Callable[[int], object]:
+    """Page-lock host memory; returns the function that undoes it.
+
+    CUDA and ROCm have ``cudaHostRegister``. Of any other back end, torch's device module is asked for two functions:
+    ``host_register(address, size_bytes)``, which raises RuntimeError if it cannot, and ``host_unregister(address)``.
+
+    Raises:
+        RuntimeError: it is not possible.
+    """
+    unregister: Callable[[int], object]
+    if kind == "cuda":
+        runtime = module.cudart()
+        status = int(runtime.cudaHostRegister(address, size_bytes, _PORTABLE))
+        if status:
+            _forget_error()
+            raise RuntimeError(f"error {status} of cudaHostRegister")
+        unregister = runtime.cudaHostUnregister
+    elif hasattr(module, "host_register"):
+        module.host_register(address, size_bytes)
+        unregister = module.host_unregister
+    else:
+        raise RuntimeError("not with this back end")
+    return unregister
+
+
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device
+
+
+def _forget_error() -> None:
+    """Take back CUDA's last error, which torch's next launch of a kernel would report as its own."""
+    libraries: Any = ctypes.CDLL(None)
+    for name in ("cudaGetLastError", "hipGetLastError"):
+        if hasattr(libraries, name):
+            getattr(libraries, name)()
 
 
 class AcceleratorTransfer:
-    """A copy on a stream: waiting makes the current stream wait, not the host."""
+    """A copy on a stream: waiting makes the streams that compute wait, not the host."""
 
-    def __init__(self, device: AcceleratorDevice, future: Future[torch.Event], subject: str) -> None:
-        self._device = device
+    def __init__(self, streams: Iterable[torch.Stream], future: Future[torch.Event], subject: str) -> None:
+        self._streams = streams
         self._enqueued = FutureTransfer(future, subject)  # type: ignore[arg-type]
         self._future = future
 
@@ -122,9 +166,10 @@ class AcceleratorTransfer:
         return self._future.exception() is not None or bool(self._future.result().query())
 
     def wait(self, timeout_s: float) -> None:
-        """Order the current stream behind the copy."""
+        """Order the streams that compute behind the copy."""
         self._enqueued.wait(timeout_s)
-        self._device.current_stream().wait_event(self._future.result())
+        for stream in self._streams:
+            stream.wait_event(self._future.result())
 
 
 class AcceleratorMover:
@@ -133,6 +178,9 @@ class AcceleratorMover:
     NVMe reads pass through two page-locked staging buffers, gradients through one. A buffer is reused only after the
     event that was recorded where it was vacated. Gradients that wait for their copy take device memory that no plan
     knows, so they are at most as many bytes as their staging buffer has.
+
+    The user may compute on several streams that nothing orders. Each that has used the device's parameters counts as
+    one that may still read them, and waits for all that arrives.
     """
 
     def __init__(
@@ -147,12 +195,16 @@ class AcceleratorMover:
         self._device = device
         self._upload = torch.Stream(device.place)
         self._download = torch.Stream(device.place)
+        stream = device.current_stream()
+        self._upload.wait_stream(stream)  # work of the arena's last owner may be queued
+        self._computing = {stream.stream_id: stream}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-d2h")
         self._staging = list(staging)
         self._staging_events: list[torch.Event | None] = [None] * len(staging)
         self._turn = 0
-        self._released: dict[int, torch.Event] = {}
+        self._released: dict[int, list[torch.Event]] = {}
+        self._uploads: dict[int, Future[torch.Event]] = {}  # the last one from each host address
         self._deadline_s = deadline_s
         self._gradients: collections.deque[tuple[Future[None], int]] = collections.deque()  # on their way, with bytes
         self._gradient_bytes = 0
@@ -162,8 +214,8 @@ class AcceleratorMover:
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy from page-locked memory on the upload stream."""
         event = self._ready(target)
-        future = self._worker.submit(self._enqueue, source, target, size_bytes, event)
-        return AcceleratorTransfer(self._device, future, f"copy of {size_bytes} bytes to {self._device.place}")
+        future = self._uploads[source] = self._worker.submit(self._enqueue, source, target, size_bytes, event)
+        return self._transfer(future, f"copy of {size_bytes} bytes to {self._device.place}")
 
     def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
         """Read into staging, then copy on the upload stream; the worker thread waits in between."""
@@ -181,9 +233,17 @@ class AcceleratorMover:
             self._staging_events[turn] = copied
             return copied
 
-        return AcceleratorTransfer(
-            self._device, self._worker.submit(run), f"fetch of {size_bytes} bytes to {self._device.place}"
-        )
+        return self._transfer(self._worker.submit(run), f"fetch of {size_bytes} bytes to {self._device.place}")
+
+    def _transfer(self, future: Future[torch.Event], subject: str) -> Transfer:
+        return AcceleratorTransfer(self._computing.values(), future, subject)
+
+    def enter(self) -> None:
+        """Let the current stream wait for what has arrived, and be waited for from now on."""
+        stream = self._device.current_stream()
+        if stream.stream_id not in self._computing:
+            stream.wait_stream(self._upload)
+            self._computing[stream.stream_id] = stream
 
     def download(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy device address `source` to page-locked host address `target`."""
@@ -194,7 +254,7 @@ class AcceleratorMover:
         return self._direct(source, target, size_bytes, "h2d")
 
     def _direct(self, source: int, target: int, size_bytes: int, link: str) -> Ticket:
-        compute = self._device.event()
+        computed = self._computed()
 
         def run() -> None:
             begin = time.perf_counter()
@@ -203,7 +263,8 @@ class AcceleratorMover:
             host = bytes_at(target if down else source, size_bytes, HOST)
             device = bytes_at(source if down else target, size_bytes, self._device.place)
             with stream:
-                stream.wait_event(compute)
+                for event in computed:
+                    stream.wait_event(event)
                 if down:
                     host.copy_(device, non_blocking=True)
                 else:
@@ -214,9 +275,34 @@ class AcceleratorMover:
         worker = self._reader if link == "d2h" else self._worker
         return FutureTransfer(worker.submit(run), f"copy of {size_bytes} bytes ({link})")
 
+    def await_source(self, source: int) -> None:
+        """Let the host wait for the last upload from there: compute waits for uploads without it."""
+        future = self._uploads.pop(source, None)
+        if future is not None and not future.exception():
+            future.result().synchronize()
+
+    def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
+        """Copy on the current stream, in pieces that do not overlap; the others that compute wait on both sides."""
+        current = self._device.current_stream()
+        others = [stream for stream in self._computing.values() if stream != current]
+        for stream in others:
+            current.wait_stream(stream)
+        step = source.address - target.address
+        for begin in range(0, size_bytes, step):
+            piece = min(step, size_bytes - begin)
+            bytes_at(target.address + begin, piece, self._device.place).copy_(
+                bytes_at(source.address + begin, piece, self._device.place)
+            )
+        for stream in others:
+            stream.wait_stream(current)
+        self.vacate(source)
+
     def vacate(self, buffer: Buffer) -> None:
         """Record that compute enqueued so far may still read `buffer`."""
-        self._released[buffer.address] = self._device.event()
+        self._released[buffer.address] = self._computed()
+
+    def _computed(self) -> list[torch.Event]:
+        return [self._device.event(stream) for stream in self._computing.values()]
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
         """Copy on the download stream; a worker waits for the copy and calls `use`."""
@@ -252,7 +338,7 @@ class AcceleratorMover:
         self._gradient_bytes -= size
         try:
             FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
-        except (OSError, OffloadError) as error:
+        except Exception as error:  # errors of a device are RuntimeErrors
             self._gradient_failure = self._gradient_failure or error
 
     def close(self) -> None:
@@ -262,13 +348,13 @@ class AcceleratorMover:
 
     def _ready(self, target: Buffer) -> list[torch.Event]:
         """Return the events that a copy into `target` must follow: compute that may still read what was vacated."""
-        events = []
-        for address, event in list(self._released.items()):
-            if event.query():
+        waiting = []
+        for address, events in list(self._released.items()):
+            events = self._released[address] = [event for event in events if not event.query()]
+            if not events:
                 del self._released[address]
-            else:
-                events.append(event)
-        return events
+            waiting += events
+        return waiting
 
     def _enqueue(self, source: int, target: Buffer, size_bytes: int, after: list[torch.Event]) -> torch.Event:
         begin = time.perf_counter()
@@ -276,8 +362,8 @@ class AcceleratorMover:
         host = bytes_at(source, size_bytes, HOST)
         device = bytes_at(target.address, size_bytes, self._device.place)
         with self._upload:
-            for event in after:
-                self._upload.wait_event(event)
+            for before in after:
+                self._upload.wait_event(before)
             device.copy_(host, non_blocking=True)
             done.record(self._upload)
         self._counters.add("h2d", size_bytes=size_bytes, seconds=time.perf_counter() - begin)

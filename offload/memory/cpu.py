@@ -76,10 +76,16 @@ class CpuMover:
         self._counters = counters
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
 
+    def enter(self) -> None:
+        """Nothing to note: compute on the CPU is synchronous."""
+
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy in a worker thread (the copy does not hold the interpreter lock)."""
         future = self._worker.submit(self._copy, target.address, source, size_bytes)
         return FutureTransfer(future, f"copy of {size_bytes} bytes to the device")
+
+    def await_source(self, source: int) -> None:
+        """Nothing to wait for: a transfer that was waited for is over."""
 
     def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
         """Read straight into the device arena."""
@@ -94,6 +100,10 @@ class CpuMover:
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy in the worker thread."""
         return self.download(source, target, size_bytes)
+
+    def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
+        """Copy."""
+        ctypes.memmove(target.address, source.address, size_bytes)
 
     def vacate(self, buffer: Buffer) -> None:
         """Nothing to order: compute on the CPU is synchronous."""

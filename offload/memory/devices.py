@@ -32,7 +32,9 @@ def open_device(name: str | torch.device | None) -> Device:
 
 
 def resolve_device(name: str | torch.device | None) -> torch.device:
-    """Return the compute device, of None the best there is; one of CUDA with its index, as tensors have it.
+    """Return the compute device, of None CUDA's where there is one; with its index, as tensors have it.
+
+    Besides "cpu" and "cuda", what ``torch.accelerator.current_accelerator()`` names is accepted.
 
     Raises:
         ConfigError: there is no such device.
@@ -43,15 +45,20 @@ def resolve_device(name: str | torch.device | None) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device: expected a torch device like 'cuda' or 'cpu' but got {name!r}") from error
-    if device.type == "cpu":
+    kind = device.type
+    if kind == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise ConfigError(f"device: expected 'cuda' or 'cpu' but got {name!r}")
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device: {name!r} was asked for but torch sees no CUDA device; use device='cpu'")
-    index, count = torch.cuda.current_device() if device.index is None else device.index, torch.cuda.device_count()
+    accelerator = torch.accelerator.current_accelerator()
+    if kind != "cuda" and (accelerator is None or kind != accelerator.type):
+        other = f"{accelerator.type!r}, " if accelerator is not None and accelerator.type != "cuda" else ""
+        raise ConfigError(f"device: expected {other}'cuda' or 'cpu' but got {name!r}")
+    module, label = torch.get_device_module(kind), "CUDA" if kind == "cuda" else kind
+    if not module.is_available():
+        raise ConfigError(f"device: {name!r} was asked for but torch sees no {label} device; use device='cpu'")
+    index, count = module.current_device() if device.index is None else device.index, module.device_count()
     if index >= count:
         raise ConfigError(
-            f"device: expected 'cuda' with an index below {count} but got {name!r}; torch sees {count} CUDA devices"
+            f"device: expected {kind!r} with an index below {count} but got {name!r}; "
+            f"torch sees {count} {label} devices"
         )
-    return torch.device("cuda", index)
+    return torch.device(kind, index)

@@ -91,8 +91,17 @@ class FutureTransfer:
 class Mover(Protocol):
     """Brings parameters to the device and gradients to the host."""
 
+    def enter(self) -> None:
+        """Note that compute is about to use what is on the device, on the stream that is current."""
+
     def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
         """Copy `size_bytes` from host address `source` to `target` on the device."""
+
+    def await_source(self, source: int) -> None:
+        """Wait until no :meth:`fetch_host` that was waited for reads host address `source` any more.
+
+        Waiting for a transfer orders compute behind it. The host needs more before it writes there.
+        """
 
     def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
         """Bring an object from NVMe to `target`; `read(address)` starts the reads into `address`."""
@@ -102,6 +111,9 @@ class Mover(Protocol):
 
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy `size_bytes` from host address `source` to device address `target`."""
+
+    def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
+        """Move bytes on the device, to a lower address; the two may overlap. What compute is given next sees them."""
 
     def vacate(self, buffer: Buffer) -> None:
         """Note that compute is done with `buffer`: later copies into it are ordered behind."""

@@ -104,6 +104,8 @@ class Leases:
             return home.address if home is not None else 0
         if home is not None and (addressable or shard.home is Tier.HOST):
             addresses[Role.PARAM] = home.address
+            if write:
+                self._tiers.mover.await_source(home.address)
         if write:
             self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
         else:

@@ -104,6 +104,7 @@ class Manager:
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
         shard = self.tiers.param(index)
+        self.tiers.mover.enter()
         self._make_resident(shard)
         lease = self.copies.lease(shard)  # prefetching must not evict what was asked for
         try:

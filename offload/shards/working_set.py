@@ -7,7 +7,6 @@ parameter itself: that is the :class:`Binder`'s work (``hooks.py``). Leases and 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import gc
@@ -423,12 +422,11 @@ class WorkingSet:
         return buffer
 
     def _compact(self, region: Region, cost: Callable[[int], float | None], shard: Shard) -> Buffer | None:
-        """Make one gap of all: evict what may go, and move leased copies together (where memory is the CPU's)."""
+        """Make one gap of all: evict what may go, and move leased copies together."""
         for owner in region.owners():
             if cost(owner) is not None:
                 self.evict(self._copies.of(owner, Role.PARAM))
-        if self._addressable:
-            self._pack(region)
+        self._pack(region)
         return self._copies.allocate(shard)
 
     def _pack(self, region: Region) -> None:
@@ -444,6 +442,6 @@ class WorkingSet:
             moved = copies.of(owner, Role.PARAM)
             self._refuse_change(moved.unit)
             self._unbind(moved)
-            ctypes.memmove(target.address, source.address, moved.size_bytes)
+            self._mover.move(source, target, moved.size_bytes)
             copies.note_moved(moved, target)
             self.bind(moved, target)

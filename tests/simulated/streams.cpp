@@ -1,0 +1,199 @@
+#include "streams.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+
+namespace simulated {
+
+Machine& machine() {
+    static auto* one = new Machine;  // never destroyed: tensors of the interpreter outlive static objects
+    return *one;
+}
+
+std::string stream_name(int stream) {
+    return "sim:" + std::to_string(device_of(stream)) + "/" + std::to_string(number_of(stream));
+}
+
+void Machine::begin(const Schedule& schedule) {
+    Lock lock(mutex);
+    for (int device = 0; device < DEVICES; ++device) synchronize_device(device);
+    schedule_ = schedule;
+    random_.seed(schedule.seed);
+    std::fill(made_, made_ + DEVICES,
+              0);  // streams are named by the order in which a schedule's program makes them
+}
+
+int Machine::make_stream(int device) {
+    Lock lock(mutex);
+    return default_stream(device) + 1 + made_[device]++ % (STREAMS - 1);
+}
+
+void Machine::tick(int stream) {
+    Clock& clock = queues_[stream].clock;
+    if (clock.size() <= size_t(stream)) clock.resize(stream + 1);
+    clock[stream]++;
+    join(clock, host_);
+}
+
+void Machine::push(int stream, const std::string& name, std::function<void()> run,
+                   const std::vector<Span>& spans) {
+    Lock lock(mutex);
+    Queue& queue = queues_[stream];
+    tick(stream);
+    checker.access(stream, name, queue.clock, spans);
+    queue.operations.push_back({name, std::move(run), nullptr, nullptr});
+    queue.tail++;
+    choose(stream);
+}
+
+void Machine::record(Event& event, int stream) {
+    Lock lock(mutex);
+    Queue& queue = queues_[stream];
+    tick(stream);
+    event.mark = std::make_shared<Mark>();
+    *event.mark = {stream, ++queue.tail, false, queue.clock};
+    queue.operations.push_back({"record", nullptr, nullptr, event.mark});
+    queue.counts["records"]++;
+    choose(stream);
+}
+
+void Machine::wait(Event& event, int stream) {
+    Lock lock(mutex);
+    if (!event.mark) return;
+    Queue& queue = queues_[stream];
+    join(queue.clock, event.mark->clock);
+    queue.operations.push_back({"wait", nullptr, event.mark, nullptr});
+    queue.tail++;
+    queue.counts["waits"]++;
+    choose(stream);
+}
+
+void Machine::follow(int stream, int other) {
+    if (stream == other) return;
+    Lock lock(mutex);
+    Event event;
+    record(event, other);
+    wait(event, stream);
+}
+
+void Machine::choose(int stream) {
+    if (schedule_.random) {
+        while (random_() % 3 == 0) {
+            int any = int(random_() % (DEVICES * STREAMS));
+            if (queues_[any].head < queues_[any].tail) run_until(any, queues_[any].head + 1);
+        }
+        return;
+    }
+    const auto& first = schedule_.first;
+    if (schedule_.eager || std::find(first.begin(), first.end(), number_of(stream)) != first.end())
+        run_until(stream, queues_[stream].tail);
+}
+
+void Machine::run_until(int stream, uint64_t position) {
+    Queue& queue = queues_[stream];
+    while (queue.head < position) {
+        if (queue.running) return;  // an operation that frees memory, which gives this stream more work
+        if (auto awaited = queue.operations.front().wait; awaited && !awaited->done)
+            run_until(awaited->stream, awaited->position);
+        Operation operation = std::move(queue.operations.front());
+        queue.operations.pop_front();
+        queue.head++;
+        if (operation.mark) operation.mark->done = true;
+        if (!operation.run) continue;
+        if (tracing_) ran_.push_back(stream_name(stream) + " " + operation.name);
+        struct Running {
+            bool& flag;
+            explicit Running(bool& flag) : flag(flag) { flag = true; }
+            ~Running() { flag = false; }
+        } running(queue.running);
+        execute(operation.run);
+    }
+}
+
+void Machine::execute(const std::function<void()>& run) {
+    // Not at::ThreadLocalStateGuard: it copies saved-tensor hooks, and for that it wants Python's lock.
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::impl::ExcludeDispatchKeyGuard plain(c10::python_ks | c10::autocast_dispatch_keyset);
+    run();
+}
+
+void Machine::synchronize(int stream) {
+    Lock lock(mutex);
+    queues_[stream].counts["synchronizations"]++;
+    run_until(stream, queues_[stream].tail);
+    join(host_, queues_[stream].clock);
+}
+
+void Machine::synchronize(Event& event) {
+    Lock lock(mutex);
+    if (!event.mark) return;
+    queues_[event.mark->stream].counts["event_synchronizations"]++;
+    run_until(event.mark->stream, event.mark->position);
+    join(host_, event.mark->clock);
+}
+
+void Machine::synchronize_device(int device) {
+    Lock lock(mutex);
+    queues_[default_stream(device)].counts["device_synchronizations"]++;
+    for (int stream = default_stream(device); stream < default_stream(device + 1); ++stream) {
+        run_until(stream, queues_[stream].tail);
+        join(host_, queues_[stream].clock);
+    }
+}
+
+bool Machine::query(Event& event) {
+    Lock lock(mutex);
+    if (!event.mark) return true;
+    queues_[event.mark->stream].counts["queries"]++;
+    if (event.mark->done) {
+        join(host_, event.mark->clock);
+        return true;
+    }
+    if (++polls_ % 64 == 0) {  // a host that spins gets on, slowly
+        int stream = event.mark->stream;
+        run_until(stream, queues_[stream].head + 1);
+    }
+    return false;
+}
+
+bool Machine::idle(int stream) {
+    Lock lock(mutex);
+    return queues_[stream].head == queues_[stream].tail;
+}
+
+void Machine::leave(char* begin, size_t size, const std::string& verb) {
+    Lock lock(mutex);
+    checker.leave(begin, size, host_, verb);
+}
+
+void Machine::count(int stream, const std::string& what, uint64_t many) {
+    Lock lock(mutex);
+    queues_[stream].counts[what] += many;
+}
+
+std::vector<Counts> Machine::counts(bool reset) {
+    Lock lock(mutex);
+    std::vector<Counts> all;
+    for (Queue& queue : queues_) {
+        all.push_back(queue.counts);
+        if (reset) queue.counts.clear();
+    }
+    return all;
+}
+
+std::vector<uint64_t> Machine::pending() {
+    Lock lock(mutex);
+    std::vector<uint64_t> all;
+    for (Queue& queue : queues_) all.push_back(queue.tail - queue.head);
+    return all;
+}
+
+std::vector<std::string> Machine::trace(bool on) {
+    Lock lock(mutex);
+    tracing_ = on;
+    return std::exchange(ran_, {});
+}
+
+}  // namespace simulated
