@@ -84,6 +84,7 @@ class GradientHandle(torch.Tensor):
 
     Attributes:
         value: what it stands for.
+        owner: the book that has the gradient, as long as its engine lives.
         place: the device that it says it is on. To torch's dispatcher it is a meta tensor, so torch refuses to make it
             the ``.data`` of a tensor, for which it asks no class.
     """
@@ -99,11 +100,11 @@ class GradientHandle(torch.Tensor):
         handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=_META, dispatch_device=True
         )
-        handle._book, handle.value, handle.place = weakref.ref(book), value, device
+        handle.owner, handle.value, handle.place = weakref.ref(book), value, device
         handle._incoming = None
         return handle
 
-    _book: weakref.ref[Book]  # the garbage collector does not see that parameters have handles
+    owner: weakref.ref[Book]  # the garbage collector does not see that parameters have handles
     _incoming: torch.Tensor | None
 
     @property
@@ -113,7 +114,7 @@ class GradientHandle(torch.Tensor):
         Raises:
             StateError: its engine is gone.
         """
-        book = self._book()
+        book = self.owner()
         if book is None:
             raise StateError(
                 "gradient: expected one that waits for a step but its engine is gone, and the gradient, too"
