@@ -21,7 +21,7 @@ from offload.memory.arena import view_at
 from offload.module.refusals import unreadable
 from offload.optim.recipe import StepCounts
 from offload.optim.rules import STATE_SEED
-from offload.optim.torch_class import Placed, recorded
+from offload.optim.torch_class import Placed, Records, recorded
 from offload.planning.roles import Role, States
 from offload.planning.units import Slot, Unit, Where
 from offload.shards.manager import Manager
@@ -355,38 +355,8 @@ def scatter_states(
         StateError: a parameter is in use. Nothing was written in either case.
     """
     states, records = manager.tiers.plan.request.states, counts.records
-    required = {"step", *states.names} if records is None else records.required
-    sources: dict[Where, dict[str, torch.Tensor]] = {}
-    updates: dict[Where, int] = {}
-    for (index, position), entry in values.items():
-        unit = manager.units[index]
-        slot = unit.slots[position]
-        if not unit.trainable:
-            raise ConfigError(f"{slot.name}: expected no optimizer state, for it is frozen")
-        for name in sorted(required, key=lambda name: (name != "step", name)):
-            if name not in entry:
-                raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
-        tensors = {}
-        for name in states.names:
-            value = entry.get(name)
-            if name in required or isinstance(value, torch.Tensor):  # an own class may lack others, or have anything
-                tensors[name] = _state(value, slot, name)
-        master = entry.get("master")
-        if master is not None and unit.dtype != "float32" and _is_exact(master, slot):
-            tensors["master"] = _state(master, slot, "master")
-        sources[index, position] = tensors
-        counted = _updates(entry["step"], slot) if "step" in required and "step" not in states.names else 0
-        updates[index, position] = counted if records is None else 1  # an own class counts for itself, if it does
-    given: dict[Where, torch.Tensor | None] = {}
-    for (index, position), master in (masters or {}).items():
-        unit = manager.units[index]
-        slot = unit.slots[position]
-        if not unit.trainable or unit.dtype == "float32" or "master" in sources.get((index, position), {}):
-            continue
-        if master is None:
-            given[index, position] = None
-        elif _is_exact(master, slot):
-            given[index, position] = _state(master, slot, "master")
+    sources, updates = _read_states(manager, values, records)
+    given = _read_masters(manager, masters or {}, sources)
     manager.tiers.refuse_leased(_units_of(manager, set(sources) | set(given)))
     manager.finish_updates()  # a first one makes masters
     given = {
@@ -415,6 +385,61 @@ def scatter_states(
         counts.counts[index][position] = updates[index, position]
         if records is not None:
             records.put((index, position), recorded(entry, sources[index, position]))
+
+
+def _read_states(
+    manager: Manager, values: Mapping[Where, Mapping[str, Any]], records: Records | None
+) -> tuple[dict[Where, dict[str, torch.Tensor]], dict[Where, int]]:
+    """Return the states that are placed, as they are moved, and the updates that each parameter has had.
+
+    Raises:
+        ConfigError: as :func:`scatter_states`.
+    """
+    states = manager.tiers.plan.request.states
+    required = {"step", *states.names} if records is None else records.required
+    sources: dict[Where, dict[str, torch.Tensor]] = {}
+    updates: dict[Where, int] = {}
+    for (index, position), entry in values.items():
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        if not unit.trainable:
+            raise ConfigError(f"{slot.name}: expected no optimizer state, for it is frozen")
+        for name in sorted(required, key=lambda name: (name != "step", name)):
+            if name not in entry:
+                raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
+        tensors = {}
+        for name in states.names:
+            value = entry.get(name)
+            if name in required or isinstance(value, torch.Tensor):  # an own class may lack others, or have anything
+                tensors[name] = _state(value, slot, name)
+        master = entry.get("master")
+        if master is not None and unit.dtype != "float32" and _is_exact(master, slot):
+            tensors["master"] = _state(master, slot, "master")
+        sources[index, position] = tensors
+        counted = _updates(entry["step"], slot) if "step" in required and "step" not in states.names else 0
+        updates[index, position] = counted if records is None else 1  # an own class counts for itself, if it does
+    return sources, updates
+
+
+def _read_masters(
+    manager: Manager, masters: Mapping[Where, torch.Tensor | None], sources: Mapping[Where, Mapping[str, torch.Tensor]]
+) -> dict[Where, torch.Tensor | None]:
+    """Return the masters of parameters without one among their states; None where the parameter is its own.
+
+    Raises:
+        ConfigError: as :func:`scatter_states`.
+    """
+    given: dict[Where, torch.Tensor | None] = {}
+    for (index, position), master in masters.items():
+        unit = manager.units[index]
+        slot = unit.slots[position]
+        if not unit.trainable or unit.dtype == "float32" or "master" in sources.get((index, position), {}):
+            continue
+        if master is None:
+            given[index, position] = None
+        elif _is_exact(master, slot):
+            given[index, position] = _state(master, slot, "master")
+    return given
 
 
 def _state(value: Any, slot: Slot, name: str) -> torch.Tensor:

@@ -216,11 +216,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         max_grad_norm=settings.max_grad_norm,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
     )
-    text = read_text(settings.text)
-    torch.manual_seed(settings.seed)
-    tokenizer = load_tokenizer(settings.model)
-    with _quiet_transformers():
-        windows = make_windows(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, settings)
+    tokenizer, windows = _tokenized(settings)
     from transformers import AutoModelForCausalLM  # noqa: F401 (counts to the baseline)
 
     if settings.output is not None:
@@ -258,9 +254,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         ram = ram_budget(stats.budget_bytes, given, open_device(device))
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram)
         if settings.save_model and settings.output is not None:
-            with _quiet_transformers():
-                engine.save_pretrained(settings.output / "model")
-                tokenizer.save_pretrained(settings.output / "model")
+            _save(engine, tokenizer, settings.output / "model")
     finally:
         meter.close()
         engine.close(restore=False)
@@ -289,6 +283,22 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         if settings.save_model:
             print(f"model:  {settings.output / 'model'}", file=out)
     return report
+
+
+def _tokenized(settings: Settings) -> tuple[Any, Windows]:
+    """Return the tokenizer, and the text in windows of tokens."""
+    text = read_text(settings.text)
+    torch.manual_seed(settings.seed)
+    tokenizer = load_tokenizer(settings.model)
+    with _quiet_transformers():
+        windows = make_windows(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, settings)
+    return tokenizer, windows
+
+
+def _save(engine: Engine, tokenizer: Any, folder: Path) -> None:
+    with _quiet_transformers():
+        engine.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def write_report(report: Report, folder: Path, out: TextIO) -> None:
