@@ -1,7 +1,7 @@
 """Which units' parameters are on the device: fetched into the working region, bound, and evicted from it.
 
 Owns the choice of who leaves for whom, and knows whether somebody else still looks at a unit's bytes. It rebinds no
-parameter itself: that is the :class:`Binder`'s work (``hooks.py``). Leases and prefetching are the business of
+parameter itself: that is the :class:`Binder`'s work (``binding.py``). Leases and prefetching are the business of
 :mod:`offload.shards.manager`, which is next.
 """
 
