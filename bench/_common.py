@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,24 +83,7 @@ def emit(path: str | None, result: dict[str, Any]) -> None:
     """Write `result` as JSON with machine and commit."""
     if path is None:
         return
-    here = Path(__file__).resolve().parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    result |= {
-        "commit": commit,
-        "machine": {
-            "cpu": _cpu(),
-            "cores": os.cpu_count(),
-            "kernel": platform.release(),
-            "torch": torch.__version__,
-        },
-    }
+    from offload.memory import machine
+
+    result |= {"commit": machine.commit(), "machine": machine.describe()}
     Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -186,7 +186,19 @@ def contenders(memory: Memory) -> Iterator[Contender]:
         yield Contender(SUBNORMAL + name, 28, optimizer.step, memory.subnormal_moments)
     acc, grad = memory.grad32, memory.grad
     yield Contender(ADD, 10, lambda: acc.add_(grad), memory.usual_again)
-    yield Contender(ACCUMULATE, 10, lambda: cpu_adam.accumulate(acc.data_ptr(), grad.data_ptr(), Dtype.BFLOAT16, numel))
+
+    def accumulate() -> None:
+        cpu_adam.take_gradient(
+            src=grad.data_ptr(),
+            src_dtype=Dtype.BFLOAT16,
+            dst=acc.data_ptr(),
+            dst_dtype=Dtype.FLOAT32,
+            numel=numel,
+            add=True,
+            measure=False,
+        )
+
+    yield Contender(ACCUMULATE, 10, accumulate)
     yield Contender("sum of squares, bf16", 2, lambda: cpu_adam.sum_of_squares(grad.data_ptr(), Dtype.BFLOAT16, numel))
     yield from _others(memory.arrays(MasterKind.FLOAT32))
 

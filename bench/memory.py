@@ -12,26 +12,14 @@ import argparse
 import statistics
 import time
 import warnings
-from pathlib import Path
 
 import torch
 from _common import emit
 
+from offload.activations.rss import reset_high_water, status_bytes
+from offload.sizes import MIB, parse_bytes
+
 SLACK_BYTES = 64 << 20
-MIB = 1 << 20
-
-
-def rss_bytes(field: str = "VmRSS") -> int:
-    """Return the resident set now, or with ``VmHWM`` its peak since :func:`reset_peak`."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
-
-
-def reset_peak() -> None:
-    """Let the peak start from the present resident set."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def main() -> None:
@@ -59,12 +47,11 @@ def main() -> None:
             arguments.tokens, arguments.device, arguments.activation_memory = 768, "360MiB", "260MiB"
 
     torch.ones(2, 2) @ torch.ones(2, 2)
-    baseline = rss_bytes()
+    baseline = status_bytes("VmRSS")
     import transformers
     from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
 
     import offload
-    from offload.sizes import parse_bytes
 
     warnings.filterwarnings("ignore", category=FutureWarning)
     config = transformers.LlamaConfig(
@@ -82,8 +69,8 @@ def main() -> None:
     if not arguments.no_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    library = rss_bytes() - baseline
-    reset_peak()
+    library = status_bytes("VmRSS") - baseline
+    reset_high_water()
 
     def init(module: torch.nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
@@ -113,8 +100,9 @@ def main() -> None:
         engine.step()
         seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
-        print(f"step {number}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s, peak RSS {rss_bytes('VmHWM') / MIB:.0f} MiB")
-    peak = rss_bytes("VmHWM") - baseline
+        peak = status_bytes("VmHWM")
+        print(f"step {number}: loss {losses[-1]:.4f}, {seconds[-1]:.2f} s, peak RSS {peak / MIB:.0f} MiB")
+    peak = status_bytes("VmHWM") - baseline
     limit = sum(int(parse_bytes(budgets[tier], subject=tier)) for tier in ("device", "cpu")) + SLACK_BYTES
     stats = engine.stats()
     engine.close(restore=False)

@@ -27,10 +27,11 @@ from typing import Any
 import _deepspeed_step
 import torch
 from _common import emit, load_model, model_directory, text_file, text_windows, vocabulary_size
-from memory import MIB, reset_peak, rss_bytes
 
+from offload.activations.rss import reset_high_water, status_bytes
 from offload.cli.drive.measure import Ours, Pattern, Settings, Workload, Workspace
 from offload.cli.finetune.settings import Settings as TextSettings
+from offload.sizes import MIB
 
 IN_TURN = "nvme, in turn"
 OURS = ("device", "cpu", "nvme", IN_TURN)
@@ -116,8 +117,8 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
     data = [{"input_ids": row, "labels": row, "use_cache": False} for row in torch.load(windows)[:, None]]
     steps = len(data)
     own = sum(p.numel() * p.element_size() for p in model.parameters())
-    base = rss_bytes() - own  # libraries, not the model
-    reset_peak()
+    base = status_bytes("VmRSS") - own  # libraries, not the model
+    reset_high_water()
     result: dict[str, Any] = {}
     if placement == "plain":
         seconds, losses = run_plain(model, data, max_grad_norm)
@@ -161,7 +162,7 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
     return result | {
         "step_seconds": statistics.median(seconds[1:]),
         "losses": losses,
-        "peak_bytes": rss_bytes("VmHWM") - base,
+        "peak_bytes": status_bytes("VmHWM") - base,
     }
 
 

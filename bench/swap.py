@@ -32,15 +32,14 @@ from offload.cli.drive.measure import (
     Settings,
     Workload,
     Workspace,
-    size_text,
     timed,
 )
 from offload.cli.drive.results import ratio_of, speed_of
+from offload.sizes import MIB, short_bytes
 from swap import Aio, Job, Mode, StoreTicket, SwapStore, wait_all
 from swap.io.checksums import crc32c_at, crc32c_kernel
 from swap.io.files import open_unlinked, reserve
 
-MIB = 1 << 20
 BLOCK = 4096
 
 
@@ -278,7 +277,7 @@ def main() -> None:
         "store": stores(arguments.path, 16 * MIB if small else 1024 * MIB, 4 * MIB, rounds),
         "batch": batches(arguments.path, 100 if small else 2000, 64 << 10, rounds),
         "tensors": {
-            size_text(size): tensors(arguments.path, 40 if small else count, size, rounds)
+            short_bytes(size): tensors(arguments.path, 40 if small else count, size, rounds)
             for size, count in ((64 << 10, 2000), (256 << 10, 1000), (MIB, 512))
         },
         "fetch": fetches(arguments.path, (16 if small else 1024) * MIB, rounds),

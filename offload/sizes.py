@@ -73,6 +73,16 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size:.2f} TiB"
 
 
+def short_bytes(size_bytes: float) -> str:
+    """Return `size_bytes` for people in three figures, without needless ones: ``64 KiB``, ``1.5 GiB``, ``812 MiB``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
 def round_up(value: int, multiple: int) -> int:
     """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

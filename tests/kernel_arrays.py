@@ -37,6 +37,13 @@ def automatic() -> Iterator[None]:
         cpu_adam.set_num_threads(threads)
 
 
+def add_gradient(acc: int, acc_dtype: Dtype, grad: int, grad_dtype: Dtype, numel: int) -> None:
+    """Add a gradient to what is at `acc`, and measure nothing."""
+    cpu_adam.take_gradient(
+        src=grad, src_dtype=grad_dtype, dst=acc, dst_dtype=acc_dtype, numel=numel, add=True, measure=False
+    )
+
+
 def address(array: npt.NDArray[np.generic] | torch.Tensor) -> int:
     return array.data_ptr() if isinstance(array, torch.Tensor) else array.ctypes.data
 

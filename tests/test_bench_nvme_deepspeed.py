@@ -23,8 +23,9 @@ from bench.nvme.deepspeed import (
     load_operator,
 )
 from bench.nvme.figures import figures_of
-from offload.cli.drive.measure import MIB, ContenderError, Pattern, Sample, Workload, Workspace
+from offload.cli.drive.measure import ContenderError, Pattern, Sample, Workload, Workspace
 from offload.cli.drive.results import Options
+from offload.sizes import MIB
 
 
 class FakeHandle:

@@ -33,6 +33,7 @@ from offload.cli.finetune.text import (
     read_text,
     split_text,
 )
+from offload.sizes import short_bytes
 from offload.stats import LINKS, LinkStats, Stats
 
 CPU = torch.device("cpu")
@@ -242,7 +243,7 @@ def test_terminal_rewrites_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = show_three_steps(Terminal())
     assert shown.count("\n") == 1
     last = shown.rsplit("\r", 1)[1].strip()
-    assert last == "step 3/3 | loss 2.5000 | 50 tokens/s | device 5 MiB  cpu 1.00 GiB  nvme 0 B | bound by compute"
+    assert last == "step 3/3 | loss 2.5000 | 50 tokens/s | device 5 MiB  cpu 1 GiB  nvme 0 B | bound by compute"
 
 
 def test_narrow_terminal_is_never_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +324,7 @@ def test_report_shows_the_figures() -> None:
         "256 tokens/s; 4 steps of 512 tokens in 8.0 s; the whole run 1 min 15 s",
         "RSS peak 500 MiB over the 400 MiB of interpreter and libraries; budget 500 MiB + 64 MiB: within",
         "peak 300 MiB of 300 MiB",
-        "1.00 GiB in  0.500 s  25 % of the time",
+        "1 GiB in  0.500 s  25 % of the time",
         "upon a time",
         "(nothing)",
     ):
@@ -371,10 +372,19 @@ def test_plot_leaves_outliers_out_and_held_out_losses_in() -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (5 << 20, "5 MiB"), (812 << 10, "812 KiB"), (3 << 29, "1.50 GiB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1536, "1.5 KiB"),
+        (64 << 10, "64 KiB"),
+        (1000 << 10, "0.977 MiB"),
+        (812 << 20, "812 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 40, "1 TiB"),
+    ],
 )
 def test_sizes_for_people(size: int, text: str) -> None:
-    assert report.size_text(size) == text
+    assert short_bytes(size) == text
 
 
 def test_durations_for_people() -> None:

@@ -23,6 +23,7 @@ from kernel_arrays import (
     Bits,
     Shard,
     Variant,
+    add_gradient,
     address,
     any_bits,
     automatic,
@@ -220,12 +221,12 @@ def helpers() -> list[tuple[str, list[Dtype], Kernel]]:
             (
                 f"accumulate-{d.name}",
                 [Dtype.FLOAT32, d],
-                lambda a, n, d=d: cpu_adam.accumulate(address(a[0]), address(a[1]), d, n),
+                lambda a, n, d=d: add_gradient(address(a[0]), Dtype.FLOAT32, address(a[1]), d, n),
             ),
             (
                 f"accumulate_same-{d.name}",
                 [d, d],
-                lambda a, n, d=d: cpu_adam.accumulate_same(address(a[0]), address(a[1]), d, n),
+                lambda a, n, d=d: add_gradient(address(a[0]), d, address(a[1]), d, n),
             ),
             (f"sum-{d.name}", [d], lambda a, n, d=d: cpu_adam.sum_of_squares(address(a[0]), d, n)),
         ]
@@ -354,8 +355,8 @@ def test_helpers_refuse_bad_ranges() -> None:
     for call in (
         lambda: cpu_adam.sum_of_squares(0, Dtype.FLOAT32, 1),
         lambda: cpu_adam.sum_of_squares(0x10001, Dtype.BFLOAT16, 1),
-        lambda: cpu_adam.accumulate(0x10000, 0x10000, Dtype.BFLOAT16, 4),
-        lambda: cpu_adam.accumulate_same(0x10000, 0x10006, Dtype.BFLOAT16, 4),
+        lambda: add_gradient(0x10000, Dtype.FLOAT32, 0x10000, Dtype.BFLOAT16, 4),
+        lambda: add_gradient(0x10000, Dtype.BFLOAT16, 0x10006, Dtype.BFLOAT16, 4),
         lambda: cpu_adam.convert(0x10000, Dtype.BFLOAT16, 0x10000, Dtype.FLOAT16, 4),
         lambda: cpu_adam.split_master(0x10000, 0x20000, 0x20000, 4),
         lambda: cpu_adam.join_master(0x10000, 0x20000, 0x30002, 4),
@@ -369,7 +370,7 @@ def test_helpers_refuse_bad_ranges() -> None:
 
 def test_empty_ranges_need_no_address() -> None:
     assert cpu_adam.sum_of_squares(0, Dtype.FLOAT32, 0) == (0.0, 0)
-    cpu_adam.accumulate(0, 0, Dtype.BFLOAT16, 0)
+    add_gradient(0, Dtype.FLOAT32, 0, Dtype.BFLOAT16, 0)
     cpu_adam.convert(0, Dtype.BFLOAT16, 0, Dtype.FLOAT32, 0)
     cpu_adam.split_master(0, 0, 0, 0)
     empty = replace(GOOD, numel=0, grad=0, master=0, master_kind=MasterKind.SPLIT, states=(0, 0))

@@ -17,6 +17,7 @@ from kernel_arrays import (
     TORCH,
     Shard,
     Variant,
+    add_gradient,
     address,
     any_bits,
     automatic,
@@ -132,8 +133,8 @@ def test_accumulation_is_that_of_torch(isa: str, dtype: Dtype) -> None:
 
     acc32, acc, grad = tensor(Dtype.FLOAT32), tensor(dtype), tensor(dtype)
     want32, want = acc32 + grad.float(), acc + grad
-    cpu_adam.accumulate(address(acc32), address(grad), dtype, numel)
-    cpu_adam.accumulate_same(address(acc), address(grad), dtype, numel)
+    add_gradient(address(acc32), Dtype.FLOAT32, address(grad), dtype, numel)
+    add_gradient(address(acc), dtype, address(grad), dtype, numel)
     assert torch.equal(torch.isnan(acc32), torch.isnan(want32))
     assert torch.equal(torch.isnan(acc), torch.isnan(want))
     number32, number = ~torch.isnan(want32), ~torch.isnan(want)
@@ -247,7 +248,7 @@ def test_accumulation_keeps_subnormals_whatever_the_caller_set() -> None:
     grad = np.full(100, 4, np.uint32)
     supported = torch.set_flush_denormal(True)
     try:
-        cpu_adam.accumulate(address(acc), address(grad), Dtype.FLOAT32, 100)
+        add_gradient(address(acc), Dtype.FLOAT32, address(grad), Dtype.FLOAT32, 100)
     finally:
         torch.set_flush_denormal(False)
     assert (acc == 7).all(), f"set_flush_denormal supported: {supported}"

@@ -23,12 +23,10 @@ from offload.cli.drive.measure import (
     latencies_under_writes,
     open_unlinked,
     plan_operations,
-    size_text,
 )
 from swap.errors import SwapError, SwapFullError
 from swap.io.aio import engines_available
 
-GIB = 1 << 30
 READ = Workload(pattern=Pattern.READ, total_bytes=MIB, object_bytes=MIB)
 
 
@@ -74,16 +72,6 @@ def test_objects_that_do_not_fit_are_refused() -> None:
         plan_operations(READ, [(0, MIB)], 0, MIB // 2)
     with pytest.raises(ValueError, match="object_bytes"):
         plan_operations(READ, [(0, MIB // 2)], 0, MIB)
-
-
-def test_size_text() -> None:
-    assert [size_text(n) for n in (512, 64 << 10, MIB, 3 * GIB // 2, 1 << 40)] == [
-        "512 B",
-        "64 KiB",
-        "1 MiB",
-        "1.5 GiB",
-        "1 TiB",
-    ]
 
 
 # ---- on a small file ----

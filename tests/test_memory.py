@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.activations.rss import reset_high_water, status_bytes
 from offload.memory.budget import Tier
 from offload.planning.plan import Request
 from offload.planning.planner import make_plan
@@ -42,11 +43,6 @@ def check(figures: dict[str, object], tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory.json"]  # nothing is left behind
 
 
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
-
-
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
 def test_restoring_takes_no_more_than_training(home: str, tmp_path: Path) -> None:
     """Homes give way as their parameters come back: no moment has both, whatever the parameters' home."""
@@ -68,12 +64,12 @@ def test_restoring_takes_no_more_than_training(home: str, tmp_path: Path) -> Non
     engine.step()
     truth = {name: value.sum().item() for name, value in engine.state_dict().items()}
     ctypes.CDLL(None).malloc_trim(0)  # what the allocator has kept would be used again
-    before = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = status_bytes("VmRSS")
+    reset_high_water()  # the peak starts anew
     engine.close(restore=True)
-    extra = resident_bytes("VmHWM") - before
+    extra = status_bytes("VmHWM") - before
     assert extra <= unit + (4 << 20), "one unit, and what the allocator keeps"
-    assert resident_bytes("VmRSS") <= before - 2 * count * unit  # gradients and states are gone
+    assert status_bytes("VmRSS") <= before - 2 * count * unit  # gradients and states are gone
     assert {name: value.sum().item() for name, value in model.state_dict().items()} == truth
 
 

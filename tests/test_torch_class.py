@@ -20,6 +20,7 @@ from torch import nn
 
 import offload
 from offload import Engine
+from offload.activations.rss import open_rss, reset_high_water, trim_heap
 from offload.memory.budget import Tier
 from offload.optim.step import clip_factor
 
@@ -488,7 +489,7 @@ def test_a_budget_without_room_for_temporaries_is_refused_with_the_one_that_does
 
 def reset_peak() -> None:
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_high_water()
     except OSError as error:
         pytest.skip(f"the kernel does not measure peaks anew: {error}")
 
@@ -497,8 +498,6 @@ def reset_peak() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_takes_no_more_memory_than_is_planned(name: str, dtype: torch.dtype) -> None:
     """16 MiB per fp32 tensor of the one large parameter; 4 MiB for what torch and the C library keep for themselves."""
-    from offload.activations.rss import open_rss, trim_heap
-
     meter = open_rss()
     if meter is None or not meter.high_water_bytes():
         pytest.skip("the kernel does not tell the resident set")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from offload.cli.drive.measure import MIB, Contender, Ours, Pattern, Settings, Workload, Workspace
+from offload.cli.drive.measure import Contender, Ours, Pattern, Settings, Workload, Workspace
 from offload.cli.drive.results import Options, PathReport, Report
 from offload.cli.drive.tune import OBJECT_BYTES, Fresh, Peers, Progress, Run, free_bytes_of, spare_memory, tune
+from offload.sizes import MIB
 from swap.io.aio import engines_available
 
 from .deepspeed import DeepSpeed, deepspeed_installed

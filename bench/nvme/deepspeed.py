@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offload.cli.drive.measure import (
-    MIB,
     ContenderError,
     Pattern,
     Sample,
@@ -29,6 +28,7 @@ from offload.cli.drive.measure import (
     plan_operations,
     timed,
 )
+from offload.sizes import MIB
 from swap.io.aio import Job
 
 if TYPE_CHECKING:

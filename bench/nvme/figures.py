@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from offload.cli.drive.measure import MIB, Pattern, size_text
+from offload.cli.drive.measure import Pattern
 from offload.cli.drive.results import PathReport, ratio_of
 from offload.cli.drive.tune import REGISTERED, THREADS, URING, share_a_drive
+from offload.sizes import MIB, short_bytes
 
 from .deepspeed import DEEPSPEED, DEEPSPEED_ORDINARY
 from .peers import Fio
@@ -78,7 +79,7 @@ def _ratios(report: PathReport, best: str) -> Iterator[Figure]:
             yield from compare(f"{pattern.value} / {title}", pattern.value, best, peer, bound)
     for peer, title, object_bytes, (reading, writing) in _SMALL:
         for pattern, bound in ((Pattern.READ, reading), (Pattern.WRITE, writing)):
-            case = f"{pattern.value}, tensors of {size_text(object_bytes)}"
+            case = f"{pattern.value}, tensors of {short_bytes(object_bytes)}"
             yield from compare(f"{case} / {title}", case, best, peer, bound)
     yield from compare(f"first write / {DEEPSPEED}", "first write", best, DEEPSPEED, 1.4)
     for pattern in Pattern:

@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from offload.cli.drive.measure import (
-    MIB,
     Contender,
     ContenderError,
     Pattern,
@@ -32,6 +31,7 @@ from offload.cli.drive.measure import (
     open_unlinked,
     timed,
 )
+from offload.sizes import MIB
 
 if TYPE_CHECKING:
     import torch

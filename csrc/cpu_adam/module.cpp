@@ -232,15 +232,6 @@ void run_unary(UnaryKernel kernel, Address src, Address dst, std::size_t numel) 
     });
 }
 
-void accumulate(Address acc, Address grad, int grad_dtype, std::size_t numel) {
-    run_unary(active_path().kernels->accumulate[checked(grad_dtype, kDtypes, "grad_dtype")], grad, acc,
-              numel);
-}
-
-void accumulate_same(Address acc, Address grad, int dtype, std::size_t numel) {
-    run_unary(active_path().kernels->accumulate_same[checked(dtype, kDtypes, "dtype")], grad, acc, numel);
-}
-
 void convert(Address src, int src_dtype, Address dst, int dst_dtype, std::size_t numel) {
     run_unary(active_path().kernels->convert[checked(src_dtype, kDtypes, "src_dtype")]
                                             [checked(dst_dtype, kDtypes, "dst_dtype")],
@@ -336,10 +327,6 @@ PYBIND11_MODULE(_cpu_adam, m) {
           Release());
     m.def("take_gradient", &take_gradient, py::arg("src"), py::arg("src_dtype"), py::arg("dst"),
           py::arg("dst_dtype"), py::arg("numel"), py::arg("add"), py::arg("measure"), Release());
-    m.def("accumulate", &accumulate, py::arg("acc"), py::arg("grad"), py::arg("grad_dtype"), py::arg("numel"),
-          Release());
-    m.def("accumulate_same", &accumulate_same, py::arg("acc"), py::arg("grad"), py::arg("dtype"),
-          py::arg("numel"), Release());
     m.def("convert", &convert, py::arg("src"), py::arg("src_dtype"), py::arg("dst"), py::arg("dst_dtype"),
           py::arg("numel"), Release());
     m.def("split_master", &split_master, py::arg("src"), py::arg("param"), py::arg("remainder"),

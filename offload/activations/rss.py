@@ -12,7 +12,27 @@ import os
 import re
 from pathlib import Path
 
-_HIGH_WATER = re.compile(rb"^VmHWM:\s+(\d+) kB", re.MULTILINE)
+
+def status_bytes(field: str) -> int:
+    """Return a size that the kernel notes of this process, such as ``VmRSS``, or ``VmHWM``, the peak of it.
+
+    Raises:
+        OSError: the system does not tell (no ``/proc``).
+        KeyError: the kernel notes no such size.
+    """
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise KeyError(field)
+    return int(found[1]) * 1024
+
+
+def reset_high_water() -> None:
+    """Let ``VmHWM`` begin anew, with what is resident now.
+
+    Raises:
+        OSError: the kernel cannot do it.
+    """
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 class Rss:
@@ -44,9 +64,12 @@ class Rss:
         The kernel counts mapped files, too, and may take their pages away at any time: of them as many are left out as
         were ever seen, so that this rises only with what the kernel has noted.
         """
-        match = _HIGH_WATER.search(Path("/proc/self/status").read_bytes())
+        try:
+            peak_bytes = status_bytes("VmHWM")
+        except KeyError:
+            return 0
         self._pages()
-        return int(match[1]) * 1024 - self._most_shared * self._page_bytes if match else 0
+        return peak_bytes - self._most_shared * self._page_bytes
 
     def close(self) -> None:
         """Close the file. Idempotent."""

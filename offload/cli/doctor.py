@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.memory import machine
-from offload.sizes import format_bytes
+from offload.sizes import GIB, format_bytes
 
-GIB = 1 << 30
 BUILD = "build it: pip install . (or make venv) in the checkout, which needs a C++20 compiler"
 LEAST_KERNEL = (5, 10)
 LEAST_TORCH = (2, 7)

@@ -17,7 +17,7 @@ Floating point:
   infinity, in the 16-bit parameter too; a finite value of at least ``2**127 * (2 - 2**-8)`` becomes
   infinite in bfloat16 (the split master still holds it), one of at least 65520 in float16.
 * Parameters are rounded to bfloat16 half up in magnitude (the rounding that splits a master), to float16
-  half to even; sums in ``accumulate_same`` are rounded half to even. Optimizer states of fewer than 32 bits are
+  half to even; sums in ``take_gradient`` are rounded half to even. Optimizer states of fewer than 32 bits are
   rounded stochastically, with random bits that depend on the seed, the step and the element's global index only.
 """
 
@@ -35,8 +35,6 @@ __all__ = [
     "MasterKind",
     "StateKind",
     "StepArrays",
-    "accumulate",
-    "accumulate_same",
     "available_isas",
     "convert",
     "emit",
@@ -86,8 +84,8 @@ def take_gradient(
 ) -> tuple[float, int]:
     """Copy a gradient, or add it to what is there, and measure the result in the same pass.
 
-    The same bits as a copy or :func:`convert` (with ``add``: :func:`accumulate_same`, into float32
-    :func:`accumulate`) followed by :func:`sum_of_squares` of ``dst``.
+    The same bits as a copy or :func:`convert` (with ``add``: ``dst += src`` of torch) followed by
+    :func:`sum_of_squares` of ``dst``.
 
     Args:
         src: Address, (numel,) ``src_dtype``; only read.
@@ -108,42 +106,6 @@ def take_gradient(
         return 0.0, 0
     check(Range("src", src, count, src_dtype.itemsize), Range("dst", dst, count, dst_dtype.itemsize))
     return _cpu_adam.take_gradient(src, src_dtype.value, dst, dst_dtype.value, count, add, measure)
-
-
-def accumulate(acc_fp32: int, grad: int, grad_dtype: Dtype, numel: int) -> None:
-    """Add a gradient to a float32 accumulator: ``acc += grad``, as ``torch.add`` would.
-
-    Args:
-        acc_fp32: Address, (numel,) float32, updated in place.
-        grad: Address, (numel,) ``grad_dtype``; only read.
-        grad_dtype: Any ``Dtype``.
-        numel: Elements.
-
-    Raises:
-        ValueError: A range is missing, misaligned or overlaps the other.
-    """
-    count = checked_numel(numel)
-    if count:
-        check(Range("acc_fp32", acc_fp32, count, 4), Range("grad", grad, count, grad_dtype.itemsize))
-        _cpu_adam.accumulate(acc_fp32, grad, grad_dtype.value, count)
-
-
-def accumulate_same(acc: int, grad: int, dtype: Dtype, numel: int) -> None:
-    """Add a gradient to an accumulator of the same dtype, rounded half to even, as ``torch.add`` would.
-
-    Args:
-        acc: Address, (numel,) ``dtype``, updated in place.
-        grad: Address, (numel,) ``dtype``; only read.
-        dtype: Any ``Dtype``.
-        numel: Elements.
-
-    Raises:
-        ValueError: A range is missing, misaligned or overlaps the other.
-    """
-    count = checked_numel(numel)
-    if count:
-        check(Range("acc", acc, count, dtype.itemsize), Range("grad", grad, count, dtype.itemsize))
-        _cpu_adam.accumulate_same(acc, grad, dtype.value, count)
 
 
 def split_master(src_fp32: int, param_bf16: int, remainder: int, numel: int) -> None:

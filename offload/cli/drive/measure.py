@@ -26,11 +26,11 @@ from types import TracebackType
 from typing import Protocol
 
 import swap.io.files
+from offload.sizes import MIB, short_bytes
 from swap.errors import SwapError
 from swap.io.aio import Aio, Job, Priority, wait_all
 from swap.io.files import SwapFile, reserve
 
-MIB = 1 << 20
 DEADLINE_SECONDS = 600.0  # a slow drive is what the bench is for; only a dead one is an error
 
 
@@ -97,7 +97,7 @@ class Settings:
 
     def __str__(self) -> str:
         workers = f", {self.threads} threads" if self.engine == "threads" else f" x {self.queue_depth}"
-        return f"{self.engine} {size_text(self.block_bytes)}{workers}"
+        return f"{self.engine} {short_bytes(self.block_bytes)}{workers}"
 
 
 class ContenderError(Exception):
@@ -117,16 +117,6 @@ class Contender(Protocol):
         Raises:
             ContenderError: it cannot run here.
         """
-
-
-def size_text(size_bytes: int) -> str:
-    """Return a size without needless digits: ``64 KiB``, ``1 MiB``, ``1.5 GiB``."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
 
 
 # ---- where it happens ----
@@ -298,7 +288,7 @@ def open_engine(settings: Settings, place: Workspace, *, registered: bool) -> It
         for file in place.files:
             aio.register_file(file.fd, file.directory)
         if registered and not aio.register_buffer(place.base_address, place.memory_bytes):
-            raise ContenderError(f"the kernel refuses to register {size_text(place.memory_bytes)} (ulimit -l)")
+            raise ContenderError(f"the kernel refuses to register {short_bytes(place.memory_bytes)} (ulimit -l)")
         yield aio
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload.cli.drive.measure import Settings, size_text
+from offload.cli.drive.measure import Settings
 from offload.cli.drive.results import PathReport, Report, Row, Wear
 from offload.errors import ConfigError
+from offload.sizes import short_bytes
 
 _WIDTH = 34
 
@@ -44,7 +45,7 @@ def _path_lines(one: PathReport, rounds: int) -> list[str]:
         lines += ["", f"{'one read at a time':{_WIDTH + 2}s}{'median':>8s}{'99 %':>10s}"]
         for latency in one.latencies:
             state = "under write-back" if latency.under_writes else "idle drive"
-            name = f"{latency.engine}, {size_text(latency.object_bytes)}, {state}"
+            name = f"{latency.engine}, {short_bytes(latency.object_bytes)}, {state}"
             lines.append(
                 f"  {name:{_WIDTH}s}{latency.median_seconds * 1e3:8.3f}{latency.p99_seconds * 1e3:10.3f} milliseconds"
             )
@@ -66,14 +67,14 @@ def _path_lines(one: PathReport, rounds: int) -> list[str]:
 def _title(one: PathReport, rounds: int) -> str:
     times = f"{rounds} rounds" if rounds != 1 else "1 round"
     if one.path is None:
-        return f"all {one.facts['paths']} paths together: {size_text(one.size_bytes)}, {times}"
+        return f"all {one.facts['paths']} paths together: {short_bytes(one.size_bytes)}, {times}"
     facts = one.facts
     drive = facts["model"] or facts["drive"] or "no block device"
     io = "O_DIRECT" if facts["direct"] else "page cache"
     return (
         f"{one.path}: {facts['file_system'] or 'unknown file system'} on {drive}, {io}, alignment "
-        f"{facts['alignment_bytes']}, {size_text(facts['free_bytes'])} free; file of {size_text(one.size_bytes)}, "
-        f"{size_text(one.sample_bytes)} per measurement, {times}"
+        f"{facts['alignment_bytes']}, {short_bytes(facts['free_bytes'])} free; file of {short_bytes(one.size_bytes)}, "
+        f"{short_bytes(one.sample_bytes)} per measurement, {times}"
     )
 
 

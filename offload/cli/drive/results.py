@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.cli.drive.measure import MIB, Sample, Settings, size_text
+from offload.cli.drive.measure import Sample, Settings
 from offload.errors import ConfigError
+from offload.sizes import MIB, short_bytes
 
 SMOKE_SIZE_BYTES = 32 * MIB
 LEAST_SIZE_BYTES = 64 * MIB
@@ -49,7 +50,7 @@ class Options:
             raise ConfigError(f"rounds: expected at least 1 but got {self.rounds}")
         if self.size_bytes is not None and self.size_bytes < self.least_size_bytes:
             raise ConfigError(
-                f"size: expected at least {size_text(self.least_size_bytes)} but got {size_text(self.size_bytes)}"
+                f"size: expected at least {short_bytes(self.least_size_bytes)} but got {short_bytes(self.size_bytes)}"
             )
 
     @property

@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 
 from offload.cli.drive.measure import (
-    MIB,
     Contender,
     ContenderError,
     Ours,
@@ -33,7 +32,6 @@ from offload.cli.drive.measure import (
     Workspace,
     idle_latencies,
     latencies_under_writes,
-    size_text,
     timed,
 )
 from offload.cli.drive.results import (
@@ -52,6 +50,7 @@ from offload.cli.drive.results import (
 )
 from offload.errors import ConfigError
 from offload.memory import drives, machine
+from offload.sizes import MIB, short_bytes
 from swap.errors import SwapFullError
 from swap.io.aio import engines_available, file_facts, uring_refusal
 
@@ -140,8 +139,8 @@ def usable_size(asked: int | None, free_bytes: int, path: Path, least_bytes: int
         if asked is not None and most >= least_bytes:
             remedy = f"ask for at most --size {most // MIB}MiB, or {remedy}"
         raise SwapFullError(
-            f"bench path {path}: the bench fills at most {FREE_SHARE:.0%} of the free space, but {size_text(needed)} "
-            f"are needed and {size_text(free_bytes)} are free",
+            f"bench path {path}: the bench fills at most {FREE_SHARE:.0%} of the free space, but {short_bytes(needed)} "
+            f"are needed and {short_bytes(free_bytes)} are free",
             path=str(path),
             length_bytes=needed,
             remedy=remedy,
@@ -397,7 +396,7 @@ def _one_path(options: Options, path: Path, size: int, progress: Progress, peers
         for object_bytes, total_bytes in small:
             for pattern in (Pattern.READ, Pattern.WRITE):
                 workload = Workload(pattern=pattern, total_bytes=total_bytes, object_bytes=object_bytes)
-                name = f"{pattern.value}, tensors of {size_text(object_bytes)}"
+                name = f"{pattern.value}, tensors of {short_bytes(object_bytes)}"
                 run.case(name, everywhere, workload, peers.reference)
         run.latency(engines, one.sample_bytes)
     with Workspace([path], size, min(sweep_memory, spare_memory())) as run.place:

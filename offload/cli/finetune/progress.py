@@ -9,12 +9,13 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TextIO
 
 import psutil
 
-from offload.cli.finetune.report import LinkReport, StepRecord, duration_text, size_text
+from offload.activations.rss import reset_high_water, status_bytes
+from offload.cli.finetune.report import LinkReport, StepRecord, duration_text
+from offload.sizes import short_bytes
 from offload.stats import Stats
 
 PLAIN_LINE_EVERY_S = 5.0
@@ -43,7 +44,7 @@ class Progress:
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record.loss:.4f}",
             f"{self._tokens_per_step / max(self._seconds, 1e-9):.0f} tokens/s",
-            "  ".join(f"{tier} {size_text(size)}" for tier, size in used_bytes.items()),
+            "  ".join(f"{tier} {short_bytes(size)}" for tier, size in used_bytes.items()),
             f"bound by {binding_link}",
         ]
         last = record.step == self._steps
@@ -107,7 +108,7 @@ class RssMeter:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         try:
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            reset_high_water()
         except OSError:
             self._thread = threading.Thread(target=self._sample, name="rss-meter", daemon=True)
             self._thread.start()
@@ -119,9 +120,7 @@ class RssMeter:
     def peak_bytes(self) -> int:
         """Return the highest resident memory so far."""
         if self._thread is None:
-            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-                if line.startswith("VmHWM:"):
-                    self._peak_bytes = max(self._peak_bytes, int(line.split()[1]) * 1024)
+            self._peak_bytes = max(self._peak_bytes, status_bytes("VmHWM"))
         else:
             self._peak_bytes = max(self._peak_bytes, self._process.memory_info().rss)
         return self._peak_bytes

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MIB = 1 << 20
+from offload.sizes import MIB, short_bytes
+
 RSS_HEADROOM_BYTES = 64 * MIB  # what the process may need beyond its budgets and the interpreter itself
 
 
@@ -120,16 +121,6 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def size_text(size_bytes: float) -> str:
-    """Return bytes for people, in three figures: ``812 KiB``, ``1.21 GiB``."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
-
-
 def duration_text(seconds: float) -> str:
     """Return seconds for people: ``8.2 s``, ``1 min 05 s``, ``2 h 03 min``."""
     if seconds < 60:
@@ -141,11 +132,11 @@ def duration_text(seconds: float) -> str:
 
 
 def _memory_text(memory: MemoryReport) -> str:
-    baseline = size_text(memory.baseline_bytes)
-    text = f"RSS peak {size_text(memory.used_bytes)} over the {baseline} of interpreter and libraries"
+    baseline = short_bytes(memory.baseline_bytes)
+    text = f"RSS peak {short_bytes(memory.used_bytes)} over the {baseline} of interpreter and libraries"
     if memory.budget_bytes is None:
         return f"{text}; no budget given"
-    limit = f"budget {size_text(memory.budget_bytes)} + {size_text(RSS_HEADROOM_BYTES)}"
+    limit = f"budget {short_bytes(memory.budget_bytes)} + {short_bytes(RSS_HEADROOM_BYTES)}"
     return f"{text}; {limit}: {'within' if memory.within_budget else 'EXCEEDED'}"
 
 
@@ -168,12 +159,12 @@ def render(report: Report) -> str:
     rows.append(("memory", _memory_text(report.memory)))
     for tier, peak in report.peak_bytes.items():
         budget = report.budget_bytes.get(tier)
-        rows.append((f"  {tier}", f"peak {size_text(peak)}" + (f" of {size_text(budget)}" if budget else "")))
+        rows.append((f"  {tier}", f"peak {short_bytes(peak)}" + (f" of {short_bytes(budget)}" if budget else "")))
     rows.append(("per step", f"bound by {report.binding_link}"))
     step_seconds = report.train_seconds / len(report.steps) if report.steps else 0.0
     for name, link in report.links.items():
         if link.bytes_per_step or link.seconds_per_step:
-            moved = f"{size_text(link.bytes_per_step):>9} in" if link.bytes_per_step else " " * 12
+            moved = f"{short_bytes(link.bytes_per_step):>9} in" if link.bytes_per_step else " " * 12
             share = f" {100 * link.seconds_per_step / step_seconds:3.0f} % of the time" if step_seconds > 0 else ""
             rows.append((f"  {name}", f"{moved} {link.seconds_per_step:6.3f} s{share}"))
     width = max(len(name) for name, _ in rows) + 2
@@ -239,7 +230,7 @@ def write_plot(report: Report, path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("loss (nats per token)")
-    budgets = ", ".join(f"{tier} {size_text(size)}" for tier, size in report.budget_bytes.items() if size)
+    budgets = ", ".join(f"{tier} {short_bytes(size)}" for tier, size in report.budget_bytes.items() if size)
     axes.set_title(
         f"{report.model}, {report.parameters / 1e6:.0f} M parameters, "
         f"{report.tokens_per_second:.0f} tokens/s\n"
