@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.build import Parts
 from offload.checkpoint.columns import FILE_BYTES
-from offload.checkpoint.format.folder import Folder, check_tag, write_text
+from offload.checkpoint.format.folder import Folder, check_tag
 from offload.checkpoint.format.index import FILE_NAME, Entry, Index
 from offload.checkpoint.format.nested import Encoder, decode
 from offload.checkpoint.format.reader import Source
@@ -40,8 +40,8 @@ from offload.training import Training
 
 BUFFER_BYTES = 2 * MIB
 LEAST_BUFFER_BYTES = MIB // 16
-SPARE_BUFFERS = 4  # that are on their way while the others fill
-READ_BUFFERS = 8
+SPARE_BUFFERS = 12  # that are on their way while the others fill: as many as keep a drive busy
+READ_BUFFERS = 16
 
 
 class Checkpoints:
@@ -92,8 +92,7 @@ class Checkpoints:
                 entries, files = shards.write(new, staging)
                 more, other = write_values(new, encoder.tensors, staging)
                 index = Index(tag, sequence, (*entries, *more), {**files, **other}, described)
-                write_text(new / FILE_NAME, index.to_json())
-                path = folder.publish(new, tag)
+                path = folder.publish(new, tag, index.to_json())
             if keep is not None:
                 folder.keep(keep)
         return path

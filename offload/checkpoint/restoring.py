@@ -178,7 +178,9 @@ class Restorer:
             here, there = ("trained", "frozen") if unit.trainable else ("frozen", "trained")
             self._refuse(f"{name} is {there} in it and {here} here", "freeze the same parameters")
         mine = columns_of_parameter(columns)
-        exact = unit.trainable and self._is_trained(name) and {mine, parameter.dtype} <= set(_FLOATS)
+        exact = {mine, parameter.dtype} <= set(_FLOATS) and (
+            mine == "F32" or (unit.trainable and self._is_trained(name))  # the latter keeps all bits in the master
+        )
         if parameter.dtype != mine and not exact:
             self._refuse(f"{name} is stored as {parameter.dtype}, of which {mine} loses bits", "take the same dtype")
         states = self._states.names if unit.trainable else ()
