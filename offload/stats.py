@@ -39,7 +39,8 @@ class Stats:
         stall_seconds: seconds compute waited for parameters.
         update_chunks: pieces of units that steps have updated; `update_stalls` of them were waited for, the others had
             arrived while something else was computed.
-        update_seconds: seconds spent on updates, `update_stall_seconds` of them waiting for the drive.
+        update_seconds: seconds spent on updates by the thread that computes, `update_stall_seconds` of them waiting for
+            the drive or, beside an accelerator, for the thread that does the arithmetic.
         early_units: units that were updated during backward; `early_units_dropped` more for nothing, because the step
             clipped or something else was not as guessed.
         used_bytes, peak_bytes: bytes per tier (``device``, ``cpu``, ``nvme``); activations are in ``device``.

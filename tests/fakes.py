@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
-from offload.memory.arena import view_at
+from offload.memory.arena import Arena, HostArena, view_at
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuDevice
 from offload.planning.plan import STAGING_SLOTS, Homes, Plan, Request
 from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes
 from offload.planning.units import Unit, lay_out
+from offload.shards import tiers
 from offload.shards.manager import Manager
 from offload.sizes import whole_pages
 from offload.stats import Counters
@@ -111,6 +113,106 @@ class FakeBinder:
 
     def changed(self, unit: Unit) -> str | None:
         return None
+
+
+class ApartDevice(CpuDevice):
+    """A device whose memory counts as out of the host's reach, though it is the host's: a worker makes the updates."""
+
+    addressable = False
+
+    def arena(self, size_bytes: int) -> Arena:
+        return _FixedArena(Tier.DEVICE, size_bytes)
+
+    def host_arena(self, size_bytes: int) -> Arena:
+        return _FixedArena(Tier.HOST, size_bytes)
+
+
+class _FixedArena(HostArena):
+    elastic = False
+
+    def __init__(self, tier: Tier, size_bytes: int) -> None:
+        super().__init__(tier, size_bytes)
+        self.elastic = False
+
+
+class LateTask:
+    """Arithmetic that takes place when it is waited for, together with all that was given before."""
+
+    def __init__(self, worker: LateWorker, work: Callable[[], None]) -> None:
+        self._worker = worker
+        self._work = work
+        self.over = self.taken_back = False
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        self._worker.queue.remove(self)
+        try:
+            self._work()
+        except Exception as error:
+            self.error = error
+        self.over = True
+
+    def done(self) -> bool:
+        return self.over or self.taken_back
+
+    def wait(self) -> None:
+        self._worker.before_wait()
+        while not self.over:
+            self._worker.queue[0].run()
+        if self.error is not None:
+            raise self.error
+
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def cancel(self) -> bool:
+        if not self.done() and self is not self._worker.begun:
+            self._worker.queue.remove(self)
+            self.taken_back = True
+        return self.taken_back
+
+    def settle(self) -> None:
+        if not self.cancel():
+            while not self.over:
+                self._worker.queue[0].run()
+
+
+class LateWorker:
+    """A worker beside an accelerator that does nothing before somebody waits for it.
+
+    Attributes:
+        queue: what it was given and has not done.
+        begun: of these, what it is at: too late to take back.
+        before_wait: called by whoever waits; what it raises leaves the work under way.
+    """
+
+    apart = True
+
+    def __init__(self) -> None:
+        self.queue: list[LateTask] = []
+        self.begun: LateTask | None = None
+        self.before_wait: Callable[[], None] = lambda: None
+
+    def submit(self, work: Callable[[], None]) -> LateTask:
+        self.queue.append(LateTask(self, work))
+        return self.queue[-1]
+
+    def do(self, many: int) -> None:
+        """Do so many things."""
+        for _ in range(many):
+            self.queue[0].run()
+
+    def close(self) -> None:
+        self.queue.clear()
+
+
+@contextlib.contextmanager
+def late_worker() -> Iterator[LateWorker]:
+    """Let managers that are made inside have a :class:`LateWorker` beside their :class:`ApartDevice`."""
+    worker = LateWorker()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "WorkerThread", lambda: worker)
+        yield worker
 
 
 class FakeTicket:
@@ -213,12 +315,19 @@ def versions(manager: Manager) -> list[int]:
     return [manager.tiers.param(unit.index).version for unit in manager.units]
 
 
-def make_manager(plan: Plan, store: Any, *, binder: FakeBinder | None = None, prefetch: bool = False) -> Manager:
+def make_manager(
+    plan: Plan,
+    store: Any,
+    *,
+    binder: FakeBinder | None = None,
+    prefetch: bool = False,
+    device: CpuDevice | None = None,
+) -> Manager:
     """Return a manager on the CPU with budgets that are exactly the plan's arenas."""
     limits = {tier: Budget(tier, plan.arena_bytes[tier]) for tier in Tier}
     return Manager(
         plan,
-        CpuDevice(),
+        device or CpuDevice(),
         limits,
         store,
         binder or FakeBinder(),

@@ -228,6 +228,9 @@ class BackwardUpdates(Updates[_Guess]):
             self._room_bytes -= size
             self._waiting.append(_Guess(unit, Leases(tiers), self._recipe.visit, made_from=made_from))
 
+    def _next(self) -> Unit | None:
+        return self._waiting[-1].unit if self._waiting else None
+
     def _begin_next(self, pace: Pace, *, waits: bool) -> bool:
         """Begin the unit that came last, whose parameters are most likely still there.
 

@@ -216,6 +216,9 @@ class ForwardUpdates(Updates[Update]):
             self._leave(leaving)
         return super()._work(pace)
 
+    def _next(self) -> Unit | None:
+        return self._waiting[0].unit if self._waiting else None
+
     def _begin_next(self, pace: Pace, *, waits: bool) -> bool:
         if not self._waiting or pace is Pace.OPEN:
             return False

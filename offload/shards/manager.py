@@ -303,7 +303,8 @@ class Manager:
         stream(self.tiers, units, visit, reads=reads, writes=writes)
 
     def _finish_open_updates(self) -> None:
-        self.forward.finish_open()
+        if self.tiers.device.addressable:  # else updates occupy nothing of the device
+            self.forward.finish_open()
 
     # --- life and death ---------------------------------------------------------------------------------------------
 

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from offload.kernels import cpu_adam
 from offload.labels import labelled
 from offload.memory.arena import Buffer
+from offload.memory.budget import Tier
 from offload.memory.transfer import Ticket
 from offload.planning.plan import STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
 from offload.shards.tiers import Tiers
+from offload.shards.worker import Task
 from offload.sizes import whole_pages
 
 ALL_STATES = frozenset(STATE_ROLES)
@@ -43,6 +45,7 @@ class Chunk:
     writing: list[Ticket] = dataclasses.field(default_factory=list)
     writing_param: list[Ticket] = dataclasses.field(default_factory=list)  # of `writing`
     staged: frozenset[Role] = frozenset()
+    task: Task | None = None  # its arithmetic, once a worker has it
 
     @property
     def numel(self) -> int:
@@ -87,7 +90,8 @@ def stream(
             for ticket in chunk.reading:
                 ticket.wait(tiers.deadline_s)
             written.add(chunk.unit.index)
-            pipeline.work(chunk, visit)
+            pipeline.compute(chunk, visit)
+            pipeline.write(chunk)
         for chunk in chunks:
             for ticket in chunk.writing:
                 ticket.wait(tiers.deadline_s)
@@ -100,6 +104,10 @@ def stream(
 
 def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
     """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up."""
+    chunks = list(chunks)
+    for chunk in reversed(chunks):  # the last ones are those that a worker has not begun
+        if chunk.task is not None:
+            chunk.task.settle()
     for chunk in chunks:
         for ticket in (*chunk.reading, *chunk.writing):
             with contextlib.suppress(Exception):
@@ -151,6 +159,17 @@ class Pipeline:
             access = leases.open(unit, reads=self._reads, writes=self._writes)
         spans = _ranges(self._tiers, unit, access, self._reads | self._writes)
         return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
+
+    def takes_slots(self, unit: Unit) -> bool:
+        """Tell whether a unit's chunks wait for each other's slots.
+
+        Beside a worker, those of which nothing moves do not: all may be worked on ahead. Elsewhere they take their
+        turn, too: what is begun cannot leave the device.
+        """
+        if not self._tiers.worker.apart:
+            return True
+        wanted = _roles(self._tiers, unit, self._reads | self._writes)
+        return any(self._tiers.copies.of(unit.index, role).home is not Tier.HOST for role in wanted)
 
     def has_room(self, started: int) -> bool:
         """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
@@ -218,15 +237,15 @@ class Pipeline:
             if ticket is not None:
                 chunk.reading.append(ticket)
 
-    def work(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
-        """Call `visit` with a chunk whose reads are over, and start its writes."""
+    def compute(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
+        """Call `visit` with a chunk whose reads are over; in any thread."""
         if chunk.access.fresh_states:
             _initialise_states(self._tiers, chunk)
         visit(chunk)
-        self._write(chunk)
 
     @labelled("write_back")
-    def _write(self, chunk: Chunk) -> None:
+    def write(self, chunk: Chunk) -> None:
+        """Start the writes of a chunk that was worked on."""
         tiers, unit, writes = self._tiers, chunk.unit, self._writes
         for role in (Role.PARAM, Role.GRAD):
             if role not in writes or role not in chunk.addresses:

@@ -21,6 +21,7 @@ from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch
 from offload.shards.gradients import Gradients
 from offload.shards.shard import Shard, State
+from offload.shards.worker import Caller, Worker, WorkerThread
 from offload.shards.working_set import Binder, WorkingSet
 from offload.stats import Counters
 from swap import SwapStore
@@ -38,6 +39,7 @@ class Tiers:
         counters: of bytes and seconds.
         copies, working, gradients: its parts.
         mover: of bytes between device and host.
+        worker: does the arithmetic of updates.
         staging: buffers of host memory through which chunks pass.
         optimizer_claim: of the host budget, for what an optimizer's own class keeps.
         deadline_s: after which an operation counts as lost.
@@ -96,6 +98,7 @@ class Tiers:
             binder,
             reclaim,
         )
+        self.worker: Worker = Caller() if device.addressable else WorkerThread()
         self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
         if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
             store.register_buffer(host.base_address, host.size_bytes)
@@ -187,6 +190,7 @@ class Tiers:
             last.callback(self.device.synchronize)
             last.callback(self.mover.close)
             last.callback(self.copies.close)
+            last.callback(self.worker.close)
 
     def _close_memory(self) -> None:
         busy = [*self.working.close(), *self.copies.strays()]

@@ -1,15 +1,17 @@
 """Updates of units, chunk by chunk: the queue that updates during backward and during the next forward share.
 
-Owns what is begun: whose chunk's turn it is, what has arrived of it, and which reads are ahead. There is no thread:
-whoever passes by works on what is there, and whoever needs a unit waits. Which unit comes next, and what becomes of one
-that is done, is a policy: :mod:`offload.shards.forward_updates` and :mod:`offload.shards.backward_updates`. Knows no
-hyper-parameters: what is done with a chunk is the policy's caller's business.
+Owns what is begun: whose chunk's turn it is, what has arrived of it, and which reads are ahead. Whoever passes by
+starts reads and writes, and works on what is there; beside an accelerator, has a worker work on it. Whoever needs a
+unit waits. Which unit comes next, and what becomes of one that is done, is a policy:
+:mod:`offload.shards.forward_updates` and :mod:`offload.shards.backward_updates`. Knows no hyper-parameters: what is
+done with a chunk is the policy's caller's business.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -24,6 +26,7 @@ from offload.planning.units import Unit
 from offload.shards.leases import Leases
 from offload.shards.stream import ALL_STATES, Chunk, Pipeline
 from offload.shards.tiers import Tiers
+from offload.shards.worker import Task
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +44,15 @@ class Pace(Enum):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Update:
-    """A unit's update: chunks [0, worked) are done, [worked, started) have their bytes or wait for them."""
+    """A unit's update: chunks [0, worked) are done, a worker has [worked, given), [given, started) wait for bytes."""
 
     unit: Unit
     leases: Leases
     visit: Callable[[Chunk], None]
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     started: int = 0
+    given: int = 0
+    takes_slots: bool = True  # see Pipeline.takes_slots
     worked: int = 0
 
 
@@ -68,11 +73,16 @@ class Updates(ABC, Generic[U]):
         self._tiers = tiers
         self._safe_point = safe_point
         self._aside = aside
+        self._worker = tiers.worker
         self._pipeline = self._new_pipeline()
         self._open: deque[U] = deque()  # begun
         self._unread: Chunk | None = None  # whose read has failed, and is to be repeated
 
     # --- what a policy says -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _next(self) -> Unit | None:
+        """Return the unit whose turn it is, if any is left."""
 
     @abstractmethod
     def _begin_next(self, pace: Pace, *, waits: bool) -> bool:
@@ -102,13 +112,23 @@ class Updates(ABC, Generic[U]):
         if update.started == update.worked:
             return False
         chunk = update.chunks[update.worked]
-        if not self._has_arrived(chunk, pace):
+        late = not _is_over(chunk)
+        if update.given == update.worked:
+            if not self._has_arrived(chunk, pace):
+                return False
+            self._give(update)
+        assert chunk.task is not None
+        if pace is Pace.READY and not chunk.task.done():
             return False
+        self._wait_for_task(chunk.task)
         try:
-            self._pipeline.work(chunk, update.visit)
+            self._pipeline.write(chunk)
         except BaseException as error:
             self._fail(error)
             raise
+        counters = self._tiers.counters
+        counters.update_chunks += 1
+        counters.update_stalls += late
         update.worked += 1
         if update.worked == len(update.chunks):
             self._open.popleft()
@@ -117,25 +137,62 @@ class Updates(ABC, Generic[U]):
         return True
 
     def _start(self, pace: Pace, *, urgent: bool = False) -> None:
-        """Start the reads of chunks whose turn is near."""
+        """Start the reads of chunks whose turn is near, and give a worker what has arrived."""
+        self._start_reads(pace, urgent=urgent)
+        if self._worker.apart:
+            self._give_out()
+
+    def _start_reads(self, pace: Pace, *, urgent: bool) -> None:
         while True:
-            ahead = sum(update.started - update.worked for update in self._open)
-            if not self._pipeline.has_room(ahead):
+            update = self._open[-1] if self._open and self._open[-1].started < len(self._open[-1].chunks) else None
+            unit = update.unit if update is not None else self._next()
+            if unit is None:
                 return
-            waits = pace is not Pace.READY and not ahead
-            leaving = self._pipeline.leaving()
-            if not waits and not all(ticket.done() for ticket in leaving):
+            ahead = sum(update.started - update.worked for update in self._open if update.takes_slots)
+            waits = pace is not Pace.READY and all(update.started == update.worked for update in self._open)
+            if self._pipeline.takes_slots(unit) and not self._make_room(ahead, waits=waits):
                 return
-            self._wait_for_writes(leaving)
-            if not self._open or self._open[-1].started == len(self._open[-1].chunks):
+            if update is None:
                 if not self._begin_next(pace, waits=waits):
                     return
-            update = self._open[-1]
+                update = self._open[-1]
             self._pipeline.start(update.chunks[update.started], urgent=urgent or pace is Pace.NEXT)
             update.started += 1
 
+    def _make_room(self, ahead: int, *, waits: bool) -> bool:
+        """Have a slot free for one more chunk; False where there is none, or it would have to be waited for."""
+        if not self._pipeline.has_room(ahead):
+            return False
+        leaving = self._pipeline.leaving()
+        if not waits and not all(ticket.done() for ticket in leaving):
+            return False
+        self._wait_for_writes(leaving)
+        return True
+
+    def _give_out(self) -> None:
+        """Give the worker all that has arrived; what a read keeps waiting keeps those waiting that are read, too."""
+        behind = False
+        for update in self._open:
+            while update.given < update.started:
+                chunk = update.chunks[update.given]
+                if chunk.reading and (behind or not self._is_here(chunk)):
+                    behind = True
+                    break
+                self._give(update)
+
+    def _give(self, update: U) -> None:
+        """Have the next chunk of an update worked on."""
+        chunk = update.chunks[update.given]
+        try:
+            chunk.task = self._worker.submit(functools.partial(self._pipeline.compute, chunk, update.visit))
+        except BaseException as error:
+            self._fail(error)
+            raise
+        update.given += 1
+
     def _begin(self, update: U) -> None:
         """Lease what an update needs; its chunks come next."""
+        update.takes_slots = self._pipeline.takes_slots(update.unit)
         try:
             update.chunks = self._pipeline.open(update.unit, update.leases)
         except BaseException:
@@ -150,10 +207,8 @@ class Updates(ABC, Generic[U]):
                 return False
             self._pipeline.read(chunk)
             self._unread = None
-        there = all(ticket.done() for ticket in chunk.reading)
-        if pace is Pace.READY and not there:
+        if pace is Pace.READY and not all(ticket.done() for ticket in chunk.reading):
             return False
-        counters = self._tiers.counters
         try:
             self._wait(chunk.reading)
         except OSError as error:
@@ -163,8 +218,16 @@ class Updates(ABC, Generic[U]):
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(f"while {chunk.unit.name} was being updated")
             raise
-        counters.update_chunks += 1
-        counters.update_stalls += not there
+        return True
+
+    def _is_here(self, chunk: Chunk) -> bool:
+        """Tell whether a chunk's bytes have come; what went wrong is met when it is the chunk's turn."""
+        if self._unread is chunk or not all(ticket.done() for ticket in chunk.reading):
+            return False
+        try:
+            self._wait(chunk.reading)
+        except OSError:
+            return False
         return True
 
     # --- waiting ----------------------------------------------------------------------------------------------------
@@ -191,6 +254,17 @@ class Updates(ABC, Generic[U]):
         finally:
             self._tiers.counters.update_stall_seconds += time.perf_counter() - begin
 
+    def _wait_for_task(self, task: Task) -> None:
+        begin = time.perf_counter()
+        try:
+            task.wait()
+        except BaseException as error:
+            if task.failed():  # else it is still under way, and may be waited for again
+                self._fail(error)
+            raise
+        finally:
+            self._tiers.counters.update_stall_seconds += time.perf_counter() - begin
+
     def _wait_for_writes(self, writes: Sequence[Ticket]) -> None:
         try:
             self._wait(writes)
@@ -202,3 +276,10 @@ class Updates(ABC, Generic[U]):
 
     def _new_pipeline(self) -> Pipeline:
         return Pipeline(self._tiers, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, aside=self._aside)
+
+
+def _is_over(chunk: Chunk) -> bool:
+    """Tell whether nobody has to wait for a chunk: neither for its bytes, nor for who works on it."""
+    if chunk.task is not None:
+        return chunk.task.done()
+    return all(ticket.done() for ticket in chunk.reading)

@@ -1,0 +1,260 @@
+"""Updates beside an accelerator: a worker does the arithmetic, and nobody waits for it who need not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+import torch
+from fakes import ApartDevice, FakeStore, LateWorker, late_worker, make_manager, make_plan_with, make_unit, peek, poke
+
+from offload.errors import StateError
+from offload.memory.budget import Tier
+from offload.planning.plan import Homes
+from offload.planning.roles import Role
+from offload.shards.forward_updates import ForwardUpdates
+from offload.shards.manager import Manager
+from offload.shards.shard import State
+from offload.shards.stream import ALL_STATES, Chunk
+from offload.shards.worker import WorkerThread
+from swap import SwapError
+
+CHUNK = 4096
+UNITS = 4
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+ROLES = frozenset({Role.PARAM}) | ALL_STATES
+IN_MEMORY, ON_NVME = Homes(H, H, H), Homes(N, H, N)
+
+
+class Step:
+    """A step over units with all content in place; a visit raises the first byte of each role."""
+
+    def __init__(self, manager: Manager, store: FakeStore, worker: LateWorker) -> None:
+        self.manager = manager
+        self.store = store
+        self.worker = worker
+        self.updates: ForwardUpdates = manager.forward
+        self.visited: list[tuple[int, int]] = []
+        self.error: Exception | None = None
+
+    def visit(self, chunk: Chunk) -> None:
+        if self.error is not None:
+            raise self.error
+        self.visited.append((chunk.unit.index, chunk.number))
+        for role in ROLES & chunk.addresses.keys():
+            poke(chunk.addresses[role], bytes([peek(chunk.addresses[role], 1)[0] + 1]))
+
+    def begin(self) -> None:
+        for unit in self.manager.units:
+            self.manager.add_gradient(unit.index, 0, torch.ones(unit.numel, dtype=torch.bfloat16), final=True)
+        self.store.events.clear()
+        self.updates.begin(self.manager.units, self.visit)
+
+    def first_bytes(self) -> list[set[int]]:
+        """Return the first byte of each role, per chunk of all units."""
+        found: list[set[int]] = []
+
+        def look(chunk: Chunk) -> None:
+            found.append({peek(chunk.addresses[role], 1)[0] for role in ROLES & chunk.addresses.keys()})
+
+        self.manager.stream(self.manager.units, look, reads=ROLES)
+        return found
+
+
+@contextlib.contextmanager
+def stepping(*homes: Homes, chunks: int = 2) -> Iterator[Step]:
+    units = [make_unit(index, [chunks * CHUNK]) for index in range(UNITS)]
+    given = (homes * UNITS)[:UNITS]
+    plan = make_plan_with(units, given, chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
+    store = FakeStore()
+    with late_worker() as worker:
+        manager = make_manager(plan, store, device=ApartDevice())
+        step = Step(manager, store, worker)
+        try:
+            manager.stream(units, _zero, reads=frozenset(), writes=ROLES)
+            step.begin()
+            yield step
+        finally:
+            for ticket in list(store.flying):
+                with contextlib.suppress(SwapError):
+                    ticket.wait()
+            manager.close()
+
+
+def _zero(chunk: Chunk) -> None:
+    for address in chunk.addresses.values():
+        poke(address, b"\0")
+
+
+def test_all_that_is_in_memory_is_given_to_the_worker_at_once_and_nobody_waits() -> None:
+    with stepping(IN_MEMORY) as step:
+        step.updates.read_ahead()
+        assert len(step.worker.queue) == UNITS, "it goes on though nobody passes by"
+        step.updates.advance()
+        assert not step.visited and all(index in step.updates for index in range(UNITS))
+        step.worker.do(2)
+        step.updates.advance()
+        assert [index in step.updates for index in range(UNITS)] == [False, False, True, True]
+        assert step.manager.tiers.counters.update_stalls == 0
+        step.manager.check()
+
+
+def test_whoever_needs_a_unit_waits_for_it_and_for_none_behind_it() -> None:
+    with stepping(IN_MEMORY) as step:
+        step.updates.read_ahead()
+        lease = step.manager.acquire(1)
+        assert step.visited == [(0, 0), (1, 0)] and len(step.worker.queue) == 2
+        buffer = step.manager.tiers.param(1).work_buffer
+        assert buffer is not None and peek(buffer.address, 1) == b"\1", "the device has the updated parameters"
+        lease.close()
+        assert step.manager.tiers.counters.update_stalls == 2
+
+
+@pytest.mark.parametrize("homes", [(IN_MEMORY,), (ON_NVME,), (Homes(D, H, H),), (ON_NVME, IN_MEMORY)], ids=str)
+def test_whoever_looks_waits_for_all(homes: tuple[Homes, ...]) -> None:
+    with stepping(*homes) as step:
+        step.updates.read_ahead()
+        found = step.first_bytes()
+        assert not step.worker.queue and len(step.visited) >= UNITS
+        assert {1} in found and {0} not in found
+        step.manager.check()
+
+
+def test_a_gradient_of_the_next_step_waits_for_the_worker() -> None:
+    with stepping(IN_MEMORY) as step:
+        step.updates.read_ahead()
+        gradient = torch.ones(2 * CHUNK, dtype=torch.bfloat16)
+        step.manager.add_gradient(UNITS - 1, 0, gradient, final=True)
+        assert len(step.visited) == UNITS, "the worker reads what is about to be overwritten"
+
+
+def test_a_slot_is_used_again_when_its_chunk_was_worked_on_and_written() -> None:
+    """Eight chunks for each of four slots; the store checks ranges in flight, the bytes show the worker's."""
+    with stepping(ON_NVME, chunks=8) as step:
+        for index in range(UNITS):
+            step.updates.read_ahead()
+            step.updates.require(index)
+        assert step.first_bytes() == [{1}] * (8 * UNITS)
+        assert step.visited == [(index, number) for index in range(UNITS) for number in range(8)]
+
+
+def test_what_is_in_memory_does_not_wait_for_the_drive() -> None:
+    with stepping(ON_NVME, IN_MEMORY) as step:
+        step.updates.read_ahead()
+        assert step.store.flying and len(step.worker.queue) == 2
+        step.worker.do(2)
+        assert step.visited == [(1, 0), (3, 0)]
+        step.updates.advance()
+        assert 1 in step.updates, "it is seen in its turn"
+        step.updates.finish()
+        assert not step.updates.active
+        step.manager.check()
+
+
+def test_room_on_the_device_waits_for_no_update() -> None:
+    """Beside an accelerator updates occupy nothing of the working region: there is nothing to reclaim."""
+    with stepping(IN_MEMORY) as step:
+        step.updates.require(0)
+        step.updates.read_ahead()
+        step.manager._finish_open_updates()
+        assert step.visited == [(0, 0)]
+
+
+def test_an_error_of_the_arithmetic_loses_the_step() -> None:
+    with stepping(IN_MEMORY) as step:
+        step.error = ValueError("no such kernel")
+        step.updates.read_ahead()
+        step.updates.advance()
+        with pytest.raises(ValueError, match="no such kernel"):
+            step.manager.acquire(2)
+        with pytest.raises(StateError, match="failed half way.*no such kernel"):
+            step.manager.finish_updates()
+        assert step.manager.has_lost_content() and not step.worker.queue, "nothing of the rest is worked on"
+
+
+def test_an_error_of_the_arithmetic_is_told_to_who_passes_by() -> None:
+    with stepping(IN_MEMORY) as step:
+        step.error = ValueError("no such kernel")
+        step.updates.read_ahead()
+        step.worker.do(1)
+        with pytest.raises(ValueError, match="no such kernel"):
+            step.updates.advance()
+        assert step.manager.has_lost_content()
+
+
+def test_an_interrupt_while_the_worker_is_waited_for_loses_nothing() -> None:
+    with stepping(IN_MEMORY) as step:
+
+        def interrupted() -> None:
+            step.worker.before_wait = lambda: None
+            raise KeyboardInterrupt
+
+        step.worker.before_wait = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            step.manager.acquire(1)
+        assert step.updates.failure is None
+        step.updates.finish()
+        assert step.first_bytes() == [{1}] * UNITS
+        step.manager.check()
+
+
+@pytest.mark.parametrize("homes", [IN_MEMORY, ON_NVME, Homes(D, H, H)], ids=str)
+def test_a_reset_leaves_nothing_with_the_worker(homes: Homes) -> None:
+    with stepping(homes) as step:
+        step.updates.read_ahead()
+        step.manager.reset()
+        assert not step.worker.queue and not step.updates.active
+        assert step.manager.tiers.param(0).state is State.STORED
+
+
+# --- the thread -------------------------------------------------------------------------------------------------------
+
+
+def test_the_thread_works_in_order_and_tells_what_went_wrong() -> None:
+    worker, done = WorkerThread(), []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    first, second, third = worker.submit(lambda: done.append(1)), worker.submit(fail), worker.submit(lambda: None)
+    third.wait()
+    assert done == [1] and first.done() and not first.failed() and second.failed() and not third.failed()
+    with pytest.raises(ValueError, match="no"):
+        second.wait()
+    second.settle()
+    worker.close()
+
+
+@pytest.mark.parametrize("way", ["settle", "cancel", "close"])
+def test_what_has_begun_is_waited_for_and_what_has_not_is_taken_back(way: str) -> None:
+    worker, begun, go_on, done = WorkerThread(), threading.Event(), threading.Event(), []
+
+    def work() -> None:
+        begun.set()
+        go_on.wait()
+        done.append("first")
+
+    first, second = worker.submit(work), worker.submit(lambda: done.append("second"))
+    begun.wait()
+    assert not first.cancel() and not first.done()
+    if way == "settle":
+        second.settle()
+    elif way == "cancel":
+        assert second.cancel()
+
+    def open_when_it_is() -> None:
+        with contextlib.suppress(CancelledError):
+            second.wait()
+        go_on.set()
+
+    opener = threading.Thread(target=open_when_it_is)
+    opener.start()
+    worker.close() if way == "close" else first.settle()
+    assert done == ["first"]
+    worker.close()
+    worker.close()
+    assert done == ["first"]
+    opener.join()
