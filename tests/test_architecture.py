@@ -63,6 +63,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.groups": ("torch",),
     "offload.spec": ("torch",),
     "offload.kernels": ("torch",),
+    "offload.planning.hardware": ("torch",),
     "offload.planning.plan": ("torch",),
     "offload.planning.planner": ("torch",),
     "offload.planning.roles": ("torch",),

@@ -8,12 +8,12 @@ constexpr int PAGE_BITS = 16;        // accesses are kept by 64 KiB of addresses
 constexpr size_t MOST_RACES = 1000;  // a missing wait is found by every step
 }  // namespace
 
-void join(Clock& into, const Clock& other) {
+void join(Before& into, const Before& other) {
     if (into.size() < other.size()) into.resize(other.size());
     for (size_t i = 0; i < other.size(); ++i) into[i] = std::max(into[i], other[i]);
 }
 
-uint64_t at(const Clock& clock, int stream) { return clock.size() > size_t(stream) ? clock[stream] : 0; }
+uint64_t at(const Before& clock, int stream) { return clock.size() > size_t(stream) ? clock[stream] : 0; }
 
 void Checker::start(bool on) {
     on_ = on;
@@ -26,7 +26,7 @@ void Checker::report(const std::string& text) {
     if (!again && races_.size() < MOST_RACES) races_.push_back(text);
 }
 
-void Checker::access(int stream, const std::string& name, const Clock& now, const std::vector<Span>& spans) {
+void Checker::access(int stream, const std::string& name, const Before& now, const std::vector<Span>& spans) {
     if (!on_) return;
     for (const Span& span : spans) {
         if (!span.size) continue;
@@ -50,7 +50,7 @@ void Checker::access(int stream, const std::string& name, const Clock& now, cons
     }
 }
 
-void Checker::leave(char* from, size_t size, const Clock& host, const std::string& verb) {
+void Checker::leave(char* from, size_t size, const Before& host, const std::string& verb) {
     if (!on_ || !size) return;
     size_t begin = size_t(from), end = begin + size;
     auto last = pages_.upper_bound((end - 1) >> PAGE_BITS);

@@ -11,9 +11,9 @@ namespace simulated {
 
 // What one stream knows of the others: entry s is the number of operations of stream s that have happened
 // before.
-using Clock = std::vector<uint64_t>;
-void join(Clock& into, const Clock& other);
-uint64_t at(const Clock& clock, int stream);
+using Before = std::vector<uint64_t>;
+void join(Before& into, const Before& other);
+uint64_t at(const Before& clock, int stream);
 
 // Bytes that an operation reads or writes. Device memory is named by its shadow's address.
 struct Span {
@@ -28,10 +28,10 @@ class Checker {
     bool on() const { return on_; }
     // Operation `name`, number `now[stream]` of its stream, accesses `spans`; `now` is what happened before
     // it.
-    void access(int stream, const std::string& name, const Clock& now, const std::vector<Span>& spans);
+    void access(int stream, const std::string& name, const Before& now, const std::vector<Span>& spans);
     // The host gives memory away: what is queued on it and was not waited for is a race, the rest is
     // forgotten.
-    void leave(char* begin, size_t size, const Clock& host, const std::string& verb);
+    void leave(char* begin, size_t size, const Before& host, const std::string& verb);
     const std::vector<std::string>& races() const { return races_; }
 
   private:

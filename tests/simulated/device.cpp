@@ -46,9 +46,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
     void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
         if (!*event) *event = new Event;
+        the_clock().spend(the_clock().costs().operator_s);
         machine().record(event_of(*event), id_of(stream));
     }
     void block(void* event, const Stream& stream) const override {
+        the_clock().spend(the_clock().costs().operator_s);
         if (event) machine().wait(event_of(event), id_of(stream));
     }
     bool queryEvent(void* event) const override { return !event || machine().query(event_of(event)); }
@@ -90,7 +92,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
         c10::DataPtr bytes = device_allocator().allocate(size);
-        if (size_t kept = std::min(size, storage.nbytes())) {
+        if (size_t kept = the_clock().dry() ? 0 : std::min(size, storage.nbytes())) {
             char *to = memory().shadow(bytes.get()), *from = memory().shadow(storage.data());
             machine().push(current_stream(storage.device().index()), "resize",
                            [=] { memcpy(to, from, kept); }, {{to, kept, true}, {from, kept, false}});

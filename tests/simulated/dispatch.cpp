@@ -12,6 +12,7 @@
 #include <random>
 #include <unordered_map>
 
+#include "cost.h"
 #include "device.h"
 #include "tensors.h"
 
@@ -55,11 +56,14 @@ class Call {
             ~Back() { exchange_device(device); }
         } back{before};
         stream_ = current_stream(device_);
+        the_clock().spend(the_clock().costs().operator_s);
         if (infer_shapes()) {
             resize_outputs();
-            take_arguments();
+            if (!the_clock().dry()) take_arguments();
             queue(stack);
         } else {
+            TORCH_CHECK(!the_clock().dry(), "sim: ", schema_.name(),
+                        " depends on values, and there are none");
             take_arguments();
             run_now(stack);
         }
@@ -195,6 +199,7 @@ class Call {
     }
 
     void queue(Stack* stack) {
+        if (the_clock().dry()) return queue_cost(stack);
         auto compute = kernel();
         std::vector<std::pair<size_t, std::vector<at::Tensor>>> targets;
         for (size_t i = 0; i < schema_.returns().size(); ++i) {
@@ -229,7 +234,21 @@ class Call {
                     at::kCPU);
             }
         };
-        machine().push(stream_, schema_.name().substr(6), run, spans_);
+        machine().push(stream_, schema_.name().substr(6), run, spans_, work());
+    }
+
+    void queue_cost(Stack* stack) {
+        for (size_t i = 0; i < schema_.returns().size(); ++i) {
+            IValue own = argument_of(i);
+            auto make = [&](const at::Tensor& shape) { return new_like(shape, device_); };
+            stack->push_back(own.isNone() ? map_tensors(results_[i], make, SIM) : own);
+        }
+        machine().count(stream_, "kernels");
+        machine().push(stream_, schema_.name().substr(6), nullptr, {}, work());
+    }
+
+    Work work() const {
+        return the_clock().on() ? work_of(schema_.name().substr(6), arguments_, results_) : Work{};
     }
 
     void run_now(Stack* stack) {

@@ -38,6 +38,15 @@ int exchange_stream(int stream) {
     return before;
 }
 
+char* reserve(size_t size) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* at = mmap(nullptr, size, PROT_NONE, flags, -1, 0);
+    TORCH_CHECK(at != MAP_FAILED, "sim: no address space for ", size, " bytes");
+    return static_cast<char*>(at);
+}
+
+void give_back(char* address, size_t size) { munmap(address, size); }
+
 Memory& memory() {
     static auto* one = new Memory;
     return *one;
@@ -127,7 +136,8 @@ void Memory::free_pinned(char* address) {
 }
 
 void Memory::give_back(char* address) {
-    machine().checker.leave(address, pinned_.at(address).size, Clock(DEVICES * STREAMS, UINT64_MAX), "frees");
+    machine().checker.leave(address, pinned_.at(address).size, Before(DEVICES * STREAMS, UINT64_MAX),
+                            "frees");
     pinned_.erase(address);
     std::free(address);
 }

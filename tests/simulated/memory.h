@@ -10,7 +10,8 @@
 namespace simulated {
 
 constexpr auto SIM = c10::DeviceType::PrivateUse1;
-constexpr size_t RANGE = size_t(32) << 30;  // addresses of one device; memory comes when it is touched
+constexpr size_t RANGE = size_t(1) << 40;  // addresses of one device; memory comes when it is touched
+constexpr size_t MOST = size_t(32) << 30;  // bytes of a device of which nothing else is said
 
 // The device and the streams that calls of this thread go to.
 int current_device();
@@ -19,7 +20,7 @@ int current_stream(int device);
 int exchange_stream(int stream);
 
 struct Usage {
-    size_t used = 0, peak = 0, limit = RANGE;
+    size_t used = 0, peak = 0, limit = MOST;
 };
 
 class Memory {
@@ -73,6 +74,10 @@ class Memory {
     std::map<char*, Block> blocks_;
     std::map<char*, Pinned> pinned_;
 };
+
+// Addresses of host memory that nobody may touch.
+char* reserve(size_t size);
+void give_back(char* address, size_t size);
 
 Memory& memory();
 c10::Allocator& device_allocator();

@@ -19,6 +19,47 @@ struct Quiet {
 
 char* address(uint64_t number) { return reinterpret_cast<char*>(number); }
 
+void add_clock(py::module_& m) {
+    py::class_<Costs>(m, "Costs")
+        .def(py::init<>())
+        .def_readwrite("flops_16", &Costs::flops_16)
+        .def_readwrite("flops_32", &Costs::flops_32)
+        .def_readwrite("device_bytes", &Costs::device_bytes)
+        .def_readwrite("h2d_bytes", &Costs::h2d_bytes)
+        .def_readwrite("d2h_bytes", &Costs::d2h_bytes)
+        .def_readwrite("kernel_s", &Costs::kernel_s)
+        .def_readwrite("copy_s", &Costs::copy_s)
+        .def_readwrite("launch_s", &Costs::launch_s)
+        .def_readwrite("operator_s", &Costs::operator_s);
+    m.def("start_clock", [](const Costs& costs, bool dry) { the_clock().start(costs, dry); });
+    m.def("stop_clock", [] { the_clock().stop(); });
+    m.def("now", [] { return the_clock().now(); });
+    m.def("spend", [](double seconds, const std::string& what) {
+        the_clock().spend(seconds, what.empty() ? nullptr : what.c_str());
+    });
+    m.def("wait_until", [](double time, const std::string& what) { the_clock().wait_until(time, what); });
+    m.def("sleep", [](double until, const std::string& what) { return the_clock().sleep(until, what); });
+    m.def("wake", [](int actor) { the_clock().wake(actor); });
+    m.def("acting", [] { return the_clock().acting(); });
+    m.def("add_actor", [](const std::string& name) { return the_clock().add_actor(name); });
+    m.def("enter", [](int actor) { the_clock().enter(actor); });
+    m.def("leave", [] { the_clock().leave(); });
+    m.def("is_dry", [] { return the_clock().dry(); });
+    m.def("note", [](const std::string& lane, const std::string& name, uint64_t bytes, double begin,
+                     double end) { the_clock().note(lane, name, bytes, begin, end); });
+    m.def("records", [](bool keep) {
+        std::vector<std::tuple<std::string, std::string, uint64_t, double, double>> all;
+        for (Record& r : the_clock().records(keep)) all.emplace_back(r.lane, r.name, r.bytes, r.begin, r.end);
+        return all;
+    });
+    m.def("waits", [](bool reset) { return the_clock().waits(reset); });
+    m.def("idle", [](bool reset) { return machine().idle(reset); });
+    m.def("end_of", [](int stream) { return machine().end_of(stream); });
+    m.def("lane_busy", [](int lane, double at) { return the_clock().lanes[lane].busy(at); });
+    m.def("reserve", [](size_t size) { return reinterpret_cast<uint64_t>(reserve(size)); });
+    m.def("give_back", [](uint64_t at, size_t size) { give_back(address(at), size); });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_simulated, m) {
@@ -67,6 +108,7 @@ PYBIND11_MODULE(_simulated, m) {
         Quiet quiet;
         memory().usage(device).limit = std::min(size, RANGE);
     });
+    add_clock(m);
     m.def("reset_peak", [](int device) {
         Quiet quiet;
         memory().usage(device).peak = memory().usage(device).used;

@@ -3,6 +3,7 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorShape.h>
+#include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/alias_native.h>
@@ -15,6 +16,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include "cost.h"
 #include "tensors.h"
 
 namespace simulated {
@@ -86,7 +88,7 @@ bool compatible(const at::Tensor& a, const at::Tensor& b) {
 
 int64_t attention_backend(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                           const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
-    return 0;  // the one made of plain operators
+    return the_clock().on() ? 1 : 0;  // one kernel, where kernels cost; else what is made of plain operators
 }
 
 void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
@@ -96,7 +98,9 @@ void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
     add_span(from, false, spans);
     add_span(to, true, spans);
     machine().count(source, "d2d_bytes", to.nbytes());
-    machine().push(source, "d2d", [from = inside(from), to = inside(to)] { to.copy_(from); }, spans);
+    machine().push(
+        source, "d2d", [from = inside(from), to = inside(to)] { to.copy_(from); }, spans,
+        copy_on_device(to.nbytes()));
     machine().follow(target, source);
 }
 
@@ -112,7 +116,8 @@ void copy_with_host(const at::Tensor& from, const at::Tensor& to, bool non_block
     add_span(device, up, spans);
     if (!staged) add_span(host, !up, spans);
     char* held = pinned ? memory().hold(host.storage().data()) : nullptr;
-    at::Tensor host_side = staged ? host.clone() : borrowed(host), device_side = inside(device);
+    bool clones = staged && !the_clock().dry();
+    at::Tensor host_side = clones ? host.clone() : borrowed(host), device_side = inside(device);
     machine().count(stream, up ? "h2d_copies" : "d2h_copies");
     machine().count(stream, up ? "h2d_bytes" : "d2h_bytes", host.nbytes());
     machine().push(
@@ -121,7 +126,8 @@ void copy_with_host(const at::Tensor& from, const at::Tensor& to, bool non_block
             (up ? device_side : host_side).copy_(up ? host_side : device_side);
             memory().release(held);
         },
-        spans);
+        spans, copy_with_host(up ? Lane::h2d : Lane::d2h, host.nbytes()));
+    if (the_clock().dry()) memory().release(held);
     if (!non_blocking || (!up && !pinned)) {
         machine().count(stream, "blocking_copies");
         machine().synchronize(stream);
@@ -130,6 +136,7 @@ void copy_with_host(const at::Tensor& from, const at::Tensor& to, bool non_block
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
     at::AutoDispatchBelowADInplaceOrView below;
+    the_clock().spend(the_clock().costs().operator_s);
     if (on_sim(from) && on_sim(to))
         copy_between_devices(from, to);
     else
@@ -147,6 +154,7 @@ at::Scalar number(const at::Tensor& t) {
     machine().count(stream, "numbers_read");
     machine().synchronize(stream);
     at::AutoDispatchBelowADInplaceOrView below;
+    if (the_clock().dry()) return t.is_floating_point() ? at::Scalar(1.0) : at::Scalar(0);
     return at::_local_scalar_dense(inside(t));
 }
 
@@ -178,3 +186,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 }  // namespace
 }  // namespace simulated
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &simulated::attention_backend)
+}

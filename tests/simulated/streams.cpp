@@ -6,6 +6,9 @@
 #include <algorithm>
 
 namespace simulated {
+namespace {
+constexpr double POLL_S = 1e-6;  // of the host, by the clock, to ask whether something is done
+}
 
 Machine& machine() {
     static auto* one = new Machine;  // never destroyed: tensors of the interpreter outlive static objects
@@ -23,6 +26,8 @@ void Machine::begin(const Schedule& schedule) {
     random_.seed(schedule.seed);
     std::fill(made_, made_ + DEVICES,
               0);  // streams are named by the order in which a schedule's program makes them
+    for (Queue& queue : queues_) queue.end = queue.blocked = 0;
+    idle_.clear();
 }
 
 int Machine::make_stream(int device) {
@@ -31,18 +36,20 @@ int Machine::make_stream(int device) {
 }
 
 void Machine::tick(int stream) {
-    Clock& clock = queues_[stream].clock;
-    if (clock.size() <= size_t(stream)) clock.resize(stream + 1);
-    clock[stream]++;
-    join(clock, host_);
+    Before& before = queues_[stream].before;
+    if (before.size() <= size_t(stream)) before.resize(stream + 1);
+    before[stream]++;
+    join(before, host_);
 }
 
 void Machine::push(int stream, const std::string& name, std::function<void()> run,
-                   const std::vector<Span>& spans) {
+                   const std::vector<Span>& spans, const Work& work) {
     Lock lock(mutex);
     Queue& queue = queues_[stream];
+    if (the_clock().on() && work.lane != Lane::none) spend_on(stream, name, work);
+    if (the_clock().dry()) return;
     tick(stream);
-    checker.access(stream, name, queue.clock, spans);
+    checker.access(stream, name, queue.before, spans);
     queue.operations.push_back({name, std::move(run), nullptr, nullptr});
     queue.tail++;
     choose(stream);
@@ -53,7 +60,7 @@ void Machine::record(Event& event, int stream) {
     Queue& queue = queues_[stream];
     tick(stream);
     event.mark = std::make_shared<Mark>();
-    *event.mark = {stream, ++queue.tail, false, queue.clock};
+    *event.mark = {stream, ++queue.tail, false, queue.before, end_of(stream), queue.lane};
     queue.operations.push_back({"record", nullptr, nullptr, event.mark});
     queue.counts["records"]++;
     choose(stream);
@@ -63,7 +70,11 @@ void Machine::wait(Event& event, int stream) {
     Lock lock(mutex);
     if (!event.mark) return;
     Queue& queue = queues_[stream];
-    join(queue.clock, event.mark->clock);
+    join(queue.before, event.mark->before);
+    if (event.mark->time > std::max(queue.end, queue.blocked)) {
+        queue.blocked = event.mark->time;
+        queue.blocked_by = event.mark->lane;
+    }
     queue.operations.push_back({"wait", nullptr, event.mark, nullptr});
     queue.tail++;
     queue.counts["waits"]++;
@@ -112,6 +123,35 @@ void Machine::run_until(int stream, uint64_t position) {
     }
 }
 
+double Machine::end_of(int stream) {
+    Lock lock(mutex);
+    const Queue& queue = queues_[stream];
+    return std::max({queue.end, queue.blocked, the_clock().now()});
+}
+
+void Machine::spend_on(int stream, const std::string& name, const Work& work) {
+    Clock& clock = the_clock();
+    Queue& queue = queues_[stream];
+    std::string lane = lane_name(work.lane);
+    double now = clock.now(), given = now + clock.costs().launch_s;
+    double ready = std::max({queue.end, queue.blocked, given});
+    double begin = clock.lanes[int(work.lane)].place(ready, work.seconds, now);
+    Seconds& why = idle_[lane];
+    if (queue.blocked > given && queue.blocked > queue.end)
+        why[queue.blocked_by] += queue.blocked - queue.end;
+    else if (given > queue.end)
+        clock.explain(queue.end, given, why);
+    if (begin > ready) why["the lane's other work"] += begin - ready;
+    queue.end = begin + work.seconds;
+    queue.lane = lane;
+    clock.note(lane, name, work.bytes, begin, queue.end);
+}
+
+std::map<std::string, Seconds> Machine::idle(bool reset) {
+    Lock lock(mutex);
+    return reset ? std::exchange(idle_, {}) : idle_;
+}
+
 void Machine::execute(const std::function<void()>& run) {
     // Not at::ThreadLocalStateGuard: it copies saved-tensor hooks, and for that it wants Python's lock.
     at::AutoDispatchBelowADInplaceOrView below;
@@ -120,35 +160,48 @@ void Machine::execute(const std::function<void()>& run) {
 }
 
 void Machine::synchronize(int stream) {
-    Lock lock(mutex);
-    queues_[stream].counts["synchronizations"]++;
-    run_until(stream, queues_[stream].tail);
-    join(host_, queues_[stream].clock);
+    {
+        Lock lock(mutex);
+        queues_[stream].counts["synchronizations"]++;
+        run_until(stream, queues_[stream].tail);
+        join(host_, queues_[stream].before);
+    }
+    the_clock().wait_until(end_of(stream), "end of " + queues_[stream].lane);
 }
 
 void Machine::synchronize(Event& event) {
-    Lock lock(mutex);
     if (!event.mark) return;
-    queues_[event.mark->stream].counts["event_synchronizations"]++;
-    run_until(event.mark->stream, event.mark->position);
-    join(host_, event.mark->clock);
+    {
+        Lock lock(mutex);
+        queues_[event.mark->stream].counts["event_synchronizations"]++;
+        run_until(event.mark->stream, event.mark->position);
+        join(host_, event.mark->before);
+    }
+    the_clock().wait_until(event.mark->time, "end of " + event.mark->lane);
 }
 
 void Machine::synchronize_device(int device) {
-    Lock lock(mutex);
-    queues_[default_stream(device)].counts["device_synchronizations"]++;
-    for (int stream = default_stream(device); stream < default_stream(device + 1); ++stream) {
-        run_until(stream, queues_[stream].tail);
-        join(host_, queues_[stream].clock);
+    double last = 0;
+    {
+        Lock lock(mutex);
+        queues_[default_stream(device)].counts["device_synchronizations"]++;
+        for (int stream = default_stream(device); stream < default_stream(device + 1); ++stream) {
+            run_until(stream, queues_[stream].tail);
+            join(host_, queues_[stream].before);
+            last = std::max(last, end_of(stream));
+        }
     }
+    the_clock().wait_until(last, "end of the device");
 }
 
 bool Machine::query(Event& event) {
+    the_clock().spend(POLL_S);
     Lock lock(mutex);
     if (!event.mark) return true;
     queues_[event.mark->stream].counts["queries"]++;
+    if (the_clock().on() && event.mark->time > the_clock().now()) return false;
     if (event.mark->done) {
-        join(host_, event.mark->clock);
+        join(host_, event.mark->before);
         return true;
     }
     if (++polls_ % 64 == 0) {  // a host that spins gets on, slowly
@@ -159,7 +212,9 @@ bool Machine::query(Event& event) {
 }
 
 bool Machine::idle(int stream) {
+    the_clock().spend(POLL_S);
     Lock lock(mutex);
+    if (the_clock().on()) return end_of(stream) <= the_clock().now();
     return queues_[stream].head == queues_[stream].tail;
 }
 

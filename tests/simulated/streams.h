@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "checker.h"
+#include "clock.h"
 
 namespace simulated {
 
@@ -31,7 +32,9 @@ struct Mark {
     int stream;
     uint64_t position;
     bool done = false;
-    Clock clock;
+    Before before;
+    double time = 0;   // by the clock
+    std::string lane;  // of what was done last
 };
 
 struct Event {
@@ -49,8 +52,11 @@ struct Queue {
     std::deque<Operation> operations;
     uint64_t head = 0, tail = 0;  // how many have run, how many were given
     bool running = false;
-    Clock clock;
+    Before before;
     Counts counts;
+    // By the clock: when all that was given is done; until when it waits for whom; what it did last.
+    double end = 0, blocked = 0;
+    std::string blocked_by, lane;
 };
 
 // Which streams run their work at once; the others run it when something waits for it.
@@ -71,7 +77,8 @@ class Machine {
     void begin(const Schedule& schedule);  // waits for everything that is queued
     int make_stream(int device);
 
-    void push(int stream, const std::string& name, std::function<void()> run, const std::vector<Span>& spans);
+    void push(int stream, const std::string& name, std::function<void()> run, const std::vector<Span>& spans,
+              const Work& work = {});
     void record(Event& event, int stream);
     void wait(Event& event, int stream);
     void follow(int stream, int other);  // `stream` waits for what `other` has been given
@@ -89,10 +96,15 @@ class Machine {
     std::vector<uint64_t> pending();
     std::vector<std::string> trace(bool on);  // names of what ran since the last call
 
+    // By the clock: when all that a stream was given is done, and what kept it from beginning earlier.
+    double end_of(int stream);
+    std::map<std::string, Seconds> idle(bool reset);
+
     static void execute(const std::function<void()>& run);
 
   private:
     void tick(int stream);
+    void spend_on(int stream, const std::string& name, const Work& work);
     void choose(int stream);
     void run_until(int stream, uint64_t position);
 
@@ -100,10 +112,11 @@ class Machine {
     int made_[DEVICES] = {};
     Schedule schedule_;
     std::mt19937_64 random_;
-    Clock host_;  // what the host has waited for; one for all threads, since they hand work to each other
+    Before host_;  // what the host has waited for; one for all threads, since they hand work to each other
     uint64_t polls_ = 0;
     bool tracing_ = false;
     std::vector<std::string> ran_;
+    std::map<std::string, Seconds> idle_;  // by lane
 };
 
 using Lock = std::lock_guard<std::recursive_mutex>;
