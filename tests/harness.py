@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from fakes import ApartDevice
 from torch import nn
 
 import offload
+from offload import build
 from offload.optim.step import Calm
 from offload.planning.partition import find_units
 
@@ -87,6 +90,14 @@ def guess_nothing(engine: offload.Engine) -> None:
 def everything_on_device() -> dict[str, Any]:
     """Options: parameters, gradients and states in the device's arena."""
     return {"device": "cpu", "max_memory": {"device": "64MiB", "cpu": "64MiB"}}
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Let engines that are made inside have an :class:`ApartDevice` where they ask for the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "open_device", lambda name: ApartDevice())
+        yield
 
 
 def parameters_on_device() -> dict[str, Any]:

@@ -77,7 +77,18 @@ FACES = {
     "offload._cpu_adam": ("offload.kernels.extension",),
 }
 REBINDS_DATA = {"offload.module.binding", "offload.module.absent"}  # the latter of a parameter whose engine is gone
-SHARD_FIELDS = ("state", "_state", "readers", "writing", "drops", "home_buffer", "work_buffer", "side", "version")
+SHARD_FIELDS = (
+    "state",
+    "_state",
+    "readers",
+    "writing",
+    "drops",
+    "home_buffer",
+    "spare_buffer",
+    "work_buffer",
+    "side",
+    "version",
+)
 WRITES_SHARD_STATE = {"offload.shards.copies"}
 USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "leases")}  # and so change a state
 PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| import (.*\W)?_\w)|\btorch\.autograd\._")

@@ -149,7 +149,16 @@ def check_plan(plan: Plan) -> None:
     staging = plan.staging_slots * plan.staging_slot_bytes
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
-    assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + transit
+    spare = {unit.index: size(plan, unit, Role.PARAM, *STATE_ROLES) for unit in units if unit.index in plan.spare_units}
+    assert plan.spare_bytes == sum(spare.values())
+    assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + transit + plan.spare_bytes
+    left = request.budgets[Tier.HOST] - plan.arena_bytes[Tier.HOST] - plan.wide_bytes.get(Tier.HOST, 0)
+    for unit, homes in zip(units, plan.homes, strict=True):
+        may = homes.states is homes.grad is Tier.HOST and homes.param is not Tier.NVME and request.own is None
+        if request.device_is_host or not may:
+            assert unit.index not in plan.spare_units
+        elif unit.index not in plan.spare_units:  # what is left is too little for it
+            assert size(plan, unit, Role.PARAM, *STATE_ROLES) > left - request.own_bytes
     slack = NVME_SLACK_CHUNKS * (plan.staging_slot_bytes + PAGE_BYTES)
     records = 0
     for unit, homes in zip(units, plan.homes, strict=True):
@@ -329,8 +338,10 @@ def test_staging_of_a_large_model_is_deeper_where_host_memory_is_left() -> None:
 def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
     plan = make_plan(Request(BLOCKS, budgets(GIB, GIB), device_is_host=False))
     assert all((h.param, h.grad, h.states) == (Tier.DEVICE, Tier.HOST, Tier.HOST) for h in plan.homes)
-    # 8 x (2 + 10) MiB, four staging slots of 12 B per element, and one unit's gradients on their way
-    assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 12 * plan.chunk_numel + 2 * MIB
+    # 8 x (2 + 10) MiB, four staging slots of 12 B per element, one unit's gradients on their way, and what an update
+    # during backward writes: 8 x (2 + 10) MiB
+    assert plan.spare_bytes == 8 * 12 * MIB
+    assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 12 * plan.chunk_numel + 2 * MIB + plan.spare_bytes
     for budget in (0, MIB, GIB):  # no budget would do
         with pytest.raises(ConfigError, match='offload_optimizer="none".*cannot stay on a GPU.*use "auto"'):
             make_plan(Request(BLOCKS, budgets(budget, budget), optimizer_tier=Tier.DEVICE, device_is_host=False))

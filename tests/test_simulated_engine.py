@@ -101,12 +101,12 @@ def run_net(
     return train(model, data, optimizer=AdamW(lr=1e-2), loss_of=loss_of, **options)
 
 
-def run_evaluated(home: str, path: Path) -> Outcome:
+def run_evaluated(home: str, path: Path, **more: Any) -> Outcome:
     """Like :func:`run_net`, with an evaluation between backward and step for which the host waits only at the end."""
     model = net()
     options = everything_on_device() if home == "truth" else placed(home, model, path)
     losses: list[torch.Tensor] = []
-    with Engine(model, AdamW(lr=1e-2), **options) as engine:
+    with Engine(model, AdamW(lr=1e-2), **options, **more) as engine:
         for number in range(4):
             x = batch(number).pin_memory().to(engine.device, non_blocking=True)
             engine.backward(loss_of(engine, x))
@@ -116,6 +116,11 @@ def run_evaluated(home: str, path: Path) -> Outcome:
             engine.drain()
         losses = [loss.cpu() for loss in losses]
         return Outcome(losses, [], engine.state_dict(), {}, [], engine.stats(), engine.plan)
+
+
+def run_clipped(home: str, path: Path) -> Outcome:
+    """Like :func:`run_evaluated`, but every step clips: no update is made before it."""
+    return run_evaluated(home, path, max_grad_norm=1e-3)
 
 
 def on_cpu(outcome: Outcome) -> Outcome:
@@ -149,10 +154,10 @@ def test_accumulation_in_bf16(schedule: Schedule, home: str, tmp_path: Path) -> 
     assert seen.races == []
 
 
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_during_backward(dtype: torch.dtype, home: str, tmp_path: Path) -> None:
-    """Nothing clips, so units on NVMe are updated as soon as their gradient is there."""
+    """Nothing clips, so units are updated as soon as their gradient is there."""
     truth = run_net("truth", tmp_path, dtype=dtype, max_grad_norm=None)
     for schedule in SCHEDULES:
         with running(schedule) as seen:
@@ -457,9 +462,8 @@ def verdict(program: Program, schedule: Schedule, home: str, truth: Outcome, pat
 def test_a_wait_of_the_mover_that_is_left_out_is_seen(
     wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs: list[tuple[Program, str]] = [
-        (program, home) for program in (run_net, run_evaluated, run_on_two_streams) for home in HOMES
-    ]
+    every = (run_net, run_evaluated, run_on_two_streams, run_clipped)
+    programs: list[tuple[Program, str]] = [(program, home) for program in every for home in HOMES]
     truths = {program: program("truth", tmp_path) for program, _ in programs}
     leave_out(wait, monkeypatch)
     for schedule in fixed(3):

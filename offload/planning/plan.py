@@ -147,6 +147,18 @@ class Request:
             return 0
         return self.record_bytes(unit, (Role.PARAM,), chunk_numel) + self.record_bytes(unit, STATE_ROLES, chunk_numel)
 
+    def spare_bytes(self, unit: Unit, homes: Homes) -> int:
+        """Return the host memory of a unit's update beside the old content; 0 where there is none.
+
+        There is beside an accelerator, where the states are at home in host memory and the gradient waits there.
+        Where the device is the CPU, its cores are busy during backward.
+        """
+        if self.own is not None or self.device_is_host or not unit.trainable or homes.param is Tier.NVME:
+            return 0
+        if homes.grad is not Tier.HOST or homes.states is not Tier.HOST:
+            return 0
+        return sum(self.role_bytes(unit, role) for role in (Role.PARAM, *STATE_ROLES))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Homes:
@@ -172,6 +184,7 @@ class Plan:
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
         early_bytes: room in NVME for updates that are made before it is known whether they count.
+        spare_units: units with room for the same in HOST.
         wide_bytes: room in each tier, beside the arena, for gradients of 16-bit units in fp32, which they become once a
             second backward pass of a step adds to them; empty where there is none.
     """
@@ -189,6 +202,7 @@ class Plan:
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
     early_bytes: int = 0
+    spare_units: frozenset[int] = frozenset()
     wide_bytes: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -196,6 +210,12 @@ class Plan:
         """Slots that the optimizer's pipeline may have: the swap files have room for a new version of each chunk."""
         size = self.staging_slot_bytes + PAGE_BYTES
         return min(NVME_SLACK_CHUNKS + self.early_bytes // size, MOST_SLOTS)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Host memory for updates that are made before it is known whether they count."""
+        units = (unit for unit in self.request.units if unit.index in self.spare_units)
+        return sum(self.request.spare_bytes(unit, self.homes[unit.index]) for unit in units)
 
     def aside_bytes(self, unit: Unit) -> int:
         """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none."""
@@ -275,5 +295,9 @@ class Plan:
         if self.early_bytes:
             room = format_bytes(self.early_bytes)
             yield f"updates during backward: {room} of the nvme buffers, beside the old content"
+        if self.spare_units:
+            trained = sum(unit.trainable for unit in request.units)
+            room = f"{format_bytes(self.spare_bytes)} of the cpu buffers, beside the old content"
+            yield f"updates during backward: {room} of {len(self.spare_units)} of {trained} units"
         if self.step_bytes["nvme_write"]:
             yield f"drive wear: {self.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps"

@@ -150,6 +150,9 @@ class Planner:
             Tier.NVME: nvme + early,
         }
         wide = self._widening(homes, arenas)
+        left = request.budgets[Tier.HOST] - request.own_bytes - arenas[Tier.HOST] - wide.get(Tier.HOST, 0)
+        spare = self._spare(homes, left)
+        arenas[Tier.HOST] += sum(spare.values())
         return Plan(
             request=request,
             homes=homes,
@@ -164,6 +167,7 @@ class Planner:
             arena_bytes=arenas,
             step_bytes=_step_bytes(request, homes, chunk),
             early_bytes=early,
+            spare_units=frozenset(spare),
             wide_bytes=wide,
         )
 
@@ -327,6 +331,19 @@ class Planner:
         if total > request.budgets[Tier.NVME]:
             raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
         return total
+
+    def _spare(self, homes: Sequence[Homes], left: int) -> dict[int, int]:
+        """Return the units, with their bytes, that have room in `left` for an update beside the old content.
+
+        The last ones come first: so do their gradients, and the others have less of backward left to be updated in.
+        """
+        request, found = self._request, dict[int, int]()
+        for unit, home in zip(reversed(request.units), reversed(homes), strict=True):
+            size = request.spare_bytes(unit, home)
+            if 0 < size <= left:
+                found[unit.index] = size
+                left -= size
+        return found
 
     def _widening(self, homes: Sequence[Homes], arenas: Mapping[Tier, int]) -> dict[Tier, int]:
         """Return per tier what gradients of 16 bits take more once they are fp32; nothing if there is no room."""

@@ -1,12 +1,12 @@
 """Updates that are made before it is known whether they count: during backward, as gradients become complete.
 
 A step multiplies every gradient by a factor that depends on all of them, so the factor is known only when backward has
-ended. Where the last steps have clipped nothing it can be guessed, though. So units whose parameters and states live on
-NVMe are updated while backward goes on, with the factor of a step that clips nothing, and what comes out is written
-*aside*: beside the old content, which stays as it is. The step then compares. Where an update was made from what the
-step has fixed - the same gradient, factor and hyper-parameters - its result becomes the content, by a change of names;
-else it is deleted, and the update is made as if there had been no guess. Either way the numbers are the same: a wrong
-guess costs the drive's time, and never a result.
+ended. Where the last steps have clipped nothing it can be guessed, though. So units are updated while backward goes on,
+with the factor of a step that clips nothing, and what comes out is written *aside*: beside the old content, which stays
+as it is. On NVMe that is under another name, in host memory in spare buffers. The step then compares. Where an update
+was made from what the step has fixed - the same gradient, factor and hyper-parameters - its result becomes the content,
+by a change of names or of buffers; else it is dropped, and the update is made as if there had been no guess. Either way
+the numbers are the same: a wrong guess costs time of the drive and the processor, and never a result.
 
 Owns what is aside. Knows neither norms nor hyper-parameters:
 :mod:`offload.optim.recipe` makes the updates. The other half of a step's work, after its end, is
@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from offload.errors import ConfigError
+from offload.memory.budget import Tier
 from offload.memory.transfer import TicketGroup
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
@@ -57,6 +58,11 @@ class _Guess(Update):
 
     made_from: object = None
 
+    @property
+    def was_begun(self) -> bool:
+        """Whether any of it was read or worked on."""
+        return any(chunk.task is None or not chunk.task.cancel() for chunk in self.chunks)
+
 
 class BackwardUpdates(Updates[_Guess]):
     """Updates of one engine that are made during backward. See the module's text.
@@ -90,7 +96,7 @@ class BackwardUpdates(Updates[_Guess]):
                 when the first gradient is complete.
         """
         completed = self._tiers.gradients.completed
-        if not self._tiers.plan.early_bytes:
+        if not (self._tiers.plan.early_bytes or self._tiers.plan.spare_units):
             completed.clear()
         if not (completed or self._waiting or self._open):
             return
@@ -155,12 +161,13 @@ class BackwardUpdates(Updates[_Guess]):
     def reconcile(self, recipe: Recipe) -> set[int]:
         """Keep what the step would do as well and undo the rest; returns the units that need no update any more.
 
-        What is under way is finished first: these units came last in backward, so they come first in the forward.
+        What is under way is finished first: these units came last in backward, so they come first in the forward. What
+        only waits for the worker is left to the forward, which knows a better order.
         """
         self._tiers.gradients.completed.clear()
         self._waiting.clear()
         for update in list(self._open):
-            if update.made_from != recipe.ranges(update.unit):
+            if update.made_from != recipe.ranges(update.unit) or self._is_left(update):
                 self._drop(update)
         try:
             while self._open:
@@ -179,6 +186,13 @@ class BackwardUpdates(Updates[_Guess]):
         self._close()
         return taken
 
+    def _is_left(self, update: _Guess) -> bool:
+        """Tell whether nothing of an update in host memory was worked on, and nothing will be."""
+        if update.takes_slots:
+            return False
+        task = update.chunks[0].task
+        return task is None or task.cancel()
+
     def _may_take(self, update: _Guess, recipe: Recipe) -> bool:
         try:
             self._wait_until_written(update)
@@ -192,13 +206,18 @@ class BackwardUpdates(Updates[_Guess]):
 
     def _take(self, update: _Guess) -> None:
         tiers, param = self._tiers, self._tiers.param(update.unit.index)
+        shards = self._shards(update.unit)
         if param.state is State.FETCHING:
             tiers.working.wait_for_prefetch(param)
         if param.state is State.RESIDENT:
             tiers.working.evict(param)
         tiers.copies.forgive(param)
-        tiers.copies.take_aside(self._shards(update.unit))
-        tiers.copies.renew(param)
+        if param.home is Tier.DEVICE:
+            update.leases.send_param(update.unit)
+            shards.remove(param)
+        else:
+            tiers.copies.renew(param)
+        tiers.copies.take_aside(shards)
         tiers.counters.early_units += 1
         self._done.remove(update)
 
@@ -214,8 +233,10 @@ class BackwardUpdates(Updates[_Guess]):
             self._recipe = guess()
         tiers = self._tiers
         unit = tiers.units[index]
-        size = tiers.plan.aside_bytes(unit)
-        if self._recipe is None or not size or size > self._room_bytes or not tiers.gradients.is_whole(index):
+        size, in_memory = tiers.plan.aside_bytes(unit), index in tiers.plan.spare_units
+        if self._recipe is None or not (in_memory or 0 < size <= self._room_bytes):
+            return
+        if not tiers.gradients.is_whole(index):
             return
         if any(shard.state is State.FAILED for shard in self._shards(unit)):
             return
@@ -244,6 +265,8 @@ class BackwardUpdates(Updates[_Guess]):
                 self._room_bytes += tiers.plan.aside_bytes(update.unit)
                 continue
             self._begun = True
+            if param.spare_buffer is not None:  # it was the parameters' home before the last step
+                tiers.mover.await_source(param.spare_buffer.address)
             self._begin(update)
             return True
         return False
@@ -266,7 +289,7 @@ class BackwardUpdates(Updates[_Guess]):
             if update in owner:
                 owner.remove(update)
         self._tiers.copies.drop_aside(self._shards(update.unit))
-        self._tiers.counters.early_units_dropped += bool(update.chunks)
+        self._tiers.counters.early_units_dropped += update.was_begun
 
     def _close(self) -> None:
         """Be ready for the next step."""

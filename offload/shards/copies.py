@@ -118,6 +118,9 @@ class Copies:
                     shard.home_buffer = arenas[home].take(plan.room_bytes(unit, role))
                     if role is not Role.PARAM:  # room for fp32 gradients stays untouched until it is needed
                         touch(shard.home_buffer, plan.chunk_bytes(unit, role, unit.numel))
+                if unit.index in plan.spare_units and role is not Role.GRAD:
+                    shard.spare_buffer = arenas[Tier.HOST].take(size)
+                    touch(shard.spare_buffer)
         rooms = ((Role.PARAM, Tier.DEVICE, plan.working_bytes), (Role.GRAD, Tier.HOST, plan.grad_pool_bytes))
         self.regions = {role: Region(arenas[tier].take(size)) for role, tier, size in rooms if size}
 
@@ -169,17 +172,26 @@ class Copies:
             self._delete_chunks(shard, aside=False)
 
     def take_aside(self, shards: Sequence[Shard]) -> None:
-        """Let what was written aside be the content of `shards`, which are at home on NVMe; the old one is deleted."""
+        """Let what was written aside be the content of `shards`, which are at home in host memory or on NVMe.
+
+        The old content is deleted, or will be overwritten by the next one.
+        """
         for shard in shards:  # the states have one record: all names first
             self.change(shard, Event.OVERWRITE_HOME)
-            self._delete_chunks(shard, aside=False)
+            if shard.home is Tier.NVME:
+                self._delete_chunks(shard, aside=False)
         for shard in shards:
-            shard.side = not shard.side
+            if shard.home is Tier.NVME:
+                shard.side = not shard.side
+            else:
+                assert shard.home is Tier.HOST and shard.spare_buffer is not None, shard.describe()
+                shard.home_buffer, shard.spare_buffer = shard.spare_buffer, shard.home_buffer
 
     def drop_aside(self, shards: Sequence[Shard]) -> None:
         """Delete what was written aside."""
         for shard in shards:
-            self._delete_chunks(shard, aside=True)
+            if shard.home is Tier.NVME:
+                self._delete_chunks(shard, aside=True)
 
     def _delete_chunks(self, shard: Shard, *, aside: bool) -> None:
         store = self.require_store()

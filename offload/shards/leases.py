@@ -112,6 +112,23 @@ class Leases:
             self._reading.append(self._copies.lease(shard))
         return 0
 
+    def send_param(self, unit: Unit) -> None:
+        """Let what is in the spare memory of PARAM, whose home is the device, be its content there.
+
+        Compute that is given to the device from now on sees it.
+        """
+        mover, shard = self._tiers.mover, self._copies.of(unit.index, Role.PARAM)
+        home, spare = shard.home_buffer, shard.spare_buffer
+        assert home is not None and spare is not None and not self._writing, shard.describe()
+        self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
+        try:
+            mover.vacate(home)  # compute so far may still read it
+            mover.fetch_host(spare.address, home, shard.size_bytes).wait(self._tiers.deadline_s)
+        except BaseException:
+            self.abandon({unit.index})
+            raise
+        self.close()
+
     def close(self) -> None:
         """Return the leases: what was written is now the shards' content."""
         self.hand_over(frozenset(Role), ())

@@ -105,6 +105,7 @@ class Shard:
         writing: a WRITE lease is out.
         version: of PARAM's content: raised whenever it is written.
         side: which of its two names the content has in the swap store; what is written aside has the other one.
+        spare_buffer: host memory for the content after an update that may be undone, None where the plan has no room.
     """
 
     unit: Unit
@@ -119,6 +120,7 @@ class Shard:
     side: bool = False
     drops: int = 0
     version: int = 0
+    spare_buffer: Buffer | None = None
 
     def describe(self) -> str:
         """One line for state dumps."""

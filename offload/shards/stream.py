@@ -45,6 +45,7 @@ class Chunk:
     writing: list[Ticket] = dataclasses.field(default_factory=list)
     writing_param: list[Ticket] = dataclasses.field(default_factory=list)  # of `writing`
     staged: frozenset[Role] = frozenset()
+    sources: dict[Role, int] | None = None  # addresses that it is copied from first: it is to be beside the content
     task: Task | None = None  # its arithmetic, once a worker has it
 
     @property
@@ -127,8 +128,8 @@ class Pipeline:
     ) -> None:
         """Prepare; `reads` and `writes` as in :func:`stream`.
 
-        With `aside`, what is written goes beside the content, which stays as it is: PARAM and the states are at home
-        on NVMe then, and PARAM is not leased.
+        With `aside`, what is written goes beside the content, which stays as it is, and PARAM is not leased. PARAM and
+        the states are at home on NVMe then, or have spare memory.
         """
         self._tiers = tiers
         self._aside = aside
@@ -168,6 +169,8 @@ class Pipeline:
         """
         if not self._tiers.worker.apart:
             return True
+        if self._aside:
+            return unit.index not in self._tiers.plan.spare_units
         wanted = _roles(self._tiers, unit, self._reads | self._writes)
         return any(self._tiers.copies.of(unit.index, role).home is not Tier.HOST for role in wanted)
 
@@ -187,6 +190,9 @@ class Pipeline:
         They come before what is not `urgent`, as long as no write has to make room.
         """
         tiers, unit = self._tiers, chunk.unit
+        if self._aside and unit.index in tiers.plan.spare_units:
+            self._start_in_memory(chunk)
+            return
         staged = []
         for role in _roles(tiers, unit, self._reads | self._writes):
             base = chunk.access.addresses.get(role)
@@ -206,6 +212,24 @@ class Pipeline:
             chunk.addresses[role] = address
             address += tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
         self.read(chunk, urgent=urgent)
+
+    def _start_in_memory(self, chunk: Chunk) -> None:
+        """Give the chunk its addresses beside the content; start the read of parameters at home on the device."""
+        tiers, unit = self._tiers, chunk.unit
+        chunk.sources = {}
+        for role in _roles(tiers, unit, self._reads | self._writes):
+            shard, offset = tiers.copies.of(unit.index, role), tiers.chunk_bytes(unit, role, 0, chunk.begin)
+            if shard.spare_buffer is None:
+                chunk.addresses[role] = chunk.access.addresses[role] + offset
+                continue
+            chunk.addresses[role] = shard.spare_buffer.address + offset
+            if shard.home is Tier.DEVICE:
+                chunk.staged = frozenset({role})
+            elif role is Role.PARAM or not chunk.access.fresh_states:
+                assert shard.home_buffer is not None
+                chunk.sources[role] = shard.home_buffer.address + offset
+        if chunk.staged:
+            self.read(chunk)
 
     def read(self, chunk: Chunk, *, urgent: bool = False) -> None:
         """Start the reads of a chunk that has its addresses."""
@@ -239,6 +263,10 @@ class Pipeline:
 
     def compute(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
         """Call `visit` with a chunk whose reads are over; in any thread."""
+        for role, source in (chunk.sources or {}).items():
+            size = self._tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+            word = cpu_adam.Dtype.FLOAT32
+            cpu_adam.convert(source, word, chunk.addresses[role], word, size // word.itemsize)
         if chunk.access.fresh_states:
             _initialise_states(self._tiers, chunk)
         visit(chunk)
@@ -246,6 +274,8 @@ class Pipeline:
     @labelled("write_back")
     def write(self, chunk: Chunk) -> None:
         """Start the writes of a chunk that was worked on."""
+        if chunk.sources is not None:  # it is where it belongs
+            return
         tiers, unit, writes = self._tiers, chunk.unit, self._writes
         for role in (Role.PARAM, Role.GRAD):
             if role not in writes or role not in chunk.addresses:

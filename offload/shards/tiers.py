@@ -180,6 +180,8 @@ class Tiers:
         self.copies.discard(shard)
         if shard.home_buffer is not None:
             self._arenas[shard.home].discard(shard.home_buffer)
+        if shard.spare_buffer is not None:
+            self._arenas[Tier.HOST].discard(shard.spare_buffer)
 
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""

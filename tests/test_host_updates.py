@@ -1,0 +1,516 @@
+"""Updates during backward where states live in host memory: beside the content, taken or dropped, never half."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fakes import (
+    ApartDevice,
+    FakeStore,
+    LateWorker,
+    late_worker,
+    make_manager,
+    make_plan_with,
+    make_unit,
+    peek,
+    poke,
+    versions,
+)
+from harness import (
+    LINEAR_BYTES,
+    WIDTH,
+    apart,
+    assert_same_tensors,
+    batch,
+    everything_on_device,
+    host,
+    one_torch_thread,
+    parameters_on_device,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import offload
+from offload import AdamW, Engine
+from offload.kernels import cpu_adam
+from offload.memory.budget import Tier
+from offload.planning.plan import Homes
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.manager import Manager
+from offload.shards.stream import ALL_STATES, Chunk
+
+CHUNK = 4096
+UNITS = 3
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+ROLES = frozenset({Role.PARAM}) | ALL_STATES
+HOMES = [Homes(H, H, H), Homes(D, H, H)]
+
+# --- the order of events ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class FakeRecipe:
+    """Counts up the first byte of each role that it visits; `version` is what a unit's update is made from."""
+
+    version: str = "guess"
+    visited: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    error: Exception | None = None
+
+    def ranges(self, unit: Unit) -> object:
+        return (self.version, unit.index)
+
+    def visit(self, chunk: Chunk) -> None:
+        if self.error is not None:
+            raise self.error
+        self.visited.append((chunk.unit.index, chunk.number))
+        for role in ROLES & chunk.addresses.keys():
+            poke(chunk.addresses[role], bytes([peek(chunk.addresses[role], 1)[0] + 1]))
+
+
+class Bench:
+    """A manager beside an accelerator whose content counts up, and a worker that does nothing by itself."""
+
+    def __init__(self, manager: Manager, worker: LateWorker) -> None:
+        self.manager = manager
+        self.early = manager.backward
+        self.worker = worker
+        self.recipe = FakeRecipe()
+
+    def add(self, *indices: int) -> None:
+        """Let gradients arrive, and pass by as the hooks do."""
+        for index in indices:
+            gradient = torch.ones(2 * CHUNK, dtype=torch.bfloat16)
+            self.manager.add_gradient(index, 0, gradient, final=True)
+            for _ in range(2):
+                self.manager.advance_updates(lambda: self.recipe)
+                for ticket in [t for update in self.early._open for chunk in update.chunks for t in chunk.reading]:
+                    ticket.wait()  # parameters that come from the device
+
+    def content(self) -> list[list[int]]:
+        """Return the first byte of every role per chunk, in a list per unit."""
+        found: list[list[int]] = [[] for _ in self.manager.units]
+
+        def look(chunk: Chunk) -> None:
+            found[chunk.unit.index] += [peek(chunk.addresses[role], 1)[0] for role in ROLES & chunk.addresses.keys()]
+
+        self.manager.stream(self.manager.units, look, reads=ROLES, keep_early=True)
+        return found
+
+    def raw(self) -> list[int]:
+        """Return the first byte of each shard's home."""
+        homes = [shard.home_buffer for shard in self.manager.copies if shard.role is not Role.GRAD]
+        return [peek(home.address, 1)[0] for home in homes if home is not None]
+
+
+@contextlib.contextmanager
+def watching(home: Homes, *, spare: range = range(UNITS)) -> Iterator[Bench]:
+    units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS)]
+    plan = make_plan_with(units, [home] * UNITS, chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
+    plan = dataclasses.replace(plan, spare_units=frozenset(spare))
+    request = dataclasses.replace(plan.request, device_is_host=False)
+    more = sum(request.spare_bytes(unit, home) for unit in units if unit.index in spare)
+    arenas = {**plan.arena_bytes, H: plan.arena_bytes[H] + more}
+    plan = dataclasses.replace(plan, request=request, arena_bytes=arenas)
+    with late_worker() as worker:
+        manager = make_manager(plan, FakeStore(), device=ApartDevice())
+        try:
+            manager.stream(units, _zero, reads=frozenset(), writes=ROLES)
+            yield Bench(manager, worker)
+            manager.check()
+        finally:
+            manager.close()
+
+
+def _zero(chunk: Chunk) -> None:
+    for address in chunk.addresses.values():
+        poke(address, b"\0")
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_what_was_guessed_right_becomes_the_content(home: Homes) -> None:
+    with watching(home) as bench:
+        for step in range(1, 4):  # the buffers change places every time
+            bench.add(2, 1, 0)
+            assert not bench.recipe.visited or step > 1, "it waits for nothing"
+            before = bench.raw()
+            while bench.worker.queue:
+                bench.worker.do(1)
+                bench.manager.advance_updates(lambda: bench.recipe)
+            assert bench.raw() == before == [step - 1] * len(before), "the content stays as it is"
+            assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
+            assert versions(bench.manager) == [step + 1] * UNITS, "graphs of before are stale"
+            bench.manager.drop_gradients()
+            assert bench.content() == [[step] * len(found) for found in bench.content()]
+        assert bench.manager.tiers.counters.early_units == 9
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_what_was_guessed_wrong_changes_nothing(home: Homes) -> None:
+    with watching(home) as bench:
+        bench.add(2, 1, 0)
+        bench.worker.do(3)
+        bench.manager.advance_updates(lambda: bench.recipe)
+        assert bench.early.reconcile(FakeRecipe(version="clipped")) == set()
+        assert not bench.worker.queue and set(bench.raw()) == {0}
+        counters = bench.manager.tiers.counters
+        assert counters.early_units == 0 and counters.early_units_dropped == 2, "one was not begun"
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_the_step_finishes_what_the_worker_is_at_and_leaves_what_only_waits(home: Homes) -> None:
+    with watching(home) as bench:
+        bench.add(2, 1, 0)
+        bench.worker.do(1)
+        assert bench.early.reconcile(bench.recipe) == {2}
+        assert bench.recipe.visited == [(2, 0), (2, 1)] and not bench.worker.queue
+        assert bench.manager.tiers.counters.early_units_dropped == 0
+
+
+@pytest.mark.parametrize("who", ["stream", "drop", "reset", "finish_updates", "gradient", "write"])
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_whoever_comes_between_waits_for_the_worker_and_undoes(home: Homes, who: str) -> None:
+    """The worker is in the middle of a unit: what it reads must not change, and what it writes counts no more."""
+    with watching(home) as bench:
+        manager = bench.manager
+        bench.add(2, 1)
+        bench.worker.do(1)
+        bench.worker.begun = begun = bench.worker.queue[0]
+        if who == "stream":
+            manager.stream(manager.units, lambda chunk: None, reads=ROLES)
+        elif who == "drop":
+            manager.drop_gradients()
+        elif who == "reset":
+            manager.reset()
+        elif who == "finish_updates":
+            manager.finish_updates()
+        elif who == "gradient":
+            manager.add_gradient(2, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
+        else:
+            manager.stream(manager.units, _zero, reads=frozenset(), writes=ROLES)
+        assert begun.over, "it was waited for"
+        assert bench.recipe.visited == [(2, 0), (2, 1)] and set(bench.raw()) == {0}
+        taken = bench.early.reconcile(bench.recipe)
+        assert 2 not in taken and all(shard.readers == 0 for shard in manager.copies)
+
+
+def test_a_reader_that_disturbs_nothing_sees_the_old_content_and_the_guess_stays() -> None:
+    with watching(HOMES[0]) as bench:
+        bench.add(2, 1)
+        assert set(map(max, bench.content())) == {0}
+        assert bench.early.reconcile(bench.recipe) == {1, 2}
+
+
+def test_only_units_that_the_plan_has_room_for() -> None:
+    with watching(HOMES[0], spare=range(1, 3)) as bench:
+        bench.add(2, 1, 0)
+        bench.worker.do(len(bench.worker.queue))
+        assert bench.early.reconcile(bench.recipe) == {1, 2}
+
+
+def test_an_error_of_the_arithmetic_is_told_and_undone() -> None:
+    with watching(HOMES[0]) as bench:
+        bench.recipe.error = ValueError("no such kernel")
+        bench.add(2)
+        bench.worker.do(1)
+        with pytest.raises(ValueError, match="no such kernel"):
+            bench.manager.advance_updates(lambda: bench.recipe)
+        bench.manager.reset()
+        assert set(bench.raw()) == {0} and not bench.manager.has_lost_content()
+
+
+def test_the_devices_parameters_are_lost_where_they_were_overwritten_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watching(HOMES[1]) as bench:
+        bench.add(2)
+        bench.worker.do(2)
+
+        def fails(*arguments: object) -> Any:
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(bench.manager.tiers.mover, "fetch_host", fails)
+        with pytest.raises(RuntimeError, match="is gone"):
+            bench.early.reconcile(bench.recipe)
+        assert bench.manager.has_lost_content()
+        monkeypatch.undo()
+        bench.manager.reset()
+
+
+def test_parameters_on_their_way_to_the_device_are_awaited_before_their_old_home_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with watching(HOMES[0]) as bench:
+        awaited: list[int] = []
+        monkeypatch.setattr(bench.manager.tiers.mover, "await_source", awaited.append)
+        homes = []
+        for _ in range(3):
+            home = bench.manager.tiers.param(2).home_buffer
+            assert home is not None
+            homes.append(home.address)
+            bench.add(2)
+            bench.worker.do(2)
+            assert bench.early.reconcile(bench.recipe) == {2}
+            bench.manager.drop_gradients()
+        assert homes[0] == homes[2] != homes[1]
+        assert awaited == [homes[1], homes[0], homes[1]]
+
+
+# --- through the engine -----------------------------------------------------------------------------------------------
+
+
+def make(dtype: torch.dtype = torch.float32, depth: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(depth)]).to(dtype)
+
+
+def in_memory(model: nn.Module, params: str, *, whole: bool = False) -> dict[str, Any]:
+    """Options: states in host memory, parameters there too or on the device."""
+    if params == "device":
+        return {**parameters_on_device(), "unit_bytes": LINEAR_BYTES}
+    return host(model, unit_bytes=LINEAR_BYTES, whole=whole)
+
+
+def train(engine: Engine, number: int, scale: float = 1.0) -> None:
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(batch(number).to(dtype)).float().sub(1).pow(4).mean() * scale)
+
+
+def arrive(engine: Engine) -> None:
+    """Let the worker come to the end of what it has, as it would on a device that takes its time."""
+    manager, step = engine._manager, engine._step
+    assert step is not None
+    manager.gradients.await_copies()
+    manager.advance_updates(step.guess)
+    while manager.backward._open:
+        for chunk in manager.backward._open[0].chunks:
+            for under_way in (*chunk.reading, *([chunk.task] if chunk.task else [])):
+                under_way.wait()
+        manager.advance_updates(step.guess)
+
+
+def everything(engine: Engine) -> dict[str, torch.Tensor]:
+    assert engine.optimizer is not None
+    found = dict(engine.state_dict())
+    for position, state in engine.optimizer.state_dict()["state"].items():
+        found.update({f"{position}.{name}": torch.as_tensor(value) for name, value in state.items()})
+    return found
+
+
+def early(engine: Engine) -> tuple[int, int]:
+    stats = engine.stats()
+    return stats.early_units, stats.early_units_dropped
+
+
+OPTIMIZERS = {
+    "adamw": lambda: AdamW(lr=1e-2),
+    "sgd": lambda: offload.SGD(lr=1e-2),
+    "momentum": lambda: offload.SGD(lr=1e-2, momentum=0.9),
+    "lion": lambda: offload.Lion(lr=1e-3),
+    "lamb": lambda: offload.LAMB(lr=1e-2),
+}
+KINDS = [
+    (torch.float32, "float32", 1, "adamw"),
+    (torch.float32, "int8", 3, "adamw"),
+    (torch.bfloat16, "float32", 3, "adamw"),
+    (torch.bfloat16, "bfloat16", 1, "adamw"),
+    (torch.bfloat16, "int8", 1, "adamw"),
+    (torch.float16, "float32", 1, "adamw"),
+    (torch.float16, "bfloat16", 3, "adamw"),
+    (torch.bfloat16, "float32", 1, "sgd"),
+    (torch.float32, "float32", 1, "sgd"),
+    (torch.bfloat16, "float32", 1, "momentum"),
+    (torch.float16, "float32", 1, "lion"),
+    (torch.bfloat16, "float32", 1, "lamb"),
+]
+
+
+@pytest.mark.parametrize("params", ["cpu", "device"])
+@pytest.mark.parametrize(("dtype", "state_dtype", "accumulation", "optimizer"), KINDS, ids=str)
+@pytest.mark.usefixtures("single_torch_thread")
+def test_guesses_right_and_wrong_change_no_bit(
+    dtype: torch.dtype, state_dtype: str, accumulation: int, optimizer: str, params: str
+) -> None:
+    """Gradients of every fourth batch are 1000 times as large: that step clips, or overflows in fp16."""
+    scales = {"initial_loss_scale": 2.0**8} if dtype is torch.float16 else {}
+
+    def run(**where: Any) -> tuple[dict[str, torch.Tensor], list[float | None], tuple[int, int], int]:
+        options = {"max_grad_norm": 50.0, "gradient_accumulation_steps": accumulation, "state_dtype": state_dtype}
+        with Engine(make(dtype), OPTIMIZERS[optimizer](), **options, **scales, **where) as engine:
+            norms = []
+            for number in range(8 * accumulation):
+                train(engine, number, 1000.0 if number // accumulation % 4 == 3 else 1.0)
+                if (number + 1) % accumulation == 0:
+                    arrive(engine)
+                if engine.step():
+                    norms.append(engine.grad_norm)
+                engine._manager.check()
+            return everything(engine), norms, early(engine), engine.stats().skipped_steps
+
+    truth, norms, none, skipped = run(**everything_on_device())
+    with apart():
+        ours, our_norms, (taken, dropped), our_skipped = run(
+            **in_memory(make(dtype), params, whole=optimizer == "lamb")
+        )
+    assert_same_tensors(ours, truth)
+    assert (our_norms, our_skipped) == (norms, skipped)
+    assert none == (0, 0) and taken >= 8 and dropped >= 2
+
+
+def test_on_the_cpu_device_there_is_no_room_and_nothing_is_updated_early() -> None:
+    with Engine(make(), AdamW(lr=1e-2), **in_memory(make(), "cpu")) as engine:
+        assert not engine.plan.spare_units and "updates during backward" not in str(engine.plan)
+        for number in range(2):
+            train(engine, number)
+            engine.step()
+        assert early(engine) == (0, 0)
+
+
+def test_a_class_of_torch_is_not_guessed() -> None:
+    """What it keeps in host memory could not be taken back."""
+    model = make()
+    with apart(), Engine(model, torch.optim.RMSprop(model.parameters()), **in_memory(model, "cpu")) as engine:
+        assert not engine.plan.spare_units
+
+
+@pytest.mark.parametrize("params", ["cpu", "device"])
+@pytest.mark.parametrize("between", ["states", "zero", "backward", "load", "gather", "evaluate", "rate", "close"])
+def test_what_comes_between_backward_and_step(between: str, params: str) -> None:
+    results: list[dict[str, torch.Tensor]] = []
+
+    def run(**where: Any) -> dict[str, torch.Tensor]:
+        model, found = make(), {}
+        with Engine(model, AdamW(lr=1e-2), **where) as engine:
+            assert engine.optimizer is not None
+            train(engine, 0)
+            engine.step()
+            train(engine, 1)
+            if between == "states":
+                found.update({f"before {name}": value for name, value in everything(engine).items()})
+            elif between == "zero":
+                engine.zero_grad()
+                train(engine, 2)
+            elif between == "backward":
+                train(engine, 2)
+            elif between == "load":
+                engine.load_state_dict({name: value + 1 for name, value in engine.state_dict().items()})
+            elif between == "gather":
+                with engine.gather(model[2].weight, modify=True), torch.no_grad():
+                    model[2].weight.mul_(2)
+            elif between == "evaluate":
+                with torch.no_grad():
+                    found["output"] = engine(batch(3)).clone()
+            elif between == "rate":
+                engine.optimizer.param_groups[0]["lr"] = 1e-3
+            if between != "close":
+                engine.step()
+                train(engine, 4)
+                engine.step()
+                found |= everything(engine)
+        return found | {f"after {name}": value.clone() for name, value in model.state_dict().items()}
+
+    results.append(run(**everything_on_device()))
+    with apart():
+        results.append(run(**in_memory(make(), params)))
+    assert_same_tensors(*results)
+
+
+@pytest.mark.parametrize("params", ["cpu", "device"])
+def test_interrupt_in_an_update_during_backward(params: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes through at a safe point; the micro-batch is run again, and nothing else."""
+    real, calls = cpu_adam.step, 0
+
+    def interrupted(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            signal.raise_signal(signal.SIGINT)
+        real(*arguments)
+
+    def run(**where: Any) -> dict[str, torch.Tensor]:
+        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
+            train(engine, 0)
+            engine.step()
+            engine.drain()
+            if engine.plan.spare_units:
+                monkeypatch.setattr(cpu_adam, "step", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    for _ in range(100):
+                        train(engine, 1)
+                        engine.zero_grad()
+                monkeypatch.undo()
+            for number in (1, 2):
+                train(engine, number)
+                engine.step()
+            engine._manager.check()
+            return everything(engine)
+
+    truth = run(**everything_on_device())
+    with apart():
+        assert_same_tensors(run(**in_memory(make(), params)), truth)
+    assert calls >= 1
+
+
+@functools.cache
+def room_for(params: str, units: int) -> int:
+    """Return the smallest host budget with room for the updates of so many units."""
+    with apart(), Engine(make(), AdamW(), **in_memory(make(), params)) as engine:
+        plan = engine.plan
+        assert len(plan.spare_units) == 4
+        return plan.arena_bytes[H] - plan.spare_bytes * (4 - units) // 4
+
+
+@pytest.mark.parametrize("units", [0, 1, 3])
+def test_budgets_hold_and_units_without_room_are_left_to_the_forward(units: int) -> None:
+    where = in_memory(make(), "cpu")
+    where["max_memory"]["cpu"] = room_for("cpu", units)
+    with apart(), Engine(make(), AdamW(lr=1e-2), **where) as engine:
+        assert engine.plan.spare_units == frozenset(range(4 - units, 4)), "those whose gradients come first"
+        assert (f"of {units} of 4 units" in str(engine.plan)) == bool(units)
+        train(engine, 0)
+        arrive(engine)
+        engine.step()
+        assert early(engine) == (units, 0)
+        assert engine.stats().peak_bytes["cpu"] <= engine.stats().budget_bytes["cpu"]
+
+
+@given(
+    actions=st.lists(st.sampled_from(["calm", "clip", "skip", "read", "load", "twice"]), min_size=1, max_size=8),
+    params=st.sampled_from(["cpu", "device"]),
+    waits=st.booleans(),
+    units=st.sampled_from([0, 2, 4]),
+)
+def test_any_sequence_gives_the_same(actions: list[str], params: str, waits: bool, units: int) -> None:
+    def run(**where: Any) -> list[dict[str, torch.Tensor]]:
+        seen = []
+        with Engine(make(), AdamW(lr=1e-2), max_grad_norm=50.0, **where) as engine:
+            for number, action in enumerate(actions):
+                train(engine, number, 1000.0 if action == "clip" else 1.0)
+                if waits:
+                    arrive(engine)
+                if action == "read":
+                    seen.append(everything(engine))
+                elif action == "load":
+                    engine.load_state_dict({name: value / 2 for name, value in engine.state_dict().items()})
+                elif action == "twice":
+                    train(engine, number + 100)
+                elif action == "skip":
+                    engine.zero_grad()
+                    continue
+                engine.step()
+                engine._manager.check()
+            return [*seen, everything(engine)]
+
+    with one_torch_thread():
+        truth = run(**everything_on_device())
+        with apart():
+            where = in_memory(make(), params)
+            where["max_memory"]["cpu"] = room_for(params, units)
+            for ours, expected in zip(run(**where), truth, strict=True):
+                assert_same_tensors(ours, expected)
