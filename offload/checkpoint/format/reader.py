@@ -26,6 +26,18 @@ from swap import Ticket
 OPEN_FILES = 32  # more than buffers, each of which may be of another file
 
 
+class DamagedError(CheckpointError):
+    """Bytes of a tensor are not those that were written.
+
+    Attributes:
+        entry: the tensor.
+    """
+
+    def __init__(self, entry: Entry, text: str) -> None:
+        super().__init__(text)
+        self.entry = entry
+
+
 @dataclasses.dataclass(slots=True)
 class Stretch:
     """Bytes of a range that are read together: they follow those of the range's stretch before.
@@ -77,11 +89,12 @@ class RangeSums:
         if actual != expected:
             itemsize = ITEMSIZES[self._member.dtype]
             begin, end = number * BLOCK_BYTES, self._taken
-            raise CheckpointError(
+            raise DamagedError(
+                self._entry,
                 f"checkpoint file {self.path}: is damaged: {self._entry.role} of {self._entry.name}, elements "
                 f"[{self._part.begin + begin // itemsize}, {self._part.begin + end // itemsize}), bytes "
                 f"[{self._member.offset + begin}, {self._member.offset + end}) of the file: expected checksum "
-                f"{expected:#010x} but got {actual:#010x}; load another checkpoint"
+                f"{expected:#010x} but got {actual:#010x}; load another checkpoint",
             )
 
 
