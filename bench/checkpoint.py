@@ -4,8 +4,8 @@ By default 1.07 B parameters under AdamW in 1 GiB of device and 1.5 GiB of host 
 nearly all of it lives on NVMe: to save is to read it there and to write files, to load is the reverse. Bound: the bytes
 of both directions over what the drive gives right before and right after, through the same engine: one file read and
 another one written, which is new for a save; and device + host budget + 64 MiB of memory over the libraries. Beside it,
-``torch.save`` and ``torch.load`` of the same state in memory, flushed and read without the page cache, as ours are. Each
-in a process of its own; medians of rounds.
+``torch.save`` and ``torch.load`` of the same state in memory, flushed and read without the page cache, as ours are.
+Each in a process of its own; medians of rounds.
 """
 
 from __future__ import annotations
@@ -238,7 +238,8 @@ def show(number: int, found: dict[str, Any]) -> None:
     for verb in ("save", "load"):
         one = ours[verb]
         text = f"  {verb}: {one['seconds']:.2f} s, {one['file_bytes'] / ours['parameters']:.2f} B per parameter, "
-        text += f"{one['moved_bytes'] / one['seconds'] / 1e9:.2f} GB/s = {of_drive(found, verb):.2f} of the drive's {one['drive_gb_s']:.2f}; "
+        text += f"{one['moved_bytes'] / one['seconds'] / 1e9:.2f} GB/s = {of_drive(found, verb):.2f} "
+        text += f"of the drive's {one['drive_gb_s']:.2f}; "
         text += f"peak {one['peak_bytes'] / MIB:.0f} of {(ours['limit_bytes'] + SLACK_BYTES) / MIB:.0f} MiB, "
         text += f"{one['added_bytes'] / MIB:.0f} MiB of it added"
         if "torch" in found:

@@ -88,10 +88,10 @@ def _verify(arguments: argparse.Namespace) -> None:
 def damages_of(source: Source, entries: Sequence[Entry], staging: Staging) -> Iterator[str]:
     """Yield what is wrong with each tensor of a checkpoint that is damaged."""
     while entries:
-        with Reader(source.stretches(entries), staging) as reader:
+        with Reader({"": source.stretches(entries)}, staging) as reader:
             for number, entry in enumerate(entries):
                 try:
-                    reader.take(0, entry.size_bytes)
+                    reader.take("", 0, entry.size_bytes)
                 except DamagedError as error:  # of this tensor, or of one behind it in the same buffer
                     yield str(error)
                     entries = entries[entries.index(error.entry, number) + 1 :]

@@ -80,11 +80,11 @@ def _write_shard(
     writer = FileWriter(file, {"all": [Member(name, entry.dtype, entry.shape) for name, entry in ordered]}, writing)
     part = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
     try:
-        with Reader(source.stretches(entry for _, entry in ordered), reading) as reader:
+        with Reader({"": source.stretches(entry for _, entry in ordered)}, reading) as reader:
             for name, entry in ordered:
                 for begin in range(0, entry.size_bytes, BUFFER_BYTES):
                     size = min(BUFFER_BYTES, entry.size_bytes - begin)
-                    reader.take(part.data_ptr(), size)
+                    reader.take("", part.data_ptr(), size)
                     writer.append("all", name, part.data_ptr(), size)
         writer.finish()
     except BaseException:
