@@ -25,7 +25,7 @@ from offload.checkpoint.format.folder import Folder, check_tag
 from offload.checkpoint.format.index import FILE_NAME, Entry, Index
 from offload.checkpoint.format.nested import Encoder, decode
 from offload.checkpoint.format.reader import Source
-from offload.checkpoint.format.staging import Staging
+from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.restoring import Restorer, read_tensor
 from offload.checkpoint.saving import Contents, write_values
 from offload.errors import BudgetError, CheckpointError, ConfigError
@@ -38,10 +38,8 @@ from offload.shards.manager import Manager
 from offload.sizes import MIB, format_bytes
 from offload.training import Training
 
-BUFFER_BYTES = 2 * MIB
 LEAST_BUFFER_BYTES = MIB // 16
-SPARE_BUFFERS = 12  # that are on their way while the others fill: as many as keep a drive busy
-READ_BUFFERS = 16
+SPARE_BUFFERS = 12  # that are on their way while one per column fills
 
 
 class Checkpoints:
@@ -173,7 +171,7 @@ class Checkpoints:
             manager.tiers.refuse_leased(manager.units)
             restorer = Restorer(manager, index, strict=strict)
             self._refuse_another_class(index, strict=strict)
-            with self._staging(manager, READ_BUFFERS) as staging:
+            with self._staging(manager, BUFFERS) as staging:
                 values = _read_values(source, index, staging)
                 found = {
                     name: decode(index.contents[name], values.__getitem__)

@@ -160,12 +160,12 @@ def test_files_are_written_from_several_places_at_once(data: st.DataObject, tmp_
             for key, value in content.items()
         )
         source = Source(folder, Index("t", 1, entries, {"f.safetensors": writer.stored}, {}))
-        with Reader(source.stretches(entries), staging) as reader:
+        with Reader({"": source.stretches(entries)}, staging) as reader:
             for value in content.values():
                 found = numpy.empty(len(value), numpy.uint8)
                 cut = data.draw(st.integers(0, len(value)))
-                reader.take(found.ctypes.data, cut)
-                reader.take(found.ctypes.data + cut, len(value) - cut)
+                reader.take("", found.ctypes.data, cut)
+                reader.take("", found.ctypes.data + cut, len(value) - cut)
                 assert found.tobytes() == value
 
 

@@ -274,6 +274,7 @@ class Manager:
         reads: frozenset[Role],
         writes: frozenset[Role] = frozenset(),
         keep_early: bool = False,
+        widely: bool = False,
     ) -> None:
         """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
 
@@ -284,6 +285,7 @@ class Manager:
             reads: roles whose content is needed. The state roles go together, in one record on NVMe.
             writes: roles that `visit` changes as a whole; they are written home.
             keep_early: updates that are made during backward stay as they are; not where anything is written.
+            widely: what passes through staging takes the idle memory of gradients, too, so that more is on its way.
 
         Raises:
             StateError: parameters that are to be written are in use; nothing was touched.
@@ -300,7 +302,7 @@ class Manager:
             self.backward.rest()
         else:
             self.finish_updates()
-        stream(self.tiers, units, visit, reads=reads, writes=writes)
+        stream(self.tiers, units, visit, reads=reads, writes=writes, widely=widely)
 
     def _finish_open_updates(self) -> None:
         if self.tiers.device.addressable:  # else updates occupy nothing of the device
