@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.plan import Plan
+    from offload.pretrained import load_pretrained
     from offload.stats import LinkStats, Stats
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ _HOMES = {
     "Plan": "planning.plan",
     "LinkStats": "stats",
     "Stats": "stats",
+    "load_pretrained": "pretrained",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "Plan",
     "StateError",
     "Stats",
+    "load_pretrained",
 ]
 
 

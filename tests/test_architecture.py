@@ -42,6 +42,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("build",),
     ("closing", "snapshot", "training"),
     ("engine",),
+    ("pretrained",),
     ("cli",),
     ("__main__",),
 )
