@@ -4,7 +4,8 @@ A synthetic checkpoint of a Llama, 4 B parameters in bf16 by default, is written
 ``offload.load_pretrained``. The peak of the resident set while it loads is compared with the bound: device + host
 budget + 64 MiB over the interpreter with torch, transformers and the model's classes imported. The seconds are compared
 with those of reading the files once, piece by piece and cold, and with those of writing as many bytes to the drive.
-Some parameters are compared with the files, bit by bit. The checkpoint is deleted afterwards.
+Some parameters are compared with the files, bit by bit. Then the engine saves the model in files of the same size, and
+what that takes of memory is compared with one file. All files are deleted afterwards.
 """
 
 from __future__ import annotations
@@ -92,13 +93,13 @@ def main() -> None:
     parser.add_argument("--device", default="768MiB")
     parser.add_argument("--cpu", default="1GiB")
     parser.add_argument("--nvme", default="20GiB")
-    parser.add_argument("--shard-bytes", type=int, default=2 << 30)
+    parser.add_argument("--shard-bytes", type=int, default=512 << 20)
     parser.add_argument("--path", default="/var/tmp", help="folder for the checkpoint and the swap file")
     parser.add_argument("--smoke", action="store_true", help="150 M parameters, budgets to match")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     if arguments.smoke:
-        arguments.layers, arguments.hidden, arguments.vocabulary, arguments.shard_bytes = 22, 768, 8000, 64 << 20
+        arguments.layers, arguments.hidden, arguments.vocabulary, arguments.shard_bytes = 22, 768, 8000, 32 << 20
         arguments.device, arguments.cpu, arguments.nvme = "48MiB", "32MiB", "1GiB"
 
     torch.ones(2, 2) @ torch.ones(2, 2)
@@ -150,6 +151,12 @@ def main() -> None:
         with torch.no_grad():
             loss = float(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         used = rss_bytes("VmHWM") - baseline
+        reset_peak()
+        before = rss_bytes()
+        begin = time.perf_counter()
+        engine.save_pretrained(folder / "saved", max_shard_size=arguments.shard_bytes)
+        saving, save_seconds = rss_bytes("VmHWM") - before, time.perf_counter() - begin
+        equal = equal and _same(engine, folder / "saved", probes)
         engine.close(restore=False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -160,7 +167,9 @@ def main() -> None:
         f"imports before: {(baseline - torch_only) / MIB:.0f} MiB over torch)\n"
         f"{seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s; reading the files alone {plain:.1f} s; "
         f"{written / 1e9:.2f} GB written to the drive; measured / reading = {seconds / plain:.2f}; "
-        f"{len(probes)} parameters {'equal to' if equal else 'DIFFER from'} the files; loss {loss:.3f}"
+        f"{len(probes)} parameters {'equal to' if equal else 'DIFFER from'} the files; loss {loss:.3f}\n"
+        f"saved again in {save_seconds:.1f} s; memory while saving {saving / MIB:.0f} MiB more, for files of "
+        f"{arguments.shard_bytes / MIB:.0f} MiB"
     )
     emit(
         arguments.json,
@@ -174,6 +183,9 @@ def main() -> None:
             "seconds": seconds,
             "read_seconds": plain,
             "nvme_write": written,
+            "shard_bytes": arguments.shard_bytes,
+            "peak_saving_bytes": saving,
+            "save_seconds": save_seconds,
             "equal": equal,
             "loss": loss,
             "budgets": budgets,

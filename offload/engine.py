@@ -275,7 +275,10 @@ class Engine:
         return self._parts.tensors.gather(params, modify=modify)
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
-        """Save a Hugging Face model with its own ``save_pretrained``.
+        """Save a Hugging Face model with its own ``save_pretrained``; holds one file in host memory at a time.
+
+        How large that is says ``max_shard_size``, one of the arguments that `kwargs` may have. A tied weight comes on
+        top. Of a PEFT model, nothing but its adapters is read.
 
         Raises:
             StateError: the module has no ``save_pretrained``.

@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 from offload import AdamW, ConfigError, Engine, load_pretrained
 from offload.checkpoint import safetensors_files
+from offload.checkpoint.saving import warn_of_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -368,7 +370,7 @@ def test_a_failure_after_loading_leaves_the_model_as_it_was(tmp_path: Path, monk
 
 
 def test_peak_is_within_budgets(tmp_path: Path) -> None:
-    """300 MB of files, and budgets of 80 MiB in all."""
+    """300 MB of files, and budgets of 80 MiB in all; saving takes one file of 32 MiB more."""
     output = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "bench" / "load.py"), "--smoke", "--path", str(tmp_path), "--json", output]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -376,4 +378,77 @@ def test_peak_is_within_budgets(tmp_path: Path) -> None:
     result = json.loads(output.read_text())
     assert result["file_bytes"] > 290e6 and result["equal"]
     assert result["peak_bytes"] <= result["limit_bytes"] < 0.55 * result["file_bytes"]
+    assert result["peak_saving_bytes"] < 1.5 * result["shard_bytes"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "qwen3_moe"])
+@pytest.mark.parametrize("shard", ["20KB", "50GB"])
+def test_files_are_those_of_the_plain_model(name: str, shard: str, tmp_path: Path) -> None:
+    """Tied weights are written once, experts are taken apart."""
+    torch.manual_seed(0)
+    model: Any = BY_NAME[name].build().bfloat16()
+    model.save_pretrained(tmp_path / "truth", max_shard_size=shard)
+    with Engine(model, AdamW(), **nvme(model, tmp_path)) as engine:
+        engine.save_pretrained(tmp_path / "ours", max_shard_size=shard)
+    assert_same_tensors(contents(tmp_path / "ours"), contents(tmp_path / "truth"))
+    assert len(list((tmp_path / "ours").iterdir())) > (3 if shard == "20KB" else 1)
+    again: Any = type(model).from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    assert_same_tensors(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_steps_are_saved(tmp_path: Path) -> None:
+    """What waits for its update has it before it is written; what was changed outside is written, too."""
+    torch.manual_seed(0)
+    model: Any = BY_NAME["llama"].build()
+    with Engine(model, AdamW(lr=1e-2), **nvme(model, tmp_path)) as engine:
+        engine.backward(engine(**BY_NAME["llama"].batch(0)).loss)
+        engine.step()
+        engine.save_pretrained(tmp_path / "ours")
+        truth = engine.state_dict()
+    assert_same_tensors(contents(tmp_path / "ours"), truth)
+
+
+def test_adapters_are_saved_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from offload.checkpoint.saving import ParameterReader
+
+    torch.manual_seed(0)
+    model: Any = get_peft_model(BY_NAME["llama"].build(), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "truth")
+    read = ParameterReader.read
+    numels = []
+
+    def counted(self: ParameterReader, begin: int, end: int, address: int) -> None:
+        numels.append(end - begin)
+        read(self, begin, end, address)
+
+    monkeypatch.setattr(ParameterReader, "read", counted)
+    with Engine(model, AdamW(), **nvme(model, tmp_path)) as engine:
+        engine.save_pretrained(tmp_path / "ours")
+    truth = contents(tmp_path / "truth")
+    assert_same_tensors(contents(tmp_path / "ours"), truth)
+    assert sum(numels) == sum(tensor.numel() for tensor in truth.values())
+
+
+def test_a_file_that_is_larger_than_the_host_budget_warns(tmp_path: Path) -> None:
+    model: Any = BY_NAME["llama"].build()
+    options = nvme(model, tmp_path)
+    options["max_memory"]["cpu"] = "5MiB"
+    with Engine(model, AdamW(), **options) as engine, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.save_pretrained(tmp_path / "small", max_shard_size="20KB")
+        assert not [w for w in caught if "save_pretrained" in str(w.message)]
+    with pytest.warns(UserWarning, match=r"takes up to 6.00 MiB .* budget of 5.00 MiB; pass a smaller"):
+        warn_of_shard("50GB", 6 << 20, 5 << 20)

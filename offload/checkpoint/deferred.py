@@ -79,7 +79,7 @@ class DeferredTensor(torch.Tensor):
     source: Reader | _Call | torch.Tensor
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, source: Reader | _Call) -> DeferredTensor:
+    def __new__(cls, like: torch.Tensor, source: Reader | _Call | torch.Tensor) -> DeferredTensor:
         """Make a deferred tensor with the form of `like`, which is on the meta device."""
         made: DeferredTensor = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
@@ -104,9 +104,38 @@ class DeferredTensor(torch.Tensor):
             return type(found)(DeferredTensor(one, _Call(func, args, kwargs, i)) for i, one in enumerate(found))
         return DeferredTensor(found, _Call(func, args, kwargs))
 
+    def data_ptr(self) -> int:
+        """Return the address of the elements, which are made now, and kept."""
+        if not isinstance(self.source, torch.Tensor):
+            self.source = whole(self).contiguous()
+        return self.source.data_ptr()
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        """Return another one: what is made of it goes with it, although others may still hold this one."""
+        if self.is_contiguous(memory_format=memory_format):
+            return DeferredTensor(_form(self), self.source)
+        return super().contiguous(memory_format=memory_format)
+
+    def untyped_storage(self) -> Any:
+        """Return what tells this tensor from others: who saves tensors asks which ones are the same."""
+        return _Identity(self)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is, without the elements."""
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Identity:
+    """In the place of a storage."""
+
+    tensor: DeferredTensor
+
+    def data_ptr(self) -> int:
+        return id(self.tensor)
+
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,13 +145,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     source = tensor.source
     if isinstance(source, torch.Tensor):
         return source
-    if isinstance(source, _Call):
-        found = source.function(*_mapped(source.args, whole), **_mapped(source.kwargs, whole))
-        result: torch.Tensor = found if source.index is None else found[source.index]
-        return result
-    read = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    source.read(0, read.numel(), read.data_ptr())
-    return read
+    if isinstance(source, _Call) and (not _moves(source) or all(map(_is_made, tensors_in(source.args)))):
+        return _computed(source)
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    fill(tensor, 0, made.numel(), made.view(-1), Kept())
+    return made
 
 
 def uncast(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,8 +190,15 @@ def fill(tensor: torch.Tensor, begin: int, end: int, out: torch.Tensor, kept: Ke
     elif (part := _part(source)) is not None:
         _fill_part(source.args[0], *part, tensor.shape, begin, end, out, kept)
     else:
-        computed = kept.tensor(source, lambda: whole(tensor).detach().contiguous())
+        computed = kept.tensor(source, lambda: _computed(source).detach().contiguous())
         out.copy_(computed.view(-1)[begin:end])
+
+
+def _computed(call: _Call) -> torch.Tensor:
+    """Return what an operation gives for its whole arguments."""
+    found = call.function(*_mapped(call.args, whole), **_mapped(call.kwargs, whole))
+    result: torch.Tensor = found if call.index is None else found[call.index]
+    return result
 
 
 # Operations whose result has the elements of the first argument in their order, perhaps of another dtype.
@@ -173,6 +207,20 @@ _SAME = {
     for name in ("alias", "detach", "clone", "_to_copy", "view", "_unsafe_view", "_reshape_alias", "unsqueeze")
 } | {"aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"}
 _JOINED = {"aten.cat.default", "aten.stack.default"}
+
+
+def _is_made(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements are there: those of a view, where what it views has them."""
+    source = tensor.source if isinstance(tensor, DeferredTensor) else tensor
+    if isinstance(source, _Call):
+        return source.is_view and all(map(_is_made, tensors_in(source.args)))
+    return isinstance(source, torch.Tensor)
+
+
+def _moves(call: _Call) -> bool:
+    """Tell whether an operation only moves elements in order."""
+    joined = call.name in _JOINED and _is_plain(call)
+    return joined or call.name in _SAME or _part(call) is not None
 
 
 def _is_plain(call: _Call) -> bool:

@@ -273,6 +273,7 @@ class Manager:
         *,
         reads: frozenset[Role],
         writes: frozenset[Role] = frozenset(),
+        span: tuple[int, int] | None = None,
         keep_early: bool = False,
     ) -> None:
         """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
@@ -283,6 +284,7 @@ class Manager:
                 count as zero moments and a master equal to the parameter).
             reads: roles whose content is needed. The state roles go together, in one record on NVMe.
             writes: roles that `visit` changes as a whole; they are written home.
+            span: of a unit's elements, where only chunks that have some of them are to be read; None for all.
             keep_early: updates that are made during backward stay as they are; not where anything is written.
 
         Raises:
@@ -292,6 +294,7 @@ class Manager:
             Exception: what `visit` raised, likewise.
         """
         units = list(units)
+        assert span is None or not writes
         if Role.PARAM in writes:
             self.tiers.refuse_leased(units)
         if keep_early:
@@ -300,7 +303,7 @@ class Manager:
             self.backward.rest()
         else:
             self.finish_updates()
-        stream(self.tiers, units, visit, reads=reads, writes=writes)
+        stream(self.tiers, units, visit, reads=reads, writes=writes, span=span)
 
     def _finish_open_updates(self) -> None:
         self.forward.finish_open()
