@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from offload.config import Config
     from offload.engine import Engine
     from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
+    from offload.initialisation import init
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.plan import Plan
     from offload.pretrained import load_pretrained
@@ -38,6 +39,7 @@ _HOMES = {
     "Plan": "planning.plan",
     "LinkStats": "stats",
     "Stats": "stats",
+    "init": "initialisation",
     "load_pretrained": "pretrained",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "Plan",
     "StateError",
     "Stats",
+    "init",
     "load_pretrained",
 ]
 

@@ -42,7 +42,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("build",),
     ("closing", "snapshot", "training"),
     ("engine",),
-    ("pretrained",),
+    ("pretrained", "initialisation"),
     ("cli",),
     ("__main__",),
 )
