@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
-from offload.module.binding import Binding
+from offload.module.binding import Binding, stand_in
 from offload.module.quantized import FourBitModules
 from offload.module.saved import SavedTensors
 from offload.planning.partition import UnitTree
@@ -148,7 +148,10 @@ class Loader:
         for index in self._loaded:
             wheres = [(index, slot) for slot in range(len(self._tree.units[index].slots))]
             values = checkpoint.gather_parameters(manager, set(wheres) - self._originals.keys())
-            unloaded[index] = [values[w] if w in values else self._binding.stand_in_of(w) for w in wheres]
+            for where, original in self._originals.items():
+                if where in wheres:  # it comes back at the end; until then, something without memory
+                    values[where] = stand_in(tuple(original.shape), original.dtype, torch.device("cpu"))
+            unloaded[index] = [values[where] for where in wheres]
             manager.tiers.drop_parameters(index)
         return unloaded
 
