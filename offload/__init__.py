@@ -21,8 +21,10 @@ if TYPE_CHECKING:
         OffloadError,
         StateError,
     )
+    from offload.initialisation import init
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.plan import Plan
+    from offload.pretrained import load_pretrained
     from offload.stats import LinkStats, Stats
 
 __version__ = "0.1.0"
@@ -46,6 +48,8 @@ _HOMES = {
     "Plan": "planning.plan",
     "LinkStats": "stats",
     "Stats": "stats",
+    "init": "initialisation",
+    "load_pretrained": "pretrained",
 }
 
 __all__ = [
@@ -67,6 +71,8 @@ __all__ = [
     "Plan",
     "StateError",
     "Stats",
+    "init",
+    "load_pretrained",
 ]
 
 

@@ -20,6 +20,7 @@ from offload.checkpoint.contents import ParameterContents
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
 from offload.checkpoint.optimizer_state import OptimizerStates
+from offload.checkpoint.pretrained import Weights
 from offload.config import Config
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
@@ -133,11 +134,16 @@ class EngineCalls:
 
 
 def build(
-    model: nn.Module, optimizer: OptimizerSpec | torch.optim.Optimizer | None, config: Config, calls: EngineCalls
+    model: nn.Module,
+    optimizer: OptimizerSpec | torch.optim.Optimizer | None,
+    config: Config,
+    calls: EngineCalls,
+    weights: Weights | None = None,
 ) -> Parts:
     """Plan, take the memory, load the model and register the hooks; or leave the model as it was.
 
-    A torch optimizer has its states back then; it steps again when another engine has it.
+    A torch optimizer has its states back then; it steps again when another engine has it. `weights` are values of what
+    is on the meta device.
 
     Raises:
         ConfigError, BudgetError, StateError, swap.SwapError: as :class:`offload.Engine` says.
@@ -156,13 +162,13 @@ def build(
         cpu_adam.set_num_threads(config.threads)
     counters, life = Counters(), calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
-    loader = Loader(model, tree, binding, config.init_weights)
+    loader = Loader(model, tree, binding, config.init_weights, weights)
     manager = open_tiers(plan, config, device, budgets, binding, counters, calls.deferral)
     with contextlib.ExitStack() as undo:
         unloaded: dict[int, list[torch.Tensor]] = {}
         undo.callback(loader.give_back, unloaded)
         undo.callback(manager.close)
-        undo.callback(lambda: unloaded.update(loader.unload(manager)))
+        undo.callback(lambda: unloaded.update(loader.unload(manager, undo=True)))
         undo.callback(life.end)
         life.open(manager)
         contents, forwards = ParameterContents(binding, life.require_open), Forwards()

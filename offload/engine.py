@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.build import EngineCalls, build
 from offload.checkpoint.digests import take_digests
+from offload.checkpoint.pretrained import Weights, find_weights
 from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
@@ -61,21 +62,29 @@ class Engine:
         model: nn.Module,
         optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
         config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        weights: str | Path | Weights | None = None,
         **options: Any,
     ) -> None:
         """Plan, then load the model into its tiers.
 
         Args:
-            model: any module, on the CPU; parameters may be on the meta device (see ``Config.init_weights``).
+            model: any module, on the CPU; parameters may be on the meta device (see `weights`, and
+                ``Config.init_weights``).
             optimizer: ``offload.AdamW(...)`` (or ``Adam``, ``SGD``, ``Lion``, ``Adagrad``, ``LAMB``), with parameters
                 and groups as in torch or for all that are trainable; or an optimizer of torch over the model's
                 parameters, which is taken over: kernels step like ``torch.optim.AdamW``, ``Adam``, ``SGD`` and
                 ``Adagrad``, other classes make their steps themselves, slower; None for an engine that only evaluates.
             config: options as Config, dict or JSON file.
+            weights: a folder with safetensors, or one such file, for what is on the meta device; the rest of the model
+                keeps its own values. It is read chunk by chunk, each parameter straight to its home. A model of
+                transformers gets what its ``from_pretrained`` would give it: keys are renamed, what the files lack is
+                initialised, and both are logged. Of another module, each key has to be there.
             **options: options of :class:`offload.Config`, on top of `config`.
 
         Raises:
-            ConfigError: unknown or contradicting options, or a model that cannot be trained as asked.
+            ConfigError: unknown or contradicting options, or a model that cannot be trained as asked; `weights` that
+                are damaged, or not the model's.
             BudgetError: the budgets cannot hold the model; nothing has been loaded then.
             StateError: the model is wrapped already, or somebody else places, calls or reduces its parameters.
             swap.SwapError: the NVMe path is missing, not writable, or full.
@@ -89,7 +98,10 @@ class Engine:
         self.config = Config.load(config, **options)
         deferral = Deferral()
         calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life)
-        self._parts = build(model, unwrapped(optimizer), self.config, calls)
+        if weights is not None and not isinstance(weights, Weights):
+            weights = find_weights(model, weights)
+        with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
+            self._parts = build(model, unwrapped(optimizer), self.config, calls, weights)
         self._training = Training(self._parts, self._life, deferral)
         self._checkpoints = Checkpoints(model, self._parts, self._life, self._training)
         self.device = self._parts.device.place
@@ -265,7 +277,10 @@ class Engine:
         return self._parts.tensors.gather(params, modify=modify)
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
-        """Save a Hugging Face model with its own ``save_pretrained``.
+        """Save a Hugging Face model with its own ``save_pretrained``; holds one file in host memory at a time.
+
+        How large that is says ``max_shard_size``, one of the arguments that `kwargs` may have. A tied weight comes on
+        top. Of a PEFT model, nothing but its adapters is read.
 
         Raises:
             StateError: the module has no ``save_pretrained``.

@@ -43,6 +43,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("closing", "snapshot", "training"),
     ("checkpoints",),
     ("engine",),
+    ("pretrained", "initialisation"),
     ("cli",),
     ("__main__",),
 )

@@ -144,6 +144,23 @@ def test_bits_are_the_cpus_under_every_schedule(home: str, checkpointing: bool |
             assert ours.stats.links["h2d"].bytes > 0 and ours.stats.links["d2h"].bytes > 0
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_weights_come_from_files(home: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    truth = run_net("truth", tmp_path)
+    save_file(dict(net().state_dict()), tmp_path / "model.safetensors")
+    data = [batch(number).to("sim") for number in range(4)]
+    for schedule in (LAZY, EAGER):
+        with torch.device("meta"):
+            model = Net(None)
+        options = {**placed(home, model, tmp_path), "max_grad_norm": 0.5, "weights": tmp_path}
+        with running(schedule) as seen:
+            ours = train(model, data, optimizer=AdamW(lr=1e-2), loss_of=loss_of, **options)
+        assert_equal(on_cpu(ours), truth)
+        assert seen.races == [], schedule.name
+
+
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)
 def test_accumulation_in_bf16(schedule: Schedule, home: str, tmp_path: Path) -> None:

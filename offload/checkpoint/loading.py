@@ -14,16 +14,19 @@ import torch
 from torch import nn
 
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.pretrained import Weights
+from offload.checkpoint.sources import FromFiles
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
-from offload.module.binding import Binding
+from offload.module.binding import Binding, stand_in
 from offload.module.quantized import FourBitModules
 from offload.module.saved import SavedTensors
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
+from offload.planning.units import Where
 from offload.shards.manager import Manager
 from offload.shards.working_set import Binder
 from offload.stats import Counters
@@ -78,7 +81,9 @@ def open_tiers(
 class Loader:
     """Moves a module's parameters to their homes; can be undone."""
 
-    def __init__(self, module: nn.Module, tree: UnitTree, binding: Binding, initialise: Any) -> None:
+    def __init__(
+        self, module: nn.Module, tree: UnitTree, binding: Binding, initialise: Any, weights: Weights | None = None
+    ) -> None:
         """Prepare.
 
         Args:
@@ -86,11 +91,14 @@ class Loader:
             tree: its units.
             binding: of its parameters.
             initialise: callable that gives a module's meta parameters their values; None for the model's own way.
+            weights: values of what is on the meta device.
         """
         self._module = module
         self._tree = tree
         self._binding = binding
         self._initialise = initialise
+        self._weights = weights
+        self._originals: dict[Where, torch.Tensor] = {}  # in whose place came what files have
         self._loaded: list[int] = []
         self._devices = [
             [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
@@ -103,14 +111,16 @@ class Loader:
         """Move the parameters to their homes unit by unit; each unit's original memory is freed at once.
 
         Raises:
-            ConfigError: something is on the meta device and gets no values.
+            ConfigError: something is on the meta device and gets no values; a file was cut off meanwhile.
+            OSError: a file cannot be read.
         """
         meta_buffers = self._materialise_buffers()
         for unit in self._tree.units:
             members = self._tree.parameters[unit.index]
+            given = self._take_weights(unit.index)
             if any(parameter.is_meta for parameter in members):
                 self._materialise(unit.index)
-            values = {(unit.index, slot): parameter.data for slot, parameter in enumerate(members)}
+            values = {(unit.index, slot): given.pop(slot, p.data) for slot, p in enumerate(members)}
             checkpoint.scatter_parameters(manager, values)
             del values
             if unit.index not in manager.working:
@@ -118,20 +128,30 @@ class Loader:
             self._loaded.append(unit.index)
         for name, buffer in meta_buffers.items():
             _refuse_uninitialised(name, buffer)
+        self._originals = {where: original for where, original in self._originals.items() if original.is_meta}
 
-    def unload(self, manager: Manager) -> dict[int, list[torch.Tensor]]:
+    def unload(self, manager: Manager, *, undo: bool = False) -> dict[int, list[torch.Tensor]]:
         """Return ordinary tensors in host memory with the units' parameters; the manager is only to be closed then.
 
         States and gradients give way first, then each unit for its own tensors: the peak is what the tiers hold anyway,
         or the parameters and one unit.
+
+        Args:
+            manager: owner of the shards.
+            undo: the engine is not made: what files have given a value is as it was before, on the meta device.
         """
         manager.finish_updates()
         manager.tiers.drop_training_state()
+        if not undo:
+            self._originals.clear()
         unloaded: dict[int, list[torch.Tensor]] = {}
         for index in self._loaded:
-            slots = range(len(self._tree.units[index].slots))
-            values = checkpoint.gather_parameters(manager, {(index, slot) for slot in slots})
-            unloaded[index] = [values[index, slot] for slot in slots]
+            wheres = [(index, slot) for slot in range(len(self._tree.units[index].slots))]
+            values = checkpoint.gather_parameters(manager, set(wheres) - self._originals.keys())
+            for where, original in self._originals.items():
+                if where in wheres:  # it comes back at the end; until then, something without memory
+                    values[where] = stand_in(tuple(original.shape), original.dtype, torch.device("cpu"))
+            unloaded[index] = [values[where] for where in wheres]
             manager.tiers.drop_parameters(index)
         return unloaded
 
@@ -144,6 +164,9 @@ class Loader:
         for index in self._loaded:
             if index not in unloaded:
                 self._binding.mark_lost(index)
+        for (index, slot), original in self._originals.items():
+            if index in unloaded or index not in self._loaded:
+                _exchange(self._tree.parameters[index][slot], original)
         for part, name, device in self._buffers:
             buffer = part._buffers.get(name)
             if buffer is not None:
@@ -158,9 +181,22 @@ class Loader:
                     self._buffers.append((part, name, buffer.device))
                     part._buffers[name] = buffer.to(device)
 
+    def _take_weights(self, index: int) -> dict[int, FromFiles | torch.Tensor]:
+        """Return what files have of a unit by slot; its parameters are stand-ins meanwhile."""
+        given = {}
+        for slot, parameter in enumerate(self._tree.parameters[index]):
+            value = None if self._weights is None else self._weights.parameters.pop(id(parameter), None)
+            if value is not None:
+                given[slot] = value
+                self._originals[index, slot] = parameter.detach()
+                _exchange(parameter, self._binding.stand_in_of((index, slot)))
+        return given
+
     def _materialise_buffers(self) -> dict[str, torch.Tensor]:
         """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""
         made: dict[str, torch.Tensor] = {}
+        for module, name, value in () if self._weights is None else self._weights.buffers:
+            module._buffers[name] = value
         with torch.no_grad():
             for path, module in self._module.named_modules():
                 own = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
@@ -177,7 +213,7 @@ class Loader:
         with torch.no_grad():
             for parameter in members:
                 if parameter.is_meta:
-                    torch.utils.swap_tensors(parameter, nn.Parameter(_poisoned(parameter), parameter.requires_grad))
+                    _exchange(parameter, _poisoned(parameter))
             for module, path in self._tree.module_names.items():
                 if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
                     self._initialiser(module, path)(module)
@@ -194,6 +230,11 @@ class Loader:
             f"module {path or type(module).__name__}: its parameters or buffers are on the meta device and it has no "
             "reset_parameters; pass init_weights=callable"
         )
+
+
+def _exchange(parameter: nn.Parameter, content: torch.Tensor) -> None:
+    """Let a parameter have this content; torch would not let a meta tensor's ``.data`` be on another device."""
+    torch.utils.swap_tensors(parameter, nn.Parameter(content, parameter.requires_grad))
 
 
 def _poison(dtype: torch.dtype) -> float | int | None:

@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.unread_state import deferred_state, warn_of_shard
+from offload.classes import is_a
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Tier
 from offload.module.binding import Binding
@@ -88,14 +90,23 @@ class ModuleTensors:
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Save a Hugging Face model with its own ``save_pretrained``; see ``Engine.save_pretrained``."""
-        self._manager()
+        manager = self._manager()
         save = getattr(self._module, "save_pretrained", None)
         if save is None:
             raise StateError(
                 f"save_pretrained: {type(self._module).__name__} is not a Hugging Face model; "
                 "use torch.save(engine.state_dict(), path)"
             )
-        save(directory, state_dict=self.state_dict(), **kwargs)
+        known = is_a(self._module, "transformers", "PreTrainedModel") or is_a(self._module, "peft", "PeftModel")
+        if not known or not kwargs.get("safe_serialization", True):
+            save(directory, state_dict=self.state_dict(), **kwargs)
+            return
+        self._changes.adopt()
+        manager.working.refuse_changes()
+        if is_a(self._module, "transformers", "PreTrainedModel"):  # adapters are small
+            total = sum(unit.param_bytes for unit in self._tree.units)
+            warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
+        save(directory, state_dict=deferred_state(self._module, self._binding, manager), **kwargs)
 
     def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""

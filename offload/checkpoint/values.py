@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from offload.checkpoint.sources import FromFiles, FromTensor, Source
 from offload.classes import is_a, package_of
 from offload.errors import ConfigError
 from offload.kernels import cpu_adam
@@ -60,7 +61,9 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
     return result
 
 
-def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *, keep_masters: bool = True) -> None:
+def scatter_parameters(
+    manager: Manager, values: Mapping[Where, torch.Tensor | FromFiles], *, keep_masters: bool = True
+) -> None:
     """Write parameters home, and their masters: a master is the given value in fp32, exactly.
 
     Args:
@@ -75,31 +78,37 @@ def scatter_parameters(manager: Manager, values: Mapping[Where, torch.Tensor], *
     """
     units = _units_of(manager, set(values))
     manager.tiers.refuse_leased(units)
-    sources: dict[Where, torch.Tensor] = {}
+    sources: dict[Where, tuple[Source, torch.dtype]] = {}
     for (index, position), value in values.items():
         unit = manager.units[index]
         slot = unit.slots[position]
         stored = getattr(torch, unit.dtype)
-        refuse_unreadable(value, slot.name, "a tensor", into=stored)
+        if not isinstance(value, FromFiles):
+            refuse_unreadable(value, slot.name, "a tensor", into=stored)
         if tuple(value.shape) != slot.shape:
             raise ConfigError(f"{slot.name}: expected shape {slot.shape} but got {tuple(value.shape)}")
-        value = value.detach().to("cpu")
         wide = unit.trainable and stored in (torch.bfloat16, torch.float16) and value.dtype != stored
-        sources[index, position] = value.to(torch.float32 if wide else stored).contiguous()
+        dtype = torch.float32 if wide else stored
+        if isinstance(value, torch.Tensor):
+            sources[index, position] = FromTensor(value.detach().to("cpu").to(dtype).contiguous()), dtype
+        else:
+            sources[index, position] = value, dtype
 
     manager.finish_updates()  # a first one makes masters
 
     def visit(chunk: Chunk) -> None:
         for index, slot, start, stop in overlaps(chunk):
-            source = sources.get((chunk.unit.index, index))
-            if source is not None:
-                address = source.data_ptr() + (start - slot.offset_numel) * source.element_size()
-                _write_parameter(chunk, start, stop - start, address, source.dtype, keep_masters=keep)
+            source, dtype = sources.get((chunk.unit.index, index), (None, None))
+            if source is None or dtype is None:
+                continue
+            offset = slot.offset_numel
+            for begin, end, address in source.pieces(start - offset, stop - offset, dtype):
+                _write_parameter(chunk, offset + begin, end - begin, address, dtype, keep_masters=keep)
 
     for unit in units:
         given = [sources.get((unit.index, index)) for index in range(len(unit.slots))]
         whole = all(source is not None for source in given)
-        wide = any(source is not None and source.dtype.itemsize > unit.itemsize for source in given)
+        wide = any(source is not None and source[1].itemsize > unit.itemsize for source in given)
         fresh = not _has_masters(manager, unit)
         reads: frozenset[Role] = frozenset() if whole else frozenset({Role.PARAM})
         writes = frozenset({Role.PARAM})

@@ -107,6 +107,10 @@ class Binding:
         with no_subclasses():
             parameter.data = memory
 
+    def stand_in_of(self, where: Where) -> torch.Tensor:
+        """Return what a parameter's ``.data`` is while it is away."""
+        return self._stand_ins[where[0]][where[1]]
+
     # --- lending ----------------------------------------------------------------------------------------------------
 
     def lend(self, index: int) -> None:

@@ -32,7 +32,8 @@ MOST_STAGING_SLOTS = 16  # where host memory is left: the more, the longer the d
 GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
 MIN_CHUNK_NUMEL = 64 * 1024
 MAX_CHUNK_NUMEL = 2 * 1024 * 1024
-STAGING_SHARE = 0.2  # bytes of staging per parameter that are worth their room
+STAGING_SHARE = 0.2  # bytes of staging per trainable parameter that are worth their room
+FROZEN_STAGING_SHARE = 0.01  # the same per frozen one, which passes through when it is loaded
 MOST_STAGING_SHARE = 0.27  # the same where host memory is left
 ACTIVATION_SHARE = 0.5
 SMALL_UNIT_BYTES = 1 << 20
@@ -299,7 +300,8 @@ class Planner:
             return round_up(request.chunk_numel, MIN_CHUNK_NUMEL)
         smallest = STAGING_SLOTS * max(self._slot_bytes(MIN_CHUNK_NUMEL), 1)
         largest = max((unit.numel for unit in request.units), default=0)
-        worth = int(self._trainable_numel() * STAGING_SHARE) // smallest
+        frozen = sum(request.owned_numel(unit, Role.PARAM) for unit in request.units if not unit.trainable)
+        worth = int(self._trainable_numel() * STAGING_SHARE + frozen * FROZEN_STAGING_SHARE) // smallest
         return max(min(worth, min(MAX_CHUNK_NUMEL, largest) // MIN_CHUNK_NUMEL), 1) * MIN_CHUNK_NUMEL
 
     def _slot_bytes(self, chunk_numel: int, *, gradients: bool = True) -> int:

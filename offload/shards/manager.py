@@ -273,6 +273,7 @@ class Manager:
         *,
         reads: frozenset[Role],
         writes: frozenset[Role] = frozenset(),
+        span: tuple[int, int] | None = None,
         keep_early: bool = False,
         widely: bool = False,
     ) -> None:
@@ -284,6 +285,7 @@ class Manager:
                 count as zero moments and a master equal to the parameter).
             reads: roles whose content is needed. The state roles go together, in one record on NVMe.
             writes: roles that `visit` changes as a whole; they are written home.
+            span: of a unit's elements, where only chunks that have some of them are to be read; None for all.
             keep_early: updates that are made during backward stay as they are; not where anything is written.
             widely: what passes through staging takes the idle memory of gradients, too, so that more is on its way.
 
@@ -294,6 +296,7 @@ class Manager:
             Exception: what `visit` raised, likewise.
         """
         units = list(units)
+        assert span is None or not writes
         if Role.PARAM in writes:
             self.tiers.refuse_leased(units)
         if keep_early:
@@ -302,7 +305,7 @@ class Manager:
             self.backward.rest()
         else:
             self.finish_updates()
-        stream(self.tiers, units, visit, reads=reads, writes=writes, widely=widely)
+        stream(self.tiers, units, visit, reads=reads, writes=writes, span=span, widely=widely)
 
     def _finish_open_updates(self) -> None:
         if self.tiers.device.addressable:  # else updates occupy nothing of the device

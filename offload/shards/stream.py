@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -72,11 +73,13 @@ def stream(
     reads: frozenset[Role],
     writes: frozenset[Role] = frozenset(),
     widely: bool = False,
+    span: tuple[int, int] | None = None,
 ) -> None:
     """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
 
     For :meth:`offload.shards.manager.Manager.stream`, which tells more: no update may be under way.
     """
+    first, last = span or (0, sys.maxsize)
     pipeline = Pipeline(tiers, reads=reads, writes=writes)
     if widely and Role.GRAD not in reads | writes:
         pipeline.widen(tiers.gradients.idle())
@@ -85,7 +88,7 @@ def stream(
     chunks: list[Chunk] = []
     try:
         for unit in units:
-            chunks += pipeline.open(unit, leases)
+            chunks += [chunk for chunk in pipeline.open(unit, leases) if chunk.begin < last and chunk.end > first]
         for chunk in chunks[: pipeline.ahead]:
             pipeline.start(chunk)
         for index, chunk in enumerate(chunks):

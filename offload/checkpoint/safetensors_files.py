@@ -1,0 +1,240 @@
+"""Reads safetensors files: their headers, and any range of a tensor's elements.
+
+Owns the format - eight bytes with the length of a JSON header, the header, the tensors' bytes - and the checks of it.
+Bytes are read by ``pread`` into memory of the caller's: nothing is mapped, so that no page of a file counts to the
+process. Knows names and bytes, nothing of models. Next: :mod:`offload.checkpoint.deferred`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import ConfigError
+from offload.sizes import format_bytes
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LONGEST_HEADER_BYTES = 100_000_000  # as the format's own library has it
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "U16": "uint16",
+    "U32": "uint32",
+    "U64": "uint64",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        name: in the file.
+        path: of the file.
+        dtype: of its elements.
+        shape: of it.
+        offset_bytes: from the file's start to its first element.
+    """
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class OpenFiles:
+    """Files that are being read, opened when they are first needed."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def read(self, tensor: StoredTensor, begin: int, end: int, address: int) -> None:
+        """Read elements [begin, end) of a tensor to `address`.
+
+        Raises:
+            ConfigError: the file has become shorter since its header was read.
+            OSError: it cannot be read.
+        """
+        descriptor = self._descriptors.get(tensor.path)
+        if descriptor is None:
+            descriptor = self._descriptors[tensor.path] = os.open(tensor.path, os.O_RDONLY | os.O_CLOEXEC)
+        size = (end - begin) * tensor.dtype.itemsize
+        if not size:
+            return
+        target = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+        offset, done = tensor.offset_bytes + begin * tensor.dtype.itemsize, 0
+        while done < size:
+            count = os.preadv(descriptor, [target[done:]], offset + done)
+            if not count:
+                raise ConfigError(
+                    f"{tensor.path}: expected tensor {tensor.name} to have {format_bytes(tensor.size_bytes)} but the "
+                    f"file ends at byte {offset + done}; it was cut off while it was being read: copy it again"
+                )
+            done += count
+
+    def close(self) -> None:
+        """Close all. Idempotent."""
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileReader:
+    """Reads one tensor of a file."""
+
+    files: OpenFiles
+    tensor: StoredTensor
+
+    def read(self, begin: int, end: int, address: int) -> None:
+        """Read elements [begin, end) to `address`, as :meth:`OpenFiles.read` does."""
+        self.files.read(self.tensor, begin, end, address)
+
+
+def find_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name, in the order of its files; reads nothing but headers.
+
+    Args:
+        path: a folder with ``model.safetensors`` or shards and their index, or one such file.
+
+    Raises:
+        ConfigError: there is no such file, one is missing or cut off, or it is no safetensors file; names file and
+            tensor.
+    """
+    where = Path(path)
+    index = where if where.name.endswith(".index.json") else where / INDEX
+    single = where if where.is_file() else where / SINGLE
+    if not where.exists():
+        raise ConfigError(
+            f"{where}: expected a folder with safetensors files but it does not exist; of a model on the hub, pass "
+            "what huggingface_hub.snapshot_download(name) returns"
+        )
+    if index.is_file():
+        return _find_sharded(index)
+    if single.is_file():
+        return _read_header(single)
+    others = sorted(other.name for pattern in ("*.bin", "*.pt", "*.gguf") for other in where.glob(pattern))
+    raise ConfigError(
+        f"{where}: expected {SINGLE} or {INDEX} but got {', '.join(others[:3]) or 'neither'}; load other formats with "
+        "transformers, and save them again with save_pretrained"
+    )
+
+
+def _find_sharded(index: Path) -> dict[str, StoredTensor]:
+    content = _load_json(index, index.read_bytes())
+    places = content.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise ConfigError(f"{index}: expected a weight_map of names to files but it has none; download it again")
+    found: dict[str, StoredTensor] = {}
+    for name in dict.fromkeys(places.values()):
+        shard = index.parent / name
+        first = next(tensor for tensor, place in places.items() if place == name)
+        if shard.parent != index.parent or not shard.is_file():
+            count = sum(place == name for place in places.values())
+            raise ConfigError(
+                f"{shard}: expected a file with {count} tensors, {first} the first of them, but it does not exist; "
+                "download it again"
+            )
+        found.update(_read_header(shard))
+    for tensor, place in places.items():
+        if tensor not in found or found[tensor].path.name != place:
+            raise ConfigError(
+                f"{index.parent / place}: expected tensor {tensor}, as {index.name} says, but the file has no such "
+                "one; files and index are of two checkpoints: download them again"
+            )
+    return found
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, LONGEST_HEADER_BYTES):
+            raise ConfigError(
+                f"{path}: expected a safetensors file but its header would take {length} of {size} bytes; it is cut "
+                "off or of another format: download it again"
+            )
+        header = _load_json(path, file.read(length))
+    header.pop("__metadata__", None)
+    found = {}
+    for name, entry in header.items():
+        found[name] = tensor = _stored(path, name, entry, start=8 + length)
+        end = tensor.offset_bytes + tensor.size_bytes
+        if end > size:
+            raise ConfigError(
+                f"{path}: expected tensor {name} to end at byte {end} but the file has {size}; it is cut off: download "
+                "it again"
+            )
+    return found
+
+
+def _stored(path: Path, name: str, entry: Any, *, start: int) -> StoredTensor:
+    try:
+        dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
+        shape = tuple(_counts(entry["shape"]))
+        begin, end = _counts(entry["data_offsets"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: tensor {name}: expected dtype, shape and data_offsets but got {entry!r:.100}; the header is "
+            "damaged: download it again"
+        ) from error
+    if dtype is None:
+        raise ConfigError(
+            f"{path}: tensor {name}: expected one of {', '.join(_DTYPES)} but got dtype {entry['dtype']}; save the "
+            "checkpoint in one of these"
+        )
+    tensor = StoredTensor(name, path, dtype, shape, start + begin)
+    if end - begin != tensor.size_bytes:
+        raise ConfigError(
+            f"{path}: tensor {name}: expected {tensor.size_bytes} bytes for shape {shape} of {entry['dtype']} but got "
+            f"{end - begin}; the header is damaged: download it again"
+        )
+    return tensor
+
+
+def _counts(values: Iterable[Any]) -> Sequence[int]:
+    """Return whole numbers from 0 on.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    counts = list(values)
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"expected whole numbers but got {counts}")
+    return counts
+
+
+def _load_json(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected JSON but got {text[:20]!r}; it is damaged: download it again") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object but got {text[:20]!r}; it is damaged: download it again")
+    return content

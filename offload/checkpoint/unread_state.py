@@ -1,0 +1,90 @@
+"""A module's state dict whose parameters are read when somebody needs their bytes: for saving what is larger than RAM.
+
+Owns the readers of single parameters. What is done to such tensors is remembered by
+:mod:`offload.checkpoint.deferred`. Next: :mod:`offload.checkpoint.module_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.deferred import DeferredTensor
+from offload.checkpoint.values import overlaps
+from offload.errors import ConfigError
+from offload.module.binding import Binding
+from offload.planning.roles import Role
+from offload.planning.units import Where
+from offload.shards.manager import Manager
+from offload.shards.stream import Chunk
+from offload.sizes import format_bytes, parse_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ParameterReader:
+    """Reads one parameter from its home, as far as it is asked for."""
+
+    manager: Manager
+    where: Where
+
+    def read(self, begin: int, end: int, address: int) -> None:
+        """Write elements [begin, end), in order, to `address`.
+
+        Raises:
+            swap.SwapError: an I/O error.
+        """
+        unit, position = self.manager.units[self.where[0]], self.where[1]
+        offset = unit.slots[position].offset_numel
+        first, last, size = offset + begin, offset + end, unit.itemsize
+
+        def visit(chunk: Chunk) -> None:
+            for index, _, start, stop in overlaps(chunk):
+                start, stop = max(start, first), min(stop, last)
+                if index == position and start < stop:
+                    source = chunk.at(Role.PARAM, start, size)
+                    ctypes.memmove(address + (start - first) * size, source, (stop - start) * size)
+
+        self.manager.stream([unit], visit, reads=frozenset({Role.PARAM}), span=(first, last))
+
+
+def warn_of_shard(most: int | str, total_bytes: int, budget_bytes: int) -> None:
+    """Warn where one file of a checkpoint takes more memory than the user wants the host to give.
+
+    Args:
+        most: bytes of a file, as ``save_pretrained`` takes them.
+        total_bytes: of all parameters.
+        budget_bytes: of the host.
+    """
+    with contextlib.suppress(ConfigError):  # transformers has its own error
+        size = parse_bytes(most, subject="max_shard_size")
+        shard_bytes = min(size, total_bytes) if isinstance(size, int) else 0
+        if shard_bytes > budget_bytes:
+            warnings.warn(
+                f"save_pretrained: takes up to {format_bytes(shard_bytes)} of host memory for one file, beside what "
+                f"the engine has there, more than the host budget of {format_bytes(budget_bytes)}; pass a smaller "
+                "max_shard_size, or make sure that the machine has the room",
+                stacklevel=3,
+            )
+
+
+def deferred_state(module: nn.Module, binding: Binding, manager: Manager) -> dict[str, Any]:
+    """Return the module's state dict: parameters as deferred tensors, the same one for a tied one; buffers as ever."""
+    found: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    made: dict[Where, DeferredTensor] = {}
+    for name, value in found.items():
+        where = binding.slot_of(value)
+        if where is None:
+            found[name] = value.detach() if isinstance(value, torch.Tensor) else value
+            continue
+        if where not in made:
+            unit = manager.units[where[0]]
+            form = torch.empty(unit.slots[where[1]].shape, dtype=binding.dtypes[where[0]], device="meta")
+            made[where] = DeferredTensor(form, ParameterReader(manager, where))
+        found[name] = made[where]
+    return found
