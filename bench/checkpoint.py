@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 from _common import emit
-from memory import MIB, SLACK_BYTES, reset_peak, rss_bytes
+from memory import SLACK_BYTES
 
+from offload.activations.rss import reset_high_water, status_bytes
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
+from offload.sizes import MIB
 from swap.io.aio import preallocate
 
 SIZES = {  # layers, hidden size, vocabulary, device and host budget
@@ -103,7 +105,7 @@ def run_ours(name: str, path: Path) -> dict[str, Any]:
     model, vocabulary = make_model(name)
     device, cpu = SIZES[name][3:]
     ids = torch.randint(0, vocabulary, (1, 64))
-    base = rss_bytes()
+    base = status_bytes("VmRSS")
     engine = offload.Engine(
         model,
         offload.AdamW(lr=1e-4),
@@ -124,15 +126,15 @@ def run_ours(name: str, path: Path) -> dict[str, Any]:
     target, size = path / "saved", (1 if name == "small" else 3) << 30
     for verb in ("save", "load"):
         around = [drive_seconds(path, size, fresh=verb == "save")]
-        reset_peak()
-        resident, start = rss_bytes(), engine.stats().links
+        reset_high_water()
+        resident, start = status_bytes("VmRSS"), engine.stats().links
         begin = time.perf_counter()
         engine.save_checkpoint(target) if verb == "save" else engine.load_checkpoint(target)
         seconds = time.perf_counter() - begin
         after = engine.stats().links
         swapped = sum(after[link].bytes - start[link].bytes for link in ("nvme_read", "nvme_write"))
         stored = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-        peak = rss_bytes("VmHWM")
+        peak = status_bytes("VmHWM")
         around.append(drive_seconds(path, size, fresh=verb == "save"))
         result[verb] = {
             "seconds": seconds,
@@ -153,7 +155,7 @@ def run_ours(name: str, path: Path) -> dict[str, Any]:
 def run_torch(name: str, path: Path) -> dict[str, Any]:
     """Save and load the same state with torch alone: bf16 parameters, 16 bits more of masters, two moments of fp32."""
     model, _ = make_model(name)
-    base = rss_bytes()
+    base = status_bytes("VmRSS")
     dtypes = {"parameter": torch.bfloat16, "master": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
     state: dict[str, Any] = {
         parameter_name: {role: torch.ones(parameter.shape, dtype=dtype) for role, dtype in dtypes.items()}
@@ -162,7 +164,7 @@ def run_torch(name: str, path: Path) -> dict[str, Any]:
     file = path / "state.pt"
     result: dict[str, Any] = {}
     for verb in ("save", "load"):
-        reset_peak()
+        reset_high_water()
         begin = time.perf_counter()
         if verb == "save":
             torch.save(state, file)
@@ -170,7 +172,7 @@ def run_torch(name: str, path: Path) -> dict[str, Any]:
             state.clear()
         else:
             state = torch.load(file)
-        result[verb] = {"seconds": time.perf_counter() - begin, "peak_bytes": rss_bytes("VmHWM") - base}
+        result[verb] = {"seconds": time.perf_counter() - begin, "peak_bytes": status_bytes("VmHWM") - base}
     return result
 
 

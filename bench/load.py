@@ -21,7 +21,10 @@ from pathlib import Path
 
 import torch
 from _common import emit
-from memory import MIB, SLACK_BYTES, reset_peak, rss_bytes
+from memory import SLACK_BYTES
+
+from offload.activations.rss import reset_high_water, status_bytes
+from offload.sizes import MIB
 
 PIECE_BYTES = 1 << 20
 
@@ -103,7 +106,7 @@ def main() -> None:
         arguments.device, arguments.cpu, arguments.nvme = "48MiB", "32MiB", "1GiB"
 
     torch.ones(2, 2) @ torch.ones(2, 2)
-    torch_only = rss_bytes()
+    torch_only = status_bytes("VmRSS")
     import transformers
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
@@ -136,26 +139,26 @@ def main() -> None:
         forget(folder)
         plain = read_seconds(folder)
         forget(folder)
-        baseline = rss_bytes()
-        reset_peak()
+        baseline = status_bytes("VmRSS")
+        reset_high_water()
         budgets = {"device": arguments.device, "cpu": arguments.cpu, "nvme": arguments.nvme}
         begin = time.perf_counter()
         engine = offload.load_pretrained(folder, device="cpu", max_memory=budgets, nvme_path=arguments.path)
         engine.drain()
         seconds = time.perf_counter() - begin
-        peak = rss_bytes("VmHWM") - baseline
+        peak = status_bytes("VmHWM") - baseline
         print(engine.plan)
         written = engine.stats().links["nvme_write"].bytes
         equal = _same(engine, folder, probes)
         ids = torch.arange(16)[None]
         with torch.no_grad():
             loss = float(engine(input_ids=ids, labels=ids, use_cache=False).loss)
-        used = rss_bytes("VmHWM") - baseline
-        reset_peak()
-        before = rss_bytes()
+        used = status_bytes("VmHWM") - baseline
+        reset_high_water()
+        before = status_bytes("VmRSS")
         begin = time.perf_counter()
         engine.save_pretrained(folder / "saved", max_shard_size=arguments.shard_bytes)
-        saving, save_seconds = rss_bytes("VmHWM") - before, time.perf_counter() - begin
+        saving, save_seconds = status_bytes("VmHWM") - before, time.perf_counter() - begin
         equal = equal and _same(engine, folder / "saved", probes)
         engine.close(restore=False)
     finally:
