@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -393,6 +394,25 @@ def test_a_cut_or_missing_file_of_dcp_is_named(tmp_path: Path) -> None:
         file.unlink()
         with pytest.raises(ConfigError, match=rf"{file}: expected the file of a rank but it is missing"):
             engine.import_checkpoint(folder)
+
+
+def test_what_fsdp_has_saved_on_two_ranks_goes_on(tmp_path: Path) -> None:
+    from foreign.dcp_recorder import Net as Sharded
+
+    with tarfile.open(Path(__file__).parent / "foreign" / "fsdp.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    model = Sharded()
+    with offload.Engine(model, offload.AdamW(), **everything_on_device()) as engine:
+        assert engine.optimizer is not None
+        facts = engine.import_checkpoint(tmp_path / "run")
+        assert facts.kind == "torch.distributed.checkpoint"
+        truth = torch.load(tmp_path / "expected.pt", weights_only=True)
+        weights, states = state_of(engine)
+        for number, (name, weight) in enumerate(truth["model"].items()):
+            assert torch.equal(weights[name], weight)
+            for key, value in truth["optim"]["state"][name].items():
+                assert torch.equal(states[number][key], value), (name, key)
+        assert engine.optimizer.param_groups[0]["lr"] == 1e-2
 
 
 @given(rows=st.integers(1, 5), columns=st.integers(1, 5), data=st.data())

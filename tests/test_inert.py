@@ -107,6 +107,13 @@ def test_a_tensor_outside_of_its_storage_is_refused(call: str, tmp_path: Path) -
         read_torch_file(zipped(tmp_path / "run.pt", content.encode()))
 
 
+def test_arrays_hold_numbers_only(tmp_path: Path) -> None:
+    for array in (np.array([{}], dtype=object), np.zeros(2, ">f4"), np.zeros(2, "f4,i4"), np.array("text")):
+        torch.save({"array": array}, tmp_path / "run.pt")
+        with pytest.raises(ConfigError, match=r"got ValueError: an array of"):
+            read_torch_file(tmp_path / "run.pt")
+
+
 def test_what_torch_saves_comes_back(tmp_path: Path) -> None:
     class Named(nn.Parameter):
         pass

@@ -148,18 +148,41 @@ def _typed_tensor(storage: _Storage, first: int, shape: Any, stride: Any, dtype:
     return FileTensor(storage.path, storage.offset_bytes + first * dtype.itemsize, shape, kept, dtype)
 
 
-def _array(kind: object, shape: object, code: object) -> np.ndarray[Any, Any]:
-    return np.ndarray((0,), "u1")  # its __setstate__ gives it all
+class _NumberType:
+    """A dtype of numpy that holds plain numbers; numpy's own would take flags from a pickle."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, name: Any, *rest: Any) -> None:
+        if not isinstance(name, str) or not _NUMBERS.fullmatch(name):
+            raise ValueError(f"an array of {name!r}")
+        self.dtype = np.dtype(name)
+
+    def __setstate__(self, state: Any) -> None:
+        """Check the byte order, which is all that there is to say of numbers."""
+        if state[1] == ">":
+            raise ValueError("an array of big-endian numbers")
 
 
-def _number_dtype(name: Any, *rest: Any) -> np.dtype[Any]:
-    if not isinstance(name, str) or not _NUMBERS.fullmatch(name):
-        raise ValueError(f"an array of {name!r}")
-    return np.dtype(name)
+class _Array(np.ndarray[Any, Any]):
+    """An array of plain numbers."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Take shape and content."""
+        _, shape, kind, in_fortran_order, content = state
+        if not isinstance(kind, _NumberType) or not isinstance(content, bytes):
+            raise ValueError("an array of objects")
+        super().__setstate__((1, shape, kind.dtype, in_fortran_order, content))
 
 
-def _scalar(dtype: np.dtype[Any], content: bytes) -> Any:
-    return np.frombuffer(content, dtype, 1)[0].item()
+def _array(kind: object, shape: object, code: object) -> _Array:
+    return _Array((0,), "u1")  # its __setstate__ gives it all
+
+
+def _scalar(kind: Any, content: Any) -> Any:
+    if not isinstance(kind, _NumberType) or not isinstance(content, bytes):
+        raise ValueError("a number of another kind")
+    return np.frombuffer(content, kind.dtype, 1)[0].item()
 
 
 def _latin1(text: str, coding: str = "latin1") -> bytes:
@@ -193,7 +216,7 @@ _INERT: dict[str, Any] = {
     "builtins.dict": dict,
     "builtins.list": list,
     "numpy.ndarray": "numpy.ndarray",
-    "numpy.dtype": _number_dtype,
+    "numpy.dtype": _NumberType,
     "_codecs.encode": _latin1,
     **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
     **{f"torch.{name}": name for name in _STORAGES},
