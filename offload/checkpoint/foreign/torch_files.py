@@ -193,7 +193,7 @@ def _by_name(
     if expected != got:
         raise ConfigError(
             f"{path}: expected param groups of {expected} parameters but got {got}; make the engine's optimizer with "
-            "the groups that it was saved with"
+            "the groups that it was saved with, frozen parameters included"
         )
     name_of = {
         number: name

@@ -181,7 +181,7 @@ def _rank(path: Path) -> _Rank:
     if not isinstance(base, Mapping) or "param_groups" not in base or not isinstance(masters, (list, tuple)):
         raise ConfigError(
             f"{path}: expected an optimizer's dict and flat fp32 groups but got {sorted(map(str, saved))[:8]}; "
-            f"save it again without elastic_checkpoint and with DeepSpeed 0.8 or later, or {_ELSEWHERE}"
+            f"save it again without elastic_checkpoint and with a later DeepSpeed, or {_ELSEWHERE}"
         )
     return _Rank(path, saved, masters, base.get("state", {}), base["param_groups"])
 
@@ -207,7 +207,7 @@ def _model(place: Path, ranks: Sequence[_Rank], number: int, stage: int) -> Mapp
 def _shapes(model: Mapping[str, Any], key: str, place: Path) -> list[Mapping[str, tuple[int, ...]]]:
     found = model.get(key)
     if not isinstance(found, (list, tuple)) or not all(isinstance(group, Mapping) for group in found):
-        raise ConfigError(f"{place}: expected {key} in the model's file; save it again with DeepSpeed 0.8 or later")
+        raise ConfigError(f"{place}: expected {key} in the model's file; save it again with a later DeepSpeed")
     return list(found)
 
 
@@ -217,7 +217,7 @@ def _mapped(ranks: Sequence[_Rank]) -> dict[str, list[_Fragment]]:
     for rank in ranks:
         mappings = rank.saved.get("param_slice_mappings")
         if not isinstance(mappings, (list, tuple)):
-            raise ConfigError(f"{rank.path}: expected param_slice_mappings; save it again with DeepSpeed 0.8 or later")
+            raise ConfigError(f"{rank.path}: expected param_slice_mappings; save it again with a later DeepSpeed")
         for flat, mapping in enumerate(mappings):
             for name, address in mapping.items():
                 fragments.setdefault(name, []).append(_Fragment(rank, flat, address["start"], address["numel"]))
