@@ -18,11 +18,13 @@ from torch import nn
 
 from offload.build import EngineCalls, build
 from offload.checkpoint.digests import take_digests
+from offload.checkpoint.foreign.found import Facts
 from offload.checkpoint.pretrained import Weights, find_weights
 from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
 from offload.errors import ConfigError, StateError
+from offload.importing import import_checkpoint
 from offload.interrupt import Deferral
 from offload.life import Life
 from offload.module import refusals
@@ -275,6 +277,26 @@ class Engine:
                 with `modify`, and where there is a copy at home; elsewhere the next step refuses it again.
         """
         return self._parts.tensors.gather(params, modify=modify)
+
+    def import_checkpoint(self, path: str | Path, *, strict: bool = True) -> Facts:
+        """Go on with a run that another program has saved: weights, masters, optimizer states, step counts, loss scale.
+
+        Args:
+            path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of DeepSpeed with ZeRO-1, 2 or 3,
+                or of torch.distributed.checkpoint. Pickles are read without running what they name.
+            strict: names and an optimizer's state must all be there, and no others.
+
+        Returns:
+            The small facts: which program, steps, epoch, and states of schedules and random numbers, which are yours to
+            load.
+
+        Raises:
+            ConfigError: a file is missing, damaged or unknown, or does not fit the model or the optimizer. Nothing was
+                loaded.
+            StateError: parameters are in use, or the engine is closed. Nothing was loaded.
+            swap.SwapError: an I/O error of the drive.
+        """
+        return import_checkpoint(path, self.module, self._parts, self._require_open(), strict=strict)
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Save a Hugging Face model with its own ``save_pretrained``; holds one file in host memory at a time.

@@ -299,7 +299,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         groups = self.param_groups
         saved = saved_groups(state_dict, groups)
-        if self._is_adamw:
+        if self.is_adamw:
             for values in saved:  # as torch's AdamW does, for dicts of Adam
                 values.update({"decoupled_weight_decay": True} if "decoupled_weight_decay" in values else {})
         for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
@@ -355,7 +355,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return type(self._predecessor).__name__
 
     @property
-    def _is_adamw(self) -> bool:
+    def is_adamw(self) -> bool:
+        """Whether weight decay is decoupled for all groups, whatever a loaded dict says."""
         given = self._predecessor
         return isinstance(given, (torch.optim.AdamW, AdamW)) and not isinstance(given, Adam)
 

@@ -22,6 +22,12 @@ no_functions = torch._C.DisableTorchFunction
 no_dispatch = torch._C._DisableTorchDispatch
 no_modes = _disable_current_modes
 
+# What a file of torch.save names to make tensors.
+REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
+REBUILD_TYPED_TENSOR = "torch._utils._rebuild_tensor_v3"
+REBUILD_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+REBUILD_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009 - untyped
 parse_to: Callable[..., Any] = torch._C._nn._parse_to

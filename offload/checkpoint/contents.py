@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.sources import Source
 from offload.memory.budget import Tier
 from offload.module.binding import Binding
 from offload.planning.roles import Role
@@ -32,8 +33,8 @@ class ParameterContents:
         self._binding = binding
         self._manager = manager
 
-    def write(self, values: Mapping[Where, torch.Tensor]) -> None:
-        """Let the contents of parameters be these tensors, each of its parameter's shape."""
+    def write(self, values: Mapping[Where, torch.Tensor | Source]) -> None:
+        """Let the contents of parameters be these tensors, or what sources read, each of its parameter's shape."""
         checkpoint.scatter_parameters(self._manager(), values)
 
     def adopt(self, index: int) -> None:

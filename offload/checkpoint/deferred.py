@@ -161,6 +161,39 @@ def uncast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unread:
+    """A deferred tensor as a :class:`offload.checkpoint.sources.Source`.
+
+    Attributes:
+        tensor: the deferred one.
+        kept: what is computed as a whole; sources that are read one after the other have the same.
+    """
+
+    tensor: torch.Tensor
+    kept: Kept
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.tensor.dtype
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return the elements [start, stop).
+
+        Raises:
+            ConfigError, OSError: a file cannot be read.
+        """
+        out = torch.empty(stop - start, dtype=self.tensor.dtype, device="cpu")
+        fill(self.tensor, start, stop, out, self.kept)
+        return out
+
+
 def fill(tensor: torch.Tensor, begin: int, end: int, out: torch.Tensor, kept: Kept) -> None:
     """Write elements [begin, end) of a tensor to `out`.
 

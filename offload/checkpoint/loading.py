@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.deferred import Unread
 from offload.checkpoint.pretrained import Weights
-from offload.checkpoint.sources import FromFiles
 from offload.config import Config
 from offload.errors import ConfigError
 from offload.memory import drives
@@ -181,7 +181,7 @@ class Loader:
                     self._buffers.append((part, name, buffer.device))
                     part._buffers[name] = buffer.to(device)
 
-    def _take_weights(self, index: int) -> dict[int, FromFiles | torch.Tensor]:
+    def _take_weights(self, index: int) -> dict[int, Unread | torch.Tensor]:
         """Return what files have of a unit by slot; its parameters are stand-ins meanwhile."""
         given = {}
         for slot, parameter in enumerate(self._tree.parameters[index]):

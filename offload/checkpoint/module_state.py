@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.sources import Source
 from offload.checkpoint.unread_state import deferred_state, warn_of_shard
 from offload.classes import is_a
 from offload.errors import ConfigError, StateError
@@ -108,7 +109,7 @@ class ModuleTensors:
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
         save(directory, state_dict=deferred_state(self._module, self._binding, manager), **kwargs)
 
-    def load(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    def load(self, state_dict: Mapping[str, torch.Tensor | Source], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
         self._manager()
         if not isinstance(state_dict, Mapping):
@@ -116,14 +117,14 @@ class ModuleTensors:
                 f"state dict: expected a mapping of names to tensors but got a value of type "
                 f"{type(state_dict).__name__}; load what state_dict() returned"
             )
-        own = self._by_name()
+        own = self.by_name()
         missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys(), key=str)
         if strict and (missing or unexpected):
             raise ConfigError(
                 f"state dict: missing {missing[:5]}, unexpected {unexpected[:5]}; pass strict=False to ignore"
             )
         values = {}
-        buffers = []
+        buffers: list[tuple[torch.Tensor, Any]] = []
         for name, value in state_dict.items():
             tensor = own.get(name)
             if tensor is None:
@@ -291,7 +292,7 @@ class ModuleTensors:
         unit = self._tree.units[where[0]]
         return unit.slots[where[1]].numel * unit.itemsize
 
-    def _by_name(self) -> dict[str, torch.Tensor]:
+    def by_name(self) -> dict[str, torch.Tensor]:
         """Return what a state dict holds, without reading parameters."""
         tensors: dict[str, torch.Tensor] = {}
         for path, module in self._module.named_modules(remove_duplicate=False):

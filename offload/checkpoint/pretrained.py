@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.checkpoint.deferred import DeferredTensor, Kept, uncast, whole
+from offload.checkpoint.deferred import DeferredTensor, Kept, Unread, uncast, whole
 from offload.checkpoint.safetensors_files import FileReader, OpenFiles, find_tensors
-from offload.checkpoint.sources import FromFiles
 from offload.classes import is_a
 from offload.errors import ConfigError
 
@@ -39,7 +38,7 @@ class Weights:
         kept: what was computed of them last.
     """
 
-    parameters: dict[int, FromFiles | torch.Tensor]
+    parameters: dict[int, Unread | torch.Tensor]
     buffers: list[tuple[nn.Module, str, torch.Tensor]]
     files: OpenFiles
     kept: Kept
@@ -193,14 +192,14 @@ def _detached(model: Any, files: OpenFiles) -> Weights:
     return weights
 
 
-def _source(value: torch.Tensor, dtype: torch.dtype, kept: Kept) -> FromFiles | torch.Tensor:
+def _source(value: torch.Tensor, dtype: torch.dtype, kept: Kept) -> Unread | torch.Tensor:
     """Return where the values of a parameter of `dtype` come from."""
     value = value.detach()
     if isinstance(value, DeferredTensor) and isinstance(value.source, torch.Tensor):
         value = value.source
     if value.dtype != dtype:
         value = uncast(value).to(dtype)  # not by way of a third dtype
-    return FromFiles(value, kept) if isinstance(value, DeferredTensor) else value
+    return Unread(value, kept) if isinstance(value, DeferredTensor) else value
 
 
 def _by_name(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.checkpoint.sources import FromFiles, FromTensor, Source
+from offload.checkpoint.sources import PIECE_NUMEL, Source, elements, on_cpu
 from offload.classes import is_a, package_of
 from offload.errors import ConfigError
 from offload.kernels import cpu_adam
@@ -62,13 +62,14 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
 
 
 def scatter_parameters(
-    manager: Manager, values: Mapping[Where, torch.Tensor | FromFiles], *, keep_masters: bool = True
+    manager: Manager, values: Mapping[Where, torch.Tensor | Source], *, keep_masters: bool = True
 ) -> None:
     """Write parameters home, and their masters: a master is the given value in fp32, exactly.
 
     Args:
         manager: owner of the shards.
-        values: new values, of any floating dtype for floating parameters; moments stay as they are.
+        values: new values, of any floating dtype for floating parameters; moments stay as they are. Sources are read
+            piece by piece.
         keep_masters: 16-bit values that equal the present parameter leave its fp32 master alone. False where the
             present one may have been changed by others.
 
@@ -78,37 +79,30 @@ def scatter_parameters(
     """
     units = _units_of(manager, set(values))
     manager.tiers.refuse_leased(units)
-    sources: dict[Where, tuple[Source, torch.dtype]] = {}
+    sources: dict[Where, torch.Tensor | Source] = {}
     for (index, position), value in values.items():
         unit = manager.units[index]
         slot = unit.slots[position]
         stored = getattr(torch, unit.dtype)
-        if not isinstance(value, FromFiles):
-            refuse_unreadable(value, slot.name, "a tensor", into=stored)
+        refuse_unreadable(value, slot.name, "a tensor", into=stored)
         if tuple(value.shape) != slot.shape:
             raise ConfigError(f"{slot.name}: expected shape {slot.shape} but got {tuple(value.shape)}")
         wide = unit.trainable and stored in (torch.bfloat16, torch.float16) and value.dtype != stored
-        dtype = torch.float32 if wide else stored
-        if isinstance(value, torch.Tensor):
-            sources[index, position] = FromTensor(value.detach().to("cpu").to(dtype).contiguous()), dtype
-        else:
-            sources[index, position] = value, dtype
+        sources[index, position] = on_cpu(value, torch.float32 if wide else stored)
 
     manager.finish_updates()  # a first one makes masters
 
     def visit(chunk: Chunk) -> None:
-        for index, slot, start, stop in overlaps(chunk):
-            source, dtype = sources.get((chunk.unit.index, index), (None, None))
-            if source is None or dtype is None:
-                continue
-            offset = slot.offset_numel
-            for begin, end, address in source.pieces(start - offset, stop - offset, dtype):
-                _write_parameter(chunk, offset + begin, end - begin, address, dtype, keep_masters=keep)
+        for index, slot, start, stop in overlaps(chunk, at_most=PIECE_NUMEL):
+            source = sources.get((chunk.unit.index, index))
+            if source is not None:
+                part = elements(source, start - slot.offset_numel, stop - slot.offset_numel)
+                _write_parameter(chunk, start, stop - start, part.data_ptr(), part.dtype, keep_masters=keep)
 
     for unit in units:
         given = [sources.get((unit.index, index)) for index in range(len(unit.slots))]
         whole = all(source is not None for source in given)
-        wide = any(source is not None and source[1].itemsize > unit.itemsize for source in given)
+        wide = any(source is not None and source.dtype.itemsize > unit.itemsize for source in given)
         fresh = not _has_masters(manager, unit)
         reads: frozenset[Role] = frozenset() if whole else frozenset({Role.PARAM})
         writes = frozenset({Role.PARAM})
@@ -126,7 +120,11 @@ def refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dt
     Raises:
         ConfigError: it is not.
     """
-    if not isinstance(value, torch.Tensor):
+    if isinstance(value, Source):
+        if not value.dtype.is_complex or into.is_complex:
+            return
+        got = f"one of {value.dtype}; load real values"
+    elif not isinstance(value, torch.Tensor):
         got = f"a value of type {type(value).__name__}; load what state_dict() returned"
     elif (kind := unreadable(value)) is not None:
         way = "convert it to an ordinary dense tensor first"
@@ -213,10 +211,11 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
             tensors = moved.get((chunk.unit.index, index))
             if tensors is None:
                 continue
-            skip = start - slot.offset_numel
-            _move_states(chunk, slot, start, stop, states, tensors, save_at_step=None)
-            if "master" in tensors:
-                read_master(chunk, start, stop - start, tensors["master"].data_ptr() + skip * 4)
+            skip = (start - slot.offset_numel) * 4
+            addresses = {name: tensor.data_ptr() + skip for name, tensor in tensors.items()}
+            _move_states(chunk, slot, start, stop, states, addresses, save_at_step=None)
+            if "master" in addresses:
+                read_master(chunk, start, stop - start, addresses["master"])
 
     manager.stream(units, visit, reads=ALL_STATES | {Role.PARAM})
     return result
@@ -318,13 +317,13 @@ def _move_states(
     start: int,
     stop: int,
     states: States,
-    values: Mapping[str, torch.Tensor],
+    addresses: Mapping[str, int],
     *,
     save_at_step: int | None,
 ) -> None:
-    """Copy states of a slot's elements [start, stop) to `values` (fp32), or back with the number of the last step."""
+    """Copy a slot's states from `start` on to `addresses` (fp32), or back with the number of the last step."""
     numel, skip = stop - start, start - slot.offset_numel
-    addresses = {name: values[name].data_ptr() + skip * 4 for name in states.names if name in values}
+    addresses = {name: addresses[name] for name in states.names if name in addresses}
     found, scales = chunk.states_at(start, states)
     if states.kind is cpu_adam.StateKind.FLOAT32:
         for name, state in zip(states.names, found, strict=True):
@@ -355,7 +354,7 @@ def scatter_states(
     Args:
         manager: owner of the shards.
         counts: updates so far.
-        values: states by parameter.
+        values: states by parameter. Sources are read piece by piece.
         masters: what :func:`gather_masters` returned, of parameters without a state; of 16-bit ones it is written.
 
     Raises:
@@ -376,15 +375,16 @@ def scatter_states(
 
     def visit(chunk: Chunk) -> None:
         unit = chunk.unit
-        for index, slot, start, stop in overlaps(chunk):
-            where = unit.index, index
-            numel, skip = stop - start, (start - slot.offset_numel) * 4
-            tensors = sources.get(where, {})
+        for index, slot, start, stop in overlaps(chunk, at_most=PIECE_NUMEL):
+            where, numel, skip = (unit.index, index), stop - start, slot.offset_numel
+            values = {"master": given.get(where), **sources.get(where, {})}
+            parts = {name: elements(v, start - skip, stop - skip) for name, v in values.items() if v is not None}
             if where in sources:
-                _move_states(chunk, slot, start, stop, states, tensors, save_at_step=updates[where])
-            master = tensors.get("master", given.get(where))
-            if master is not None:
-                _write_parameter(chunk, start, numel, master.data_ptr() + skip, torch.float32, keep_masters=False)
+                addresses = {name: part.data_ptr() for name, part in parts.items()}
+                _move_states(chunk, slot, start, stop, states, addresses, save_at_step=updates[where])
+            if "master" in parts:
+                address = parts["master"].data_ptr()
+                _write_parameter(chunk, start, numel, address, torch.float32, keep_masters=False)
             elif where in given:
                 _set_masters(chunk, start, numel, chunk.at(Role.PARAM, start, 2), all_of_them=True)
 
@@ -398,7 +398,7 @@ def scatter_states(
 
 def _read_states(
     manager: Manager, values: Mapping[Where, Mapping[str, Any]], records: Records | None
-) -> tuple[dict[Where, dict[str, torch.Tensor]], dict[Where, int]]:
+) -> tuple[dict[Where, dict[str, torch.Tensor | Source]], dict[Where, int]]:
     """Return the states that are placed, as they are moved, and the updates that each parameter has had.
 
     Raises:
@@ -406,7 +406,7 @@ def _read_states(
     """
     states = manager.tiers.plan.request.states
     required = {"step", *states.names} if records is None else records.required
-    sources: dict[Where, dict[str, torch.Tensor]] = {}
+    sources: dict[Where, dict[str, torch.Tensor | Source]] = {}
     updates: dict[Where, int] = {}
     for (index, position), entry in values.items():
         unit = manager.units[index]
@@ -416,10 +416,10 @@ def _read_states(
         for name in sorted(required, key=lambda name: (name != "step", name)):
             if name not in entry:
                 raise ConfigError(f"{slot.name}: optimizer state lacks {name!r}")
-        tensors = {}
+        tensors: dict[str, torch.Tensor | Source] = {}
         for name in states.names:
             value = entry.get(name)
-            if name in required or isinstance(value, torch.Tensor):  # an own class may lack others, or have anything
+            if name in required or isinstance(value, (torch.Tensor, Source)):  # an own class may have anything
                 tensors[name] = _state(value, slot, name)
         master = entry.get("master")
         if master is not None and unit.dtype != "float32" and _is_exact(master, slot):
@@ -431,14 +431,14 @@ def _read_states(
 
 
 def _read_masters(
-    manager: Manager, masters: Mapping[Where, torch.Tensor | None], sources: Mapping[Where, Mapping[str, torch.Tensor]]
-) -> dict[Where, torch.Tensor | None]:
+    manager: Manager, masters: Mapping[Where, torch.Tensor | None], sources: Mapping[Where, Mapping[str, Any]]
+) -> dict[Where, torch.Tensor | Source | None]:
     """Return the masters of parameters without one among their states; None where the parameter is its own.
 
     Raises:
         ConfigError: as :func:`scatter_states`.
     """
-    given: dict[Where, torch.Tensor | None] = {}
+    given: dict[Where, torch.Tensor | Source | None] = {}
     for (index, position), master in masters.items():
         unit = manager.units[index]
         slot = unit.slots[position]
@@ -451,13 +451,12 @@ def _read_masters(
     return given
 
 
-def _state(value: Any, slot: Slot, name: str) -> torch.Tensor:
+def _state(value: Any, slot: Slot, name: str) -> torch.Tensor | Source:
     """Return a state that comes from outside as it is moved: in fp32, on the CPU."""
     refuse_unreadable(value, slot.name, f"{name} of shape {slot.shape}")
     if tuple(value.shape) != slot.shape:
         raise ConfigError(f"{slot.name}: expected {name} of shape {slot.shape} but got {tuple(value.shape)}")
-    converted: torch.Tensor = value.detach().to("cpu", torch.float32).contiguous()
-    return converted
+    return on_cpu(value, torch.float32)
 
 
 def _is_exact(master: Any, slot: Slot) -> bool:
@@ -488,9 +487,12 @@ def _units_of(manager: Manager, wanted: set[Where] | None) -> list[Unit]:
     return [unit for unit in manager.units if unit.index in indices]
 
 
-def overlaps(chunk: Chunk) -> Iterator[tuple[int, Slot, int, int]]:
-    """Yield (slot index, slot, start, stop) of the unit's elements [start, stop) that are in the chunk."""
+def overlaps(chunk: Chunk, *, at_most: int | None = None) -> Iterator[tuple[int, Slot, int, int]]:
+    """Yield (slot index, slot, start, stop) of the unit's elements [start, stop) that are in the chunk.
+
+    With `at_most`, a multiple of :data:`SLOT_ALIGN_NUMEL`, no range is longer.
+    """
     for index, slot in enumerate(chunk.unit.slots):
         start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
-        if start < stop:
-            yield index, slot, start, stop
+        for begin in range(start, stop, at_most or max(stop - start, 1)):
+            yield index, slot, begin, min(begin + (at_most or stop), stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ from offload.torch_private import in_backward
 class Contents(Protocol):
     """Writes parameters home."""
 
-    def write(self, values: Mapping[Where, torch.Tensor]) -> None:
+    def write(self, values: Mapping[Where, Any]) -> None:
         """Let the contents of parameters be these tensors, each of its parameter's shape."""
 
     def adopt(self, index: int) -> None:
@@ -71,7 +71,7 @@ class OutsideChanges:
             if not self._manager.working.borrowed(index):
                 self._handed.discard(index)
 
-    def write(self, values: Mapping[Where, torch.Tensor]) -> None:
+    def write(self, values: Mapping[Where, Any]) -> None:
         """Let the contents of parameters be these tensors, after what was written to them before."""
         self.forget_copies()  # who has written to them meant this
         self.adopt()

@@ -1,0 +1,71 @@
+"""What a checkpoint of another program holds, by parameter name: the one value that all readers here return.
+
+Values only. Tensors are sources: their elements are read in ranges, when they are needed. Next:
+:mod:`offload.checkpoint.foreign.opening` chooses the reader.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from offload.checkpoint.sources import Source
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """A param group.
+
+    Attributes:
+        names: of its parameters.
+        options: its hyper-parameters, as saved.
+    """
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """The small facts of a run.
+
+    Attributes:
+        kind: which program has saved it, and how.
+        global_step: optimizer steps so far; None where nothing says.
+        skipped_steps: of them, those that were skipped for an overflow.
+        epoch: as saved.
+        loss_scale: ``scale``, ``tolerance`` and ``good_steps`` of a dynamic one; None where there is none.
+        scheduler: state of the learning rate's schedule.
+        rng: states of random number generators by name.
+    """
+
+    kind: str
+    global_step: int | None = None
+    skipped_steps: int = 0
+    epoch: float | None = None
+    loss_scale: Mapping[str, float] | None = None
+    scheduler: Any = None
+    rng: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint.
+
+    Attributes:
+        path: where it is.
+        weights: parameters and buffers, of the dtype that was saved; a tied parameter under any of its names.
+        masters: fp32 masters of parameters that have one beside the weight.
+        states: per parameter that was updated, the optimizer's states by torch's names (a source, or a plain value) and
+            ``step`` where the optimizer counts.
+        groups: param groups; empty where no optimizer was saved.
+        facts: the rest.
+    """
+
+    path: str
+    weights: Mapping[str, Source]
+    masters: Mapping[str, Source]
+    states: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Group]
+    facts: Facts
