@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from offload.memory.arena import Arena
+from offload.memory.budget import Claim
 from offload.memory.transfer import Mover
 from offload.stats import Counters
 
@@ -49,7 +50,15 @@ class Device(Protocol):
         """Take host memory from which it copies fastest."""
 
     def mover(
-        self, counters: Counters, host: Arena, *, fetch_bytes: int, gradient_bytes: int, deadline_s: float
+        self,
+        counters: Counters,
+        host: Arena,
+        *,
+        fetch_bytes: int,
+        gradient_bytes: int,
+        gradient_claim: Claim,
+        largest_gradient_bytes: int,
+        deadline_s: float,
     ) -> Mover:
         """Return what moves bytes between it, the host and NVMe.
 
@@ -58,6 +67,8 @@ class Device(Protocol):
             host: gives staging buffers.
             fetch_bytes: of them, for what comes from NVMe.
             gradient_bytes: of them, for gradients.
+            gradient_claim: of the device budget, for gradients on their way.
+            largest_gradient_bytes: of one parameter.
             deadline_s: after which a copy counts as lost.
         """
 
