@@ -111,5 +111,13 @@ def resident_pages(address: int, size_bytes: int) -> int:
     return sum(byte & 1 for byte in found)
 
 
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_trial_says_why_it_is_refused(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], status: int) -> None:
+    runtime = Runtime(status)
+    monkeypatch.setattr(torch, "get_device_module", lambda place: runtime)
+    assert page_lock.refusal(PLACE, MIB) == (f"error {status} of cudaHostRegister" if status else None)
+    assert [name for name, _, _ in runtime.calls] == ["register"] + ["unregister"] * (not status)
+
+
 def test_without_a_runtime_there_is_no_error_to_take_back() -> None:
     page_lock._forget_error()

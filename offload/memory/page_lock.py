@@ -86,6 +86,20 @@ def _touch(address: int, size_bytes: int) -> None:
             pool.submit(ctypes.memset, address + begin, 0, end - begin)
 
 
+def refusal(place: torch.device, size_bytes: int) -> str | None:
+    """Page-lock some memory and let it go again; returns why that is refused, None where it is not."""
+    module: Any = torch.get_device_module(place)
+    arena = HostArena(Tier.HOST, size_bytes)
+    try:
+        with module.device(place):
+            _register(module, arena.base_address, size_bytes, place.type)(arena.base_address)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        arena.close()
+    return None
+
+
 def _unlock(module: Any, place: torch.device, unregister: Callable[[int], object], address: int) -> None:
     with module.device(place):
         unregister(address)

@@ -266,6 +266,8 @@ class Plan:
             yield f"optimizer: torch's own {request.own.name} on fp32 tensors in host memory, slower than a kernel"
             yield f"outside the tiers, in the cpu budget: {request.own}"
         yield f"activations and temporaries: {format_bytes(self.activation_bytes)} of the device budget"
+        if not request.device_is_host:
+            yield f"page-locked for copies to and from the device: {format_bytes(self.arena_bytes[Tier.HOST])} of cpu"
         if self.grad_staging_bytes:
             yield f"gradients on their way to the host: at most {format_bytes(self.grad_staging_bytes)} at once"
         if self.wide_bytes:
