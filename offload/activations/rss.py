@@ -22,6 +22,8 @@ class Rss:
         OSError: the system does not tell (no ``/proc``).
     """
 
+    notes_peaks = False  # the kernel notes the highest peak of the process's life
+
     def __init__(self) -> None:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
@@ -47,6 +49,10 @@ class Rss:
         match = _HIGH_WATER.search(Path("/proc/self/status").read_bytes())
         self._pages()
         return int(match[1]) * 1024 - self._most_shared * self._page_bytes if match else 0
+
+    def trim(self) -> None:
+        """Give pages back that the C library keeps though nothing is left in them."""
+        trim_heap()
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -7,20 +7,22 @@ back ends is in :mod:`offload.memory.page_lock`. Next: :mod:`offload.memory.devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from offload.errors import BudgetError
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Claim, Tier
+from offload.memory.device_memory import DeviceFullError, device_full
 from offload.memory.errands import Errands
 from offload.memory.gradient_reader import GradientReader
 from offload.memory.ordering import Ordering
 from offload.memory.page_lock import LockedArena
 from offload.memory.timing import Stopwatch
 from offload.memory.transfer import FutureTransfer, Ticket, Transfer
-from offload.sizes import PAGE_BYTES, round_up
+from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.stats import Counters
 
 FETCHES = 2  # from the drive at once: one is read while the other is copied
@@ -47,7 +49,11 @@ class AcceleratorDevice:
         """Take one allocation of torch's."""
         if not size_bytes:
             return Arena(Tier.DEVICE, 0, self.place, None, 0)
-        memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=self.place)
+        try:
+            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=self.place)
+        except torch.OutOfMemoryError as error:
+            what = f"{format_bytes(size_bytes)} of parameters"
+            raise device_full(error, self.place, what=what, limit_bytes=size_bytes, held={}) from error
         return Arena(Tier.DEVICE, size_bytes, self.place, memory, round_up(memory.data_ptr(), PAGE_BYTES))
 
     def host_arena(self, size_bytes: int) -> Arena:
@@ -74,6 +80,14 @@ class AcceleratorDevice:
             self, host, ring, gradient_claim, watch, self.place, largest_bytes=largest_gradient_bytes
         )
         return AcceleratorMover(self, host, staging, reader, watch, deadline_s)
+
+    def out_of_memory(
+        self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]
+    ) -> BudgetError | None:
+        """Return torch's error with what holds the memory; None where it is another one, or told already."""
+        if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceFullError):
+            return device_full(error, self.place, what=what, limit_bytes=limit_bytes, held=held)
+        return None
 
     def current_stream(self) -> torch.Stream:
         """Return the stream that compute is given to now."""

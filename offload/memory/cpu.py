@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -57,6 +57,9 @@ class CpuDevice:
     ) -> CpuMover:
         """Return a mover that needs no staging."""
         return CpuMover(counters)
+
+    def out_of_memory(self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]) -> None:
+        """Nothing: main memory has no end of its own."""
 
     def event(self) -> Past:
         """Return a moment that is over: compute on the CPU is synchronous."""

@@ -6,10 +6,12 @@ Owns the questions; each kind of device answers them in a file of its own. Nobod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
+from offload.errors import BudgetError
 from offload.memory.arena import Arena
 from offload.memory.budget import Claim
 from offload.memory.transfer import Mover
@@ -70,6 +72,18 @@ class Device(Protocol):
             gradient_claim: of the device budget, for gradients on their way.
             largest_gradient_bytes: of one parameter.
             deadline_s: after which a copy counts as lost.
+        """
+
+    def out_of_memory(
+        self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]
+    ) -> BudgetError | None:
+        """Return what to raise instead of `error`, if that says that the device's memory is full.
+
+        Args:
+            error: of whatever was done.
+            what: was done.
+            limit_bytes: the device budget.
+            held: bytes of it by the names of claims.
         """
 
     def event(self) -> Event:
