@@ -199,10 +199,16 @@ class Training:
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing."""
+        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing.
+
+        A device that is not the CPU computes later: if it has a clock, its own seconds count.
+        """
         begin, stalled = time.perf_counter(), self._counters.waits_seconds
+        counted = False
         try:
-            yield
+            with self._life.require_open().tiers.mover.computing() as counted:
+                yield
         finally:
-            waited = self._counters.waits_seconds - stalled
-            self._counters.add("compute", seconds=max(time.perf_counter() - begin - waited, 0.0))
+            if not counted:
+                waited = self._counters.waits_seconds - stalled
+                self._counters.add("compute", seconds=max(time.perf_counter() - begin - waited, 0.0))

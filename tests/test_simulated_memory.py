@@ -153,3 +153,42 @@ def test_memory_in_pieces_is_advised_against(
         torch.OutOfMemoryError("no"), torch.device("sim", 0), what="a forward", limit_bytes=MIB, held={"arena": MIB}
     )
     assert ("expandable_segments" in str(error)) is advised
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_clock", [False, True])
+def test_seconds_are_the_devices_where_it_has_a_clock(has_clock: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clocked(torch.Event):
+        """Each takes a second more than the one before."""
+
+        count = 0
+
+        def __new__(cls, *args: Any, enable_timing: bool = False, **options: Any) -> Clocked:
+            return super().__new__(cls, *args, **options)  # type: ignore[no-any-return]
+
+        def record(self, stream: torch.Stream | None = None) -> None:
+            Clocked.count += 1
+            self.at_s = Clocked.count
+            super().record(stream)
+
+        def elapsed_time(self, end: Any) -> float:
+            if not has_clock:
+                raise RuntimeError("events have no time")
+            return (end.at_s - self.at_s) * 1e3  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch, "Event", Clocked)
+    model = Net()
+    with running(LAZY), Engine(model, AdamW(), **options(model)) as engine:
+        for _ in range(2):
+            train(engine)
+        torch.accelerator.synchronize(engine.device)
+        links = engine.stats().links
+        passes = 4  # two forwards, two backwards: of each at least a second, and whole ones
+        if has_clock:
+            assert links["compute"].seconds >= passes and links["compute"].seconds == int(links["compute"].seconds)
+            assert links["h2d"].seconds >= 1 and links["d2h"].seconds >= 1
+        else:
+            assert links["h2d"].seconds == links["d2h"].seconds == 0 < links["compute"].seconds < passes
+        assert links["h2d"].bytes > 0 and links["d2h"].bytes > 0

@@ -7,7 +7,8 @@ back ends is in :mod:`offload.memory.page_lock`. Next: :mod:`offload.memory.devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -307,8 +308,18 @@ class AcceleratorMover:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[bool]:
+        """Count the seconds of the current stream in the ``with`` block, its waits for copies included."""
+        stream = self._device.current_stream()
+        begin = self._watch.start(stream)
+        try:
+            yield begin is not None
+        finally:
+            self._watch.stop("compute", stream, begin)
+
     def note_times(self) -> None:
-        """Count the seconds of copies that are over."""
+        """Count the device's seconds of what is over."""
         self._watch.read()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Owns the thread that copies, and direct reads from NVMe. Next: :mod:`offload.mem
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -131,6 +132,10 @@ class CpuMover:
 
     def wait(self, timeout_s: float) -> None:
         """Nothing is ever outstanding."""
+
+    def computing(self) -> contextlib.AbstractContextManager[bool]:
+        """Leave it to the host's clock: compute is synchronous."""
+        return contextlib.nullcontext(False)
 
     def note_times(self) -> None:
         """They are counted already."""

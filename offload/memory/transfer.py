@@ -6,6 +6,7 @@ know shards, states or schedules. Next: :mod:`offload.memory.cpu` and :mod:`offl
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -145,8 +146,14 @@ class Mover(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Wait until every `use` of :meth:`read_tensor` has run; raise what went wrong in one."""
 
+    def computing(self) -> contextlib.AbstractContextManager[bool]:
+        """Count the seconds that the device takes for what it is given in the ``with`` block, by its own clock.
+
+        Gives False where that is left to the host's: there is no other, or compute is synchronous.
+        """
+
     def note_times(self) -> None:
-        """Count the seconds of copies that are over."""
+        """Count the device's seconds of what is over."""
 
     def close(self) -> None:
         """End the worker threads."""
