@@ -27,6 +27,7 @@ from offload.kernels import cpu_adam
 from offload.life import Life
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
+from offload.memory.device_memory import open_device_meter
 from offload.memory.devices import open_device
 from offload.memory.limits import resolve_budgets
 from offload.memory.machine import free_bytes
@@ -272,7 +273,8 @@ def _activations(
     device: Device,
     undo: contextlib.ExitStack,
 ) -> Activations:
-    meter = open_rss() if device.addressable else None
+    meter = open_rss() if device.addressable else open_device_meter(device.place)
     if meter is not None:
         undo.callback(meter.close)
-    return Activations(budgets[Tier.DEVICE], manager.working, meter, beside_bytes=plan.request.own_bytes)
+    beside_bytes = plan.request.own_bytes if device.addressable else 0
+    return Activations(budgets[Tier.DEVICE], manager.working, meter, beside_bytes=beside_bytes)

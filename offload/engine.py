@@ -134,7 +134,8 @@ class Engine:
             **kwargs: passed to ``torch.Tensor.backward``.
 
         Raises:
-            NonFiniteError: the loss is NaN or infinite; no gradient was computed.
+            NonFiniteError: the loss is NaN or infinite; no gradient was computed. A loss on an accelerator is not
+                looked at, for that would wait for the forward: :meth:`step` refuses the gradients that come of it.
             StateError: backward was called for this loss already, or the engine is closed.
         """
         self._training.backward(loss, kwargs)

@@ -19,6 +19,8 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         manager: owner of the shards; None where the engine is closed.
     """
     counters, run = parts.counters, parts.steps.run
+    if manager is not None:
+        manager.tiers.mover.note_times()
     links = counters.links()
     peak = {tier.value: budget.peak_bytes for tier, budget in parts.budgets.items()}
     parts.activations.refund()

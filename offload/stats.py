@@ -32,7 +32,10 @@ class Stats:
     Attributes:
         step: optimizer steps done.
         skipped_steps: steps skipped by loss scaling.
-        links: bytes and busy seconds of ``nvme_read``, ``nvme_write``, ``h2d``, ``d2h``, ``cpu_adam``, ``compute``.
+        links: bytes and busy seconds of ``nvme_read``, ``nvme_write``, ``h2d``, ``d2h``, ``cpu_adam``, ``compute``. Of
+            an accelerator, those of ``h2d``, ``d2h`` and ``compute`` are by its clock, as far as it is over with them;
+            ``compute`` is from the beginning of a pass to its end there, waits for parameters included. Without a
+            clock, copies have no seconds, and ``compute`` is the host's time.
         hits: uses of a unit that found it on the device.
         misses: uses that had to start a fetch and wait for it.
         stalls: uses that waited for a fetch already under way; `stall_seconds` counts both kinds of wait.

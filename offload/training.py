@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from offload.closing import clean_up
 from offload.errors import TRAIN_MORE, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
+from offload.memory.budget import Tier
 from offload.module import refusals
 from offload.optim.step import Step
 from offload.optimizer import OffloadOptimizer
@@ -42,6 +43,8 @@ class Training:
         self._activations = parts.activations
         self._book = parts.book
         self._counters = parts.counters
+        self._device = parts.device
+        self._budget = parts.budgets[Tier.DEVICE]
         self._run = parts.steps.run
         self._step = parts.steps.step
         self._optimizer = parts.steps.optimizer
@@ -59,8 +62,9 @@ class Training:
                 if not torch.is_grad_enabled():
                     self._activations.close_pass()
                 return output
-            except BaseException:
+            except BaseException as error:
                 clean_up(self._hooks.unwind, self._activations.abandon_pass)
+                self._tell(error, "a forward")
                 raise
 
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
@@ -75,9 +79,11 @@ class Training:
                     self._hooks.backward(loss if factor is None else loss * factor, **kwargs)
                     self._activations.close_pass()
                     self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
-                except BaseException:
+                except BaseException as error:
                     step.micro_batches.done = 0
+                    held = self._budget.claims()
                     clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
+                    self._tell(error, "a backward pass", held)
                     raise
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
         self._last_loss = None if kept else weakref.ref(loss)
@@ -175,16 +181,34 @@ class Training:
         self._book.clear()
         return taken
 
+    def _tell(self, error: BaseException, what: str, held: Mapping[str, int] | None = None) -> None:
+        """Raise what tells more than `error`, where the device's memory is full.
+
+        Raises:
+            BudgetError: it is.
+        """
+        budget = self._budget
+        held = budget.claims() if held is None else held
+        full = self._device.out_of_memory(error, what=what, limit_bytes=budget.limit_bytes, held=held)
+        if full is not None:
+            raise full from error
+
     def _drop_gradients(self, manager: Manager) -> None:
         self._book.clear()
         manager.drop_gradients()
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:
-        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing."""
+        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing.
+
+        A device that is not the CPU computes later: if it has a clock, its own seconds count.
+        """
         begin, stalled = time.perf_counter(), self._counters.waits_seconds
+        counted = False
         try:
-            yield
+            with self._life.require_open().tiers.mover.computing() as counted:
+                yield
         finally:
-            waited = self._counters.waits_seconds - stalled
-            self._counters.add("compute", seconds=max(time.perf_counter() - begin - waited, 0.0))
+            if not counted:
+                waited = self._counters.waits_seconds - stalled
+                self._counters.add("compute", seconds=max(time.perf_counter() - begin - waited, 0.0))

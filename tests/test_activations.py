@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from offload.activations import ledger as activations
-from offload.activations.ledger import MARGIN_BYTES, TOLERANCE_BYTES, Activations, SavedActivation
+from offload.activations.ledger import (
+    MARGIN_BYTES,
+    TOLERANCE_BYTES,
+    WORTH_SAMPLING_BYTES,
+    Activations,
+    SavedActivation,
+)
 from offload.activations.rss import Rss, open_rss, trim_heap
 from offload.errors import BudgetError
 from offload.memory.budget import Budget, Tier
@@ -41,11 +47,23 @@ class FakeRegion:
         return taken
 
 
+TRIMS: list[None] = []  # of meters in the test that runs
+
+
 class FakeMeter:
     """A resident set of `resident` bytes beside the region, whose peaks the kernel notes."""
 
-    def __init__(self, region: FakeRegion) -> None:
+    notes_peaks = False
+
+    def __init__(self, region: FakeRegion, trims: list[None]) -> None:
         self.region, self.resident, self.peak = region, 1000 * MIB, 0
+        self.trims = trims
+
+    def trim(self) -> None:
+        self.trims.append(None)
+
+    def close(self) -> None:
+        pass
 
     def now_bytes(self) -> int:
         self.peak = max(self.peak, self.resident + self.region.size_bytes)
@@ -67,7 +85,7 @@ class Bench:
     def __init__(self, *, working: int = 100) -> None:
         self.budget = Budget(Tier.DEVICE, 1000 * MIB)
         self.region = FakeRegion(self.budget, working * MIB, 100 * MIB, 600 * MIB)
-        self.meter = FakeMeter(self.region)
+        self.meter = FakeMeter(self.region, TRIMS)
         self.activations = Activations(self.budget, self.region, self.meter)
         self.run(spike=0)  # after the first micro-batch, holes in the heap are left to the allocator if there is room
 
@@ -80,11 +98,10 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def trims(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One entry per call; the real one would trim the heap of the tests."""
-    calls: list[None] = []
+    """One entry per call."""
+    TRIMS.clear()
     monkeypatch.setattr(activations, "LOOK_EVERY_S", 0.0)  # a look at every call
-    monkeypatch.setattr(activations, "trim_heap", lambda: calls.append(None))
-    return calls
+    return TRIMS
 
 
 def tensor(size_bytes: int) -> torch.Tensor:
@@ -263,6 +280,36 @@ def test_a_pass_ends_when_nothing_of_it_is_kept() -> None:
     bench.activations.close_pass()
     assert bench.region.size_bytes == 600 * MIB  # both together took 300
     bench.activations.close_pass()  # it has been looked at already
+
+
+class PeakMeter(FakeMeter):
+    """One that has seen every moment, and is asked only where a pass begins and ends."""
+
+    notes_peaks = True
+
+    def now_bytes(self) -> int:
+        self.trims.append(None)
+        return super().now_bytes()
+
+
+def test_a_meter_that_notes_peaks_is_asked_where_passes_begin_and_end(trims: list[None]) -> None:
+    budget = Budget(Tier.DEVICE, 1000 * MIB)
+    region = FakeRegion(budget, 100 * MIB, 100 * MIB, 100 * MIB)
+    meter = PeakMeter(region, trims)
+    ledger = Activations(budget, region, meter)
+    for spike in (0, 500 * MIB, 900 * MIB, 900 * MIB + TOLERANCE_BYTES):
+        ledger.open_pass()
+        meter.spike(spike)
+        asked = len(trims)
+        kept = [SavedActivation(tensor(WORTH_SAMPLING_BYTES), ledger) for _ in range(3)]
+        ledger.balance()
+        assert len(trims) == asked
+        del kept
+        ledger.close_pass()
+    ledger.open_pass()
+    meter.spike(901 * MIB + TOLERANCE_BYTES)
+    with pytest.raises(BudgetError, match="a micro-batch took 965.00 MiB of activations and temporaries as measured"):
+        ledger.close_pass()
 
 
 def test_without_a_meter_only_the_ledger_counts() -> None:

@@ -95,7 +95,7 @@ USES_EVENTS = {f"offload.shards.{name}" for name in ("copies", "gradients", "lea
 PRIVATE_TORCH = re.compile(r"\btorch\._[A-Za-z]|\bfrom torch(\.\w+)*(\._\w+| import (.*\W)?_\w)|\btorch\.autograd\._")
 USES_PRIVATE_TORCH = {"offload.torch_private"}
 ASKS_KIND = re.compile(r"\btorch\.(cuda|accelerator|xpu|mps)\b|\bdevice\.type (==|!=|in|not in)|\.is_(cuda|cpu)\b")
-KNOWS_DEVICES = {"offload.memory.accelerator", "offload.memory.devices"}
+KNOWS_DEVICES = {f"offload.memory.{name}" for name in ("accelerator", "devices", "page_lock")}
 # file -> the one private attribute of another object that it may write: a tensor of our own class, one of torch's own
 WRITES_PRIVATE = {"offload.module.handles": "_incoming", "offload.optim.takeover": "_opt_called"}
 MAY_PRINT = {f"offload.{name}" for name in ("__main__", "cli.main", "cli.finetune.run", "cli.finetune.progress")}

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from offload.memory import accelerator
-from offload.memory.accelerator import LockedArena
+from offload.memory import page_lock
 from offload.memory.budget import Tier
+from offload.memory.page_lock import LockedArena
 
 PLACE = torch.device("cuda", 1)
 MIB = 1 << 20
 
 
 class Runtime:
-    """Of CUDA, with the device that is current; `status` is what registering returns."""
+    """Of CUDA, with the device that is current; `status` is what registering returns, behind `most` calls that work."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, most: int | None = None) -> None:
         self.status = status
+        self.most = most
         self.current = 0
         self.calls: list[tuple[str, int, int]] = []  # name, device that was current, flags
 
@@ -35,7 +37,7 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
         self.calls.append(("register", self.current, flags))
-        return self.status
+        return 2 if self.most is not None and len(self.calls) > self.most else self.status
 
     def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unregister", self.current, 0))
@@ -46,7 +48,7 @@ class Runtime:
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Errors of the runtime that were taken back."""
     found: list[bool] = []
-    monkeypatch.setattr(accelerator, "_forget_error", lambda: found.append(True))
+    monkeypatch.setattr(page_lock, "_forget_error", lambda: found.append(True))
     return found
 
 
@@ -74,5 +76,48 @@ def test_a_failure_is_told_and_leaves_no_error_behind(
     assert runtime.calls == [("register", 1, 1)]
 
 
+def test_memory_is_locked_in_pieces_as_far_as_the_system_lets_us(
+    monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is locked stays so; copies are cut where it ends, for CUDA copies no memory that is locked in part."""
+    runtime = Runtime(0, most=2)
+    monkeypatch.setattr(torch, "get_device_module", lambda place: runtime)
+    monkeypatch.setattr(page_lock, "PIECE_BYTES", MIB)
+    arena = LockedArena(Tier.HOST, 3 * MIB + 4096, PLACE)
+    assert arena.locked_bytes == 2 * MIB and not arena.elastic and forgotten == [True]
+    assert "1.00 MiB of 3.00 MiB could not be page-locked for cuda:1 (error 2 of cudaHostRegister)" in caplog.text
+    base = arena.base_address
+    assert arena.spans(base + MIB, MIB) == [(0, MIB)]
+    assert arena.spans(base + MIB, 2 * MIB) == [(0, MIB), (MIB, 2 * MIB)]
+    assert arena.spans(base + 2 * MIB, MIB) == [(0, MIB)]
+    arena.close()
+    assert [name for name, _, _ in runtime.calls] == ["register"] * 3 + ["unregister"] * 2
+
+
+def test_pages_are_brought_in_by_several_threads_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system locks in one thread, and would bring them in there."""
+    runtime = Runtime(0)
+    monkeypatch.setattr(torch, "get_device_module", lambda place: runtime)
+    monkeypatch.setattr(page_lock, "TOUCHED_BYTES", MIB)
+    arena = LockedArena(Tier.HOST, 3 * MIB + 4096, PLACE)
+    assert arena.locked_bytes == 3 * MIB + 4096
+    assert resident_pages(arena.base_address, 3 * MIB + 4096) == 3 * 256 + 1
+    arena.close()
+
+
+def resident_pages(address: int, size_bytes: int) -> int:
+    found = (ctypes.c_ubyte * (size_bytes // 4096))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), found) == 0
+    return sum(byte & 1 for byte in found)
+
+
+@pytest.mark.parametrize("status", [0, 2])
+def test_a_trial_says_why_it_is_refused(monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], status: int) -> None:
+    runtime = Runtime(status)
+    monkeypatch.setattr(torch, "get_device_module", lambda place: runtime)
+    assert page_lock.refusal(PLACE, MIB) == (f"error {status} of cudaHostRegister" if status else None)
+    assert [name for name, _, _ in runtime.calls] == ["register"] + ["unregister"] * (not status)
+
+
 def test_without_a_runtime_there_is_no_error_to_take_back() -> None:
-    accelerator._forget_error()
+    page_lock._forget_error()

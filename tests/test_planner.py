@@ -225,7 +225,8 @@ def check_plan(plan: Plan) -> None:
     through = [u.param_bytes for u in units if plan.homes[u.index].param is Tier.NVME]
     if not request.device_is_host:
         assert plan.fetch_staging_bytes >= 2 * max(through, default=0)
-        assert plan.grad_staging_bytes >= max((u.param_bytes for u in units if u.trainable), default=0)
+        largest = max((u.param_bytes for u in units if u.trainable), default=0)
+        assert plan.grad_staging_bytes in (largest, 2 * largest, 3 * largest)
     else:
         assert plan.fetch_staging_bytes == plan.grad_staging_bytes == 0
     assert str(plan)
@@ -338,10 +339,10 @@ def test_staging_of_a_large_model_is_deeper_where_host_memory_is_left() -> None:
 def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
     plan = make_plan(Request(BLOCKS, budgets(GIB, GIB), device_is_host=False))
     assert all((h.param, h.grad, h.states) == (Tier.DEVICE, Tier.HOST, Tier.HOST) for h in plan.homes)
-    # 8 x (2 + 10) MiB, four staging slots of 12 B per element, one unit's gradients on their way, and what an update
+    # 8 x (2 + 10) MiB, four staging slots of 12 B per element, three units' gradients on their way, and what an update
     # during backward writes: 8 x (2 + 10) MiB
     assert plan.spare_bytes == 8 * 12 * MIB
-    assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 12 * plan.chunk_numel + 2 * MIB + plan.spare_bytes
+    assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 12 * plan.chunk_numel + 3 * 2 * MIB + plan.spare_bytes
     for budget in (0, MIB, GIB):  # no budget would do
         with pytest.raises(ConfigError, match='offload_optimizer="none".*cannot stay on a GPU.*use "auto"'):
             make_plan(Request(BLOCKS, budgets(budget, budget), optimizer_tier=Tier.DEVICE, device_is_host=False))

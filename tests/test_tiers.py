@@ -34,7 +34,9 @@ def test_the_cpu_as_device_copies_and_has_nothing_outstanding() -> None:
     device = CpuDevice()
     assert device.place == CPU and device.addressable and device.name() and device.free_bytes() > 0
     arena, host = device.arena(4 * PAGE), device.host_arena(4 * PAGE)
-    mover = device.mover(Counters(), host, fetch_bytes=0, gradient_bytes=0, deadline_s=30.0)
+    claim = Budget(Tier.DEVICE, 0).claim("gradients")
+    sizes = {"fetch_bytes": 0, "gradient_bytes": 0, "largest_gradient_bytes": 0}
+    mover = device.mover(Counters(), host, **sizes, gradient_claim=claim, deadline_s=30.0)
     try:
         here, there = host.take(PAGE), arena.take(PAGE)
         ctypes.memset(here.address, 7, PAGE)

@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 
-from offload.activations.rss import Rss, trim_heap
 from offload.errors import BudgetError, StateError
 from offload.memory.budget import Budget
 from offload.sizes import format_bytes
@@ -34,6 +33,30 @@ HOLES_FACTOR = 1.3  # what the allocator may make of a peak when holes are left 
 WORTH_SAMPLING_BYTES = 256 << 10
 WORTH_TRIMMING_BYTES = 16 << 20
 LOOK_EVERY_S = 1e-3  # compute allocates a few MiB at most in between
+
+
+class Meter(Protocol):
+    """Measures the memory that activations live in.
+
+    Attributes:
+        notes_peaks: :meth:`high_water_bytes` has seen every moment, so that nobody needs to look in between.
+    """
+
+    @property
+    def notes_peaks(self) -> bool:
+        """See the class."""
+
+    def now_bytes(self) -> int:
+        """Return the bytes that are in use now."""
+
+    def high_water_bytes(self) -> int:
+        """Return the most that has been in use at once."""
+
+    def trim(self) -> None:
+        """Give back what is kept though nothing is in it."""
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
 
 
 class Elastic(Protocol):
@@ -106,12 +129,13 @@ class Activations:
     Args:
         budget: of the device.
         region: what gives way.
-        meter: measures the resident set; None where activations do not live in it (a GPU), or it cannot be read.
+        meter: measures the memory that activations live in: the resident set, or what torch counts of a GPU; None
+            where it cannot be read.
         beside_bytes: of the host budget, outside its arena: what updates inside a forward take is resident, too. While
             they take less, the measurement lets the device have it; the two budgets together are kept.
     """
 
-    def __init__(self, budget: Budget, region: Elastic, meter: Rss | None, *, beside_bytes: int = 0) -> None:
+    def __init__(self, budget: Budget, region: Elastic, meter: Meter | None, *, beside_bytes: int = 0) -> None:
         self.freed: collections.deque[int] = collections.deque()
         self._budget = budget
         self._claim = budget.claim("activations")
@@ -130,7 +154,7 @@ class Activations:
         self._floor_bytes = 0  # what is resident beside the region when nothing is kept
         self._high_water_bytes = 0
         if meter is not None:
-            trim_heap()  # what loading the model has left behind
+            meter.trim()  # what loading the model has left behind
             self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes
             self._high_water_bytes = meter.high_water_bytes()
 
@@ -186,8 +210,8 @@ class Activations:
         return self._budget.free_bytes + self._claim.size_bytes
 
     def sample(self) -> int:
-        """Note what is resident now; returns the bytes by which it exceeds the room."""
-        if self._meter is None:
+        """Note what is resident now; returns the bytes by which it exceeds the room, 0 where a meter notes peaks."""
+        if self._meter is None or self._meter.notes_peaks:
             return 0
         used_bytes = self._used(self._meter.now_bytes())
         if used_bytes > self._peak_bytes:
@@ -223,9 +247,9 @@ class Activations:
         self._calm_bytes = max(self._calm_bytes, used)
         if self._tight is not None:  # a spike must still fit; in the first pass, nobody knows how high it will be
             excess += max(self._spikes, default=0) if self._tight else 0
-        if (excess > 0 or self._tight is None) and self._meter is not None:
+        if (excess > 0 or self._tight is None) and self._meter is not None and not self._meter.notes_peaks:
             if used - max(self._claim.size_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
-                trim_heap()
+                self._meter.trim()
                 self._trimmed_bytes = self._used(self._meter.now_bytes())
 
     def open_pass(self) -> None:
@@ -233,7 +257,7 @@ class Activations:
         self.refund()
         if self._meter is not None and not self._held:
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
-                trim_heap()
+                self._meter.trim()
             self._high_water_bytes = self._meter.high_water_bytes()
             self._peak_bytes, self._calm_bytes, self._trimmed_bytes, self._open = 0, 0, 0, True
 
@@ -255,7 +279,7 @@ class Activations:
         self._note_high_water()
         peak = self._peak_bytes
         if peak > self.room_bytes:
-            trim_heap()
+            self._meter.trim()
             grown = self._used(self._meter.now_bytes())
             if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
                 self._floor_bytes += grown

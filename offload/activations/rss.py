@@ -42,6 +42,8 @@ class Rss:
         OSError: the system does not tell (no ``/proc``).
     """
 
+    notes_peaks = False  # the kernel notes the highest peak of the process's life
+
     def __init__(self) -> None:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
@@ -70,6 +72,10 @@ class Rss:
             return 0
         self._pages()
         return peak_bytes - self._most_shared * self._page_bytes
+
+    def trim(self) -> None:
+        """Give pages back that the C library keeps though nothing is left in them."""
+        trim_heap()
 
     def close(self) -> None:
         """Close the file. Idempotent."""

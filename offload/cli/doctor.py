@@ -27,6 +27,7 @@ LEAST_KERNEL = (5, 10)
 LEAST_TORCH = (2, 7)
 LEAST_PYTHON = (3, 10)
 LEAST_LOCKABLE_BYTES = 64 << 20  # what registered buffers are worth having for
+PAGE_LOCK_PROBE_BYTES = 256 << 20
 LEAST_MEMORY_BYTES = 4 * GIB
 LEAST_FREE_BYTES = 10 * GIB
 LEAST_OPEN_FILES = 256
@@ -107,6 +108,7 @@ class Facts:
     gpus: tuple[GpuFacts, ...] = ()  # that torch can use
     gpu_present: bool = False  # a driver for NVIDIA GPUs is loaded
     gpu_driver: str | None = None
+    page_lock_refusal: str | None = None  # why the first GPU cannot copy from host memory by itself, None where it can
     paths: tuple[PathFacts, ...] = ()
 
 
@@ -180,6 +182,10 @@ def _torch_facts() -> dict[str, Any]:
         values["gpus"] = tuple(
             GpuFacts(name=name, memory_bytes=size, capability=capability) for name, size, capability in gpus()
         )
+        if values["gpus"]:
+            from offload.memory.page_lock import refusal
+
+            values["page_lock_refusal"] = refusal(torch.device("cuda", 0), PAGE_LOCK_PROBE_BYTES)
     except Exception as error:
         values["torch_error"] = f"{type(error).__name__}: {error}"
     return values
@@ -308,6 +314,16 @@ def _gpu(facts: Facts) -> Verdicts:
     return found
 
 
+def _page_lock(facts: Facts) -> Verdicts:
+    if not facts.gpus:
+        return []
+    if facts.page_lock_refusal is None:
+        return _ok(f"{format_bytes(PAGE_LOCK_PROBE_BYTES)} of host memory can be page-locked for the GPU")
+    text = f"host memory cannot be page-locked for the GPU ({facts.page_lock_refusal})"
+    remedy = "raise what a process may lock (ulimit -l unlimited; container: --ulimit memlock=-1), or free host memory"
+    return _warning(f"{text}: its copies are several times slower, and compute waits for them", remedy)
+
+
 def _memory(facts: Facts) -> Verdicts:
     if facts.memory_bytes is None:
         return _warning("size unknown", 'name the budget yourself: max_memory={"cpu": ...}')
@@ -418,6 +434,7 @@ CHECKS: dict[str, Callable[[Facts], Verdicts]] = {
     "transformers": _transformers,
     "extensions": _extensions,
     "gpu": _gpu,
+    "page-locking": _page_lock,
     "memory": _memory,
     "processor": _processor,
     "numa": _numa,

@@ -1,28 +1,32 @@
 """A device whose memory the host cannot touch, by torch's generic streams and events.
 
-Owns its streams, the order of copies behind compute, and page-locking. Written against ``torch.accelerator``; what
-differs between back ends is :func:`_page_lock`. Next: :mod:`offload.memory.devices`.
+Owns its streams, and the copies that they carry. Written against ``torch.accelerator``. The order of copies and compute
+is in :mod:`offload.memory.ordering`, gradients have :mod:`offload.memory.gradient_reader`, and what differs between
+back ends is in :mod:`offload.memory.page_lock`. Next: :mod:`offload.memory.devices`.
 """
 
 from __future__ import annotations
 
-import collections
-import ctypes
-import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 
-from offload.memory.arena import HOST, Arena, Buffer, HostArena, bytes_at
-from offload.memory.budget import Tier
-from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
+from offload.errors import BudgetError
+from offload.memory.arena import HOST, Arena, Buffer, bytes_at
+from offload.memory.budget import Claim, Tier
+from offload.memory.device_memory import DeviceFullError, device_full
+from offload.memory.errands import Errands
+from offload.memory.gradient_reader import GradientReader
+from offload.memory.ordering import Ordering
+from offload.memory.page_lock import LockedArena
+from offload.memory.timing import Stopwatch
+from offload.memory.transfer import FutureTransfer, Ticket, Transfer
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
 from offload.stats import Counters
 
-logger = logging.getLogger(__name__)
+FETCHES = 2  # from the drive at once: one is read while the other is copied
 
 
 class AcceleratorDevice:
@@ -46,7 +50,11 @@ class AcceleratorDevice:
         """Take one allocation of torch's."""
         if not size_bytes:
             return Arena(Tier.DEVICE, 0, self.place, None, 0)
-        memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=self.place)
+        try:
+            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=self.place)
+        except torch.OutOfMemoryError as error:
+            what = f"{format_bytes(size_bytes)} of parameters"
+            raise device_full(error, self.place, what=what, limit_bytes=size_bytes, held={}) from error
         return Arena(Tier.DEVICE, size_bytes, self.place, memory, round_up(memory.data_ptr(), PAGE_BYTES))
 
     def host_arena(self, size_bytes: int) -> Arena:
@@ -54,12 +62,33 @@ class AcceleratorDevice:
         return LockedArena(Tier.HOST, size_bytes, self.place)
 
     def mover(
-        self, counters: Counters, host: Arena, *, fetch_bytes: int, gradient_bytes: int, deadline_s: float
+        self,
+        counters: Counters,
+        host: Arena,
+        *,
+        fetch_bytes: int,
+        gradient_bytes: int,
+        gradient_claim: Claim,
+        largest_gradient_bytes: int,
+        deadline_s: float,
     ) -> AcceleratorMover:
         """Return a mover with staging buffers in `host`."""
-        half = fetch_bytes // 2
-        fetch = [host.take(half) for _ in range(2)] if half else []
-        return AcceleratorMover(counters, self, fetch, host.take(gradient_bytes), deadline_s)
+        part = fetch_bytes // FETCHES
+        staging = [host.take(part) for _ in range(FETCHES)] if part else []
+        watch = Stopwatch(counters, self.place)
+        ring = host.take(gradient_bytes)
+        reader = GradientReader(
+            self, host, ring, gradient_claim, watch, self.place, largest_bytes=largest_gradient_bytes
+        )
+        return AcceleratorMover(self, host, staging, reader, watch, deadline_s)
+
+    def out_of_memory(
+        self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]
+    ) -> BudgetError | None:
+        """Return torch's error with what holds the memory; None where it is another one, or told already."""
+        if isinstance(error, torch.OutOfMemoryError) and not isinstance(error, DeviceFullError):
+            return device_full(error, self.place, what=what, limit_bytes=limit_bytes, held=held)
+        return None
 
     def current_stream(self) -> torch.Stream:
         """Return the stream that compute is given to now."""
@@ -76,217 +105,163 @@ class AcceleratorDevice:
         torch.accelerator.synchronize(self.place)
 
 
-class LockedArena(HostArena):
-    """Host memory that stays where it is, so that the device can copy from and to it by itself."""
+class _Upload:
+    """A copy into a buffer: compute waits for it where it uses the buffer, the host does not."""
 
-    def __init__(self, tier: Tier, size_bytes: int, place: torch.device) -> None:
-        super().__init__(tier, size_bytes)
-        self._unlock = _page_lock(self.base_address, size_bytes, place) if size_bytes else None
-        self.elastic = self._unlock is None
-
-    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
-        """Unlock and unmap it, as :meth:`Arena.close` says. Idempotent."""
-        unlock, self._unlock = self._unlock, None
-        if unlock is not None:
-            unlock()
-        super().close(busy)
-
-
-def _page_lock(address: int, size_bytes: int, place: torch.device) -> Callable[[], None] | None:
-    """Page-lock host memory; returns what undoes it, None where that is not possible."""
-    module: Any = torch.get_device_module(place)
-    try:
-        with module.device(place):  # a back end makes a context, and that on the device that is current
-            unregister = _register(module, address, size_bytes, place.type)
-    except RuntimeError as error:
-        logger.warning(
-            "host arena: %s could not be page-locked for %s (%s): copies are several times slower, and who starts one "
-            "waits for it; a lower max_memory['cpu'] may fit what the system lets a process lock (ulimit -l)",
-            format_bytes(size_bytes),
-            place,
-            error,
-        )
-        return None
-
-    def unlock() -> None:
-        with module.device(place):
-            unregister(address)
-
-    return unlock
-
-
-def _register(module: Any, address: int, size_bytes: int, kind: str) -> Callable[[int], object]:
-    """Page-lock host memory; returns the function that undoes it.
-
-    CUDA and ROCm have ``cudaHostRegister``. Of any other back end, torch's device module is asked for two functions:
-    ``host_register(address, size_bytes)``, which raises RuntimeError if it cannot, and ``host_unregister(address)``.
-
-    Raises:
-        RuntimeError: it is not possible.
-    """
-    unregister: Callable[[int], object]
-    if kind == "cuda":
-        runtime = module.cudart()
-        status = int(runtime.cudaHostRegister(address, size_bytes, _PORTABLE))
-        if status:
-            _forget_error()
-            raise RuntimeError(f"error {status} of cudaHostRegister")
-        unregister = runtime.cudaHostUnregister
-    elif hasattr(module, "host_register"):
-        module.host_register(address, size_bytes)
-        unregister = module.host_unregister
-    else:
-        raise RuntimeError("not with this back end")
-    return unregister
-
-
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for every device
-
-
-def _forget_error() -> None:
-    """Take back CUDA's last error, which torch's next launch of a kernel would report as its own."""
-    libraries: Any = ctypes.CDLL(None)
-    for name in ("cudaGetLastError", "hipGetLastError"):
-        if hasattr(libraries, name):
-            getattr(libraries, name)()
-
-
-class AcceleratorTransfer:
-    """A copy on a stream: waiting makes the streams that compute wait, not the host."""
-
-    def __init__(self, streams: Iterable[torch.Stream], future: Future[torch.Event], subject: str) -> None:
-        self._streams = streams
-        self._enqueued = FutureTransfer(future, subject)  # type: ignore[arg-type]
-        self._future = future
+    def __init__(self, ordering: Ordering, target: Buffer, event: Future[torch.Event], subject: str) -> None:
+        self._ordering = ordering
+        self._target = target
+        self._event = event
+        self._enqueued = FutureTransfer(event, subject)
 
     def done(self) -> bool:
         """Tell whether the copy is complete."""
-        if not self._future.done():
+        if not self._event.done():
             return False
-        return self._future.exception() is not None or bool(self._future.result().query())
+        return self._event.exception() is not None or bool(self._event.result().query())
 
     def wait(self, timeout_s: float) -> None:
-        """Order the streams that compute behind the copy."""
+        """Wait until a stream has been given the copy: who uses the buffer from now on is ordered behind it."""
         self._enqueued.wait(timeout_s)
-        for stream in self._streams:
-            stream.wait_event(self._future.result())
+        self._ordering.arrive(self._target, self._event.result())
+
+
+class _Moment:
+    """A copy that the host waits for."""
+
+    def __init__(self, event: torch.Event, waiter: ThreadPoolExecutor, subject: str) -> None:
+        self._event = event
+        self._waiter = waiter
+        self._subject = subject
+
+    def done(self) -> bool:
+        """Tell whether the copy is complete."""
+        return bool(self._event.query())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until it is; in a thread that may be late, because a device that hangs lets nobody go."""
+        if not self._event.query():
+            FutureTransfer(self._waiter.submit(self._event.synchronize), self._subject).wait(timeout_s)
 
 
 class AcceleratorMover:
-    """Mover for an accelerator: one stream per direction, events only.
+    """Mover for an accelerator: streams of its own, ordered with compute by events.
 
-    NVMe reads pass through two page-locked staging buffers, gradients through one. A buffer is reused only after the
-    event that was recorded where it was vacated. Gradients that wait for their copy take device memory that no plan
-    knows, so they are at most as many bytes as their staging buffer has.
-
-    The user may compute on several streams that nothing orders. Each that has used the device's parameters counts as
-    one that may still read them, and waits for all that arrives.
+    There are two streams for uploads: what compute waits for does not queue behind what was fetched ahead. What comes
+    from NVMe passes through page-locked staging buffers, chunk by chunk. A buffer is reused only after the event that
+    was recorded behind its last copy. Gradients have a :class:`GradientReader`.
     """
 
     def __init__(
         self,
-        counters: Counters,
         device: AcceleratorDevice,
+        host: Arena,
         staging: Sequence[Buffer],
-        gradient_staging: Buffer,
+        gradients: GradientReader,
+        watch: Stopwatch,
         deadline_s: float,
     ) -> None:
-        self._counters = counters
+        """Begin with nothing on its way.
+
+        Args:
+            device: to and from which bytes move.
+            host: arena of all host addresses.
+            staging: buffers for what comes from NVMe: so many fetches are under way at once.
+            gradients: reads them.
+            watch: counts bytes and seconds.
+            deadline_s: after which a copy counts as lost.
+        """
         self._device = device
-        self._upload = torch.Stream(device.place)
-        self._download = torch.Stream(device.place)
-        stream = device.current_stream()
-        self._upload.wait_stream(stream)  # work of the arena's last owner may be queued
-        self._computing = {stream.stream_id: stream}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="offload-d2h")
-        self._staging = list(staging)
-        self._staging_events: list[torch.Event | None] = [None] * len(staging)
-        self._turn = 0
-        self._released: dict[int, list[torch.Event]] = {}
-        self._uploads: dict[int, Future[torch.Event]] = {}  # the last one from each host address
+        self._host = host
+        self._gradients = gradients
+        self._watch = watch
         self._deadline_s = deadline_s
-        self._gradients: collections.deque[tuple[Future[None], int]] = collections.deque()  # on their way, with bytes
-        self._gradient_bytes = 0
-        self._gradient_failure: BaseException | None = None
-        self._gradient_staging = gradient_staging
+        self._ordering = Ordering(device)
+        self._ahead, self._urgent = torch.Stream(device.place), torch.Stream(device.place)
+        for stream in (self._ahead, self._urgent):
+            stream.wait_stream(device.current_stream())  # work of the arena's last owner may be queued
+        self._staging = list(staging)
+        self._staged: list[torch.Event | None] = [None] * len(staging)  # the last copy from each
+        self._reads = Errands[torch.Event](len(staging), "offload-h2d")
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="offload-wait")
+        self._uploads: dict[int, torch.Event] = {}  # the last one from each host address
 
-    def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
-        """Copy from page-locked memory on the upload stream."""
-        event = self._ready(target)
-        future = self._uploads[source] = self._worker.submit(self._enqueue, source, target, size_bytes, event)
-        return self._transfer(future, f"copy of {size_bytes} bytes to {self._device.place}")
+    # --- parameters -------------------------------------------------------------------------------------------------
 
-    def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
-        """Read into staging, then copy on the upload stream; the worker thread waits in between."""
-        event = self._ready(target)
+    def use(self, buffer: Buffer) -> None:
+        """Let the current stream wait for what has arrived in `buffer`, and be waited for."""
+        self._ordering.use(buffer)
 
-        def run() -> torch.Event:
-            turn = self._turn
-            self._turn = (turn + 1) % len(self._staging)
-            used = self._staging_events[turn]
-            if used is not None:
-                used.synchronize()
-            address = self._staging[turn].address
-            TicketGroup(read(address)).wait(None)  # the store's own deadline holds
-            copied = self._enqueue(address, target, size_bytes, event)
-            self._staging_events[turn] = copied
-            return copied
+    def release(self, buffer: Buffer) -> None:
+        """Record where the streams that have used `buffer` are now."""
+        self._ordering.release(buffer)
 
-        return self._transfer(self._worker.submit(run), f"fetch of {size_bytes} bytes to {self._device.place}")
+    def fetch_host(self, source: int, target: Buffer, size_bytes: int, *, urgent: bool) -> Transfer:
+        """Copy from page-locked memory; the caller enqueues it."""
+        stream = self._stream(urgent)
+        self._follow(stream, self._ordering.before(target))
+        enqueued: Future[torch.Event] = Future()
+        event = self._uploads[source] = self._upload(stream, source, target.address, size_bytes)
+        enqueued.set_result(event)
+        return _Upload(self._ordering, target, enqueued, f"copy of {size_bytes} bytes to {self._device.place}")
 
-    def _transfer(self, future: Future[torch.Event], subject: str) -> Transfer:
-        return AcceleratorTransfer(self._computing.values(), future, subject)
+    def fetch_nvme(
+        self, read: Callable[[int], list[Ticket]], target: Buffer, sizes: Sequence[int], *, urgent: bool
+    ) -> Transfer:
+        """Read into staging, and copy each part as soon as it is there; a thread waits in between."""
+        before = self._ordering.before(target)
 
-    def enter(self) -> None:
-        """Let the current stream wait for what has arrived, and be waited for from now on."""
-        stream = self._device.current_stream()
-        if stream.stream_id not in self._computing:
-            stream.wait_stream(self._upload)
-            self._computing[stream.stream_id] = stream
+        def run(number: int) -> torch.Event:
+            self._await_staging(number)
+            return self._pass_on(number, read(self._staging[number].address), target, sizes, before, urgent=urgent)
 
-    def download(self, source: int, target: int, size_bytes: int) -> Ticket:
-        """Copy device address `source` to page-locked host address `target`."""
-        return self._direct(source, target, size_bytes, "d2h")
+        event = self._reads.submit(run, urgent=urgent)
+        return _Upload(self._ordering, target, event, f"fetch of {sum(sizes)} bytes to {self._device.place}")
 
-    def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
-        """Copy page-locked host address `source` to device address `target`."""
-        return self._direct(source, target, size_bytes, "h2d")
+    def _await_staging(self, number: int) -> None:
+        used = self._staged[number]
+        if used is not None:
+            used.synchronize()
 
-    def _direct(self, source: int, target: int, size_bytes: int, link: str) -> Ticket:
-        computed = self._computed()
-
-        def run() -> None:
-            begin = time.perf_counter()
-            down = link == "d2h"
-            stream = self._download if down else self._upload
-            host = bytes_at(target if down else source, size_bytes, HOST)
-            device = bytes_at(source if down else target, size_bytes, self._device.place)
-            with stream:
-                for event in computed:
-                    stream.wait_event(event)
-                if down:
-                    host.copy_(device, non_blocking=True)
-                else:
-                    device.copy_(host, non_blocking=True)
-                stream.synchronize()
-            self._counters.add(link, size_bytes=size_bytes, seconds=time.perf_counter() - begin)
-
-        worker = self._reader if link == "d2h" else self._worker
-        return FutureTransfer(worker.submit(run), f"copy of {size_bytes} bytes ({link})")
+    def _pass_on(
+        self,
+        number: int,
+        tickets: Sequence[Ticket],
+        target: Buffer,
+        sizes: Sequence[int],
+        before: Sequence[torch.Event],
+        *,
+        urgent: bool,
+    ) -> torch.Event:
+        """Copy parts of a staging buffer as they arrive; waits for all of them, also after one has failed."""
+        stream, offset = self._stream(urgent), 0
+        failure: BaseException | None = None
+        self._follow(stream, before)
+        for ticket, size in zip(tickets, sizes, strict=True):
+            try:
+                ticket.wait(None)  # the store's own deadline holds
+                if failure is None:
+                    source, to = self._staging[number].address + offset, target.address + offset
+                    self._staged[number] = self._upload(stream, source, to, size)
+            except Exception as error:
+                failure = failure or error
+            offset += size
+        if failure is not None:
+            self._await_staging(number)  # nothing may be copied to the target once it is known to have failed
+            raise failure
+        event = self._staged[number]
+        assert event is not None
+        return event
 
     def await_source(self, source: int) -> None:
         """Let the host wait for the last upload from there: compute waits for uploads without it."""
-        future = self._uploads.pop(source, None)
-        if future is not None and not future.exception():
-            future.result().synchronize()
+        event = self._uploads.pop(source, None)
+        if event is not None:
+            self._moment(event, "copy to the device").wait(self._deadline_s)
 
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Copy on the current stream, in pieces that do not overlap; the others that compute wait on both sides."""
-        current = self._device.current_stream()
-        others = [stream for stream in self._computing.values() if stream != current]
-        for stream in others:
-            current.wait_stream(stream)
+        others = self._ordering.move(source)
         step = source.address - target.address
         for begin in range(0, size_bytes, step):
             piece = min(step, size_bytes - begin)
@@ -294,77 +269,84 @@ class AcceleratorMover:
                 bytes_at(source.address + begin, piece, self._device.place)
             )
         for stream in others:
-            stream.wait_stream(current)
-        self.vacate(source)
+            stream.wait_stream(self._device.current_stream())
+        self._ordering.moved(source, target)
 
-    def vacate(self, buffer: Buffer) -> None:
-        """Record that compute enqueued so far may still read `buffer`."""
-        self._released[buffer.address] = self._computed()
+    # --- chunks of what is at home on the device --------------------------------------------------------------------
 
-    def _computed(self) -> list[torch.Event]:
-        return [self._device.event(stream) for stream in self._computing.values()]
+    def download(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy device address `source` to page-locked host address `target`, behind compute."""
+        stream = self._gradients.stream
+        self._follow(stream, self._ordering.computed())
+        begin = self._watch.start(stream)
+        with stream:
+            for first, last in self._host.spans(target, size_bytes):
+                place = bytes_at(target + first, last - first, HOST)
+                place.copy_(bytes_at(source + first, last - first, self._device.place), non_blocking=True)
+        self._watch.stop("d2h", stream, begin, size_bytes)
+        return self._moment(self._device.event(stream), f"copy of {size_bytes} bytes to the host")
 
-    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
-        """Copy on the download stream; a worker waits for the copy and calls `use`."""
-        ready = self._device.event()
-        size = tensor.numel() * tensor.element_size()
+    def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy page-locked host address `source` to device address `target`, behind compute."""
+        self._follow(self._urgent, self._ordering.computed())
+        event = self._upload(self._urgent, source, target, size_bytes)
+        return self._moment(event, f"copy of {size_bytes} bytes to {self._device.place}")
 
-        def run() -> None:
-            host = bytes_at(self._gradient_staging.address, size, HOST)
-            begin = time.perf_counter()
-            with self._download:
-                self._download.wait_event(ready)
-                host.copy_(tensor.view(-1).view(torch.uint8), non_blocking=True)
-                self._download.synchronize()
-            self._counters.add("d2h", size_bytes=size, seconds=time.perf_counter() - begin)
-            use(host.data_ptr())
+    # --- gradients --------------------------------------------------------------------------------------------------
 
-        while self._gradients and self._gradient_bytes + size > self._gradient_staging.size_bytes:
-            self._reap(self._deadline_s)
-        self._gradients.append((self._reader.submit(run), size))
-        self._gradient_bytes += size
+    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
+        """Copy on the download stream; a thread waits for the copies of a group and calls `use`."""
+        self._gradients.read(tensor, use, group=group, last=last, deadline_s=self._deadline_s)
+
+    def make_room(self, wanted_bytes: int) -> int:
+        """Wait for gradients on their way until they take `wanted_bytes` less of the device; returns how many less."""
+        return self._gradients.make_room(wanted_bytes, self._deadline_s)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the gradients on their way."""
-        while self._gradients:  # all of them: none may add to a gradient that counts as dropped
-            self._reap(timeout_s)
-        failure, self._gradient_failure = self._gradient_failure, None
-        if failure is not None:
-            raise failure
+        self._gradients.wait(timeout_s)
 
-    def _reap(self, timeout_s: float) -> None:
-        """Wait for the oldest gradient on its way; :meth:`wait` tells of its failure."""
-        future, size = self._gradients.popleft()
-        self._gradient_bytes -= size
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[bool]:
+        """Count the seconds of the current stream in the ``with`` block, its waits for copies included."""
+        stream = self._device.current_stream()
+        begin = self._watch.start(stream)
         try:
-            FutureTransfer(future, "copy of a gradient to the host").wait(timeout_s)
-        except Exception as error:  # errors of a device are RuntimeErrors
-            self._gradient_failure = self._gradient_failure or error
+            yield begin is not None
+        finally:
+            self._watch.stop("compute", stream, begin)
+
+    def note_times(self) -> None:
+        """Count the device's seconds of what is over."""
+        self._watch.read()
 
     def close(self) -> None:
-        """End the workers."""
-        self._worker.shutdown(wait=True)
-        self._reader.shutdown(wait=True)
+        """End the threads."""
+        self._reads.close()
+        self._gradients.close()
+        self._waiter.shutdown(wait=True)
 
-    def _ready(self, target: Buffer) -> list[torch.Event]:
-        """Return the events that a copy into `target` must follow: compute that may still read what was vacated."""
-        waiting = []
-        for address, events in list(self._released.items()):
-            events = self._released[address] = [event for event in events if not event.query()]
-            if not events:
-                del self._released[address]
-            waiting += events
-        return waiting
+    # --- helpers ----------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, source: int, target: Buffer, size_bytes: int, after: list[torch.Event]) -> torch.Event:
-        begin = time.perf_counter()
-        done = torch.Event(self._device.place)
-        host = bytes_at(source, size_bytes, HOST)
-        device = bytes_at(target.address, size_bytes, self._device.place)
-        with self._upload:
-            for before in after:
-                self._upload.wait_event(before)
-            device.copy_(host, non_blocking=True)
-            done.record(self._upload)
-        self._counters.add("h2d", size_bytes=size_bytes, seconds=time.perf_counter() - begin)
-        return done
+    def _stream(self, urgent: bool) -> torch.Stream:
+        return self._urgent if urgent else self._ahead
+
+    @staticmethod
+    def _follow(stream: torch.Stream, before: Sequence[torch.Event]) -> None:
+        for event in before:
+            stream.wait_event(event)
+
+    def _upload(self, stream: torch.Stream, source: int, target: int, size_bytes: int) -> torch.Event:
+        """Give `stream` a copy to the device; returns when it is over."""
+        begin = self._watch.start(stream)
+        with stream:
+            for first, last in self._host.spans(source, size_bytes):
+                place = bytes_at(target + first, last - first, self._device.place)
+                place.copy_(bytes_at(source + first, last - first, HOST), non_blocking=True)
+        self._watch.stop("h2d", stream, begin, size_bytes)
+        return self._device.event(stream)
+
+    def _moment(self, event: torch.Event, subject: str) -> Ticket:
+        return _Moment(event, self._waiter, subject)

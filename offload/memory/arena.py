@@ -73,6 +73,10 @@ class Arena:
         self._end += size_bytes
         return Buffer(self.tier, self.base_address + offset, offset, size_bytes)
 
+    def spans(self, address: int, size_bytes: int) -> list[tuple[int, int]]:
+        """Return the ranges of `size_bytes` at `address`, from 0 on, that a device can copy at once."""
+        return [(0, size_bytes)]
+
     def storage(self, buffer: Buffer) -> torch.UntypedStorage:
         """Return a new torch storage over `buffer`.
 

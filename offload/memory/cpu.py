@@ -5,9 +5,10 @@ Owns the thread that copies, and direct reads from NVMe. Next: :mod:`offload.mem
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -15,7 +16,7 @@ import torch
 
 from offload.memory import machine
 from offload.memory.arena import HOST, Arena, Buffer, HostArena
-from offload.memory.budget import Tier
+from offload.memory.budget import Claim, Tier
 from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
 from offload.stats import Counters
 
@@ -45,10 +46,21 @@ class CpuDevice:
         return HostArena(Tier.HOST, size_bytes)
 
     def mover(
-        self, counters: Counters, host: Arena, *, fetch_bytes: int, gradient_bytes: int, deadline_s: float
+        self,
+        counters: Counters,
+        host: Arena,
+        *,
+        fetch_bytes: int,
+        gradient_bytes: int,
+        gradient_claim: Claim,
+        largest_gradient_bytes: int,
+        deadline_s: float,
     ) -> CpuMover:
         """Return a mover that needs no staging."""
         return CpuMover(counters)
+
+    def out_of_memory(self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]) -> None:
+        """Nothing: main memory has no end of its own."""
 
     def event(self) -> Past:
         """Return a moment that is over: compute on the CPU is synchronous."""
@@ -76,10 +88,13 @@ class CpuMover:
         self._counters = counters
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
 
-    def enter(self) -> None:
+    def use(self, buffer: Buffer) -> None:
         """Nothing to note: compute on the CPU is synchronous."""
 
-    def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
+    def release(self, buffer: Buffer) -> None:
+        """Nothing to order."""
+
+    def fetch_host(self, source: int, target: Buffer, size_bytes: int, *, urgent: bool) -> Transfer:
         """Copy in a worker thread (the copy does not hold the interpreter lock)."""
         future = self._worker.submit(self._copy, target.address, source, size_bytes)
         return FutureTransfer(future, f"copy of {size_bytes} bytes to the device")
@@ -87,7 +102,9 @@ class CpuMover:
     def await_source(self, source: int) -> None:
         """Nothing to wait for: a transfer that was waited for is over."""
 
-    def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
+    def fetch_nvme(
+        self, read: Callable[[int], list[Ticket]], target: Buffer, sizes: Sequence[int], *, urgent: bool
+    ) -> Transfer:
         """Read straight into the device arena."""
         return TicketGroup(read(target.address))
 
@@ -105,15 +122,23 @@ class CpuMover:
         """Copy."""
         ctypes.memmove(target.address, source.address, size_bytes)
 
-    def vacate(self, buffer: Buffer) -> None:
-        """Nothing to order: compute on the CPU is synchronous."""
-
-    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
+    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
         """Use the tensor where it is."""
         use(tensor.data_ptr())
 
+    def make_room(self, wanted_bytes: int) -> int:
+        """Nothing is ever on its way."""
+        return 0
+
     def wait(self, timeout_s: float) -> None:
         """Nothing is ever outstanding."""
+
+    def computing(self) -> contextlib.AbstractContextManager[bool]:
+        """Leave it to the host's clock: compute is synchronous."""
+        return contextlib.nullcontext(False)
+
+    def note_times(self) -> None:
+        """They are counted already."""
 
     def close(self) -> None:
         """End the worker."""

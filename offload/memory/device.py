@@ -6,11 +6,14 @@ Owns the questions; each kind of device answers them in a file of its own. Nobod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
+from offload.errors import BudgetError
 from offload.memory.arena import Arena
+from offload.memory.budget import Claim
 from offload.memory.transfer import Mover
 from offload.stats import Counters
 
@@ -49,7 +52,15 @@ class Device(Protocol):
         """Take host memory from which it copies fastest."""
 
     def mover(
-        self, counters: Counters, host: Arena, *, fetch_bytes: int, gradient_bytes: int, deadline_s: float
+        self,
+        counters: Counters,
+        host: Arena,
+        *,
+        fetch_bytes: int,
+        gradient_bytes: int,
+        gradient_claim: Claim,
+        largest_gradient_bytes: int,
+        deadline_s: float,
     ) -> Mover:
         """Return what moves bytes between it, the host and NVMe.
 
@@ -58,7 +69,21 @@ class Device(Protocol):
             host: gives staging buffers.
             fetch_bytes: of them, for what comes from NVMe.
             gradient_bytes: of them, for gradients.
+            gradient_claim: of the device budget, for gradients on their way.
+            largest_gradient_bytes: of one parameter.
             deadline_s: after which a copy counts as lost.
+        """
+
+    def out_of_memory(
+        self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]
+    ) -> BudgetError | None:
+        """Return what to raise instead of `error`, if that says that the device's memory is full.
+
+        Args:
+            error: of whatever was done.
+            what: was done.
+            limit_bytes: the device budget.
+            held: bytes of it by the names of claims.
         """
 
     def event(self) -> Event:

@@ -6,10 +6,11 @@ know shards, states or schedules. Next: :mod:`offload.memory.cpu` and :mod:`offl
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -67,7 +68,7 @@ class TicketGroup:
 class FutureTransfer:
     """A copy carried out by a worker thread."""
 
-    def __init__(self, future: Future[None], subject: str) -> None:
+    def __init__(self, future: Future[Any], subject: str) -> None:
         self._future = future
         self._subject = subject
 
@@ -91,20 +92,38 @@ class FutureTransfer:
 class Mover(Protocol):
     """Brings parameters to the device and gradients to the host."""
 
-    def enter(self) -> None:
-        """Note that compute is about to use what is on the device, on the stream that is current."""
+    def use(self, buffer: Buffer) -> None:
+        """Note that compute is about to use what is in `buffer`, on the stream that is current.
 
-    def fetch_host(self, source: int, target: Buffer, size_bytes: int) -> Transfer:
-        """Copy `size_bytes` from host address `source` to `target` on the device."""
+        What was brought there by a transfer that has been waited for is there then.
+        """
+
+    def release(self, buffer: Buffer) -> None:
+        """Note that compute has been given all uses of `buffer` so far: later copies into it are ordered behind."""
+
+    def fetch_host(self, source: int, target: Buffer, size_bytes: int, *, urgent: bool) -> Transfer:
+        """Copy `size_bytes` from host address `source` to `target` on the device.
+
+        What is `urgent` does not queue behind what is not, here and in :meth:`fetch_nvme`.
+        """
 
     def await_source(self, source: int) -> None:
-        """Wait until no :meth:`fetch_host` that was waited for reads host address `source` any more.
+        """Wait until no :meth:`fetch_host` reads host address `source` any more.
 
         Waiting for a transfer orders compute behind it. The host needs more before it writes there.
         """
 
-    def fetch_nvme(self, read: Callable[[int], list[Ticket]], target: Buffer, size_bytes: int) -> Transfer:
-        """Bring an object from NVMe to `target`; `read(address)` starts the reads into `address`."""
+    def fetch_nvme(
+        self, read: Callable[[int], list[Ticket]], target: Buffer, sizes: Sequence[int], *, urgent: bool
+    ) -> Transfer:
+        """Bring an object from NVMe to `target`.
+
+        Args:
+            read: starts the reads into an address, one after the other.
+            target: on the device.
+            sizes: bytes of each read.
+            urgent: as in :meth:`fetch_host`.
+        """
 
     def download(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy `size_bytes` from device address `source` to host address `target`."""
@@ -115,14 +134,26 @@ class Mover(Protocol):
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Move bytes on the device, to a lower address; the two may overlap. What compute is given next sees them."""
 
-    def vacate(self, buffer: Buffer) -> None:
-        """Note that compute is done with `buffer`: later copies into it are ordered behind."""
+    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
+        """Call `use(address)` with the contiguous bytes of a device `tensor` in host memory, now or later, in order.
 
-    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None]) -> None:
-        """Call `use(address)` with the contiguous bytes of a device `tensor` in host memory, now or later, in order."""
+        Tensors of one `group` in succession may travel together; `last` says that none is expected next.
+        """
+
+    def make_room(self, wanted_bytes: int) -> int:
+        """Have tensors on their way to the host take `wanted_bytes` less of the device; returns how many less."""
 
     def wait(self, timeout_s: float) -> None:
         """Wait until every `use` of :meth:`read_tensor` has run; raise what went wrong in one."""
+
+    def computing(self) -> contextlib.AbstractContextManager[bool]:
+        """Count the seconds that the device takes for what it is given in the ``with`` block, by its own clock.
+
+        Gives False where that is left to the host's: there is no other, or compute is synchronous.
+        """
+
+    def note_times(self) -> None:
+        """Count the device's seconds of what is over."""
 
     def close(self) -> None:
         """End the worker threads."""

@@ -273,7 +273,7 @@ def refuse_loss(loss: object, last: torch.Tensor | None) -> None:
         last: the loss whose graph the last backward has used up; None where nobody can have it any more.
 
     Raises:
-        NonFiniteError: it is NaN or infinite.
+        NonFiniteError: it is NaN or infinite, and on the CPU: elsewhere, looking at it would wait for the device.
         StateError: it is no tensor, or `last` again.
     """
     if not isinstance(loss, torch.Tensor):

@@ -179,7 +179,8 @@ class Plan:
         activation_bytes: room in the device budget for activations and temporaries.
         grad_pool_bytes: region of HOST for gradients on their way to NVMe.
         fetch_staging_bytes: buffers of HOST through which NVMe reaches a GPU.
-        grad_staging_bytes: buffer of HOST through which gradients leave a GPU.
+        grad_staging_bytes: buffer of HOST through which gradients leave a GPU; as much of DEVICE they take meanwhile,
+            of what is left to activations.
         chunk_numel, staging_slots, staging_slot_bytes: the optimizer's pipeline buffers in HOST.
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
@@ -285,6 +286,10 @@ class Plan:
             yield f"optimizer: torch's own {request.own.name} on fp32 tensors in host memory, slower than a kernel"
             yield f"outside the tiers, in the cpu budget: {request.own}"
         yield f"activations and temporaries: {format_bytes(self.activation_bytes)} of the device budget"
+        if not request.device_is_host:
+            yield f"page-locked for copies to and from the device: {format_bytes(self.arena_bytes[Tier.HOST])} of cpu"
+        if self.grad_staging_bytes:
+            yield f"gradients on their way to the host: at most {format_bytes(self.grad_staging_bytes)} at once"
         if self.wide_bytes:
             room = ", ".join(
                 f"{format_bytes(size)} of the {tier.value} budget" for tier, size in self.wide_bytes.items()

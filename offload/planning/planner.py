@@ -30,6 +30,7 @@ from offload.sizes import PAGE_BYTES, format_bytes, round_up, whole_pages
 
 MOST_STAGING_SLOTS = 16  # where host memory is left: the more, the longer the drive goes on while nobody passes by
 GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
+MOST_GRADS_IN_FLIGHT = 3  # units leaving a GPU, where host memory is left: made, copied, used
 MIN_CHUNK_NUMEL = 64 * 1024
 MAX_CHUNK_NUMEL = 2 * 1024 * 1024
 STAGING_SHARE = 0.2  # bytes of staging per trainable parameter that are worth their room
@@ -274,6 +275,10 @@ class Planner:
                     shards.homes[index] = Tier.NVME
                 else:
                     raise _TooSmall(Tier.HOST, f"{shards.kind} without an NVMe tier{also}")
+        if buffers.grad_bytes:
+            more = min(left // buffers.grad_bytes, MOST_GRADS_IN_FLIGHT - 1) * buffers.grad_bytes
+            buffers.grad_bytes += more
+            left -= more
         if nvme and buffers.slots:
             worth = int(self._trainable_numel() * MOST_STAGING_SHARE) // buffers.slot_bytes
             more = min(left // buffers.slot_bytes, min(worth, MOST_STAGING_SLOTS) - STAGING_SLOTS)

@@ -35,11 +35,13 @@ class Stray:
     Attributes:
         owner: its name in `region`, a negative number.
         region: where it goes when it is free; None where it is a home and stays the shard's.
+        buffer: in the region, if there is one.
         busy: tells whether it is still in use.
     """
 
     owner: int
     region: Region | None
+    buffer: Buffer | None
     busy: Callable[[], bool]
 
 
@@ -96,10 +98,12 @@ class Copies:
         store: SwapStore | None,
         *,
         deadline_s: float,
+        release: Callable[[Buffer], None],
         dump: Callable[[], str],
     ) -> None:
         self.plan = plan
         self.dump = dump
+        self._release = release  # is told of each buffer that becomes free
         self._store = store
         self._deadline_s = deadline_s
         self._table: dict[tuple[int, Role], Shard] = {}
@@ -235,7 +239,7 @@ class Copies:
         region = self.regions[role]
         for stray in [stray for stray in self._strays if stray.region is region and not stray.busy()]:
             self._strays.remove(stray)
-            region.free(stray.owner)
+            self._free(region, stray.owner, stray.buffer)
 
     def begin_in(self, shard: Shard, buffer: Buffer) -> None:
         """Let a shard without content have a working copy in `buffer`, which somebody is about to fill."""
@@ -248,16 +252,22 @@ class Copies:
 
     def leave(self, shard: Shard, busy: Callable[[], bool] = lambda: False) -> None:
         """Take the working copy off its buffer, which is free as soon as it is not `busy`; a home stays the shard's."""
-        region = self.regions[shard.role] if shard.work_buffer is not None else None
-        shard.work_buffer = None
+        buffer, shard.work_buffer = shard.work_buffer, None
+        region = self.regions[shard.role] if buffer is not None else None
         if not busy():
             if region is not None:
-                region.free(shard.unit.index)
+                self._free(region, shard.unit.index, buffer)
             return
         name = next(self._stray_names)
         if region is not None:
             region.hand_over(shard.unit.index, name)
-        self._strays.append(Stray(name, region, busy))
+        self._strays.append(Stray(name, region, buffer, busy))
+
+    def _free(self, region: Region, owner: int, buffer: Buffer | None) -> None:
+        """Take a buffer back: what the device has been given to do may still read it, so copies into it must follow."""
+        region.free(owner)
+        assert buffer is not None
+        self._release(buffer)
 
     def evict(self, shard: Shard) -> None:
         """Drop a working copy that equals its home."""
@@ -328,8 +338,12 @@ class Copies:
         return [self._table[key] for key in list(self._transfers) if key[1] is role]
 
     def start_reads(self, shard: Shard, address: int, *, urgent: bool) -> list[Ticket]:
-        """Start to read a shard from NVMe to host `address`."""
+        """Start to read a shard from NVMe to host `address`, chunk by chunk."""
         return self._tickets(shard, address, functools.partial(self.require_store().get, urgent=urgent))
+
+    def read_sizes(self, shard: Shard) -> list[int]:
+        """Return the bytes of each of :meth:`start_reads`."""
+        return [end - begin for begin, end in self._parts(shard)]
 
     def require_store(self) -> SwapStore:
         """Return the swap store."""
@@ -373,17 +387,20 @@ class Copies:
         self, shard: Shard, address: int, start: Callable[[tuple[int, str, int], int, int], Ticket]
     ) -> list[Ticket]:
         """Call `start` with key, address and bytes of each of a shard's chunks; all or nothing."""
-        itemsize = shard.size_bytes // shard.unit.numel
         tickets: list[Ticket] = []
         try:
-            for number, (begin, end) in enumerate(shard.unit.chunks(self.plan.chunk_numel)):
-                at, size = address + begin * itemsize, (end - begin) * itemsize
-                tickets.append(start(chunk_key(shard, number), at, size))
+            for number, (begin, end) in enumerate(self._parts(shard)):
+                tickets.append(start(chunk_key(shard, number), address + begin, end - begin))
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is on its way up
                 TicketGroup(tickets).wait(self._deadline_s)
             raise
         return tickets
+
+    def _parts(self, shard: Shard) -> list[tuple[int, int]]:
+        """Return the byte ranges of a shard's chunks."""
+        itemsize = shard.size_bytes // shard.unit.numel
+        return [(begin * itemsize, end * itemsize) for begin, end in shard.unit.chunks(self.plan.chunk_numel)]
 
 
 def _key(shard: Shard) -> tuple[int, Role]:

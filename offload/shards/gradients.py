@@ -45,6 +45,7 @@ class Gradient:
         sums: per slot, the sum of squares and number of non-finite elements of the final gradient, None until known.
         passes: per slot, the backward pass in which it came last, and how many have brought one.
         final_adds: gradients that were taken, or are about to be, with no further micro-batch to come.
+        handed_over: gradients that the mover was given since it had one of each slot.
     """
 
     arrived: list[bool]
@@ -52,6 +53,7 @@ class Gradient:
     sums: list[tuple[float, int] | None]
     passes: list[tuple[int, int]]
     final_adds: int = 0
+    handed_over: int = 0
 
     @classmethod
     def of(cls, unit: Unit) -> Gradient:
@@ -126,8 +128,13 @@ class Gradients:
             raise StateError(self._refusal(self._copies.of(index, Role.GRAD).unit, slot))
         known.passes[slot] = (backward_pass, count + 1 if another or not count else count)
         known.final_adds += final
-        gradient = gradient.contiguous()
-        self._mover.read_tensor(gradient, lambda address: self._add(index, slot, address, final=final, widen=widen))
+        known.handed_over = (known.handed_over + 1) % len(known.arrived)
+        self._mover.read_tensor(
+            gradient.contiguous(),
+            lambda address: self._add(index, slot, address, final=final, widen=widen),
+            group=index,
+            last=not known.handed_over,
+        )
 
     def _add(self, index: int, slot: int, source: int, *, final: bool, widen: bool) -> None:
         shard, gradient = self._copies.of(index, Role.GRAD), self._gradients[index]

@@ -122,8 +122,10 @@ class Leases:
         assert home is not None and spare is not None and not self._writing, shard.describe()
         self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
         try:
-            mover.vacate(home)  # compute so far may still read it
-            mover.fetch_host(spare.address, home, shard.size_bytes).wait(self._tiers.deadline_s)
+            mover.use(home)  # behind what is on its way there
+            mover.release(home)  # compute so far may still read it
+            mover.fetch_host(spare.address, home, shard.size_bytes, urgent=True).wait(self._tiers.deadline_s)
+            mover.use(home)
         except BaseException:
             self.abandon({unit.index})
             raise

@@ -104,8 +104,9 @@ class Manager:
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
         shard = self.tiers.param(index)
-        self.tiers.mover.enter()
+        self.working.release_idle()
         self._make_resident(shard)
+        self.working.use(shard)
         lease = self.copies.lease(shard)  # prefetching must not evict what was asked for
         try:
             self.prefetch()

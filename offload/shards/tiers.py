@@ -72,22 +72,28 @@ class Tiers:
         sizes = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
         claims = {tier: budgets[tier].claim("arena", sizes[tier]) for tier in Tier}
         self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
-        self._claims = [*claims.values(), self.optimizer_claim]
+        in_flight = budgets[Tier.DEVICE].claim("gradients on their way")
+        self._claims = [*claims.values(), self.optimizer_claim, in_flight]
         host = device.host_arena(sizes[Tier.HOST])
+        largest = max((slot.numel * u.itemsize for u in self.units if u.trainable for slot in u.slots), default=0)
         self._arenas = {Tier.DEVICE: device.arena(sizes[Tier.DEVICE]), Tier.HOST: host}
-        self.copies = Copies(plan, self._arenas, store, deadline_s=deadline_s, dump=self.dump)
-        self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
-        self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
-        self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
-        for buffer in self.staging:
-            touch(buffer)
         self.mover = device.mover(
             counters,
             host,
             fetch_bytes=plan.fetch_staging_bytes,
             gradient_bytes=plan.grad_staging_bytes,
+            gradient_claim=in_flight,
+            largest_gradient_bytes=largest,
             deadline_s=deadline_s,
         )
+        self.copies = Copies(
+            plan, self._arenas, store, deadline_s=deadline_s, release=self.mover.release, dump=self.dump
+        )
+        self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
+        self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
+        self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
+        for buffer in self.staging:
+            touch(buffer)
         self.working = WorkingSet(
             plan.request,
             self.copies,

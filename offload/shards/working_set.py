@@ -93,6 +93,7 @@ class WorkingSet:
         self._mover = mover
         self._binder = binder
         self._residency: dict[int, Residency] = {}
+        self._used: set[int] = set()  # units of which somebody may still have a lease or a view
         self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
         self._reclaim = reclaim
         region = copies.regions.get(Role.PARAM)
@@ -136,14 +137,36 @@ class WorkingSet:
             return False
         copies, mover, home = self._copies, self._mover, shard.home_buffer
         if home is not None:
-            copies.start_fetch(shard, buffer, lambda: mover.fetch_host(home.address, buffer, shard.size_bytes))
+            copies.start_fetch(
+                shard, buffer, lambda: mover.fetch_host(home.address, buffer, shard.size_bytes, urgent=required)
+            )
         else:
 
             def read(address: int) -> list[Ticket]:
                 return copies.start_reads(shard, address, urgent=required)
 
-            copies.start_fetch(shard, buffer, lambda: mover.fetch_nvme(read, buffer, shard.size_bytes))
+            sizes = copies.read_sizes(shard)
+            copies.start_fetch(shard, buffer, lambda: mover.fetch_nvme(read, buffer, sizes, urgent=required))
         return True
+
+    def use(self, shard: Shard) -> None:
+        """Note that compute is about to use a unit that is on the device, on the stream that is current."""
+        if self._addressable:
+            return
+        buffer = shard.home_buffer if shard.home is Tier.DEVICE else shard.work_buffer
+        assert buffer is not None, shard.describe()
+        if shard.home is not Tier.DEVICE:
+            self._used.add(shard.unit.index)
+        self._mover.use(buffer)
+
+    def release_idle(self) -> None:
+        """Note the units that nobody uses any more: what comes in their place waits for no later compute."""
+        for index in tuple(self._used):
+            shard = self._copies.of(index, Role.PARAM)
+            if not shard.readers and not self.borrowed(index):
+                assert shard.work_buffer is not None, shard.describe()
+                self._used.discard(index)
+                self._mover.release(shard.work_buffer)
 
     def wait_for_fetch(self, shard: Shard) -> None:
         """Wait for a fetch, and bind what it brings."""
@@ -200,13 +223,16 @@ class WorkingSet:
 
     def read_again(self, shard: Shard, deadline_s: float) -> None:
         """Let a working copy be what its home holds, whatever somebody has written to it."""
-        home, buffer = shard.home_buffer, shard.work_buffer
+        home, buffer, mover = shard.home_buffer, shard.work_buffer, self._mover
         assert shard.state is State.RESIDENT and buffer is not None, shard.describe()
+        mover.use(buffer)  # behind what somebody has written there
+        mover.release(buffer)
         if home is not None:
-            self._mover.fetch_host(home.address, buffer, shard.size_bytes).wait(deadline_s)
+            mover.fetch_host(home.address, buffer, shard.size_bytes, urgent=True).wait(deadline_s)
         else:
             read = functools.partial(self._copies.start_reads, shard, urgent=True)
-            self._mover.fetch_nvme(read, buffer, shard.size_bytes).wait(deadline_s)
+            mover.fetch_nvme(read, buffer, self._copies.read_sizes(shard), urgent=True).wait(deadline_s)
+        self.use(shard)
 
     # --- going ------------------------------------------------------------------------------------------------------
 
@@ -217,10 +243,7 @@ class WorkingSet:
             StateError: somebody has changed it.
         """
         self._refuse_change(shard.unit)
-        buffer = shard.work_buffer
-        assert buffer is not None
         self._copies.evict(shard)
-        self._mover.vacate(buffer)
         self._unbind(shard)
 
     def refuse_borrowed(self, shard: Shard) -> None:
@@ -301,14 +324,15 @@ class WorkingSet:
     def shrink(self, by_bytes: int) -> int:
         """Give memory of the working region and its reservation back; returns how much was possible.
 
-        It stays as large as the largest units that must be there together.
+        It stays as large as the largest units that must be there together. Where it cannot change, gradients on their
+        way make room.
 
         Raises:
             StateError: somebody has changed a unit that would have to leave.
         """
         region, copies = self._elastic, self._copies
         if region is None:
-            return 0
+            return self._mover.make_room(by_bytes)
         copies.sweep(Role.PARAM)
         by_bytes = round_up(by_bytes, HUGE_PAGE_BYTES)
         streamed = [s.unit for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
@@ -361,6 +385,7 @@ class WorkingSet:
     def _unbind(self, shard: Shard) -> Residency:
         if shard.unit.index not in self._hidden:
             self._binder.unbind(shard.unit)
+        self._used.discard(shard.unit.index)
         residency = self._residency.pop(shard.unit.index)
         residency.own_references = 1  # its own
         return residency
@@ -445,3 +470,4 @@ class WorkingSet:
             self._mover.move(source, target, moved.size_bytes)
             copies.note_moved(moved, target)
             self.bind(moved, target)
+            self._used.add(owner)

@@ -1,0 +1,68 @@
+"""Threads that do one thing after the other, what is urgent first.
+
+Owns the queue and the threads. Knows nothing of what is done. Next: :mod:`offload.memory.accelerator` reads from the
+drive in them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Errand = Callable[[int], T]  # called with the number of the thread that does it
+
+
+class Errands(Generic[T]):
+    """Does errands in threads of its own. Those of one urgency begin in the order in which they were given."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        """Begin without threads: they start with the first errand."""
+        self._name = name
+        self._wanted = threads
+        self._threads: list[threading.Thread] = []
+        self._count = itertools.count()
+        self._queue: list[tuple[bool, int, Errand[T], Future[T]]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def submit(self, errand: Errand[T], *, urgent: bool) -> Future[T]:
+        """Have an errand done, before all that are not urgent; returns what becomes of it."""
+        future: Future[T] = Future()
+        with self._changed:
+            assert not self._closed and self._wanted
+            heapq.heappush(self._queue, (not urgent, next(self._count), errand, future))
+            self._changed.notify()
+        while len(self._threads) < self._wanted:
+            number = len(self._threads)
+            thread = threading.Thread(target=self._run, args=(number,), name=f"{self._name}-{number}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return future
+
+    def close(self) -> None:
+        """Do what is left to do, and end the threads. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+
+    def _run(self, number: int) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                _, _, errand, future = heapq.heappop(self._queue)
+            try:
+                future.set_result(errand(number))
+            except BaseException as error:
+                future.set_exception(error)
+            del errand, future  # a thread that waits keeps nothing alive

@@ -1,0 +1,200 @@
+"""Each wait of the mover, left out in turn: some program on the simulated accelerator must miss it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_simulated_engine as engine
+import test_simulated_mover as mover
+from harness import assert_equal
+from simulated import Schedule, fixed, running
+
+import offload
+
+pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
+
+MEMORY, SHARDS = "offload.memory", "offload.shards"
+
+# what is left out -> module, function, its text, what is there instead
+WAITS: dict[str, tuple[str, str, str, str]] = {
+    "uploads behind the work of the arena's last owner": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.__init__", "stream.wait_stream(device.current_stream())", "pass"
+    ),
+    "an upload behind compute that reads what it overwrites": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.fetch_host",
+        "self._follow(stream, self._ordering.before(target))", "pass",
+    ),
+    "an upload of what was read from the drive, likewise": (
+        f"{MEMORY}.accelerator", "AcceleratorMover._pass_on", "self._follow(stream, before)", "pass"
+    ),
+    "a release is recorded": (
+        f"{MEMORY}.ordering", "Ordering.release", "release.events[number] = self._streams.event(stream)", "pass"
+    ),
+    "a use behind a release counts": (f"{MEMORY}.ordering", "Ordering.use", "self._used.add(buffer.address)", "pass"),
+    "a release counts for all of its range": (
+        f"{MEMORY}.ordering", "Ordering.before", "address < end and begin < release.end", "address == begin"
+    ),
+    "what becomes free is released": (f"{SHARDS}.copies", "Copies._free", "self._release(buffer)", "pass"),
+    "an upload behind another one to its place": (
+        f"{MEMORY}.ordering", "Ordering.before", "found.append(arrival.event)", "pass"
+    ),
+    "compute behind the upload": (
+        f"{MEMORY}.ordering", "Ordering.use", "waiting.wait_event(arrival.event)", "pass"
+    ),
+    "a stream that comes later behind the upload": (
+        f"{MEMORY}.ordering", "Ordering.use",
+        "if arrival is None or number in arrival.behind:", "if arrival is None or arrival.behind:",
+    ),
+    "a move behind those who read": (f"{MEMORY}.ordering", "Ordering.move", "current.wait_stream(stream)", "pass"),
+    "those who read behind a move": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.move", "stream.wait_stream(self._device.current_stream())", "pass"
+    ),
+    "an upload behind a move from its place": (
+        f"{MEMORY}.ordering", "Ordering.moved", "self.release(source)", "pass"
+    ),
+    "a gradient's download behind compute": (
+        f"{MEMORY}.gradient_reader", "GradientReader._copy", "self._stream.wait_event(ready)", "pass"
+    ),
+    "a gradient lives until it has left": (
+        f"{MEMORY}.gradient_reader", "GradientReader.read", "batch.tensors.append(tensor)", "pass"
+    ),
+    "the host behind the downloads of gradients": (
+        f"{MEMORY}.gradient_reader", "_await_copies", "arrived.synchronize()", "pass"
+    ),
+    "the host behind the upload from staging": (
+        f"{MEMORY}.accelerator", "AcceleratorMover._await_staging", "used.synchronize()", "pass"
+    ),
+    "a failed fetch behind its uploads": (
+        f"{MEMORY}.accelerator", "AcceleratorMover._pass_on",
+        "self._await_staging(number)  # nothing may be copied to the target once it is known to have failed", "pass",
+    ),
+    "the host behind the last upload from a home": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.await_source",
+        'self._moment(event, "copy to the device").wait(self._deadline_s)', "pass",
+    ),
+    "a download of a chunk behind compute": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.download",
+        "self._follow(stream, self._ordering.computed())", "pass",
+    ),
+    "an upload of a chunk behind compute": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.upload",
+        "self._follow(self._urgent, self._ordering.computed())", "pass",
+    ),
+    "the host behind a copy of a chunk": (
+        f"{MEMORY}.accelerator", "_Moment.wait",
+        "FutureTransfer(self._waiter.submit(self._event.synchronize), self._subject).wait(timeout_s)", "pass",
+    ),
+}  # fmt: skip
+
+
+def leave_out(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace a function by one without a wait."""
+    place, path, text, instead = WAITS[wait]
+    module = importlib.import_module(place)
+    *owners, name = path.split(".")
+    owner: Any = module
+    for part in owners:
+        owner = getattr(owner, part)
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(text) == 1, f"the mover has changed: {text}"
+    contents: dict[str, Any] = {}
+    exec(compile(source.replace(text, instead), module.__file__ or "", "exec"), vars(module), contents)
+    monkeypatch.setattr(owner, name, contents[name])
+
+
+Program = Callable[[Schedule], str | None]
+
+
+def trained(run: Callable[[str, Path], engine.Outcome], home: str, path: Path) -> Program:
+    """Return what says what is wrong with a training under a schedule."""
+    truth = run("truth", path)
+
+    def program(schedule: Schedule) -> str | None:
+        with running(schedule) as seen:
+            try:
+                assert_equal(engine.on_cpu(run(home, path)), truth)
+            except (AssertionError, offload.OffloadError) as error:
+                return f"wrong: {error}"
+        return seen.races[0] if seen.races else None
+
+    return program
+
+
+MOVER_PROGRAMS = (
+    mover.test_the_arena_may_be_memory_on_which_work_is_queued,
+    mover.test_what_arrived_unused_is_overwritten_behind_its_arrival,
+    mover.test_a_stream_that_comes_later_waits_for_what_has_arrived,
+    mover.test_a_read_that_fails_leaves_nothing_that_still_copies,
+    mover.test_a_copy_waits_for_those_who_read_its_place_and_for_no_others,
+    mover.test_copies_of_chunks_are_waited_for_by_the_host_alone,
+    mover.test_gradients_arrive_in_order_whatever_the_ring,
+)
+
+
+@contextlib.contextmanager
+def benches() -> Iterator[Callable[..., mover.Bench]]:
+    made: list[mover.Bench] = []
+
+    def make(**options: int) -> mover.Bench:
+        made.append(mover.Bench(**options))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for bench in made:
+            bench.close()
+
+
+def missed_by_the_mover() -> str | None:
+    """Run the programs that need no engine, each under all of its schedules; returns which was wrong, or raced."""
+    for program in MOVER_PROGRAMS:
+        with benches() as make:
+            try:
+                program(make)
+            except (AssertionError, offload.OffloadError) as error:
+                return f"{program.__name__}: {error}"
+    for distance in (mover.PAGE, 5 * mover.PAGE):
+        with benches() as make:
+            try:
+                mover.test_bytes_move_behind_all_that_reads_them_and_before_all_that_comes(distance, make)
+            except AssertionError as error:
+                return f"move: {error}"
+    return None
+
+
+def missed_by_an_engine(path: Path, programs: dict[str, Program]) -> Iterator[str]:
+    """Yield which runs of the engine are wrong, or race."""
+    for schedule in fixed(4):
+        for name, program in programs.items():
+            wrong = program(schedule)
+            if wrong:
+                yield f"{schedule.name}, {name}: {wrong}"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> dict[str, Program]:
+    runs = (engine.run_net, engine.run_evaluated, engine.run_on_two_streams, engine.run_clipped)
+    return {f"{run.__name__} {home}": trained(run, home, tmp_path) for run in runs for home in engine.HOMES}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_of_the_mover_that_is_left_out_is_seen(
+    wait: str, tmp_path: Path, programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out(wait, monkeypatch)
+    seen = missed_by_the_mover() or next(missed_by_an_engine(tmp_path, programs), None)
+    assert seen, "nothing has missed it"
+    print(f"without {wait}: {seen}")
+
+
+def test_with_all_waits_nothing_is_wrong(tmp_path: Path, programs: dict[str, Program]) -> None:
+    assert missed_by_the_mover() is None
+    assert list(missed_by_an_engine(tmp_path, programs)) == []
