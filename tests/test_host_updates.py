@@ -202,6 +202,16 @@ def test_whoever_comes_between_waits_for_the_worker_and_undoes(home: Homes, who:
         assert 2 not in taken and all(shard.readers == 0 for shard in manager.copies)
 
 
+@pytest.mark.parametrize("who", ["looks", "clips"])
+def test_whoever_undoes_waits_for_no_more_than_the_worker_is_at(who: str) -> None:
+    with watching(HOMES[0]) as bench:
+        bench.add(2, 1, 0)
+        bench.worker.begun = bench.worker.queue[0]
+        bench.worker.begins_next = True
+        bench.manager.finish_updates() if who == "looks" else bench.early.reconcile(FakeRecipe(version="clipped"))
+        assert bench.recipe.visited == [(2, 0)]
+
+
 def test_a_reader_that_disturbs_nothing_sees_the_old_content_and_the_guess_stays() -> None:
     with watching(HOMES[0]) as bench:
         bench.add(2, 1)
