@@ -382,11 +382,22 @@ def test_on_the_cpu_device_there_is_no_room_and_nothing_is_updated_early() -> No
         assert early(engine) == (0, 0)
 
 
-def test_a_class_of_torch_is_not_guessed() -> None:
+@pytest.mark.usefixtures("single_torch_thread")
+def test_a_class_of_torch_is_not_guessed_and_steps_in_the_worker() -> None:
     """What it keeps in host memory could not be taken back."""
-    model = make()
-    with apart(), Engine(model, torch.optim.RMSprop(model.parameters()), **in_memory(model, "cpu")) as engine:
-        assert not engine.plan.spare_units
+
+    def run(**where: Any) -> dict[str, torch.Tensor]:
+        model = make(torch.bfloat16)
+        with Engine(model, torch.optim.RMSprop(model.parameters(), lr=1e-2), **where) as engine:
+            for number in range(3):
+                train(engine, number)
+                engine.step()
+            assert not engine.plan.spare_units and early(engine) == (0, 0)
+            return everything(engine)
+
+    truth = run(**everything_on_device())
+    with apart():
+        assert_same_tensors(run(**in_memory(make(torch.bfloat16), "cpu", whole=True)), truth)
 
 
 @pytest.mark.parametrize("params", ["cpu", "device"])
