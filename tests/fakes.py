@@ -151,6 +151,8 @@ class LateTask:
         except Exception as error:
             self.error = error
         self.over = True
+        if self._worker.begins_next and self._worker.queue:
+            self._worker.begun = self._worker.queue[0]
 
     def done(self) -> bool:
         return self.over or self.taken_back
@@ -183,6 +185,7 @@ class LateWorker:
     Attributes:
         queue: what it was given and has not done.
         begun: of these, what it is at: too late to take back.
+        begins_next: it is at the next thing as soon as one is done.
         before_wait: called by whoever waits; what it raises leaves the work under way.
     """
 
@@ -191,6 +194,7 @@ class LateWorker:
     def __init__(self) -> None:
         self.queue: list[LateTask] = []
         self.begun: LateTask | None = None
+        self.begins_next = False
         self.before_wait: Callable[[], None] = lambda: None
 
     def submit(self, work: Callable[[], None]) -> LateTask:

@@ -202,6 +202,16 @@ def test_whoever_comes_between_waits_for_the_worker_and_undoes(home: Homes, who:
         assert 2 not in taken and all(shard.readers == 0 for shard in manager.copies)
 
 
+@pytest.mark.parametrize("who", ["looks", "clips"])
+def test_whoever_undoes_waits_for_no_more_than_the_worker_is_at(who: str) -> None:
+    with watching(HOMES[0]) as bench:
+        bench.add(2, 1, 0)
+        bench.worker.begun = bench.worker.queue[0]
+        bench.worker.begins_next = True
+        bench.manager.finish_updates() if who == "looks" else bench.early.reconcile(FakeRecipe(version="clipped"))
+        assert bench.recipe.visited == [(2, 0)]
+
+
 def test_a_reader_that_disturbs_nothing_sees_the_old_content_and_the_guess_stays() -> None:
     with watching(HOMES[0]) as bench:
         bench.add(2, 1)
@@ -372,11 +382,22 @@ def test_on_the_cpu_device_there_is_no_room_and_nothing_is_updated_early() -> No
         assert early(engine) == (0, 0)
 
 
-def test_a_class_of_torch_is_not_guessed() -> None:
+@pytest.mark.usefixtures("single_torch_thread")
+def test_a_class_of_torch_is_not_guessed_and_steps_in_the_worker() -> None:
     """What it keeps in host memory could not be taken back."""
-    model = make()
-    with apart(), Engine(model, torch.optim.RMSprop(model.parameters()), **in_memory(model, "cpu")) as engine:
-        assert not engine.plan.spare_units
+
+    def run(**where: Any) -> dict[str, torch.Tensor]:
+        model = make(torch.bfloat16)
+        with Engine(model, torch.optim.RMSprop(model.parameters(), lr=1e-2), **where) as engine:
+            for number in range(3):
+                train(engine, number)
+                engine.step()
+            assert not engine.plan.spare_units and early(engine) == (0, 0)
+            return everything(engine)
+
+    truth = run(**everything_on_device())
+    with apart():
+        assert_same_tensors(run(**in_memory(make(torch.bfloat16), "cpu", whole=True)), truth)
 
 
 @pytest.mark.parametrize("params", ["cpu", "device"])

@@ -210,6 +210,21 @@ def test_a_reset_leaves_nothing_with_the_worker(homes: Homes) -> None:
         assert step.manager.tiers.param(0).state is State.STORED
 
 
+def test_memory_is_given_back_when_the_worker_has_stopped() -> None:
+    with stepping(IN_MEMORY) as step:
+        step.updates.read_ahead()
+        step.updates.abandon()
+        mapped, close = [], step.worker.close
+
+        def closed() -> None:
+            mapped.append(step.manager.tiers._arenas[H]._memory is not None)
+            close()
+
+        step.worker.close = closed  # type: ignore[method-assign]
+        step.manager.close()
+        assert mapped == [True] and not step.worker.queue
+
+
 # --- the thread -------------------------------------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ class BackwardUpdates(Updates[_Guess]):
     def withdraw_all(self) -> None:
         """Undo everything: somebody is about to read or write parameters or states, or to drop the gradients."""
         self._tiers.gradients.completed.clear()
-        for update in self._all():
+        for update in reversed(self._all()):  # the worker must not begin with the next one while one is awaited
             self._drop(update)
         self._close()
 
@@ -166,7 +166,7 @@ class BackwardUpdates(Updates[_Guess]):
         """
         self._tiers.gradients.completed.clear()
         self._waiting.clear()
-        for update in list(self._open):
+        for update in reversed(list(self._open)):
             if update.made_from != recipe.ranges(update.unit) or self._is_left(update):
                 self._drop(update)
         try:

@@ -283,7 +283,7 @@ class ForwardUpdates(Updates[Update]):
         """Note that a part of the step is lost: nothing of it is of use any more."""
         self.failure = error
         logger.error("step: failed half way: %s", error)
-        for update in (*self._open, *(leaving.update for leaving in self._leaving)):
+        for update in reversed((*(leaving.update for leaving in self._leaving), *self._open)):
             come_to_rest(update.chunks, self._tiers.deadline_s)
             param = self._tiers.param(update.unit.index)
             if param.state is State.FLUSHING:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
+from offload.labels import labelled
 from offload.memory.transfer import Ticket, TicketGroup
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -120,7 +121,8 @@ class Updates(ABC, Generic[U]):
         assert chunk.task is not None
         if pace is Pace.READY and not chunk.task.done():
             return False
-        self._wait_for_task(chunk.task)
+        if self._worker.apart:
+            self._wait_for_task(chunk.task)
         try:
             self._pipeline.write(chunk)
         except BaseException as error:
@@ -254,6 +256,7 @@ class Updates(ABC, Generic[U]):
         finally:
             self._tiers.counters.update_stall_seconds += time.perf_counter() - begin
 
+    @labelled("wait")
     def _wait_for_task(self, task: Task) -> None:
         begin = time.perf_counter()
         try:
