@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "faults.h"
+
 namespace simulated {
 
 Machine& machine() {
@@ -39,6 +41,7 @@ void Machine::tick(int stream) {
 
 void Machine::push(int stream, const std::string& name, std::function<void()> run,
                    const std::vector<Span>& spans) {
+    if (name != "free") may_fail(WORK, name.c_str());
     Lock lock(mutex);
     Queue& queue = queues_[stream];
     tick(stream);
@@ -161,6 +164,16 @@ bool Machine::query(Event& event) {
 bool Machine::idle(int stream) {
     Lock lock(mutex);
     return queues_[stream].head == queues_[stream].tail;
+}
+
+void Machine::lose() {
+    Lock lock(mutex);
+    for (Queue& queue : queues_)
+        while (queue.head < queue.tail) {
+            if (auto mark = queue.operations.front().mark) mark->done = true;
+            queue.operations.pop_front();
+            queue.head++;
+        }
 }
 
 void Machine::leave(char* begin, size_t size, const std::string& verb) {
