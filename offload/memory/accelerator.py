@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from offload.errors import BudgetError
 from offload.memory.arena import HOST, Arena, Buffer, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
@@ -43,10 +44,20 @@ class AcceleratorDevice:
         return int(torch.get_device_module(self.place).mem_get_info(self.place)[0])
 
     def arena(self, size_bytes: int) -> Arena:
-        """Take one allocation of torch's."""
+        """Take one allocation of torch's.
+
+        Raises:
+            BudgetError: the device has no piece of that size free.
+        """
         if not size_bytes:
             return Arena(Tier.DEVICE, 0, self.place, None, 0)
-        memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=self.place)
+        try:
+            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=self.place)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"device budget: expected {format_bytes(size_bytes)} in one piece on {self.place} but got "
+                f'{format_bytes(self.free_bytes())} free; lower max_memory["device"], or free what else is there'
+            ) from error
         return Arena(Tier.DEVICE, size_bytes, self.place, memory, round_up(memory.data_ptr(), PAGE_BYTES))
 
     def host_arena(self, size_bytes: int) -> Arena:
