@@ -74,7 +74,7 @@ def undisturbed(home: str, path: Path, schedule: Schedule, asks: int) -> tuple[d
 
 
 def stride(quick: int) -> Any:
-    return pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.nightly), quick])
+    return pytest.mark.parametrize("stride", [pytest.param(quick // 20, marks=pytest.mark.nightly), quick])
 
 
 @stride(59)
@@ -107,7 +107,7 @@ def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int
     assert exact > 0
 
 
-@stride(149)
+@stride(199)
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)
 def test_a_device_that_is_lost(
@@ -121,8 +121,11 @@ def test_a_device_that_is_lost(
         with running(schedule):
             engine = make(home, tmp_path)
             with failing(nth, ALL, lost=True):
-                with pytest.raises(torch.AcceleratorError, match="the device is lost"):
+                try:
                     train_once(engine)
+                    assert nth > 0.8 * count, "only work ahead of a step that never comes"
+                except torch.AcceleratorError as error:
+                    assert "the device is lost" in str(error)
                 with pytest.raises((torch.AcceleratorError, offload.StateError)):
                     step(engine, 0)
                 try:
