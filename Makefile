@@ -14,10 +14,10 @@ CXX_SOURCES = $(shell find csrc tests/simulated -type f \( -name '*.cc' -o -name
 TYPED := $(wildcard offload swap scripts bench/nvme)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test simulated nightly sanitize finetune lint format bench clean distclean
+.PHONY: help venv test simulated gpu-check nightly sanitize finetune lint format bench clean distclean
 
 help:             ## what there is
-	@sed -n 's/^\([a-z]*\): .*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
+	@sed -n 's/^\([a-z-]*\): .*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
 
 venv: $(STAMP)    ## the virtual environment in .venv, with the extensions built
 
@@ -30,6 +30,9 @@ test: $(STAMP)    ## the tests
 
 simulated: $(STAMP) ## build the simulated accelerator of the tests, which the first of them does otherwise
 	@$(BIN)/python tests/simulated/build.py
+
+gpu-check: $(STAMP) ## tests and measurements on this machine's GPU, in ten minutes; docs/gpu.md
+	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
 nightly: $(STAMP) ## the tests with at least 10 000 hypothesis examples each (hours)
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q --timeout=0 $(ARGS)

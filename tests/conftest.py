@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from simulated import apart
+from simulated import apart, instead
 
 # Threads of torch that wait spin by default, which on a machine that does something else as well costs the tests a
 # multiple of their time. Read when torch is first imported.
@@ -60,6 +60,23 @@ def sim() -> None:
         pytest.skip(f"no simulated accelerator: {missing}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options that let the tests of engines run on the simulated device."""
+    parser.addoption("--device", choices=["cpu", "sim"], default="cpu", help="where engines compute")
+    parser.addoption("--schedule", default="lazy", help="lazy, eager, 'first N', 'seed N', 'in turn'")
+
+
+@pytest.fixture(autouse=True)
+def _simulated_instead(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the test under the schedule where its engines are on the simulated device."""
+    if request.config.getoption("device") != "sim":
+        yield
+        return
+    turn = request.session.items.index(request.node)
+    with instead.scheduled(instead.schedule_of(request.config.getoption("schedule"), turn)):
+        yield
+
+
 def missing_for_gpu() -> str | None:
     """Return what a GPU test misses on this machine, or None when it can run."""
     try:
@@ -86,7 +103,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if nightly:
             config.hook.pytest_deselected(items=nightly)
             items[:] = [item for item in items if not item.get_closest_marker("nightly")]
-    apart.arrange(config, items)
+    if config.getoption("device") == "sim":
+        instead.select(config, items)
+    else:
+        apart.arrange(config, items)
 
 
 def pytest_report_header() -> str:

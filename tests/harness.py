@@ -38,6 +38,19 @@ class Outcome:
     plan: Any
 
 
+_compute = ["cpu"]  # where plain modules compute, too; see simulated.instead
+
+
+def compute_on(place: str) -> None:
+    """Let plain modules compute where engines do, from now on: some kernels differ between devices."""
+    _compute[0] = place
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """Return the model as plain PyTorch trains it."""
+    return model.to(_compute[0])
+
+
 Forward = Callable[..., Any]
 LossOf = Callable[[Forward, Any], torch.Tensor]
 

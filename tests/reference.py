@@ -46,7 +46,7 @@ def train(
     for number, batch in enumerate(batches, start=1):
         loss = model(**batch).loss
         loss.backward()
-        losses.append(loss.detach().clone())
+        losses.append(loss.detach().clone().cpu())
         for index, parameter in enumerate(trainable):
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -69,4 +69,4 @@ def train(
                     parameter.copy_(master)
         if after_step is not None:
             after_step(optimizer)
-    return Run(losses, norms, {n: p.detach().clone() for n, p in model.named_parameters()})
+    return Run(losses, norms, {n: p.detach().clone().cpu() for n, p in model.named_parameters()})

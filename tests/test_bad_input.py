@@ -140,6 +140,7 @@ def test_impossible_budget_names_the_smallest_that_would_do(tier: str, tmp_path:
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.cpu("states on the device")
 def test_host_budget_without_nvme_is_refused() -> None:
     model = net()
     with pytest.raises(offload.BudgetError, match="cpu budget.*without an NVMe tier.*nvme_path"):
@@ -786,8 +787,8 @@ def late_read(engine: Engine) -> None:
 
 
 DISTURBANCES = [
-    nan_loss,
-    infinite_loss,
+    pytest.param(nan_loss, marks=pytest.mark.cpu("losses are looked at")),
+    pytest.param(infinite_loss, marks=pytest.mark.cpu("losses are looked at")),
     nan_gradient,
     nan_gradient_of_one_parameter,
     step_without_backward,
@@ -795,7 +796,7 @@ DISTURBANCES = [
     backward_twice,
     plain_backward_twice,
     backward_of_no_tensor,
-    batch_on_the_wrong_device,
+    pytest.param(batch_on_the_wrong_device, marks=pytest.mark.cpu("it names the device")),
     nested_batch_on_the_wrong_device,
     batch_of_the_wrong_shape,
     batch_too_large,
@@ -811,9 +812,9 @@ DISTURBANCES = [
     copied_or_pickled,
     written_while_in_use,
     values_that_are_no_parameters,
-    saved_tensor_changed_in_place,
+    pytest.param(saved_tensor_changed_in_place, marks=pytest.mark.cpu("batches are not copied")),
     traced,
-    compiled,
+    pytest.param(compiled, marks=pytest.mark.cpu("calls of modules are not wrapped")),
     read_error_in_forward,
     read_error_in_backward,
     read_error_in_an_update,
@@ -1080,7 +1081,13 @@ def test_hanging_read_ends_at_the_deadline_with_a_dump(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [FaultTarget.READS, FaultTarget.WRITES])
-@pytest.mark.parametrize("spill", [False, True], ids=["gradients in memory", "gradients on nvme"])
+@pytest.mark.parametrize(
+    "spill",
+    [
+        pytest.param(False, id="gradients in memory"),
+        pytest.param(True, id="gradients on nvme", marks=pytest.mark.cpu("this budget has no room for staging")),
+    ],
+)
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.nightly), 7])
 def test_every_single_transfer_may_fail(
     stride: int,

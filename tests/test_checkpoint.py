@@ -412,6 +412,7 @@ def test_defaults_of_torch_change_nothing(default: torch.dtype | str, tmp_path: 
                 assert all(value.dtype == torch.float32 for value in found["state"][position].values())
 
 
+@pytest.mark.cpu("it names the device")
 def test_a_model_on_the_meta_device_is_made_while_that_is_the_default() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))

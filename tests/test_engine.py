@@ -33,6 +33,7 @@ from harness import (
     tight,
     working_bytes,
 )
+from harness import plain as plainly
 from models import BY_NAME
 from torch import nn
 
@@ -181,7 +182,7 @@ def test_lora_through_peft(tmp_path: Path) -> None:
     model = build()
     ours = run(model, data, **nvme(model, tmp_path))
     assert_equal(ours, truth)
-    plain = build()
+    plain = plainly(build())
     torch.manual_seed(1000)
     assert torch.equal(plain(**data[0]).loss, ours.losses[0])
     assert len(ours.states) == sum("lora" in name for name, _ in plain.named_parameters())
@@ -557,7 +558,7 @@ def test_parameters_keep_name_shape_dtype_and_identity(tmp_path: Path) -> None:
             same, shape, dtype, requires_grad, _ = before[name]
             assert parameter is same and parameter.shape == shape and parameter.dtype == dtype
             assert parameter.requires_grad == requires_grad and parameter.is_leaf
-            assert isinstance(parameter, nn.Parameter) and parameter.device.type == "cpu"
+            assert isinstance(parameter, nn.Parameter) and parameter.device == engine.device
     for name, parameter in model.named_parameters():
         assert parameter is before[name][0] and parameter.stride() == before[name][4]
 
@@ -652,7 +653,7 @@ def replace_data(weight: nn.Parameter) -> None:
     "double",
     [
         lambda weight: weight.data.mul_(2),
-        lambda weight: weight.detach().numpy().__imul__(2),
+        pytest.param(lambda weight: weight.detach().numpy().__imul__(2), marks=pytest.mark.cpu("numpy")),
         replace_data,
     ],
     ids=["data", "numpy", "replaced"],
@@ -979,6 +980,7 @@ def test_generate(name: str, tmp_path: Path) -> None:
         assert engine.stats().misses + engine.stats().stalls > 0
 
 
+@pytest.mark.cpu("its generator")
 def test_dropout_uses_the_plain_models_random_numbers(tmp_path: Path) -> None:
     plain, model = net(dropout=0.3), net(dropout=0.3)
     with Engine(model, AdamW(), **tight(model, tmp_path)) as engine:
@@ -1262,6 +1264,7 @@ def test_an_unclosed_engine_is_collected(tmp_path: Path) -> None:
     assert files() == 0
 
 
+@pytest.mark.cpu("the meter")
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_meter_is_closed_with_the_engine(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def meters() -> int:

@@ -488,6 +488,7 @@ def test_a_graph_of_before_the_step_is_stale(tmp_path: Path) -> None:
         assert engine.step()
 
 
+@pytest.mark.cpu("seconds")
 def test_stats_tell_what_was_waited_for(tmp_path: Path) -> None:
     model = make()
     with Engine(model, AdamW(lr=1e-2), **tight(model, tmp_path)) as engine:

@@ -112,7 +112,7 @@ def test_placement_never_changes_the_result(state_dtype: str, dtype: str, accumu
     make = lambda: gpt2(DTYPES[dtype])  # noqa: E731
     truth = run(make(), data, **common, **everything_on_device(), state_dtype=state_dtype)
     assert len(truth.norms) == 3, "every step was taken"
-    assert {home.states for home in truth.plan.homes} == {Tier.DEVICE}
+    assert {home.param for home in truth.plan.homes} == {Tier.DEVICE}
     assert_differs(truth, run(make(), data, **common, **everything_on_device()))
     try:
         units = set()
@@ -142,6 +142,7 @@ def test_moments_are_close_to_exact_ones(state_dtype: str) -> None:
             assert (error <= relative * state[name].abs() + 2**-8 * state[name].abs().max()).all()
 
 
+@pytest.mark.cpu("parameters are updated where they are used")
 @pytest.mark.parametrize("state_dtype", ["float32", *COMPRESSED])
 def test_the_plan_counts_the_bytes_that_move(state_dtype: str, tmp_path: Path) -> None:
     model = net(torch.bfloat16)
@@ -427,6 +428,7 @@ def test_lamb_has_the_norm_of_whole_parameters_wherever_they_are(dtype: str, tmp
     assert any(slot.offset_numel < ours.plan.chunk_numel == 65536 < slot.end_numel for slot in slots)
 
 
+@pytest.mark.cpu("states on the device")
 @pytest.mark.parametrize(("name", "size"), [("sgd", 2), ("momentum", 6), ("lion", 6), ("adagrad", 6), ("lamb", 10)])
 def test_states_cost_what_an_optimizer_has(name: str, size: int) -> None:
     model = net(torch.bfloat16)

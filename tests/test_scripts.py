@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conftest import missing_for_gpu
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -51,3 +54,50 @@ def test_failure_leaves_nothing(prepare: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="disk full"):
         prepare.build_once(tmp_path / "model", fail)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("sim")
+def test_the_gpu_check_goes_all_the_way(tmp_path: Path) -> None:
+    """On the simulated device: every section has its figures."""
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "sim", "--smoke", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert list(found) == [
+        *("machine", "tests", "links", "resident", "placement", "states in host memory", "states on NVMe")
+    ]
+    assert found["tests"]["exit"] == 0 and found["placement"]["same"]
+    for home in ("states in host memory", "states on NVMe"):
+        assert found[home]["bytes per step"]["h2d"] > 0 and found[home]["step s"] > 0
+    assert found["states on NVMe"]["bytes per step"]["nvme_write"] > 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    text = (tmp_path / "gpu-check.txt").read_text()
+    assert text.startswith("gpu check: passed") and all(name in text for name in found)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("gpu-check.json", "gpu-check.txt", "plan-cpu.txt", "plan-nvme.txt", "tests.txt", "trace.json")
+    ]
+
+
+def test_the_gpu_check_names_what_is_missing(tmp_path: Path) -> None:
+    if missing_for_gpu() is None:
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2 and "CUDA" in done.stderr and "nothing was run" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_gpu_check_tells_what_has_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    gpu_check = importlib.import_module("gpu_check")
+    check = gpu_check.Check("cpu", gpu_check.SMOKE, tmp_path, tmp_path)
+
+    def fail() -> None:
+        raise RuntimeError("no such link")
+
+    check.section("links", fail)
+    check.section("late", dict, needs_s=1e9)
+    check.section("next", lambda: {"figure": 1})
+    assert check.failed == ["links"] and check.result["links"]["failed"] == "RuntimeError: no such link"
+    assert "left out" in check.result["late"] and check.result["next"]["figure"] == 1
+    assert gpu_check.page(check.result, check.failed).startswith("gpu check: FAILED: links")

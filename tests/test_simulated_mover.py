@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -212,6 +213,7 @@ def test_gradients_on_their_way_keep_to_the_device_budget(
     ring_pages: int, budget_pages: int, make_bench: Callable[..., Bench]
 ) -> None:
     """With the next one, which autograd makes before it hands it over."""
+    gc.collect()  # tensors of a test before
     for schedule in SCHEDULES:
         with running(schedule):
             bench = make_bench(ring_pages=ring_pages, budget_pages=budget_pages)

@@ -47,7 +47,11 @@ class AcceleratorDevice:
         return int(torch.get_device_module(self.place).mem_get_info(self.place)[0])
 
     def arena(self, size_bytes: int) -> Arena:
-        """Take one allocation of torch's."""
+        """Take one allocation of torch's.
+
+        Raises:
+            BudgetError: the device has no piece of that size free.
+        """
         if not size_bytes:
             return Arena(Tier.DEVICE, 0, self.place, None, 0)
         try:
@@ -278,13 +282,12 @@ class AcceleratorMover:
         """Copy device address `source` to page-locked host address `target`, behind compute."""
         stream = self._gradients.stream
         self._follow(stream, self._ordering.computed())
-        begin = self._watch.start(stream)
-        with stream:
+        with self._copying("d2h", stream, size_bytes):
             for first, last in self._host.spans(target, size_bytes):
                 place = bytes_at(target + first, last - first, HOST)
                 place.copy_(bytes_at(source + first, last - first, self._device.place), non_blocking=True)
-        self._watch.stop("d2h", stream, begin, size_bytes)
-        return self._moment(self._device.event(stream), f"copy of {size_bytes} bytes to the host")
+            event = self._device.event(stream)
+        return self._moment(event, f"copy of {size_bytes} bytes to the host")
 
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy page-locked host address `source` to device address `target`, behind compute."""
@@ -340,13 +343,23 @@ class AcceleratorMover:
 
     def _upload(self, stream: torch.Stream, source: int, target: int, size_bytes: int) -> torch.Event:
         """Give `stream` a copy to the device; returns when it is over."""
-        begin = self._watch.start(stream)
-        with stream:
+        with self._copying("h2d", stream, size_bytes):
             for first, last in self._host.spans(source, size_bytes):
                 place = bytes_at(target + first, last - first, self._device.place)
                 place.copy_(bytes_at(source + first, last - first, HOST), non_blocking=True)
-        self._watch.stop("h2d", stream, begin, size_bytes)
-        return self._device.event(stream)
+            return self._device.event(stream)
+
+    @contextlib.contextmanager
+    def _copying(self, link: str, stream: torch.Stream, size_bytes: int) -> Iterator[None]:
+        """Let `stream` be the current one and count its copies; where one fails, none is under way any more."""
+        begin = self._watch.start(stream)
+        try:
+            with stream:
+                yield
+            self._watch.stop(link, stream, begin, size_bytes)
+        except BaseException:
+            stream.synchronize()  # both places are about to be used for something else
+            raise
 
     def _moment(self, event: torch.Event, subject: str) -> Ticket:
         return _Moment(event, self._waiter, subject)

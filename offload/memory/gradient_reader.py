@@ -117,11 +117,11 @@ class GradientReader:
         batch = self._batch
         if batch.begin is None:
             batch.begin = self._watch.start(self._stream)
+        batch.tensors.append(tensor)  # it lives until its copies are over, also where one of them fails
+        batch.pieces += 1
         self._copy(tensor, address, size, self._streams.event())
-        batch.tensors.append(tensor)
         batch.uses.append((use, address))
         batch.size_bytes += size
-        batch.pieces += 1
         self._claim.resize(self._claim.size_bytes + min(size, self._claim.budget.free_bytes))
         if last:
             self._send()
@@ -165,9 +165,9 @@ class GradientReader:
         batch = self._batch
         if not batch.pieces:
             return
-        self._batch = _Batch()
         self._watch.stop("d2h", self._stream, batch.begin, batch.size_bytes)
-        arrived = self._streams.event(self._stream)
+        arrived = self._streams.event(self._stream)  # may fail: nothing was changed then
+        self._batch = _Batch()
         self._flying.append(batch)
         batch.left = self._copies.submit(_await_copies, batch, arrived)
         batch.used = self._consumer.submit(_use, batch, batch.left)

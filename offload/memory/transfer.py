@@ -7,7 +7,8 @@ know shards, states or schedules. Next: :mod:`offload.memory.cpu` and :mod:`offl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
@@ -16,6 +17,22 @@ import torch
 
 from offload.errors import OffloadError
 from offload.memory.arena import Buffer
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def left_to_who_needs_it(what: str) -> Iterator[None]:
+    """Let what fails in the block be met by whoever needs the bytes: nothing that was asked for has failed.
+
+    These are errors of drives and devices, which are RuntimeErrors. A missed deadline is none, nor are the package's.
+    """
+    try:
+        yield
+    except (OffloadError, TimeoutError):
+        raise
+    except (OSError, RuntimeError) as error:
+        logger.warning("%s: %s", what, error)
 
 
 class Ticket(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 
 from offload.config import Config
 from offload.errors import NonFiniteError, StateError
+from offload.memory.transfer import left_to_who_needs_it
 from offload.optim.progress import Progress
 from offload.optim.recipe import Recipe, StepCounts, trainable_units
 from offload.optim.rules import Rule
@@ -205,11 +206,11 @@ class Step:
         self._run.steps += 1
         self.micro_batches.begin_step()
         self._run.scaler.succeeded()
-        if self.overlap:
-            manager.forward.read_ahead()
-        else:
+        if not self.overlap:
             manager.finish_updates()
-        manager.prefetch()
+        with left_to_who_needs_it("step"):  # it is taken: who takes an error for its failure would take it again
+            manager.forward.read_ahead()
+            manager.prefetch()
         return True
 
     def pass_over(self) -> None:

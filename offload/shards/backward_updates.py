@@ -176,11 +176,12 @@ class BackwardUpdates(Updates[_Guess]):
             logger.warning("early updates: %s", error)
             for update in list(self._open):
                 self._drop(update)
-        taken = set()
+        taken = {update.unit.index for update in self._done if self._may_take(update, recipe)}
+        for index in taken:
+            self._make_way(index)  # may fail: nothing is taken then
         for update in list(self._done):
-            if self._may_take(update, recipe):
+            if update.unit.index in taken:
                 self._take(update)
-                taken.add(update.unit.index)
             else:
                 self._drop(update)
         self._close()
@@ -204,14 +205,18 @@ class BackwardUpdates(Updates[_Guess]):
         viewed = self._tiers.param(index).readers or self._tiers.working.borrowed(index)
         return not viewed and update.made_from == recipe.ranges(update.unit)
 
+    def _make_way(self, index: int) -> None:
+        """Take old parameters off the device."""
+        working, param = self._tiers.working, self._tiers.param(index)
+        if param.state is State.FETCHING:
+            working.wait_for_prefetch(param)
+        if param.state is State.RESIDENT:
+            working.evict(param)
+        self._tiers.copies.forgive(param)
+
     def _take(self, update: _Guess) -> None:
         tiers, param = self._tiers, self._tiers.param(update.unit.index)
         shards = self._shards(update.unit)
-        if param.state is State.FETCHING:
-            tiers.working.wait_for_prefetch(param)
-        if param.state is State.RESIDENT:
-            tiers.working.evict(param)
-        tiers.copies.forgive(param)
         if param.home is Tier.DEVICE:
             update.leases.send_param(update.unit)
             shards.remove(param)

@@ -238,8 +238,8 @@ class Copies:
         """Free the buffers of strays that nothing uses any more. A role's region belongs to one thread at a time."""
         region = self.regions[role]
         for stray in [stray for stray in self._strays if stray.region is region and not stray.busy()]:
-            self._strays.remove(stray)
             self._free(region, stray.owner, stray.buffer)
+            self._strays.remove(stray)
 
     def begin_in(self, shard: Shard, buffer: Buffer) -> None:
         """Let a shard without content have a working copy in `buffer`, which somebody is about to fill."""
@@ -252,12 +252,14 @@ class Copies:
 
     def leave(self, shard: Shard, busy: Callable[[], bool] = lambda: False) -> None:
         """Take the working copy off its buffer, which is free as soon as it is not `busy`; a home stays the shard's."""
-        buffer, shard.work_buffer = shard.work_buffer, None
+        buffer = shard.work_buffer
         region = self.regions[shard.role] if buffer is not None else None
         if not busy():
             if region is not None:
                 self._free(region, shard.unit.index, buffer)
+            shard.work_buffer = None
             return
+        shard.work_buffer = None
         name = next(self._stray_names)
         if region is not None:
             region.hand_over(shard.unit.index, name)
@@ -265,14 +267,15 @@ class Copies:
 
     def _free(self, region: Region, owner: int, buffer: Buffer | None) -> None:
         """Take a buffer back: what the device has been given to do may still read it, so copies into it must follow."""
-        region.free(owner)
         assert buffer is not None
-        self._release(buffer)
+        self._release(buffer)  # may fail: nothing was changed then
+        region.free(owner)
 
     def evict(self, shard: Shard) -> None:
         """Drop a working copy that equals its home."""
-        self.change(shard, Event.EVICT)
+        state = advance(shard, Event.EVICT)
         self.leave(shard)
+        shard.state = state
 
     # --- transfers --------------------------------------------------------------------------------------------------
 

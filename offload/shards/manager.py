@@ -12,7 +12,6 @@ Called from one thread at a time: the one that computes, or the one that runs th
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -21,6 +20,7 @@ import torch
 from offload.errors import StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
+from offload.memory.transfer import left_to_who_needs_it
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -34,8 +34,6 @@ from offload.shards.tiers import Tiers
 from offload.shards.working_set import Binder
 from offload.stats import Counters
 from swap import SwapStore
-
-logger = logging.getLogger(__name__)
 
 PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
 PATIENCE = 4  # acquisitions of one unit after which room for a prefetch is looked for again
@@ -109,9 +107,8 @@ class Manager:
         self.working.use(shard)
         lease = self.copies.lease(shard)  # prefetching must not evict what was asked for
         try:
-            self.prefetch()
-        except OSError as error:  # whoever needs what could not be fetched meets the error again
-            logger.warning("prefetch: %s", error)
+            with left_to_who_needs_it("prefetch"):
+                self.prefetch()
         except BaseException:
             lease.close()
             raise

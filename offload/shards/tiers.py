@@ -74,40 +74,46 @@ class Tiers:
         self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
         in_flight = budgets[Tier.DEVICE].claim("gradients on their way")
         self._claims = [*claims.values(), self.optimizer_claim, in_flight]
-        host = device.host_arena(sizes[Tier.HOST])
         largest = max((slot.numel * u.itemsize for u in self.units if u.trainable for slot in u.slots), default=0)
-        self._arenas = {Tier.DEVICE: device.arena(sizes[Tier.DEVICE]), Tier.HOST: host}
-        self.mover = device.mover(
-            counters,
-            host,
-            fetch_bytes=plan.fetch_staging_bytes,
-            gradient_bytes=plan.grad_staging_bytes,
-            gradient_claim=in_flight,
-            largest_gradient_bytes=largest,
-            deadline_s=deadline_s,
-        )
-        self.copies = Copies(
-            plan, self._arenas, store, deadline_s=deadline_s, release=self.mover.release, dump=self.dump
-        )
-        self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
-        self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
-        self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
-        for buffer in self.staging:
-            touch(buffer)
-        self.working = WorkingSet(
-            plan.request,
-            self.copies,
-            self._arenas[Tier.DEVICE],
-            device.addressable,
-            claims[Tier.DEVICE],
-            self.mover,
-            binder,
-            reclaim,
-        )
-        self.worker: Worker = Caller() if device.addressable else WorkerThread()
-        self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
-        if store is not None and host.size_bytes:  # registering page-locks: not for the region, which gives memory back
-            store.register_buffer(host.base_address, host.size_bytes)
+        with contextlib.ExitStack() as undo:
+            arena = device.arena(sizes[Tier.DEVICE])
+            host = device.host_arena(sizes[Tier.HOST])
+            undo.callback(host.close)  # it may be page-locked
+            self._arenas = {Tier.DEVICE: arena, Tier.HOST: host}
+            self.mover = device.mover(
+                counters,
+                host,
+                fetch_bytes=plan.fetch_staging_bytes,
+                gradient_bytes=plan.grad_staging_bytes,
+                gradient_claim=in_flight,
+                largest_gradient_bytes=largest,
+                deadline_s=deadline_s,
+            )
+            undo.callback(self.mover.close)
+            self.copies = Copies(
+                plan, self._arenas, store, deadline_s=deadline_s, release=self.mover.release, dump=self.dump
+            )
+            self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
+            self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
+            self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
+            for buffer in self.staging:
+                touch(buffer)
+            self.working = WorkingSet(
+                plan.request,
+                self.copies,
+                arena,
+                device.addressable,
+                claims[Tier.DEVICE],
+                self.mover,
+                binder,
+                reclaim,
+            )
+            self.worker: Worker = Caller() if device.addressable else WorkerThread()
+            self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
+            # Registering page-locks: not for the region, which gives memory back.
+            if store is not None and host.size_bytes:
+                store.register_buffer(host.base_address, host.size_bytes)
+            undo.pop_all()
 
     # --- where things are -------------------------------------------------------------------------------------------
 

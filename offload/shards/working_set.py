@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import logging
 from collections.abc import Callable, Container, Iterable
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from offload.errors import BudgetError, InternalError, StateError
 from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Claim, Tier
 from offload.memory.region import Region
-from offload.memory.transfer import Mover, Ticket
+from offload.memory.transfer import Mover, Ticket, left_to_who_needs_it
 from offload.planning.plan import Request
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -29,8 +28,6 @@ from offload.shards.schedule import NEVER, Schedule
 from offload.shards.shard import HAS_WORKING_COPY, Shard, State
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up, whole_pages
 from offload.torch_private import storage_use_count
-
-logger = logging.getLogger(__name__)
 
 
 class Binder(Protocol):
@@ -176,13 +173,9 @@ class WorkingSet:
 
     def wait_for_prefetch(self, shard: Shard) -> None:
         """Wait for a fetch that nobody has asked for: if it failed, the shard is as it was before, and may be read."""
-        try:
+        with left_to_who_needs_it("prefetch"):
             self.wait_for_fetch(shard)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            logger.warning("prefetch: %s", error)
-            self._copies.forgive(shard)
+        self._copies.forgive(shard)
 
     def bind(self, shard: Shard, buffer: Buffer) -> None:
         """Let the unit's parameters view `buffer`."""

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "faults.h"
 #include "memory.h"
 
 namespace simulated {
@@ -40,21 +41,36 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
     Stream exchangeStream(Stream stream) const override { return stream_of(exchange_stream(id_of(stream))); }
-    bool queryStream(const Stream& stream) const override { return machine().idle(id_of(stream)); }
-    void synchronizeStream(const Stream& stream) const override { machine().synchronize(id_of(stream)); }
-    void synchronizeDevice(const DeviceIndex device) const override { machine().synchronize_device(device); }
+    bool queryStream(const Stream& stream) const override {
+        may_fail(WAITS, "query");
+        return machine().idle(id_of(stream));
+    }
+    void synchronizeStream(const Stream& stream) const override {
+        may_fail(WAITS, "synchronize");
+        machine().synchronize(id_of(stream));
+    }
+    void synchronizeDevice(const DeviceIndex device) const override {
+        may_fail(WAITS, "synchronize");
+        machine().synchronize_device(device);
+    }
 
     void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+        may_fail(EVENTS, "record");
         if (!*event) *event = new Event;
         the_clock().spend(the_clock().costs().operator_s);
         machine().record(event_of(*event), id_of(stream));
     }
     void block(void* event, const Stream& stream) const override {
+        may_fail(EVENTS, "wait");
         the_clock().spend(the_clock().costs().operator_s);
         if (event) machine().wait(event_of(event), id_of(stream));
     }
-    bool queryEvent(void* event) const override { return !event || machine().query(event_of(event)); }
+    bool queryEvent(void* event) const override {
+        may_fail(WAITS, "query");
+        return !event || machine().query(event_of(event));
+    }
     void synchronizeEvent(void* event) const override {
+        may_fail(WAITS, "synchronize");
         if (event) machine().synchronize(event_of(event));
     }
     void destroyEvent(void* event, const DeviceIndex) const noexcept override {

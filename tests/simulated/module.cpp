@@ -4,6 +4,7 @@
 
 #include "device.h"
 #include "dispatch.h"
+#include "faults.h"
 #include "memory.h"
 
 namespace py = pybind11;
@@ -112,6 +113,10 @@ PYBIND11_MODULE(_simulated, m) {
     m.def("reset_peak", [](int device) {
         Quiet quiet;
         memory().usage(device).peak = memory().usage(device).used;
+    });
+    m.def("fail_at", [](uint64_t nth, int asks, bool lost) {
+        py::gil_scoped_release released;
+        return fail_at(nth, asks, lost);
     });
     m.def("random_state", [](int device) {
         Quiet quiet;

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "faults.h"
+
 namespace simulated {
 namespace {
 constexpr double POLL_S = 1e-6;  // of the host, by the clock, to ask whether something is done
@@ -44,6 +46,7 @@ void Machine::tick(int stream) {
 
 void Machine::push(int stream, const std::string& name, std::function<void()> run,
                    const std::vector<Span>& spans, const Work& work) {
+    if (name != "free") may_fail(WORK, name.c_str());
     Lock lock(mutex);
     Queue& queue = queues_[stream];
     if (the_clock().on() && work.lane != Lane::none) spend_on(stream, name, work);
@@ -216,6 +219,16 @@ bool Machine::idle(int stream) {
     Lock lock(mutex);
     if (the_clock().on()) return end_of(stream) <= the_clock().now();
     return queues_[stream].head == queues_[stream].tail;
+}
+
+void Machine::lose() {
+    Lock lock(mutex);
+    for (Queue& queue : queues_)
+        while (queue.head < queue.tail) {
+            if (auto mark = queue.operations.front().mark) mark->done = true;
+            queue.operations.pop_front();
+            queue.head++;
+        }
 }
 
 void Machine::leave(char* begin, size_t size, const std::string& verb) {

@@ -1,0 +1,370 @@
+"""Checks the engine on this machine's GPU, and measures it: once, in at most ten minutes, into JSON and a page of text.
+
+    python scripts/gpu_check.py --output gpu-check [--path DIR]
+
+It runs the tests that are marked ``gpu``, then measures the links between host and GPU, a step with everything on the
+GPU beside plain PyTorch, whether placements have the same losses, and a Llama of 7 B with random weights whose states
+are in host memory, then on NVMe. A profiler trace shows what overlaps. What does not fit the machine or the time is
+left out with the reason. Exits with 2 where there is no GPU, with 1 where a test or a comparison has failed.
+
+``--device sim --smoke`` goes the same way with a tiny model on the simulated device of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+GIB = 1 << 30
+NO_DEVICE = 2
+LIMIT_S = 600.0
+TESTS_LIMIT_S = 150.0
+# Per bf16 parameter: itself 2, gradient 2, low half of the master 2, moments 8, or 4 with state_dtype="bfloat16".
+ALL_BYTES, STATES_BYTES, SMALL_STATES_BYTES = 14, 10, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What is measured: shapes of Llama, tokens of a step, bytes of a copy, and how often."""
+
+    large: dict[str, int]
+    small: dict[str, int]
+    tokens: int
+    copy_bytes: int
+    rounds: int
+    steps: int
+    tests: tuple[str, ...]
+
+
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "vocab_size": 32000}
+FULL = Size(
+    large={"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, **_HEADS},  # 6.7 B
+    small={"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, **_HEADS},
+    tokens=1024,
+    copy_bytes=GIB,
+    rounds=5,
+    steps=3,
+    tests=("-m", "gpu"),
+)
+_TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
+SMOKE = Size(
+    large=_TINY, small=_TINY, tokens=8, copy_bytes=1 << 20, rounds=2, steps=2, tests=("tests/test_page_lock.py",)
+)
+
+
+class Check:
+    """One run: where it computes, how large, what it has found so far."""
+
+    def __init__(self, device: str, size: Size, path: Path, output: Path) -> None:
+        import torch
+
+        self.torch = torch
+        self.device = torch.device(device)
+        self.module: Any = torch.get_device_module(self.device)
+        self.size = size
+        self.path = path
+        self.output = output
+        self.begin = time.monotonic()
+        self.failed: list[str] = []
+        self.result: dict[str, Any] = {}
+
+    def left_s(self) -> float:
+        """Return the seconds that are left."""
+        return LIMIT_S - (time.monotonic() - self.begin)
+
+    def section(self, name: str, measure: Callable[[], Any], *, needs_s: float = 0.0) -> None:
+        """Add what `measure` returns to the result, or why there is nothing."""
+        if self.left_s() < needs_s:
+            self.result[name] = {
+                "left out": f"{self.left_s():.0f} s are left of {LIMIT_S:.0f}, it may take {needs_s:.0f}"
+            }
+        else:
+            begin = time.monotonic()
+            try:
+                self.result[name] = measure()
+            except Exception as error:  # the other sections are of use without this one
+                self.failed.append(name)
+                self.result[name] = {"failed": f"{type(error).__name__}: {error}"}
+            self.result[name]["seconds"] = round(time.monotonic() - begin, 1)
+        print(f"{name}: {json.dumps(self.result[name])}", flush=True)
+        (self.output / "gpu-check.json").write_text(json.dumps(self.result, indent=2) + "\n")
+
+    # --- what is there ----------------------------------------------------------------------------------------------
+
+    def machine(self) -> dict[str, Any]:
+        """Return what the figures are of."""
+        free, total = self.module.mem_get_info(self.device)
+        return {
+            "device": self.module.get_device_name(self.device),
+            "device bytes": total,
+            "device bytes free": free,
+            "host bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "cores": os.cpu_count(),
+            "drive bytes free": shutil.disk_usage(self.path).free,
+            "torch": self.torch.__version__,
+            "cuda": self.torch.version.cuda,
+            "python": platform.python_version(),
+        }
+
+    def tests(self) -> dict[str, Any]:
+        """Run the tests; they set what makes CUDA's kernels repeat their bits."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *self.size.tests]
+        limit_s = min(TESTS_LIMIT_S, self.left_s())
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False)
+        except subprocess.TimeoutExpired as late:
+            text = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+            (self.output / "tests.txt").write_text(text)
+            raise RuntimeError(f"the tests took more than {limit_s:.0f} s; tests.txt has what was there") from None
+        (self.output / "tests.txt").write_text(done.stdout + done.stderr)
+        if done.returncode:
+            self.failed.append("tests")
+        return {"exit": done.returncode, "summary": done.stdout.strip().splitlines()[-1:]}
+
+    def links(self) -> dict[str, Any]:
+        """Return GB/s of copies between page-locked memory and the device, each way and both at once."""
+        torch, size = self.torch, self.size.copy_bytes
+        host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        there = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        streams = [torch.Stream(self.device) for _ in range(2)]
+
+        def copy(*directions: int) -> float:
+            torch.accelerator.synchronize(self.device)
+            begin = time.perf_counter()
+            for way in directions:
+                with streams[way]:
+                    source, target = ((host, there), (there, host))[way]
+                    target[way].copy_(source[way], non_blocking=True)
+            torch.accelerator.synchronize(self.device)
+            return time.perf_counter() - begin
+
+        found: dict[str, list[float]] = {"h2d": [], "d2h": [], "both, per direction": []}
+        copy(0, 1)
+        for _ in range(self.size.rounds):
+            for name, ways in zip(found, ((0,), (1,), (0, 1)), strict=True):
+                found[name].append(size / copy(*ways) / 1e9)
+        return {f"{name} GB/s": round(statistics.median(rates), 2) for name, rates in found.items()}
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def llama(self, shape: dict[str, int], *, meta: bool = False) -> Any:
+        """Return a Llama with random weights in bf16, without a hub."""
+        import transformers
+
+        torch = self.torch
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**shape, use_cache=False)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("meta" if meta else "cpu"):
+                model = transformers.LlamaForCausalLM(config)
+        finally:
+            torch.set_default_dtype(before)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model.train()
+
+    def batch(self, number: int, shape: dict[str, int]) -> dict[str, Any]:
+        """Return the tokens of a step on the device, with themselves as labels."""
+        generator = self.torch.Generator().manual_seed(number)
+        tokens = self.torch.randint(shape["vocab_size"], (1, self.size.tokens), generator=generator).to(self.device)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def options(self, home: str, shape: dict[str, int]) -> dict[str, Any]:
+        """Return the engine's options for parameters and states at `home`."""
+        free = self.module.mem_get_info(self.device)[0]
+        smoke = self.size is SMOKE
+        memory: dict[str, Any] = {"device": "64MiB" if smoke else int(free * 0.9), "cpu": "64MiB" if smoke else "96GiB"}
+        options: dict[str, Any] = {"device": str(self.device), "max_memory": memory, "max_grad_norm": 1.0}
+        if home == "device":
+            return {**options, "offload_param": "none", "offload_optimizer": "cpu"}
+        if home == "nvme":
+            memory["nvme"] = "64MiB" if smoke else int(shutil.disk_usage(self.path).free * 0.9)
+            memory["cpu"] = "32MiB" if smoke else "48GiB"
+            options["nvme_path"] = self.path
+            return {
+                **options,
+                "offload_param": "cpu" if shape is self.size.large and not smoke else "nvme",
+                "offload_optimizer": "nvme",
+            }
+        return {**options, "offload_param": "cpu", "offload_optimizer": "cpu"}
+
+    def steps(self, engine: Any, shape: dict[str, int], count: int) -> Iterator[tuple[float, float]]:
+        """Take steps; gives each one's loss and seconds, its updates included."""
+        for number in range(count):
+            batch = self.batch(number, shape)
+            self.torch.accelerator.synchronize(self.device)
+            begin = time.perf_counter()
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            engine.drain()
+            self.torch.accelerator.synchronize(self.device)
+            yield float(loss.item()), time.perf_counter() - begin
+
+    def resident(self) -> dict[str, Any]:
+        """Return a step's seconds with all parameters on the device, and plain PyTorch's, in turn."""
+        from offload import AdamW, Engine
+
+        torch, shape = self.torch, self.size.small
+        plain = self.llama(shape).to(self.device)
+        masters = [parameter.detach().float().clone().requires_grad_() for parameter in plain.parameters()]
+        optimizer = torch.optim.AdamW(masters, lr=1e-4)
+        seconds: dict[str, list[float]] = {"plain": [], "engine": []}
+        with Engine(self.llama(shape), AdamW(lr=1e-4), **self.options("device", shape)) as engine:
+            ours = self.steps(engine, shape, self.size.rounds + 1)
+            for number in range(self.size.rounds + 1):
+                seconds["engine"].append(next(ours)[1])
+                torch.accelerator.synchronize(self.device)
+                begin = time.perf_counter()
+                plain(**self.batch(number, shape)).loss.backward()
+                for master, parameter in zip(masters, plain.parameters(), strict=True):
+                    master.grad, parameter.grad = parameter.grad.float(), None
+                torch.nn.utils.clip_grad_norm_(masters, 1.0)
+                optimizer.step()
+                with torch.no_grad():
+                    for master, parameter in zip(masters, plain.parameters(), strict=True):
+                        parameter.copy_(master)
+                torch.accelerator.synchronize(self.device)
+                seconds["plain"].append(time.perf_counter() - begin)
+        medians = {name: statistics.median(found[1:]) for name, found in seconds.items()}
+        return {
+            **{f"{name} s": round(value, 4) for name, value in medians.items()},
+            "engine / plain": round(medians["engine"] / medians["plain"], 3),
+        }
+
+    def placement(self) -> dict[str, Any]:
+        """Compare the losses of placements: they must be equal, in kernels that repeat their bits."""
+        from offload import AdamW, Engine
+
+        losses: dict[str, list[float]] = {}
+        self.torch.use_deterministic_algorithms(True, warn_only=self.device.type != "cuda")
+        try:
+            with self.torch.nn.attention.sdpa_kernel(self.torch.nn.attention.SDPBackend.MATH):
+                for home in ("device", "cpu", "nvme"):
+                    model = self.llama(self.size.small)
+                    with Engine(model, AdamW(lr=1e-4), **self.options(home, self.size.small)) as engine:
+                        losses[home] = [loss for loss, _ in self.steps(engine, self.size.small, self.size.steps)]
+        finally:
+            self.torch.use_deterministic_algorithms(False)
+        same = all(found == losses["device"] for found in losses.values())
+        if not same:
+            self.failed.append("placement")
+        return {"same": same, "losses": losses}
+
+    def large(self, home: str) -> dict[str, Any]:
+        """Return a step's seconds and bytes per link of the large model; states at `home`."""
+        from offload import AdamW, Engine
+
+        shape = self.size.large
+        model = self.llama(shape, meta=True)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        have, more = self.result["machine"], {}
+        room = have["host bytes" if home == "cpu" else "drive bytes free"] * 0.85
+        needed = count * (ALL_BYTES if home == "cpu" else STATES_BYTES)
+        if home == "nvme" and room < needed:
+            more["state_dtype"], needed = "bfloat16", count * SMALL_STATES_BYTES
+        if room < needed:
+            return {"left out": f"it needs {needed / GIB:.0f} GiB, the machine has room for {room / GIB:.0f}"}
+        with Engine(model, AdamW(lr=1e-5), **self.options(home, shape), **more) as engine:
+            warm = list(self.steps(engine, shape, 1))
+            before = {name: link.bytes for name, link in engine.stats().links.items()}
+            taken = list(self.steps(engine, shape, self.size.steps))
+            moved = {name: link.bytes - before[name] for name, link in engine.stats().links.items()}
+            plan = str(engine.plan)
+            if home == "cpu":
+                self.trace(engine, shape)
+        (self.output / f"plan-{home}.txt").write_text(plan + "\n")
+        return {
+            "parameters": count,
+            **more,
+            "losses": [loss for loss, _ in warm + taken],
+            "step s": round(statistics.median(seconds for _, seconds in taken), 3),
+            "bytes per step": {name: total // len(taken) for name, total in moved.items() if total},
+        }
+
+    def trace(self, engine: Any, shape: dict[str, int]) -> None:
+        """Write a profiler trace of one step, which chrome://tracing and Perfetto show."""
+        profiler = self.torch.profiler
+        activities = [profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(profiler.ProfilerActivity.CUDA)
+        with profiler.profile(activities=activities) as seen:
+            list(self.steps(engine, shape, 1))
+        seen.export_chrome_trace(str(self.output / "trace.json"))
+
+    def run(self) -> int:
+        """Go through all sections; returns the exit status."""
+        self.section("machine", self.machine)
+        self.section("tests", self.tests, needs_s=60)
+        self.section("links", self.links)
+        self.section("resident", self.resident, needs_s=40)
+        self.section("placement", self.placement, needs_s=40)
+        self.section("states in host memory", lambda: self.large("cpu"), needs_s=150)
+        self.section("states on NVMe", lambda: self.large("nvme"), needs_s=150)
+        text = page(self.result, self.failed)
+        (self.output / "gpu-check.txt").write_text(text)
+        print(text)
+        return 1 if self.failed else 0
+
+
+def page(result: dict[str, Any], failed: list[str]) -> str:
+    """Return the result as a page of text."""
+    lines = ["gpu check: " + (f"FAILED: {', '.join(failed)}" if failed else "passed"), ""]
+    for name, section in result.items():
+        lines.append(name)
+        lines += [f"  {key}: {value}" for key, value in section.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def missing(device: str) -> str | None:
+    """Return what is missing for `device` on this machine, None where it is there."""
+    import torch
+
+    if torch.device(device).type != "cuda":
+        return None
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the arguments ask for; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, or sim for the simulated device of the tests")
+    parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder for what is found")
+    parser.add_argument("--path", type=Path, help="folder on the drive for the NVMe tier (default: the output)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model: shows that the script runs")
+    given = parser.parse_args(arguments)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries begin
+    if given.device.startswith("sim"):
+        sys.path.insert(0, str(TESTS))
+        from simulated import load  # type: ignore[import-not-found]
+
+        load()
+    lacking = missing(given.device)
+    if lacking is not None:
+        print(f"gpu check: {lacking}; nothing was run (--device sim --smoke runs it without a GPU)", file=sys.stderr)
+        return NO_DEVICE
+    given.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given.path or given.output) as folder:
+        return Check(given.device, SMOKE if given.smoke else FULL, Path(folder), given.output).run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

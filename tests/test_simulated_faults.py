@@ -1,0 +1,152 @@
+"""A device that fails: any one call of the host, or all from some call on.
+
+The error is torch's own. Gradients are dropped, the engine goes on with the same bits or says that it cannot, and
+closing gives everything back.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same_tensors, batch
+from simulated import EAGER, LAZY, Schedule, load, running
+from simulated.faults import ALL, EVENTS, WAITS, WORK, failing
+from test_simulated_engine import loss_of, named, net, placed
+
+import offload
+from offload import AdamW, Engine
+
+pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
+
+STEPS = 3
+RETAINED = 32 << 10  # pytest keeps some errors, with frames and the activations of a step; an arena has 48 KiB
+KINDS = {"kernels and copies": WORK, "events": EVENTS, "waits of the host": WAITS}
+
+
+def step(engine: Engine, number: int) -> None:
+    engine.backward(loss_of(engine, batch(number).to("sim")))
+    assert engine.step()
+
+
+def train(engine: Engine) -> int:
+    """Run what fails again; returns how many calls of the engine failed."""
+    failed = 0
+    for number in range(STEPS + 1):
+        for _ in range(2):
+            try:
+                step(engine, number) if number < STEPS else engine.drain()
+                break
+            except torch.AcceleratorError as error:
+                assert "sim: injected error" in str(error)
+                failed += 1
+                if engine._life.unusable is None:
+                    engine._manager.check()  # type: ignore[union-attr]
+        else:
+            pytest.fail("a call that failed once failed again")
+    return failed
+
+
+def make(home: str, path: Path) -> Engine:
+    model = net()
+    return Engine(model, AdamW(lr=1e-2), **placed(home, model, path))
+
+
+def in_use() -> int:
+    """Return the device's bytes that somebody has; neither cycles, nor what autograd still has of a failed backward."""
+    for _ in range(2):
+        torch.ones(1, device="sim", requires_grad=True).sum().backward()
+        gc.collect()
+    used: int = load().usage(0)[0]
+    return used
+
+
+def undisturbed(home: str, path: Path, schedule: Schedule, asks: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the parameters behind the training, and how many calls could fail."""
+    with running(schedule), make(home, path) as engine:
+        with failing(0, asks) as calls:
+            assert train(engine) == 0
+        return engine.state_dict(), calls.count
+
+
+def stride(quick: int) -> Any:
+    return pytest.mark.parametrize("stride", [pytest.param(quick // 20, marks=pytest.mark.nightly), quick])
+
+
+@stride(59)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("schedule", [LAZY, pytest.param(EAGER, marks=pytest.mark.nightly)], **named)
+def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int, tmp_path: Path) -> None:
+    """Once: the engine goes on, with the right bits, or says that a step is lost."""
+    truth, count = undisturbed(home, tmp_path, schedule, KINDS[kind])
+    exact = 0
+    for nth in range(1, count + 1, stride):
+        with running(schedule) as seen:
+            engine = make(home, tmp_path)
+            with failing(nth, KINDS[kind]):
+                try:
+                    train(engine)
+                except offload.StateError as error:
+                    assert "a step failed half way (AcceleratorError: sim: injected error" in str(error)
+            if engine._life.unusable is None:
+                try:
+                    ours = engine.state_dict()
+                except torch.AcceleratorError:  # of a prefetch, which only this call needs
+                    ours = engine.state_dict()
+                assert_same_tensors(ours, truth)
+                assert engine.stats().step == STEPS
+                exact += 1
+            engine.close()
+        assert not list(tmp_path.iterdir())
+        assert seen.races == [] or KINDS[kind] == WAITS  # who could not wait has ordered nothing
+    assert exact > 0
+
+
+@stride(199)
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)
+def test_a_device_that_is_lost(
+    schedule: Schedule, home: str, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names it; closing ends, gives all memory back, and the process can use a device again."""
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps errors, and these tensors
+    truth, count = undisturbed(home, tmp_path, schedule, ALL)
+    before = in_use()
+    for nth in range(1, count + 1, stride):
+        with running(schedule):
+            engine = make(home, tmp_path)
+            with failing(nth, ALL, lost=True):
+                try:
+                    train_once(engine)
+                    assert nth > 0.8 * count, "only work ahead of a step that never comes"
+                except torch.AcceleratorError as error:
+                    assert "the device is lost" in str(error)
+                with pytest.raises((torch.AcceleratorError, offload.StateError)):
+                    step(engine, 0)
+                try:
+                    engine.close()
+                except torch.AcceleratorError as error:
+                    assert "the device is lost" in str(error)
+                engine.close()
+            assert not list(tmp_path.iterdir())
+            with pytest.raises(offload.StateError, match="closed"):
+                engine.state_dict()
+            del engine
+        now = in_use()
+        assert now < before + RETAINED
+        before = now
+    with running(schedule), make(home, tmp_path) as engine:
+        train_once(engine)
+        assert_same_tensors(engine.state_dict(), truth)
+
+
+def train_once(engine: Engine) -> None:
+    for number in range(STEPS):
+        step(engine, number)
+    engine.drain()
+    engine.state_dict()
