@@ -95,7 +95,7 @@ def test_a_stream_waits_for_an_event_of_another() -> None:
         assert now() == 4 * CALL
         side.synchronize()
         assert now() == 2.125 + 2
-        assert simulated.load().idle(False)["compute"] == {"compute": 2.125, "host: calls": CALL}
+        assert simulated.load().idle(False)["compute"] == {"compute": 2.0, "host: calls": 2 * CALL}
 
 
 def test_a_stream_that_has_work_does_not_wait_for_an_event_of_the_past() -> None:
@@ -287,6 +287,14 @@ def test_where_everybody_waits_it_is_told() -> None:
             stuck.result()
         assert workers.submit(now).result() == 0.0
         workers.shutdown()
+
+
+def test_behind_the_end_of_a_clock_nobody_waits() -> None:
+    with clock(COSTS, dry=True):
+        workers = VirtualExecutor(1)
+        future = workers.submit(spend, 1.0)
+    with pytest.raises(RuntimeError, match="clock: who waits for worker waits behind its end"):
+        future.result()
 
 
 def drive() -> Drive:

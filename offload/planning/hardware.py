@@ -180,7 +180,7 @@ Assumed: shares of 0.7, 0.85 and 0.8 of them, 25 GB/s for copies. The drive is n
 6 GB/s where it does both.
 
 Of all presets: `operator_s` is what a tiny Llama takes per operator on a CPU, forward and backward; `hook_s` and
-`gradient_s` are those of ``bench/overhead.py``. Seconds of kernels, copies, launches and drives are orders of magnitude.
+`gradient_s` are those of ``bench/overhead.py``. Seconds of kernels, copies, launches and drives are rough guesses.
 """
 
 H200 = Hardware(
