@@ -150,7 +150,7 @@ _HOST: dict[str, float] = {
     "kernel_s": 3e-6,
     "copy_s": 8e-6,
     "launch_s": 4e-6,
-    "operator_s": 12e-6,
+    "operator_s": 10.8e-6,
     "hook_s": 19.4e-6,
     "gradient_s": 21.5e-6,
 }
@@ -179,8 +179,8 @@ Data sheets: NVIDIA Ada whitepaper (165.2 TFLOPS in 16 bits with fp32 sums, 82.6
 Assumed: shares of 0.7, 0.85 and 0.8 of them, 25 GB/s for copies. The drive is not a certain one: 7 and 5 GB/s, and
 6 GB/s where it does both.
 
-Of all presets: `operator_s` is what a tiny Llama takes per operator on a CPU, `hook_s` and `gradient_s` are those of
-``bench/overhead.py``; seconds of kernels, copies and launches are orders of magnitude.
+Of all presets: `operator_s` is what a tiny Llama takes per operator on a CPU, forward and backward; `hook_s` and
+`gradient_s` are those of ``bench/overhead.py``. Seconds of kernels, copies, launches and drives are rough guesses.
 """
 
 H200 = Hardware(

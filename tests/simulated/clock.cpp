@@ -143,6 +143,7 @@ void Clock::wait_until(double time, const std::string& what) {
 }
 
 double Clock::sleep(double until, const std::string& what) {
+    if (!on_) throw std::runtime_error("clock: who waits for " + what + " waits behind its end");
     Unlocked unlocked;
     std::unique_lock lock(mutex_);
     Actor& actor = self();

@@ -42,7 +42,8 @@ double flops_of(const std::string& name, const torch::jit::Stack& in, const torc
 
 }  // namespace
 
-Work work_of(const std::string& name, const torch::jit::Stack& arguments, const torch::jit::Stack& results) {
+Work work_of(const c10::FunctionSchema& schema, const torch::jit::Stack& arguments,
+             const torch::jit::Stack& results) {
     const Costs& costs = the_clock().costs();
     uint64_t bytes = 0;
     bool narrow = false;
@@ -53,16 +54,21 @@ Work work_of(const std::string& name, const torch::jit::Stack& arguments, const 
         }
         return t;
     };
-    for (const c10::IValue& argument : arguments) map_tensors(argument, add, SIM);
+    for (size_t i = 0; i < arguments.size(); ++i) {
+        const c10::Argument& argument = schema.arguments()[i];
+        bool target = argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite();
+        if (!target) map_tensors(arguments[i], add, SIM);  // of `out=`, which is not read, the result counts
+    }
     for (const c10::IValue& result : results) map_tensors(result, add, SIM);
-    double compute = flops_of(name, arguments, results) / (narrow ? costs.flops_16 : costs.flops_32);
+    double compute =
+        flops_of(schema.name().substr(6), arguments, results) / (narrow ? costs.flops_16 : costs.flops_32);
     double seconds = std::max({costs.kernel_s, compute, double(bytes) / costs.device_bytes});
     return {Lane::compute, seconds, bytes};
 }
 
 Work copy_on_device(uint64_t bytes) {
     const Costs& costs = the_clock().costs();
-    return {Lane::compute, std::max(costs.kernel_s, 2.0 * double(bytes) / costs.device_bytes), 2 * bytes};
+    return {Lane::compute, std::max(costs.kernel_s, double(bytes) / costs.device_bytes), bytes};
 }
 
 Work copy_with_host(Lane lane, uint64_t bytes) {

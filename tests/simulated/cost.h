@@ -8,8 +8,9 @@
 namespace simulated {
 
 // `results` may be on the meta device.
-Work work_of(const std::string& name, const torch::jit::Stack& arguments, const torch::jit::Stack& results);
-Work copy_on_device(uint64_t bytes);
+Work work_of(const c10::FunctionSchema& schema, const torch::jit::Stack& arguments,
+             const torch::jit::Stack& results);
+Work copy_on_device(uint64_t bytes);  // read and written together
 Work copy_with_host(Lane lane, uint64_t bytes);
 
 }  // namespace simulated

@@ -247,9 +247,7 @@ class Call {
         machine().push(stream_, schema_.name().substr(6), nullptr, {}, work());
     }
 
-    Work work() const {
-        return the_clock().on() ? work_of(schema_.name().substr(6), arguments_, results_) : Work{};
-    }
+    Work work() const { return the_clock().on() ? work_of(schema_, arguments_, results_) : Work{}; }
 
     void run_now(Stack* stack) {
         auto compute = kernel();

@@ -78,7 +78,8 @@ char* Memory::take(int device, int stream, size_t size) {
         TORCH_CHECK_WITH(OutOfMemoryError, false, "sim:", device, " is out of memory: ", size,
                          " bytes were wanted, ", own.usage.used, " of ", own.usage.limit, " are in use");
     char* at;
-    auto& free = own.free[stream];
+    bool dry = the_clock().dry();
+    auto& free = own.free[{stream, dry}];
     if (auto fitting = free.lower_bound(size); fitting != free.end() && fitting->first <= size + size / 4) {
         size = fitting->first;
         at = fitting->second.back();
@@ -93,7 +94,7 @@ char* Memory::take(int device, int stream, size_t size) {
     }
     own.usage.used += size;
     own.usage.peak = std::max(own.usage.peak, own.usage.used);
-    blocks_[at] = {size, device, stream, {}};
+    blocks_[at] = {size, device, stream, {}, dry};
     return at;
 }
 
@@ -102,8 +103,9 @@ void Memory::free(char* address) {
     Block block = std::move(blocks_.at(address));
     blocks_.erase(address);
     devices_[block.device].usage.used -= block.size;
-    devices_[block.device].free[block.stream][block.size].push_back(address);
+    devices_[block.device].free[{block.stream, block.dry}][block.size].push_back(address);
     for (int other : block.others) machine().follow(block.stream, other);
+    if (block.dry) return;
     // An operation of the stream that had it: who still reads it there is in time, other streams are not.
     char* inside = shadow(address);
     size_t size = block.size;

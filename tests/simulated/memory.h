@@ -52,12 +52,14 @@ class Memory {
         size_t size;
         int device, stream;
         std::vector<int> others;  // streams that use it as well
+        bool dry = false;         // nobody touches it, then or later
     };
     struct Device {
         Usage usage;
         size_t end = 0;  // of the addresses that were ever handed out
-        // By stream and size. What was freed last is taken first: most of what used it is still queued.
-        std::map<int, std::map<size_t, std::vector<char*>>> free;
+        // By stream, dry or not, and size. What was freed last is taken first: most of what used it is still
+        // queued.
+        std::map<std::pair<int, bool>, std::map<size_t, std::vector<char*>>> free;
     };
     struct Pinned {
         size_t size;

@@ -100,7 +100,7 @@ void copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
     machine().count(source, "d2d_bytes", to.nbytes());
     machine().push(
         source, "d2d", [from = inside(from), to = inside(to)] { to.copy_(from); }, spans,
-        copy_on_device(to.nbytes()));
+        copy_on_device(from.nbytes() + to.nbytes()));
     machine().follow(target, source);
 }
 
@@ -154,7 +154,7 @@ at::Scalar number(const at::Tensor& t) {
     machine().count(stream, "numbers_read");
     machine().synchronize(stream);
     at::AutoDispatchBelowADInplaceOrView below;
-    if (the_clock().dry()) return t.is_floating_point() ? at::Scalar(1.0) : at::Scalar(0);
+    if (the_clock().dry()) return t.is_floating_point() ? at::Scalar(1.0) : at::Scalar(1);
     return at::_local_scalar_dense(inside(t));
 }
 

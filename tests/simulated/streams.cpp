@@ -28,7 +28,7 @@ void Machine::begin(const Schedule& schedule) {
     random_.seed(schedule.seed);
     std::fill(made_, made_ + DEVICES,
               0);  // streams are named by the order in which a schedule's program makes them
-    for (Queue& queue : queues_) queue.end = queue.blocked = 0;
+    for (Queue& queue : queues_) queue.end = queue.since = queue.blocked = queue.blocked_since = 0;
     idle_.clear();
 }
 
@@ -63,7 +63,7 @@ void Machine::record(Event& event, int stream) {
     Queue& queue = queues_[stream];
     tick(stream);
     event.mark = std::make_shared<Mark>();
-    *event.mark = {stream, ++queue.tail, false, queue.before, end_of(stream), queue.lane};
+    *event.mark = {stream, ++queue.tail, false, queue.before, end_of(stream), queue.since, queue.lane};
     queue.operations.push_back({"record", nullptr, nullptr, event.mark});
     queue.counts["records"]++;
     choose(stream);
@@ -76,6 +76,7 @@ void Machine::wait(Event& event, int stream) {
     join(queue.before, event.mark->before);
     if (event.mark->time > std::max(queue.end, queue.blocked)) {
         queue.blocked = event.mark->time;
+        queue.blocked_since = event.mark->since;
         queue.blocked_by = event.mark->lane;
     }
     queue.operations.push_back({"wait", nullptr, event.mark, nullptr});
@@ -140,11 +141,15 @@ void Machine::spend_on(int stream, const std::string& name, const Work& work) {
     double ready = std::max({queue.end, queue.blocked, given});
     double begin = clock.lanes[int(work.lane)].place(ready, work.seconds, now);
     Seconds& why = idle_[lane];
-    if (queue.blocked > given && queue.blocked > queue.end)
-        why[queue.blocked_by] += queue.blocked - queue.end;
-    else if (given > queue.end)
-        clock.explain(queue.end, given, why);
+    double late =
+        given;  // until here it waits for the caller, who could have given it, or its cause, earlier
+    if (queue.blocked > given && queue.blocked > queue.end) {
+        late = std::min(queue.blocked_since, queue.blocked);
+        why[queue.blocked_by] += queue.blocked - std::max(queue.end, late);
+    }
+    if (late > queue.end) clock.explain(queue.end, late, why);
     if (begin > ready) why["the lane's other work"] += begin - ready;
+    if (begin > queue.end) queue.since = begin;
     queue.end = begin + work.seconds;
     queue.lane = lane;
     clock.note(lane, name, work.bytes, begin, queue.end);

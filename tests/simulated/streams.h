@@ -33,7 +33,8 @@ struct Mark {
     uint64_t position;
     bool done = false;
     Before before;
-    double time = 0;   // by the clock
+    double time = 0,
+           since = 0;  // by the clock: when it is reached, and since when the stream works without a gap
     std::string lane;  // of what was done last
 };
 
@@ -54,8 +55,9 @@ struct Queue {
     bool running = false;
     Before before;
     Counts counts;
-    // By the clock: when all that was given is done; until when it waits for whom; what it did last.
-    double end = 0, blocked = 0;
+    // By the clock: when all that was given is done, and since when it works without a gap; until when it
+    // waits for whom, and since when that one works; what it did last.
+    double end = 0, since = 0, blocked = 0, blocked_since = 0;
     std::string blocked_by, lane;
 };
 

@@ -1,0 +1,273 @@
+"""What would a step take on machines that are not here? Virtual seconds of the engine on the simulated device.
+
+An 8 B Llama in bf16 with gradient checkpointing trains in a dry run: every operator, copy, kernel of the CPU, read and
+write has a cost from a description of the machine (``offload/planning/hardware.py``), and nothing has bytes. The run is
+deterministic. docs/architecture.md says what the clock shows and what it cannot.
+
+Each case has a batch near break-even: so many rows that the device computes as long as the lane with the most work
+besides. Compute is a line through two small batches, and the other lanes do not depend on rows. Where such a batch does
+not fit, several micro-batches make it up.
+
+Bounds: R is the work of the busiest lane over the time of a step (bound: 1), U the share of the time in which the
+device computes, `ahead` how many units the host has given to the device that it has not begun. To reach: U of 0.90 with
+states in host memory, R of 0.90 with states on NVMe, one unit ahead, and 1.02 of plain torch with everything resident.
+
+Beside it stands DeepSpeed's schedule, as a bound for these machines and not as a run. Assumed in its favour: gathers
+and gradients are hidden behind compute as far as they go, the CPU's step reaches the same bytes per second as ours, its
+states pass the drive while the CPU works, and nothing else takes time. What remains is its order: the step begins when
+backward has ended, and the next forward when the step has. It moves fp32 masters and moments (12 B a parameter each
+way), and its step reads and writes 30 B a parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import emit
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import simulated
+from simulated.engine import Figures, engine_clock, untouched, watched
+
+import offload
+from offload.planning.hardware import PRESETS, Hardware
+
+SEQUENCE = 2048
+LOSS_TOKENS = 2048  # whose logits are there at once
+HEADROOM = 0.95  # of device and host memory
+MOST_MICRO_BATCHES = 16
+
+FULL = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+SMALL = {**FULL, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "vocab_size": 512}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Where parameters and states live, on which machine.
+
+    Attributes:
+        gathers: DeepSpeed's parameters come from the host for each pass; else they stay on the device.
+    """
+
+    name: str
+    machine: str
+    param: str
+    optimizer: str
+    gathers: bool = True
+
+
+CASES = (
+    Case("parameters resident, states in host memory", "h200", "none", "cpu", gathers=False),
+    Case("states in host memory", "desktop", "cpu", "cpu"),
+    Case("states in host memory", "gh200", "cpu", "cpu"),
+    Case("states on NVMe", "desktop", "cpu", "nvme"),
+    Case("parameters and states on NVMe", "desktop", "nvme", "nvme"),
+)
+
+
+class WithLoss(nn.Module):
+    """A Llama and its loss, whose logits are made for some tokens at a time, and again in backward."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        import transformers
+
+        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
+        whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model, self.head = whole.model, whole.lm_head
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of tokens (rows, length)."""
+        hidden = self.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
+        parts = zip(hidden.split(LOSS_TOKENS), ids.flatten().split(LOSS_TOKENS), strict=True)
+        losses = [checkpoint(self._loss, *part, use_reentrant=False) for part in parts]
+        return torch.stack(losses).sum() / ids.numel()
+
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(hidden).float(), labels, reduction="sum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of a micro-batch, and how many of these a step has."""
+
+    rows: int
+    micro_batches: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.micro_batches * SEQUENCE
+
+
+def made(sizes: dict[str, int]) -> WithLoss:
+    """Return the model on the meta device."""
+    with torch.device("meta"):
+        return WithLoss(sizes).train()
+
+
+@contextlib.contextmanager
+def engine(case: Case, hardware: Hardware, sizes: dict[str, int], micro_batches: int) -> Iterator[offload.Engine]:
+    """Make an engine for a case, inside the clock."""
+    memory = {"device": int(hardware.device_bytes * HEADROOM), "cpu": int(hardware.host_bytes * HEADROOM)}
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = {"offload_param": case.param, "offload_optimizer": case.optimizer}
+        if "nvme" in (case.param, case.optimizer):
+            options |= {"nvme_path": folder}
+        budgets = memory if "nvme_path" not in options else {**memory, "nvme": "1TB"}
+        model = untouched(made(sizes))
+        found = offload.Engine(
+            model,
+            offload.AdamW(lr=1e-4),
+            device="sim",
+            max_memory=budgets,
+            gradient_accumulation_steps=micro_batches,
+            **options,
+        )
+        try:
+            yield found
+        finally:
+            found.close(restore=False)
+
+
+def of_engine(case: Case, sizes: dict[str, int], batch: Batch, steps: int = 2) -> Figures:
+    """Return what steps of the engine take."""
+    hardware = PRESETS[case.machine]
+    with engine_clock(hardware, dry=True) as watch, engine(case, hardware, sizes, batch.micro_batches) as ours:
+        ids = torch.zeros(batch.rows, SEQUENCE, dtype=torch.int64, device="sim")
+
+        def step() -> None:
+            for _ in range(batch.micro_batches):
+                ours.backward(ours(ids))
+                ours.step()
+
+        return watched(watch, hardware, step, steps=steps)
+
+
+def of_plain_torch(machine: str, sizes: dict[str, int], batch: Batch) -> Figures:
+    """Return what steps of plain torch take, everything on the device, with torch's fused AdamW."""
+    hardware = PRESETS[machine]
+    with engine_clock(hardware, dry=True) as watch:
+        model = made(sizes).to_empty(device="sim")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        ids = torch.zeros(batch.rows, SEQUENCE, dtype=torch.int64, device="sim")
+
+        def step() -> None:
+            for _ in range(batch.micro_batches):
+                model(ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return watched(watch, hardware, step)
+
+
+def near_break_even(case: Case, sizes: dict[str, int]) -> tuple[Batch, Figures]:
+    """Return the batch whose compute takes as long as the lane with the most work besides, and the engine's figures."""
+    for micro_batches in (1, 2, 4, 8, MOST_MICRO_BATCHES):
+        small = [of_engine(case, sizes, Batch(rows, micro_batches), steps=1) for rows in (1, 2)]
+        row_s = small[1].work_s["compute"] - small[0].work_s["compute"]
+        fixed_s = small[0].work_s["compute"] - row_s
+        besides_s = max(seconds for lane, seconds in small[1].work_s.items() if lane != "compute")
+        rows = max(1, round((besides_s - fixed_s) / row_s))
+        batch = Batch(rows, micro_batches)
+        try:
+            return batch, of_engine(case, sizes, batch)
+        except torch.OutOfMemoryError as error:
+            print(f"  {rows} rows in {micro_batches} micro-batches: {str(error).splitlines()[0]}")
+    raise SystemExit(f"{case.name} on {case.machine}: no batch near break-even fits the device")
+
+
+def of_deepspeed(case: Case, numel: int, compute_s: float, micro_batches: int) -> dict[str, float]:
+    """Return the least seconds of DeepSpeed's schedule, as the module's text says."""
+    hardware = PRESETS[case.machine]
+    gathers = 2 * micro_batches if case.gathers else 1  # forward and backward, or once behind the step
+    up_s, down_s = gathers * 2 * numel / hardware.h2d_bytes_s, micro_batches * 2 * numel / hardware.d2h_bytes_s
+    before_s = max(compute_s, up_s, down_s) if case.gathers else max(compute_s, down_s) + up_s
+    step_s = 30 * numel / hardware.update_bytes_s
+    if case.optimizer == "nvme":
+        moved = 12 * numel
+        alone_s = max(moved / hardware.drive_read_bytes_s, moved / hardware.drive_write_bytes_s)
+        step_s = max(step_s, alone_s, 2 * moved / hardware.drive_mixed_bytes_s)
+    return {"forward and backward": before_s, "step": step_s, "total": before_s + step_s}
+
+
+def most(seconds: dict[str, float], total_s: float, many: int = 3) -> str:
+    """Return the largest parts as shares of the total."""
+    found = sorted(seconds.items(), key=lambda item: -item[1])[:many]
+    return ", ".join(f"{what} {100 * part / total_s:.1f} %" for what, part in found if part > 0) or "nothing"
+
+
+def run_case(case: Case, sizes: dict[str, int]) -> dict[str, Any]:
+    """Measure a case, print it and return its figures."""
+    began = time.perf_counter()
+    print(f"{case.name}, {case.machine}")
+    batch, figures = near_break_even(case, sizes)
+    numel = sum(parameter.numel() for parameter in made(sizes).parameters())
+    theirs = of_deepspeed(case, numel, figures.busy_s["compute"], batch.micro_batches)
+    ahead = sorted(figures.ahead)
+    result: dict[str, Any] = {
+        **dataclasses.asdict(case),
+        **dataclasses.asdict(batch),
+        "tokens": batch.tokens,
+        **dataclasses.asdict(figures),
+        "U": figures.used,
+        "R": figures.reached,
+        "bound_s": figures.bound_s,
+        "binding": figures.binding,
+        "ahead": {"median": ahead[len(ahead) // 2], "share without": ahead.count(0) / len(ahead)},
+        "deepspeed_s": theirs,
+    }
+    print(
+        f"  {batch.tokens} tokens in {batch.micro_batches} micro-batches: step {figures.step_s:.2f} s, bound "
+        f"{figures.bound_s:.2f} s ({figures.binding}), R {figures.reached:.3f}, U {figures.used:.3f}\n"
+        f"  ahead {result['ahead']['median']} units in the median, none in {result['ahead']['share without']:.0%} of "
+        f"uses; device memory {figures.peak_bytes / 1e9:.1f} GB\n"
+        f"  the device waits for: {most(dict(figures.idle_s['compute']), figures.step_s)}\n"
+        f"  work: {', '.join(f'{lane} {seconds:.2f} s' for lane, seconds in figures.work_s.items())}\n"
+        f"  DeepSpeed's schedule: {theirs['total']:.2f} s at least, {theirs['total'] / figures.step_s:.2f} of ours"
+    )
+    if case.param == "none":
+        plain = of_plain_torch(case.machine, sizes, batch)
+        result |= {"plain_s": plain.step_s, "of_plain": figures.step_s / plain.step_s}
+        print(f"  plain torch: {plain.step_s:.2f} s; ours {result['of_plain']:.3f} of it (to reach: 1.02)")
+    result["simulated_in_s"] = time.perf_counter() - began
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="a model of three layers, two of the cases")
+    parser.add_argument("--only", help="cases whose name or machine contains this")
+    parser.add_argument("--json", help="write the result here")
+    arguments = parser.parse_args()
+    simulated.load()
+    sizes = SMALL if arguments.smoke else FULL
+    cases = (CASES[0], CASES[3]) if arguments.smoke else CASES
+    chosen = [case for case in cases if not arguments.only or arguments.only in f"{case.name}, {case.machine}"]
+    results = [run_case(case, sizes) for case in chosen]
+    machines = {name: dataclasses.asdict(PRESETS[name]) for name in sorted({case.machine for case in chosen})}
+    emit(arguments.json, {"model": sizes, "cases": results, "machines": machines})
+
+
+if __name__ == "__main__":
+    main()

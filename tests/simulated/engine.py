@@ -1,0 +1,444 @@
+"""The engine by the clock: its workers, its drive, its kernels on the CPU and its memory are stood in for.
+
+What the engine decides, it decides by what it sees, so all that it sees goes by the clock: its threads are actors, its
+store is a drive with bandwidths, and its kernels take the host's time. Nothing of the engine is changed: names in its
+modules are given other values for a while. In a dry run, host memory is addresses that nobody may touch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import nn
+
+import offload
+import simulated
+from offload.kernels.ranges import Dtype, StateKind
+from offload.memory.accelerator import AcceleratorDevice
+from offload.memory.arena import HOST, Arena
+from offload.memory.budget import Tier
+from offload.module.gradient_hooks import GradientHooks
+from offload.module.hooks import Hooks
+from offload.planning.hardware import Hardware
+from offload.sizes import HUGE_PAGE_BYTES, round_up
+from simulated.clock import Costs, Drive, Operation, VirtualExecutor, VirtualTicket, clock, operations
+from swap import SwapStats, SwapStore
+
+PIECE_BYTES = 64 << 20  # of a kernel on the CPU, after which others may have a turn
+LEAST_SHARE = 0.25  # of host memory's bandwidth that copies leave to the CPU
+
+
+def costs_of(hardware: Hardware) -> Costs:
+    """Return what operators and copies take on a machine."""
+    return Costs(
+        flops_16=hardware.flops_16 * hardware.flops_share,
+        flops_32=hardware.flops_32 * hardware.flops_share,
+        device_bytes=hardware.device_bytes_s,
+        h2d_bytes=hardware.h2d_bytes_s,
+        d2h_bytes=hardware.d2h_bytes_s,
+        kernel_s=hardware.kernel_s,
+        copy_s=hardware.copy_s,
+        launch_s=hardware.launch_s,
+        operator_s=hardware.operator_s,
+    )
+
+
+class Cpu:
+    """The threads that share a kernel's work: one piece of a kernel at a time, at what memory has left."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._core = simulated.load()
+        self._hardware = hardware
+        self._free_at = 0.0
+        self.drives: list[Drive] = []  # that use the same memory
+
+    def run(self, name: str, size_bytes: float) -> None:
+        """Let the caller work on `size_bytes`, read and written together."""
+        left = size_bytes
+        while left > 0:
+            piece = min(left, PIECE_BYTES)
+            begin = max(self._core.now(), self._free_at)
+            self._free_at = begin + piece / self._rate(begin)
+            self._core.note("cpu", name, int(piece), begin, self._free_at)
+            self._core.wait_until(self._free_at, f"cpu {name}")
+            left -= piece
+
+    def _rate(self, at: float) -> float:
+        hardware, core = self._hardware, self._core
+        taken = hardware.h2d_bytes_s * core.lane_busy(2, at) + hardware.d2h_bytes_s * core.lane_busy(3, at)
+        taken += sum(drive.rate() for drive in self.drives)
+        left = max(hardware.host_bytes_s - taken, hardware.host_bytes_s * LEAST_SHARE)
+        return min(hardware.update_bytes_s, left)
+
+
+class VirtualStore:
+    """A swap store on a drive that goes by the clock. In a dry run it keeps lengths alone."""
+
+    alignment = 4096
+
+    def __init__(self, cpu: Cpu, hardware: Hardware) -> None:
+        self._dry = simulated.load().is_dry()
+        self._objects: dict[Hashable, bytes | int] = {}
+        self._drive = Drive(
+            read=hardware.drive_read_bytes_s,
+            write=hardware.drive_write_bytes_s,
+            mixed=hardware.drive_mixed_bytes_s,
+            latency_s=hardware.drive_s,
+        )
+        cpu.drives.append(self._drive)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._objects
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(found if isinstance(found, int) else len(found) for found in self._objects.values())
+
+    def put(self, key: Hashable, address: int, length: int) -> VirtualTicket:
+        """Begin to write an object; it takes the bytes at once."""
+        self._objects[key] = length if self._dry else ctypes.string_at(address, length)
+        return self._drive.start("write", length)
+
+    def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> VirtualTicket:
+        """Begin to read an object; the bytes are there at the end."""
+        found = self._objects[key]
+
+        def deliver() -> None:
+            if not isinstance(found, int):
+                ctypes.memmove(address, found[offset : offset + length], length)
+
+        return self._drive.start("read", length, urgent=urgent, ended=deliver)
+
+    def delete(self, key: Hashable) -> None:
+        """Forget an object."""
+        del self._objects[key]
+
+    def register_buffer(self, address: int, length: int) -> bool:
+        """Nothing to do."""
+        return True
+
+    def unregister_buffer(self, address: int) -> None:
+        """Nothing to do."""
+
+    def stats(self) -> SwapStats:
+        """Return nothing: what has been moved is among the operations."""
+        return SwapStats(**{field.name: 0 for field in dataclasses.fields(SwapStats)})  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """End the drive."""
+        self._drive.close()
+
+
+class CpuKernels:
+    """The compiled kernels with a price; in a dry run, with finite values and without bytes."""
+
+    def __init__(self, cpu: Cpu, real: Any) -> None:
+        self._cpu = cpu
+        self._real = real
+        self._dry = simulated.load().is_dry()
+
+    def __getattr__(self, name: str) -> Any:
+        prices: dict[str, Callable[..., float]] = {
+            "step": _step_bytes,
+            "take_gradient": lambda src, kind, dst, into, numel, add, measure: (
+                numel * (_itemsize(kind) + _itemsize(into) * (2 if add else 1))
+            ),
+            "sum_of_squares": lambda address, kind, numel: numel * _itemsize(kind),
+            "convert": lambda src, kind, dst, into, numel: numel * (_itemsize(kind) + _itemsize(into)),
+            "accumulate": lambda acc, grad, kind, numel: numel * (8 + _itemsize(kind)),
+            "accumulate_same": lambda acc, grad, kind, numel: 3 * numel * _itemsize(kind),
+            "split_master": lambda src, param, remainder, numel: 8 * numel,
+            "join_master": lambda param, remainder, dst, numel: 8 * numel,
+        }
+        price, real = prices.get(name), getattr(self._real, name)
+        if price is None:
+            return real
+
+        def priced(*args: Any, **kwargs: Any) -> Any:
+            self._cpu.run(name, price(*args, **kwargs))
+            if not self._dry:
+                return real(*args, **kwargs)
+            return (1.0, 0) if name in ("take_gradient", "sum_of_squares") else None
+
+        return priced
+
+
+def _itemsize(kind: Any) -> int:
+    return Dtype(kind).itemsize
+
+
+def _step_bytes(**arguments: Any) -> float:
+    """Return what a step reads and writes: gradient once; parameter, master and states twice."""
+    split = arguments["master_kind"] == 0
+    state = next(kind for kind in StateKind if kind.code == arguments["state_kind"])
+    states = sum(1 for name in ("state0", "state1") if arguments[name])
+    emitted = _itemsize(arguments["grad_dtype"]) if arguments["emit"] else 0
+    element = _itemsize(arguments["grad_dtype"]) + 2 * (4 + states * state.itemsize) + emitted
+    assert not split or arguments["param"]
+    return float(arguments["numel"] * element)
+
+
+class MemoryCalls:
+    """Stands for ``ctypes``: copies and fills of memory have a price, and in a dry run no bytes."""
+
+    def __init__(self, cpu: Cpu) -> None:
+        self._cpu = cpu
+        self._dry = simulated.load().is_dry()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ctypes, name)
+
+    def memmove(self, target: Any, source: Any, size_bytes: int) -> None:
+        """Copy: a byte is read and written."""
+        self._cpu.run("copy", 2 * size_bytes)
+        if not self._dry:
+            ctypes.memmove(target, source, size_bytes)
+
+    def memset(self, target: Any, value: int, size_bytes: int) -> None:
+        """Fill."""
+        self._cpu.run("fill", size_bytes)
+        if not self._dry:
+            ctypes.memset(target, value, size_bytes)
+
+
+class AddressArena(Arena):
+    """Host memory that is addresses alone: whoever touches it dies of SIGSEGV."""
+
+    def __init__(self, tier: Tier, size_bytes: int) -> None:
+        self._core = simulated.load()
+        self._reserved = size_bytes + HUGE_PAGE_BYTES if size_bytes else 0
+        self._start = self._core.reserve(self._reserved) if size_bytes else 0
+        super().__init__(tier, size_bytes, HOST, None, round_up(self._start, HUGE_PAGE_BYTES))
+        if size_bytes:
+            self._core.lock(self.base_address, size_bytes)
+
+    def close(self, busy: Any = ()) -> None:
+        """Give the addresses back. Idempotent."""
+        if self._reserved:
+            self._core.unlock(self.base_address)
+            self._core.give_back(self._start, self._reserved)
+        self._reserved = 0
+        super().close(())
+
+
+class AddressDevice(AcceleratorDevice):
+    """An accelerator whose host memory is addresses alone."""
+
+    def host_arena(self, size_bytes: int) -> Arena:
+        """Take addresses."""
+        return AddressArena(Tier.HOST, size_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """A module with parameters was called: when, and when the device will have done all that was given before."""
+
+    unit: int
+    asked: float
+    begins: float
+
+
+@dataclasses.dataclass
+class Watch:
+    """What is seen of an engine by the clock.
+
+    Attributes:
+        uses: of units, in the order of calls.
+    """
+
+    uses: list[Use] = dataclasses.field(default_factory=list)
+
+    def begin_window(self) -> None:
+        """Forget what was seen so far."""
+        core = simulated.load()
+        self.uses.clear()
+        operations()
+        core.waits(True)
+        core.idle(True)
+
+
+@contextlib.contextmanager
+def engine_clock(hardware: Hardware, *, dry: bool) -> Iterator[Watch]:
+    """Let engines that are made in the body go by the clock, on a machine of this kind."""
+    watch = Watch()
+    with clock(costs_of(hardware), dry=dry), contextlib.ExitStack() as undo:
+        cpu = Cpu(hardware)
+        device = AddressDevice if dry else AcceleratorDevice
+        kernels = CpuKernels(cpu, importlib.import_module("offload._cpu_adam"))
+        moments = types.SimpleNamespace(perf_counter=simulated.load().now, monotonic=simulated.load().now)
+        stand_ins: dict[str, tuple[Any, Any]] = {
+            "ThreadPoolExecutor": (ThreadPoolExecutor, VirtualExecutor),
+            "ctypes": (ctypes, MemoryCalls(cpu)),
+            "_cpu_adam": (kernels._real, kernels),
+            "time": (sys.modules["time"], moments),
+            "SwapStore": (SwapStore, lambda *_, **__: VirtualStore(cpu, hardware)),
+        }
+        for module in _engine_modules():
+            for name, (real, stand_in) in stand_ins.items():
+                if getattr(module, name, None) is real:
+                    undo.enter_context(_instead(module, name, stand_in))
+        undo.enter_context(_instead(sys.modules["offload.memory.devices"], "AcceleratorDevice", device))
+        undo.enter_context(_instead(Hooks, "_before_forward", _timed_forward(hardware, watch)))
+        undo.enter_context(_instead(GradientHooks, "_take", _timed_gradient(hardware)))
+        with simulated.limit(int(hardware.device_bytes)):
+            yield watch
+
+
+def untouched(model: nn.Module) -> nn.Module:
+    """Give a model on the meta device memory of the host that nobody touches: addresses, and no values."""
+    return model.to_empty(device="cpu")
+
+
+def _engine_modules() -> list[types.ModuleType]:
+    for found in pkgutil.walk_packages(offload.__path__, "offload."):
+        if not found.name.startswith(("offload.cli", "offload.__main__", "offload._cpu_adam")):
+            importlib.import_module(found.name)
+    return [module for name, module in sorted(sys.modules.items()) if name.startswith("offload.")]
+
+
+@contextlib.contextmanager
+def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _timed_forward(hardware: Hardware, watch: Watch) -> Callable[..., None]:
+    before, core = Hooks._before_forward, simulated.load()
+
+    def timed(self: Hooks, module: nn.Module, args: Any, kwargs: Any) -> None:
+        core.spend(hardware.hook_s, "")
+        units = self._leases[module]
+        if units and (not watch.uses or watch.uses[-1].unit != units[0]):
+            watch.uses.append(Use(units[0], core.now(), core.end_of(0)))
+        before(self, module, args, kwargs)
+
+    return timed
+
+
+def _timed_gradient(hardware: Hardware) -> Callable[..., None]:
+    before, core = GradientHooks._take, simulated.load()
+
+    def timed(self: GradientHooks, parameter: Any, unit: int, slot: int) -> None:
+        core.spend(hardware.gradient_s, "")
+        before(self, parameter, unit, slot)
+
+    return timed
+
+
+# --- what was seen ----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a step took, on average over the steps that were watched.
+
+    Attributes:
+        step_s: from the device's last operation of a step to that of the next.
+        busy_s: per lane; of the drive, reads and writes apart.
+        work_s: per lane what its work would take alone: of the drive, reads and writes as well as they go together.
+        moved_bytes: per lane.
+        idle_s: per lane of a stream, what it waited for.
+        waits_s: per actor, what it waited for.
+        ahead: of each use of a unit, how many uses the host was ahead of the device; the least is what counts.
+        peak_bytes: of device memory.
+    """
+
+    step_s: float
+    busy_s: Mapping[str, float]
+    work_s: Mapping[str, float]
+    moved_bytes: Mapping[str, float]
+    idle_s: Mapping[str, Mapping[str, float]]
+    waits_s: Mapping[str, float]
+    ahead: tuple[int, ...]
+    peak_bytes: int
+
+    @property
+    def used(self) -> float:
+        """Share of the time in which the device computes: U."""
+        return self.busy_s.get("compute", 0.0) / self.step_s
+
+    @property
+    def binding(self) -> str:
+        """The lane with the most work."""
+        return max(self.work_s, key=lambda lane: self.work_s[lane])
+
+    @property
+    def bound_s(self) -> float:
+        """What the lane with the most work needs: no step is shorter."""
+        return self.work_s[self.binding]
+
+    @property
+    def reached(self) -> float:
+        """The bound over the time: R."""
+        return self.bound_s / self.step_s
+
+
+def watched(watch: Watch, hardware: Hardware, step: Callable[[], object], *, warm: int = 2, steps: int = 2) -> Figures:
+    """Take steps and return what they took; the first ones tell an engine what comes."""
+    core = simulated.load()
+    for _ in range(warm):
+        step()
+    watch.begin_window()
+    core.reset_peak(0)
+    begin = core.end_of(0)
+    for _ in range(steps):
+        step()
+    done, time = operations(), (core.end_of(0) - begin) / steps
+    return Figures(
+        step_s=time,
+        busy_s={lane: seconds / steps for lane, seconds in _busy(done).items()},
+        work_s={lane: seconds / steps for lane, seconds in _work(done, hardware).items()},
+        moved_bytes={lane: size / steps for lane, size in _moved(done).items()},
+        idle_s={lane: {k: s / steps for k, s in sorted(why.items())} for lane, why in sorted(core.idle(True).items())},
+        waits_s={who: seconds / steps for who, seconds in sorted(core.waits(True).items())},
+        ahead=_ahead(watch.uses),
+        peak_bytes=core.usage(0)[1],
+    )
+
+
+def _busy(done: list[Operation]) -> dict[str, float]:
+    busy: dict[str, float] = {}
+    for operation in done:
+        busy[operation.lane] = busy.get(operation.lane, 0.0) + operation.end - operation.begin
+    return busy
+
+
+def _moved(done: list[Operation]) -> dict[str, float]:
+    moved: dict[str, float] = {}
+    for operation in done:
+        moved[operation.lane] = moved.get(operation.lane, 0.0) + operation.size_bytes
+    return moved
+
+
+def _work(done: list[Operation], hardware: Hardware) -> dict[str, float]:
+    moved, work = _moved(done), _busy(done)
+    read, written = (moved.get(f"drive {side}", 0.0) for side in Drive.SIDES)
+    for side in Drive.SIDES:
+        work.pop(f"drive {side}", None)
+    if read + written:
+        alone = max(read / hardware.drive_read_bytes_s, written / hardware.drive_write_bytes_s)
+        work["drive"] = max(alone, (read + written) / hardware.drive_mixed_bytes_s)
+    if "cpu" in work:
+        work["cpu"] = moved["cpu"] / hardware.update_bytes_s
+    return work
+
+
+def _ahead(uses: list[Use]) -> tuple[int, ...]:
+    """Return per use how many uses, itself among them, were given to the device that it had not begun."""
+    return tuple(
+        sum(1 for earlier in uses[: number + 1] if earlier.begins > use.asked) for number, use in enumerate(uses)
+    )
