@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from offload.config import Config
     from offload.engine import Engine
-    from offload.errors import BudgetError, ConfigError, InternalError, NonFiniteError, OffloadError, StateError
+    from offload.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        InternalError,
+        NonFiniteError,
+        OffloadError,
+        StateError,
+    )
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.plan import Plan
     from offload.stats import LinkStats, Stats
@@ -29,6 +37,7 @@ _HOMES = {
     "Config": "config",
     "Engine": "engine",
     "BudgetError": "errors",
+    "CheckpointError": "errors",
     "ConfigError": "errors",
     "InternalError": "errors",
     "NonFiniteError": "errors",
@@ -46,6 +55,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",

@@ -18,6 +18,7 @@ from torch import nn
 
 from offload.build import EngineCalls, build
 from offload.checkpoint.digests import take_digests
+from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
 from offload.errors import ConfigError, StateError
@@ -90,6 +91,7 @@ class Engine:
         calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life)
         self._parts = build(model, unwrapped(optimizer), self.config, calls)
         self._training = Training(self._parts, self._life, deferral)
+        self._checkpoints = Checkpoints(model, self._parts, self._life, self._training)
         self.device = self._parts.device.place
         self.plan: Plan = self._parts.plan
         self.optimizer: OffloadOptimizer | None = self._parts.steps.optimizer
@@ -269,6 +271,65 @@ class Engine:
             StateError: the module has no ``save_pretrained``.
         """
         self._parts.tensors.save_pretrained(directory, **kwargs)
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        tag: str | None = None,
+        client_state: Any = None,
+        keep: int | None = None,
+    ) -> Path:
+        """Save everything that decides on the next step into a folder of `directory`, within the budgets.
+
+        These are parameters, masters, moments as they are stored, step counts, parameter groups, the loss scale, the
+        position in an accumulation with the gradients that wait, buffers, the random generators of torch, Python and
+        NumPy, and `client_state`. The files are safetensors and one JSON index. Until the folder is complete and on the
+        drive it has another name; ``latest`` is written last. So a save that ends early leaves the ones before.
+
+        Args:
+            directory: of the checkpoints; made where it is missing.
+            tag: name of the folder; None: ``step-`` and the number of steps. One that is there is replaced.
+            client_state: of schedulers, samplers and the like: nested dicts, lists, tuples, numbers, texts, bytes and
+                tensors. :meth:`load_checkpoint` returns it.
+            keep: so many checkpoints stay in `directory`, the latest ones; None: all.
+
+        Returns:
+            The folder.
+
+        Raises:
+            BudgetError: the budgets have no room for the smallest buffers.
+            CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
+                `directory`, or it cannot be written to.
+            StateError: the engine is closed or unusable, or parameters or gradients are gathered.
+            swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
+            swap.SwapError: another I/O error.
+        """
+        return self._checkpoints.save(directory, tag=tag, client_state=client_state, keep=keep)
+
+    def load_checkpoint(self, directory: str | Path, *, tag: str | None = None, strict: bool = True) -> Any:
+        """Go on where :meth:`save_checkpoint` was called, with the same bits, whatever the budgets are and were.
+
+        Every byte is compared with its checksum. What waits for the next step is forgotten first.
+
+        Args:
+            directory: of the checkpoints, or the folder of one.
+            tag: which; None: the latest.
+            strict: refuse what is missing or left over, and what would lose bits. False loads what both have: other
+                optimizers' states begin anew, and other dtypes of parameters and states are converted.
+
+        Returns:
+            What was saved as ``client_state``; an empty dict where nothing was.
+
+        Raises:
+            CheckpointError: there is none, it is damaged (names file, tensor and bytes), of a newer format, or does not
+                fit this model, optimizer or ``state_dtype``.
+            ConfigError: the parameter groups do not fit.
+            StateError: the engine is closed or unusable, or parameters are in use.
+            swap.SwapError: an I/O error. If it, or the damage, comes while parameters are written, the engine cannot be
+                used further, and says so; in all other cases nothing was changed.
+        """
+        return self._checkpoints.load(directory, tag=tag, strict=strict)
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 

@@ -39,6 +39,10 @@ class NonFiniteError(OffloadError, ArithmeticError):
     """A loss or gradient is NaN or infinite; the text names the parameter. Nothing was changed."""
 
 
+class CheckpointError(OffloadError):
+    """A checkpoint cannot be written, found or loaded; the text names the file, tensor and offset, and the remedy."""
+
+
 class InternalError(OffloadError):
     """Bookkeeping contradicts itself. Always a bug of this package; the text holds a state dump."""
 

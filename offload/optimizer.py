@@ -275,12 +275,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         run = state_dict.get("run")
         if run is not None:
             progress.check_state(run)
-        saved = saved_groups(state_dict, groups)
-        if self._is_adamw:
-            for values in saved:  # as torch's AdamW does, for dicts of Adam
-                values.update({"decoupled_weight_decay": True} if "decoupled_weight_decay" in values else {})
-        for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
-            self._refuse_group({**group, **values, "params": group["params"]}, number, subject=SUBJECT, remedy=REMEDY)
+        saved = self.check_groups(state_dict)
         numbers_of = [number for group in saved for number in group["params"]]
         states = {}
         for parameter, entry in by_parameter(state, "state", numbers_of, parameters).items():
@@ -289,17 +284,42 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if entry:  # torch takes an empty one for none, too
                 states[parameter] = dict(entry)
         own = by_parameter(masters, "masters", numbers_of, parameters)
-        try:
-            super().load_state_dict({"state": {}, "param_groups": saved})
-            loaded = self.param_groups
-        finally:
-            self.param_groups = groups  # the same objects: schedulers hold them
-            vars(self).pop("state", None)  # torch has put one there
+        loaded = self._converted(saved)
         self._offloaded.replace(states, own)
         if run is not None:
             self._run.load_state_dict(run)
         for group, values in zip(groups, loaded, strict=True):
             group.update(values)
+
+    def check_groups(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the param groups of a state dict, with which steps can be made.
+
+        Raises:
+            ConfigError: they do not fit those of the optimizer.
+        """
+        groups = self.param_groups
+        saved = saved_groups(state_dict, groups)
+        if self._is_adamw:
+            for values in saved:  # as torch's AdamW does, for dicts of Adam
+                values.update({"decoupled_weight_decay": True} if "decoupled_weight_decay" in values else {})
+        for number, (group, values) in enumerate(zip(groups, saved, strict=True)):
+            self._refuse_group({**group, **values, "params": group["params"]}, number, subject=SUBJECT, remedy=REMEDY)
+        return saved
+
+    def load_groups(self, saved: list[dict[str, Any]]) -> None:
+        """Take over the options of groups that :meth:`check_groups` has returned."""
+        for group, values in zip(self.param_groups, self._converted(saved), strict=True):
+            group.update(values)
+
+    def _converted(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return groups as torch loads them, with the parameters of the present ones."""
+        groups = self.param_groups
+        try:
+            super().load_state_dict({"state": {}, "param_groups": saved})
+            return self.param_groups
+        finally:
+            self.param_groups = groups  # the same objects: schedulers hold them
+            vars(self).pop("state", None)  # torch has put one there
 
     def _refuse_group(self, group: dict[str, Any], number: int, *, subject: str, remedy: str) -> None:
         """Check that steps can be made with the options of a param group that is to be loaded or added.
@@ -328,6 +348,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             StateError: always.
         """
         raise StateError("optimizer: cannot be copied or pickled; save engine.optimizer.state_dict()")
+
+    @property
+    def made_of(self) -> str:
+        """Name of the class that the user gave."""
+        return type(self._predecessor).__name__
 
     @property
     def _is_adamw(self) -> bool:

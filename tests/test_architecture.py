@@ -41,6 +41,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("life", "optimizer"),
     ("build",),
     ("closing", "snapshot", "training"),
+    ("checkpoints",),
     ("engine",),
     ("cli",),
     ("__main__",),

@@ -1,9 +1,12 @@
 """Which devices torch sees, and which of them is meant.
 
-Owns the choice, and its errors. Next: :mod:`offload.build`.
+Owns the choice, and its errors; and the random generators of all of them. Next: :mod:`offload.build`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -62,3 +65,39 @@ def resolve_device(name: str | torch.device | None) -> torch.device:
             f"torch sees {count} {label} devices"
         )
     return torch.device(kind, index)
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """Return the states of torch's random generators: of the CPU, and of accelerators that this process uses."""
+    states = {"cpu": torch.get_rng_state()}
+    module = _used_accelerator()
+    if module is not None:
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        states.update({f"{kind.type}:{n}": module.get_rng_state(n).cpu() for n in range(module.device_count())})
+    return states
+
+
+def set_random_states(states: Mapping[str, torch.Tensor]) -> list[str]:
+    """Set the states that :func:`random_states` returned; returns the devices that this process does not use."""
+    torch.set_rng_state(states["cpu"])
+    module, left = _used_accelerator(), []
+    kind = torch.accelerator.current_accelerator()
+    for name, state in states.items():
+        if name == "cpu":
+            continue
+        if module is None or kind is None or not any(name == f"{kind.type}:{n}" for n in range(module.device_count())):
+            left.append(name)
+        else:
+            module.set_rng_state(state, int(name.partition(":")[2]))
+    return left
+
+
+def _used_accelerator() -> Any:
+    """Return torch's module of the accelerator, None where there is none or nobody has used it."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None:
+        return None
+    module = torch.get_device_module(kind)
+    usable = hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+    return module if usable and getattr(module, "is_initialized", lambda: True)() else None

@@ -180,6 +180,19 @@ class GradientBook:
         """Return per gradient that waits what it has been multiplied by. :meth:`adopt` comes first."""
         return {where: value.factor for where, value in self._values()}
 
+    def waiting(self) -> dict[Where, Value]:
+        """Return what stands for each gradient that waits. :meth:`adopt` comes first."""
+        return dict(self._values())
+
+    def restore(self, where: Where, *, scale: float, clip: float) -> None:
+        """Let a gradient whose elements are there wait for the next step, multiplied by so much."""
+        with no_subclasses():
+            parameter = self._slots[where]
+            self.put(parameter, where, None, scale=scale)
+            gradient = parameter.grad
+        assert isinstance(gradient, GradientHandle)
+        gradient.value.clip = clip
+
     def clear(self) -> None:
         """Let every ``.grad`` be None; handles that somebody has kept refuse from now on."""
         self._origins.clear()

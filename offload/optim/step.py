@@ -101,6 +101,15 @@ class MicroBatches:
         self.done = 0
         self._is_meant = self._is_said
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the step under way, as plain values."""
+        return {"done": self.done, "meant": self._is_meant}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.done = int(state["done"])
+        self._is_meant = self._is_said or bool(state["meant"])
+
     @property
     def divisor(self) -> int:
         """What the sum over micro-batches is divided by."""

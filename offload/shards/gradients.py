@@ -236,6 +236,29 @@ class Gradients:
         gradient = self._gradients[index]
         gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = False, None, (-1, 0)
 
+    def count(self, index: int, slot: int) -> int:
+        """Return how many backward passes have brought a parameter's gradient since the last step."""
+        return self._gradients[index].passes[slot][1]
+
+    def restore(self, index: int, slot: int, dtype: cpu_adam.Dtype, count: int) -> int:
+        """Let a parameter have a gradient of `count` backward passes, whose elements somebody writes.
+
+        Returns:
+            Where to, in host memory, until another one is asked for: (numel,) in `dtype`.
+
+        Raises:
+            StateError: this engine stores it in fewer bits, and has no room for more.
+        """
+        shard = self._copies.of(index, Role.GRAD)
+        if dtype is cpu_adam.Dtype.FLOAT32 and not self._is_fp32(shard.unit):
+            if not self._may_widen:
+                raise StateError(self._refusal(shard.unit, slot))
+            self._widen(shard)
+        gradient = self._gradients[index]
+        gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = True, None, (-1, count)
+        gradient.missing = set(range(len(shard.unit.slots)))
+        return self._address(shard, slot)
+
     # --- life and death ---------------------------------------------------------------------------------------------
 
     def await_copies(self) -> None:

@@ -1,0 +1,211 @@
+"""How fast, and in how much memory, is a checkpoint saved and loaded within training budgets? A random bf16 Llama.
+
+By default 1.07 B parameters under AdamW in 1 GiB of device and 1.5 GiB of host budget, on a machine without a GPU, so
+nearly all of it lives on NVMe: to save is to read it there and to write files, to load is the reverse. Bound: the bytes
+of both directions over what the drive gives in the same run, half of them reads (``bench/nvme`` measures likewise), and
+device + host budget + 64 MiB of memory over the libraries. Beside it, ``torch.save`` and ``torch.load`` of the same
+state in memory, flushed and read without the page cache, as ours are. Each in a process of its own; medians of rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import emit
+from memory import MIB, SLACK_BYTES, reset_peak, rss_bytes
+from step import drive_gb_s
+
+SIZES = {  # layers, hidden size, vocabulary, device and host budget
+    "large": (20, 2048, 32000, "1GiB", "1.5GiB"),
+    "small": (6, 768, 8000, "96MiB", "100MiB"),
+}
+
+
+def make_model(name: str) -> tuple[torch.nn.Module, int]:
+    """Return a model on the meta device, and its vocabulary."""
+    import transformers
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaRotaryEmbedding
+
+    layers, hidden, vocabulary, _, _ = SIZES[name]
+    config = transformers.LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        vocab_size=vocabulary,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    return model, vocabulary
+
+
+def initialise(module: torch.nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+
+
+def run_ours(name: str, path: Path) -> dict[str, Any]:
+    """Take a step, save, take another, load; returns seconds and bytes, and whether what was loaded was saved."""
+    import offload
+
+    torch.manual_seed(0)
+    model, vocabulary = make_model(name)
+    device, cpu = SIZES[name][3:]
+    ids = torch.randint(0, vocabulary, (1, 64))
+    base = rss_bytes()
+    engine = offload.Engine(
+        model,
+        offload.AdamW(lr=1e-4),
+        device="cpu",
+        max_memory={"device": device, "cpu": cpu, "nvme": "24GiB"},
+        nvme_path=path,
+        init_weights=initialise,
+    )
+
+    def step() -> None:
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+        engine.drain()
+
+    step()
+    before = engine.digests()
+    result: dict[str, Any] = {"limit_bytes": sum(engine.stats().budget_bytes[t] for t in ("device", "cpu"))}
+    target = path / "saved"
+    for verb in ("save", "load"):
+        reset_peak()
+        resident, start = rss_bytes(), engine.stats().links
+        begin = time.perf_counter()
+        engine.save_checkpoint(target) if verb == "save" else engine.load_checkpoint(target)
+        seconds = time.perf_counter() - begin
+        after = engine.stats().links
+        swapped = sum(after[link].bytes - start[link].bytes for link in ("nvme_read", "nvme_write"))
+        size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+        result[verb] = {
+            "seconds": seconds,
+            "file_bytes": size,
+            "moved_bytes": size + swapped,
+            "peak_bytes": rss_bytes("VmHWM") - base,
+            "added_bytes": rss_bytes("VmHWM") - resident,
+        }
+        if verb == "save":
+            step()
+    result["equal"] = engine.digests() == before
+    result["parameters"] = sum(slot.numel for unit in engine.plan.request.units for slot in unit.slots)
+    engine.close(restore=False)
+    return result
+
+
+def run_torch(name: str, path: Path) -> dict[str, Any]:
+    """Save and load the same state with torch alone: bf16 parameters, 16 bits more of masters, two moments of fp32."""
+    model, _ = make_model(name)
+    base = rss_bytes()
+    dtypes = {"parameter": torch.bfloat16, "master": torch.int16, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    state: dict[str, Any] = {
+        parameter_name: {role: torch.ones(parameter.shape, dtype=dtype) for role, dtype in dtypes.items()}
+        for parameter_name, parameter in model.named_parameters()
+    }
+    file = path / "state.pt"
+    result: dict[str, Any] = {}
+    for verb in ("save", "load"):
+        reset_peak()
+        begin = time.perf_counter()
+        if verb == "save":
+            torch.save(state, file)
+            flushed(file)
+            state.clear()
+        else:
+            state = torch.load(file)
+        result[verb] = {"seconds": time.perf_counter() - begin, "peak_bytes": rss_bytes("VmHWM") - base}
+    return result
+
+
+def flushed(file: Path) -> None:
+    """Wait until a file is on the drive, and take it out of the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+RUNS = {"ours": run_ours, "torch": run_torch}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
+    parser.add_argument("--smoke", action="store_true", help="50 M parameters, one round")
+    parser.add_argument("--no-torch", action="store_true", help="without torch.save, which wants all in memory")
+    parser.add_argument("--json", help="write the result here")
+    parser.add_argument("--one", choices=list(RUNS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    name = "small" if arguments.smoke else "large"
+    if arguments.one:
+        print(json.dumps(RUNS[arguments.one](name, Path(arguments.path))))
+        return
+    rounds: list[dict[str, Any]] = []
+    for number in range(1 if arguments.smoke else arguments.rounds):
+        found: dict[str, Any] = {"drive_gb_s": drive_gb_s(arguments.path, (1 if arguments.smoke else 8) << 30)}
+        for run in RUNS if not arguments.no_torch else ["ours"]:
+            folder = Path(tempfile.mkdtemp(dir=arguments.path))
+            try:
+                command = [sys.executable, __file__, "--one", run, "--path", str(folder)]
+                done = subprocess.run(
+                    command + ["--smoke"] * arguments.smoke, stdout=subprocess.PIPE, text=True, check=True
+                )
+            finally:
+                shutil.rmtree(folder)
+            found[run] = json.loads(done.stdout.splitlines()[-1])
+        rounds.append(found)
+        show(number, found)
+    result: dict[str, Any] = {"rounds": rounds}
+    for verb in ("save", "load"):
+        result[verb] = {
+            "seconds": statistics.median(r["ours"][verb]["seconds"] for r in rounds),
+            "of_drive": statistics.median(of_drive(r, verb) for r in rounds),
+            "peak_of_limit": max(
+                r["ours"][verb]["peak_bytes"] / (r["ours"]["limit_bytes"] + SLACK_BYTES) for r in rounds
+            ),
+        }
+    print(json.dumps({verb: result[verb] for verb in ("save", "load")}, indent=1))
+    emit(arguments.json, result)
+
+
+def of_drive(found: dict[str, Any], verb: str) -> float:
+    """Return the bandwidth of one round, of both directions, as a share of the drive's."""
+    ours = found["ours"][verb]
+    return float(ours["moved_bytes"] / ours["seconds"] / 1e9 / found["drive_gb_s"])
+
+
+def show(number: int, found: dict[str, Any]) -> None:
+    ours = found["ours"]
+    print(f"round {number}: the drive gives {found['drive_gb_s']:.2f} GB/s, half of it reads; equal: {ours['equal']}")
+    for verb in ("save", "load"):
+        one = ours[verb]
+        text = f"  {verb}: {one['seconds']:.2f} s, {one['file_bytes'] / ours['parameters']:.2f} B per parameter, "
+        text += f"{one['moved_bytes'] / one['seconds'] / 1e9:.2f} GB/s = {of_drive(found, verb):.2f} of the drive; "
+        text += f"peak {one['peak_bytes'] / MIB:.0f} of {(ours['limit_bytes'] + SLACK_BYTES) / MIB:.0f} MiB, "
+        text += f"{one['added_bytes'] / MIB:.0f} MiB of it added"
+        if "torch" in found:
+            other = found["torch"][verb]
+            text += f"; torch.{verb} {other['seconds']:.2f} s, peak {other['peak_bytes'] / MIB:.0f} MiB"
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

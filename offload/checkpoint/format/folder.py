@@ -1,0 +1,281 @@
+"""A directory of checkpoints: which are whole, which is the latest, and how a new one takes its place.
+
+A checkpoint is a folder named by its tag. It is written under another name, flushed, renamed, and ``latest`` follows
+last; so whatever ends a save, the ones before stay. Owns names, locks and the order of renames. Knows nothing of what
+is in the files. Next: :mod:`offload.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from offload.checkpoint.format.index import FILE_NAME, Index
+from offload.checkpoint.format.staging import lock
+from offload.errors import CheckpointError
+from swap.errors import SwapFullError, format_bytes
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+LOCK = ".lock"
+_SAVING = ".saving-"  # under way, or what a broken-off save has left
+_REPLACED = ".replaced-"  # while another one takes its place
+_DELETED = ".deleted-"
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,199}")
+
+
+class Folder:
+    """One directory of checkpoints."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.path = Path(directory)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def tags(self) -> list[str]:
+        """Return the whole checkpoints, the oldest first; damaged ones are among them, before the others."""
+        found = []
+        for path in self._folders():
+            if not path.name.startswith(".") and (path / FILE_NAME).is_file():
+                try:
+                    found.append((Index.read(path / FILE_NAME).sequence, path.name))
+                except CheckpointError as error:
+                    logger.warning("%s", error)
+                    found.append((-1, path.name))
+        return [tag for _, tag in sorted(found)]
+
+    def unfinished(self) -> list[str]:
+        """Return the folders that a broken-off save has left."""
+        return sorted(
+            path.name
+            for path in self._folders()
+            if path.name.startswith(_SAVING) or not (path.name.startswith(".") or (path / FILE_NAME).is_file())
+        )
+
+    def find(self, tag: str | None) -> Path:
+        """Return the folder of a checkpoint: of a tag, or of the latest one.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if tag is not None:
+            if (self.path / tag / FILE_NAME).is_file():
+                return self.path / tag
+            raise CheckpointError(f"checkpoint {self.path / tag}: there is none{self._hint()}")
+        if (self.path / FILE_NAME).is_file():  # the folder of a checkpoint itself
+            return self.path
+        for name in self.unfinished():
+            logger.warning("checkpoint %s: a save was broken off; it is ignored", self.path / name)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            named = (self.path / LATEST).read_text(encoding="utf-8").strip()
+            if _TAG.fullmatch(named) and (self.path / named / FILE_NAME).is_file():
+                return self.path / named
+        tags = self.tags()
+        if not tags:
+            raise CheckpointError(f"checkpoint directory {self.path}: there is no checkpoint in it{self._hint()}")
+        logger.warning("checkpoint directory %s: %r names no checkpoint; taking %s", self.path, LATEST, tags[-1])
+        return self.path / tags[-1]
+
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[None]:
+        """Keep a checkpoint from being deleted meanwhile."""
+        with contextlib.ExitStack() as last:
+            with contextlib.suppress(OSError):
+                fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+                last.callback(os.close, fd)
+                lock(fd, shared=True)
+            yield
+
+    def _hint(self) -> str:
+        if not self.path.is_dir():
+            return "; the directory does not exist: name the one that save_checkpoint wrote to"
+        tags, unfinished = self.tags(), self.unfinished()
+        if tags:
+            return f"; there are {', '.join(tags)}"
+        return f"; only what broken-off saves have left: {', '.join(unfinished)}" if unfinished else "; it holds none"
+
+    def _folders(self) -> list[Path]:
+        try:
+            return [path for path in self.path.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint directory {self.path}: cannot be read: {error.strerror or error}; name a directory"
+            ) from error
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Have the directory for oneself, for a save; put right what an earlier save was broken off in.
+
+        Raises:
+            CheckpointError: another save uses it, or it cannot be written to.
+        """
+        with contextlib.ExitStack() as last:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                last.callback(os.close, fd)
+                if not lock(fd):
+                    raise CheckpointError(
+                        f"checkpoint directory {self.path}: another save is under way in it; wait for it, or save to "
+                        "another directory"
+                    )
+                self._put_right()
+            except OSError as error:
+                raise self._refused(error) from error
+            yield
+
+    def next_sequence(self) -> int:
+        """Return a number that is greater than those of all checkpoints here."""
+        most = 0
+        for tag in self.tags():
+            with contextlib.suppress(CheckpointError):
+                most = max(most, Index.read(self.path / tag / FILE_NAME).sequence)
+        return most + 1
+
+    @contextlib.contextmanager
+    def begin(self, tag: str, size_bytes: int) -> Iterator[Path]:
+        """Yield a new folder for a checkpoint of about `size_bytes`; it is deleted if the block raises.
+
+        Raises:
+            swap.SwapFullError: the drive has no room for it.
+            CheckpointError: the directory cannot be written to.
+        """
+        folder = self.path / f"{_SAVING}{tag}-{secrets.token_hex(4)}"
+        try:
+            info = os.statvfs(self.path)
+            free = info.f_bavail * info.f_frsize
+            if free < size_bytes:
+                raise SwapFullError(
+                    f"checkpoint directory {self.path}: a checkpoint needs {format_bytes(size_bytes)} but "
+                    f"{format_bytes(free)} are free",
+                    errno=errno.ENOSPC,
+                    path=str(self.path),
+                    length_bytes=size_bytes,
+                    remedy="free space, keep fewer checkpoints, or name a directory on another drive",
+                )
+            folder.mkdir()
+        except SwapFullError:
+            raise
+        except OSError as error:
+            raise self._refused(error) from error
+        try:
+            yield folder
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def publish(self, folder: Path, tag: str) -> Path:
+        """Give a folder that is complete its name, and let ``latest`` be it.
+
+        Raises:
+            CheckpointError: the checkpoint in whose place it comes is being read, or something could not be written.
+        """
+        target, aside = self.path / tag, self.path / f"{_REPLACED}{tag}"
+        try:
+            sync_directory(folder)
+            if target.exists():
+                if not self._is_idle(target):
+                    raise CheckpointError(
+                        f"checkpoint {target}: is being read and cannot be replaced; save under another tag"
+                    )
+                target.rename(aside)
+            folder.rename(target)
+            sync_directory(self.path)
+            write_text(self.path / LATEST, f"{tag}\n")
+            sync_directory(self.path)
+        except OSError as error:
+            raise self._refused(error) from error
+        self._delete(aside)
+        return target
+
+    def keep(self, count: int) -> None:
+        """Delete the oldest checkpoints until `count` are left; those that somebody reads stay."""
+        for tag in self.tags()[:-count]:
+            if self._is_idle(self.path / tag):
+                self._delete(self.path / tag)
+
+    def _delete(self, folder: Path) -> None:
+        """Delete a folder; until it is gone, it is none that anybody finds."""
+        if folder.exists():
+            gone = self.path / f"{_DELETED}{secrets.token_hex(4)}"
+            with contextlib.suppress(OSError):  # it costs room, and the next save tries again
+                folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _put_right(self) -> None:
+        for path in self._folders():
+            if path.name.startswith(_REPLACED):
+                target = self.path / path.name.removeprefix(_REPLACED)
+                if target.exists():
+                    self._delete(path)
+                else:
+                    path.rename(target)
+            elif path.name.startswith((_SAVING, _DELETED)):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _is_idle(self, folder: Path) -> bool:
+        try:
+            fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            return lock(fd)
+        finally:
+            os.close(fd)
+
+    def _refused(self, error: OSError) -> Exception:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return SwapFullError(
+                f"checkpoint directory {self.path}: cannot be written to",
+                errno=error.errno,
+                path=str(self.path),
+                remedy="free space, keep fewer checkpoints, or name a directory on another drive",
+            )
+        return CheckpointError(
+            f"checkpoint directory {self.path}: cannot be written to: {error.strerror or error}; name a directory on a "
+            "file system that is mounted for writing"
+        )
+
+
+def check_tag(tag: str) -> str:
+    """Return the tag of a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be the name of a folder.
+    """
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
+        raise CheckpointError(
+            f"tag: expected letters, digits and any of '_.+=-', not beginning with one of '.+=-', but got {tag!r}"
+        )
+    return tag
+
+
+def write_text(path: Path, text: str) -> None:
+    """Let a file have this content: it has the old or the new one whatever happens."""
+    new = path.with_name(f".{path.name}.new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def sync_directory(path: Path) -> None:
+    """Return when the names in a directory are on the drive."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,253 @@
+"""Reads what the files of a checkpoint hold, ahead of whoever takes it, and compares every byte with its checksum.
+
+Owns the order of reads and the words in which a damaged file is refused. Knows neither torch nor tensors. Next:
+:mod:`offload.checkpoint.restoring` says what is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+from offload.checkpoint.format.index import BLOCK_BYTES, Entry, Index, Range
+from offload.checkpoint.format.safetensors import ITEMSIZES, Member, read_header
+from offload.checkpoint.format.staging import OpenFile, Staging
+from offload.errors import CheckpointError
+from offload.sizes import PAGE_BYTES, round_up
+from swap import Ticket
+
+OPEN_FILES = 32  # more than buffers, each of which may be of another file
+
+
+@dataclasses.dataclass(slots=True)
+class Stretch:
+    """Bytes of a range that are read together: they follow those of the range's stretch before.
+
+    Attributes:
+        sums: of the range.
+        offset: in the file.
+        size_bytes: of them.
+    """
+
+    sums: RangeSums
+    offset: int
+    size_bytes: int
+
+
+class RangeSums:
+    """A range whose bytes are compared with their checksums, one behind the other.
+
+    Attributes:
+        path: of the file.
+    """
+
+    def __init__(self, entry: Entry, part: Range, path: Path, member: Member) -> None:
+        self.path = path
+        self._entry = entry
+        self._part = part
+        self._member = member
+        self._taken = 0
+        self._crc = 0
+
+    def update(self, address: int, size_bytes: int) -> None:
+        """Compare the next bytes.
+
+        Raises:
+            CheckpointError: the block that ends here has others than were written.
+        """
+        while size_bytes:
+            left = min(BLOCK_BYTES - self._taken % BLOCK_BYTES, self._member.size_bytes - self._taken)
+            size = min(size_bytes, left)
+            self._crc = zlib.crc32((ctypes.c_char * size).from_address(address), self._crc)
+            self._taken, address, size_bytes = self._taken + size, address + size, size_bytes - size
+            if size == left:
+                self._end_block()
+
+    def _end_block(self) -> None:
+        number, actual = (self._taken - 1) // BLOCK_BYTES, self._crc
+        self._crc = 0
+        expected = self._part.checksums[number]
+        if actual != expected:
+            itemsize = ITEMSIZES[self._member.dtype]
+            begin, end = number * BLOCK_BYTES, self._taken
+            raise CheckpointError(
+                f"checkpoint file {self.path}: is damaged: {self._entry.role} of {self._entry.name}, elements "
+                f"[{self._part.begin + begin // itemsize}, {self._part.begin + end // itemsize}), bytes "
+                f"[{self._member.offset + begin}, {self._member.offset + end}) of the file: expected checksum "
+                f"{expected:#010x} but got {actual:#010x}; load another checkpoint"
+            )
+
+
+class Source:
+    """The files of one checkpoint, as its index says they are."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        """Look at every file: its size, and what it says it holds.
+
+        Raises:
+            CheckpointError: one is missing, cut off, or another one.
+        """
+        self._folder = folder
+        self._members: dict[str, dict[str, Member]] = {}
+        for name, stored in index.files.items():
+            path = folder / name
+            try:
+                size_bytes = path.stat().st_size
+                header, members = read_header(path)
+            except FileNotFoundError:
+                raise CheckpointError(f"checkpoint file {path}: is missing; load another checkpoint") from None
+            except OSError as error:
+                raise CheckpointError(f"checkpoint file {path}: cannot be read: {error.strerror or error}") from error
+            if zlib.crc32(header) != stored.header_checksum:
+                raise CheckpointError(
+                    f"checkpoint file {path}: is damaged, or another one: its header, {len(header)} bytes, is not the "
+                    "one that was written; put the right file there, or load another checkpoint"
+                )
+            if size_bytes != stored.size_bytes:
+                raise CheckpointError(
+                    f"checkpoint file {path}: expected {stored.size_bytes} bytes but got {size_bytes}; load another "
+                    "checkpoint"
+                )
+            self._members[name] = members
+
+    def range_sums(self, entry: Entry, part: Range) -> tuple[RangeSums, Member]:
+        """Return what compares a range, and where it is in its file."""
+        member = self._members[part.file][part.key]
+        return RangeSums(entry, part, self._folder / part.file, member), member
+
+    def stretches(self, entries: Iterable[Entry]) -> Iterator[Stretch]:
+        """Yield all bytes of tensors, in order."""
+        for entry in entries:
+            for part in entry.ranges:
+                sums, member = self.range_sums(entry, part)
+                yield Stretch(sums, member.offset, member.size_bytes)
+
+
+@dataclasses.dataclass(slots=True)
+class _Piece:
+    """A buffer's worth of a file, on its way or here: [at, end) of the buffer has not been taken."""
+
+    file: OpenFile
+    begin: int
+    end: int
+    stretches: list[Stretch]
+    address: int = 0
+    at: int = 0
+    ready: Future[None] | None = None
+
+
+class Reader:
+    """Stretches as one sequence of bytes, read ahead; a context manager."""
+
+    def __init__(self, stretches: Iterable[Stretch], staging: Staging) -> None:
+        """Start to read; `staging` is for this reader alone."""
+        self._staging = staging
+        self._files: OrderedDict[Path, OpenFile] = OrderedDict()
+        self._pieces = self._cut(iter(stretches))
+        self._coming: deque[_Piece] = deque()
+        self._room = staging.count
+        self._fill()
+
+    def take(self, address: int, size_bytes: int) -> None:
+        """Copy the next bytes to `address`; 0 lets them go by.
+
+        Raises:
+            CheckpointError: they are not those that were written.
+            swap.SwapError: they cannot be read.
+        """
+        while size_bytes:
+            piece = self._coming[0]
+            assert piece.ready is not None
+            piece.ready.result()
+            size = min(size_bytes, piece.end - piece.at)
+            if address:
+                ctypes.memmove(address, piece.address + piece.at - piece.begin // PAGE_BYTES * PAGE_BYTES, size)
+                address += size
+            piece.at, size_bytes = piece.at + size, size_bytes - size
+            if piece.at == piece.end:
+                self._coming.popleft()
+                self._staging.give(piece.address)
+                self._room += 1
+                self._fill()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for piece in self._coming:
+            assert piece.ready is not None
+            with contextlib.suppress(Exception):  # nobody wants it any more
+                piece.ready.result()
+            self._staging.give(piece.address)
+        for file in self._files.values():
+            file.close()
+
+    def _cut(self, stretches: Iterator[Stretch]) -> Iterator[_Piece]:
+        """Join stretches that follow each other in a file, and cut them to the size of a buffer."""
+        limit = self._staging.size_bytes - 2 * PAGE_BYTES  # reads begin and end on a page
+        current: _Piece | None = None
+        for stretch in stretches:
+            offset, left = stretch.offset, stretch.size_bytes
+            while left:
+                joins = current is not None and current.file.path == stretch.sums.path and current.end == offset
+                if current is not None and (not joins or current.end - current.begin == limit):
+                    yield current
+                    current = None
+                if current is None:
+                    current = _Piece(self._open(stretch.sums.path), offset, offset, [])
+                size = min(left, limit - (current.end - current.begin))
+                current.stretches.append(Stretch(stretch.sums, offset, size))
+                current.end, offset, left = offset + size, offset + size, left - size
+        if current is not None:
+            yield current
+
+    def _open(self, path: Path) -> OpenFile:
+        """Return a file; few are open at a time, and what is in flight is of the latest ones."""
+        file = self._files.pop(path, None) or OpenFile(path, self._staging.aio, write=False)
+        self._files[path] = file
+        while len(self._files) > OPEN_FILES:
+            self._files.pop(next(iter(self._files))).close()
+        return file
+
+    def _fill(self) -> None:
+        while self._room:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return
+            self._room -= 1
+            piece.address, piece.at = self._staging.take(), piece.begin
+            self._coming.append(piece)
+            self._start(piece)
+
+    def _start(self, piece: _Piece) -> None:
+        file, base = piece.file, piece.begin // PAGE_BYTES * PAGE_BYTES
+        end = round_up(piece.end, PAGE_BYTES) if file.direct else piece.end
+        whole = min(end, file.size_bytes // PAGE_BYTES * PAGE_BYTES) if file.direct else end
+        tickets: list[Ticket] = []
+        failure: Exception | None = None
+        try:
+            if whole > base:
+                tickets.append(self._staging.aio.read(file.direct_fd, base, piece.address, whole - base))
+            if piece.end > whole:  # behind the last whole page
+                begin = max(whole, base)
+                data = os.pread(file.fd, piece.end - begin, begin)
+                ctypes.memmove(piece.address + begin - base, data, len(data))
+        except Exception as error:
+            failure = error
+        piece.ready = self._staging.in_turn(lambda: _compare(piece, base, tickets, failure))
+
+
+def _compare(piece: _Piece, base: int, tickets: list[Ticket], failure: Exception | None) -> None:
+    for ticket in tickets:
+        ticket.wait(None)
+    if failure is not None:
+        raise failure
+    for stretch in piece.stretches:
+        stretch.sums.update(piece.address + stretch.offset - base, stretch.size_bytes)

@@ -1,0 +1,186 @@
+"""A run that was saved and resumed is the run that was never stopped, bit by bit, whatever the budgets were and are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from harness import LINEAR_BYTES, WIDTH, assert_same_tensors, batch, everything_on_device, host, tight
+from torch import nn
+
+from offload import AdamW, Engine
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
+
+ROOMY = {"max_memory": {"device": "64MiB", "cpu": "16MiB", "nvme": "256MiB"}}
+PLACES: dict[str, Callable[[nn.Module, Path], dict[str, Any]]] = {
+    "device": lambda model, path: everything_on_device(),
+    "host": lambda model, path: host(model, unit_bytes=LINEAR_BYTES),
+    "nvme": lambda model, path: tight(model, path),
+    "host and nvme": lambda model, path: tight(model, path, offload_param="cpu"),
+    "nvme and host": lambda model, path: tight(model, path, offload_optimizer="cpu"),
+    "device and nvme": lambda model, path: {**tight(model, path, offload_param="none"), **ROOMY},
+    "device and host": lambda model, path: {
+        **tight(model, path, offload_param="none", offload_optimizer="cpu"),
+        **ROOMY,
+    },
+    "small chunks": lambda model, path: {**tight(model, path), "chunk_numel": 4096, "unit_bytes": "1MiB", **ROOMY},
+}
+
+
+class Net(nn.Module):
+    """Blocks with everything that decides on a step: dropout, buffers, a frozen layer, odd shapes, none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.odd = nn.Parameter(torch.randn(7, 3))
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.drop(torch.tanh(block(x))) + x
+        x = self.norm(self.frozen(x)) * self.scalar
+        return x + self.odd.sum() + self.empty.sum()
+
+
+def net(dtype: torch.dtype = torch.float32) -> Net:
+    torch.manual_seed(0)
+    model = Net().to(dtype)
+    model.norm.float()
+    return model
+
+
+def optimizer_of(model: nn.Module, **options: Any) -> AdamW:
+    bare = [p for name, p in model.named_parameters() if p.requires_grad and "bias" in name]
+    rest = [p for name, p in model.named_parameters() if p.requires_grad and "bias" not in name]
+    return AdamW([{"params": rest}, {"params": bare, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2, **options)
+
+
+class Run:
+    """One engine's training, a micro-batch after the other."""
+
+    def __init__(self, place: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.model = net(dtype)
+        make = options.pop("optimizer", optimizer_of)
+        self.engine = Engine(self.model, make(self.model), **{**place, **options})
+        assert self.engine.optimizer is not None
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.engine.optimizer, 40)
+        self.losses: list[torch.Tensor] = []
+
+    def train(self, numbers: range) -> None:
+        for number in numbers:
+            dtype = next(self.model.parameters()).dtype
+            x = batch(number).to(dtype) * (1 + random.random() + float(numpy.random.rand()))
+            loss = self.engine(x).float().sub(1).pow(4).mean()
+            self.losses.append(loss.detach().clone())
+            self.engine.backward(loss)
+            if self.engine.step():
+                self.schedule.step()
+
+    def client_state(self) -> dict[str, Any]:
+        return {"schedule": self.schedule.state_dict(), "micro_batches": len(self.losses)}
+
+    def outcome(self) -> dict[str, Any]:
+        engine = self.engine
+        assert engine.optimizer is not None
+        packed = engine.optimizer.state_dict()
+        return {
+            "digests": engine.digests(),
+            "parameters": engine.state_dict(),
+            "states": packed["state"],
+            "groups": packed["param_groups"],
+            "run": packed["run"],
+            "norm": engine.grad_norm,
+        }
+
+
+def assert_same(ours: Mapping[str, Any], truth: Mapping[str, Any]) -> None:
+    assert_same_tensors(ours["parameters"], truth["parameters"])
+    assert ours["states"].keys() == truth["states"].keys()
+    for position, state in ours["states"].items():
+        assert_same_tensors(state, truth["states"][position])
+    for name in ("digests", "groups", "run", "norm"):
+        assert ours[name] == truth[name], name
+
+
+def seed() -> None:
+    torch.manual_seed(7)
+    random.seed(8)
+    numpy.random.seed(9)
+
+
+def saved_and_resumed(
+    first: dict[str, Any], second: dict[str, Any], path: Path, *, at: int, end: int, **options: Any
+) -> None:
+    """Train `end` micro-batches in one go, and in two engines; compare everything, losses included."""
+    seed()
+    whole = Run(first, **options)
+    with whole.engine:
+        whole.train(range(end))
+        truth = whole.outcome()
+    seed()
+    before = Run(first, **options)
+    with before.engine:
+        before.train(range(at))
+        before.engine.save_checkpoint(path, client_state=before.client_state())
+        before.train(range(at, end))  # saving has changed nothing
+        assert_same(before.outcome(), truth)
+    torch.manual_seed(100)
+    after = Run(second, **options)
+    with after.engine:
+        state = after.engine.load_checkpoint(path)
+        assert state["micro_batches"] == at
+        after.schedule.load_state_dict(state["schedule"])
+        after.train(range(at, end))
+        assert all(torch.equal(a, b) for a, b in zip(after.losses, whole.losses[at:], strict=True))
+        assert_same(after.outcome(), truth)
+
+
+def directory(tmp_path: Path, name: str) -> Path:
+    path = tmp_path / name
+    path.mkdir()
+    return path
+
+
+def placed(name: str, tmp_path: Path, which: str) -> dict[str, Any]:
+    return PLACES[name](net(), directory(tmp_path, which))
+
+
+NAMES = list(PLACES)
+QUICK = [(NAMES[i], NAMES[(i + 3) % len(NAMES)]) for i in range(len(NAMES))]
+
+
+@pytest.mark.parametrize(("first", "second"), QUICK)
+def test_resumed_elsewhere(first: str, second: str, tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if NAMES.index(first) % 2 else torch.float32
+    kind = ("float32", "bfloat16", "int8")[NAMES.index(first) % 3]
+    places = placed(first, tmp_path, "swap0"), placed(second, tmp_path, "swap1")
+    saved_and_resumed(*places, tmp_path / "saved", at=3, end=6, dtype=dtype, state_dtype=kind)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(NAMES, NAMES)))
+def test_resumed_after_twenty_steps(first: str, second: str, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    places = placed(first, tmp_path, "swap0"), placed(second, tmp_path, "swap1")
+    options = {"dtype": dtype, "state_dtype": kind, "initial_loss_scale": 2.0**20}
+    saved_and_resumed(*places, tmp_path / "saved", at=20, end=40, **options)
+
+
+@pytest.mark.parametrize(("first", "second"), [("nvme", "device"), ("host", "nvme")])
+def test_resumed_in_the_middle_of_an_accumulation(first: str, second: str, tmp_path: Path) -> None:
+    places = placed(first, tmp_path, "swap0"), placed(second, tmp_path, "swap1")
+    options = {"dtype": torch.bfloat16, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
+    saved_and_resumed(*places, tmp_path / "saved", at=5, end=9, **options)
