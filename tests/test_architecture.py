@@ -40,7 +40,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("life", "optimizer"),
     ("build",),
-    ("closing", "snapshot", "training"),
+    ("closing", "snapshot", "run_state", "durable", "training"),
     ("checkpoints",),
     ("engine",),
     ("cli",),
