@@ -44,11 +44,12 @@ class Commits:
 
     Attributes:
         due: a step is sealed and not committed.
+        failed: the last attempt to commit it has failed.
     """
 
     def __init__(self, store: SwapStore, record: Record, safe_point: contextlib.AbstractContextManager[object]) -> None:
         """Begin with nothing to commit; `safe_point` is held meanwhile: it hands Ctrl-C on at its end."""
-        self.due = False
+        self.due = self.failed = False
         self._store = store
         self._record = record
         self._safe_point = safe_point
@@ -59,7 +60,7 @@ class Commits:
         """Note that the next step begins: what belongs to the last one is complete, but for its updates."""
         sealed = self._record.seal()
         if sealed is not None:
-            self._sealed, self.due = sealed, True
+            self._sealed, self.due, self.failed = sealed, True, False
 
     def make(self) -> None:
         """Commit what is sealed, if anything is. All updates must be home.
@@ -71,13 +72,14 @@ class Commits:
             return
         with self._safe_point:
             late = self._record.late()
+            self.failed = True
             try:
                 self._put(STATE_KEY, self._sealed)
                 self._put(LATE_KEY, late)
                 self._store.commit()
             except SwapError as error:
                 raise self._failed(error) from error
-            self.due = False
+            self.due = self.failed = False
             self._record.note_commit(len(self._sealed) + len(late))
 
     def _put(self, key: tuple[str, str], content: bytes) -> None:

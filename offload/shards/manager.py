@@ -292,6 +292,8 @@ class Manager:
 
     def _try_commit(self) -> None:
         """Commit if a step is home; what fails is met by whoever begins to change content."""
+        if self.commits is None or self.commits.failed:
+            return
         try:
             self.commit()
         except (OSError, StateError) as error:
