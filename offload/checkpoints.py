@@ -16,11 +16,11 @@ import torch
 
 from offload.build import Parts
 from offload.checkpoint.columns import FILE_BYTES
-from offload.checkpoint.format.folder import Folder, check_tag, write_text
+from offload.checkpoint.format.folder import Folder, check_tag
 from offload.checkpoint.format.index import FILE_NAME, Entry, Index
 from offload.checkpoint.format.nested import Encoder, decode
 from offload.checkpoint.format.reader import Source
-from offload.checkpoint.format.staging import Staging
+from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.restoring import Restorer, read_tensor
 from offload.checkpoint.saving import Contents, write_values
 from offload.errors import BudgetError, CheckpointError
@@ -32,10 +32,8 @@ from offload.shards.manager import Manager
 from offload.sizes import MIB, format_bytes
 from offload.training import Training
 
-BUFFER_BYTES = 2 * MIB
 LEAST_BUFFER_BYTES = MIB // 16
-SPARE_BUFFERS = 4  # that are on their way while the others fill
-READ_BUFFERS = 8
+SPARE_BUFFERS = 12  # that are on their way while one per column fills
 
 
 class Checkpoints:
@@ -86,8 +84,7 @@ class Checkpoints:
                 entries, files = shards.write(new, staging)
                 more, other = write_values(new, encoder.tensors, staging)
                 index = Index(tag, sequence, (*entries, *more), {**files, **other}, described)
-                write_text(new / FILE_NAME, index.to_json())
-                path = folder.publish(new, tag)
+                path = folder.publish(new, tag, index.to_json())
             if keep is not None:
                 folder.keep(keep)
         return path
@@ -115,7 +112,7 @@ class Checkpoints:
             manager.tiers.refuse_leased(manager.units)
             restorer = Restorer(manager, index, strict=strict)
             self._refuse_another_class(index, strict=strict)
-            with self._staging(manager, READ_BUFFERS) as staging:
+            with self._staging(manager, BUFFERS) as staging:
                 values = _read_values(source, index, staging)
                 found = {name: decode(index.contents[name], values.__getitem__) for name in VALUES}
                 groups = self._state.groups(found["optimizer"], strict=strict)

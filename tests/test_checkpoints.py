@@ -71,9 +71,12 @@ class Run:
     """One engine's training, a micro-batch after the other."""
 
     def __init__(self, place: dict[str, Any], dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        self.model = net(dtype)
         make = options.pop("optimizer", optimizer_of)
-        self.engine = Engine(self.model, make(self.model), **{**place, **options})
+        self.build(net(dtype), make, {**place, **options})
+
+    def build(self, model: nn.Module, make: Callable[[nn.Module], Any], options: dict[str, Any]) -> None:
+        self.model = model
+        self.engine = Engine(model, make(model), **options)
         assert self.engine.optimizer is not None
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.engine.optimizer, 40)
         self.losses: list[torch.Tensor] = []

@@ -211,6 +211,20 @@ def test_training_lowers_the_held_out_loss_and_counts_only_steps(accumulation: i
     assert engine.training
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"save_every": 2}, "save_every: no output folder"),
+        ({"resume": True}, "resume: no output folder"),
+        ({"save_every": -1, "output": Path("o")}, "save_every: expected whole numbers >= 0"),
+        ({"keep_checkpoints": 0}, "keep_checkpoints: expected a whole number >= 1"),
+    ],
+)
+def test_checkpoints_that_cannot_be_asked_for(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(FinetuneError, match=text):
+        settings(**changes)
+
+
 def test_sample_follows_the_most_likely_token_and_stops() -> None:
     engine = FakeEngine()
     with torch.no_grad():
@@ -511,7 +525,7 @@ def test_wrong_calls_leave_with_two(words: list[str], message: str, capsys: pyte
         (["--evaluations", "0"], "evaluations: expected a whole number >= 1 but got 0"),
         (["--held-out", "1"], "held_out"),
         (["--held-out", "nan"], "held_out"),
-        (["--warmup-steps", "-1"], "sample_tokens and warmup_steps: expected whole numbers >= 0"),
+        (["--warmup-steps", "-1"], "sample_tokens, warmup_steps and save_every: expected whole numbers >= 0"),
         (["--save-model"], "no output folder"),
         (["--dtype", "bfloat61"], "did you mean 'bfloat16'"),
         (["--state-dtype", "int7"], "did you mean 'int8'"),
@@ -620,3 +634,48 @@ def test_run_through_three_tiers_is_the_run_in_memory(tmp_path: Path) -> None:
     assert (tmp_path / "offloaded/loss.png").is_file()
     assert list((tmp_path / "swap").iterdir()) == []
     assert "nvme" in shown and "held-out loss" in shown
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+    """Interrupted after the fourth of six steps; the resumed run has the whole report, and the same weights."""
+    pytest.importorskip("transformers")
+    make_model_folder(tmp_path / "model")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+
+    def run(output: str, **changes: Any) -> report.Report:
+        tiers = {"max_memory": {"device": "64MiB", "cpu": "64MiB"}}
+        given = {"save_model": True, "sequence_length": 32, "lr": 1e-2, "sample_tokens": 4, "warmup_steps": 2}
+        places = {"model": tmp_path / "model", "text": tmp_path / "text", "output": tmp_path / output}
+        engine_options = {"device": "cpu", **tiers}
+        return finetune.run(
+            settings(**given, **places, gradient_accumulation_steps=2, engine_options=engine_options, **changes),
+            stream=io.StringIO(),
+        )
+
+    whole = run("whole")
+    real = Progress.step
+
+    def interrupted(self: Progress, record: report.StepRecord, *args: Any) -> None:
+        if record.step == 5:
+            raise KeyboardInterrupt
+        real(self, record, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run("parts", save_every=2)
+    with pytest.raises(FinetuneError, match="resume: expected seed 0.*but got 1"):
+        run("parts", resume=True, seed=1)
+    resumed = run("parts", save_every=2, resume=True)
+    assert [(r.step, r.loss, r.lr) for r in resumed.steps] == [(r.step, r.loss, r.lr) for r in whole.steps]
+    assert (resumed.evaluations, resumed.sample_before, resumed.sample_after) == (
+        [tuple(one) for one in whole.evaluations],
+        whole.sample_before,
+        whole.sample_after,
+    )
+    weights = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "parts")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    kept = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert kept == [".lock", "latest", "step-00000004", "step-00000006"]
+    with pytest.raises(FinetuneError, match="has taken 6 of 6 steps; ask for more"):
+        run("parts", resume=True)

@@ -36,7 +36,7 @@ def test_the_first_script(tmp_path: Path) -> None:
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         "bench/results.md",
-        *(f"docs/{name}.md" for name in ("architecture", "mechanisms", "numerics", "swap")),
+        *(f"docs/{name}.md" for name in ("architecture", "checkpoints", "mechanisms", "numerics", "swap")),
     ],
 )
 def test_links_lead_somewhere(path: str) -> None:

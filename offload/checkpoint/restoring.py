@@ -16,8 +16,8 @@ import torch
 from offload.checkpoint import values as tensors
 from offload.checkpoint.columns import GRADIENT, MASTER, PARAMETER, SCALES, Column, columns_of
 from offload.checkpoint.format.index import Entry, Index, differences
-from offload.checkpoint.format.reader import RangeSums, Reader, Source, Stretch
-from offload.checkpoint.format.safetensors import DTYPES, ITEMSIZES, Member
+from offload.checkpoint.format.reader import Reader, Source, Stretch
+from offload.checkpoint.format.safetensors import DTYPES
 from offload.checkpoint.format.staging import Staging
 from offload.errors import CheckpointError
 from offload.kernels import cpu_adam
@@ -41,8 +41,8 @@ def read_tensor(source: Source, entry: Entry, staging: Staging) -> torch.Tensor:
         CheckpointError: it is damaged.
     """
     value = torch.empty(entry.shape, dtype=getattr(torch, DTYPES[entry.dtype]), device="cpu")
-    with Reader(source.stretches([entry]), staging) as reader:
-        reader.take(value.data_ptr(), entry.size_bytes)
+    with Reader({"": source.stretches([entry])}, staging) as reader:
+        reader.take("", value.data_ptr(), entry.size_bytes)
     return value
 
 
@@ -178,7 +178,9 @@ class Restorer:
             here, there = ("trained", "frozen") if unit.trainable else ("frozen", "trained")
             self._refuse(f"{name} is {there} in it and {here} here", "freeze the same parameters")
         mine = columns_of_parameter(columns)
-        exact = unit.trainable and self._is_trained(name) and {mine, parameter.dtype} <= set(_FLOATS)
+        exact = {mine, parameter.dtype} <= set(_FLOATS) and (
+            mine == "F32" or (unit.trainable and self._is_trained(name))  # the latter keeps all bits in the master
+        )
         if parameter.dtype != mine and not exact:
             self._refuse(f"{name} is stored as {parameter.dtype}, of which {mine} loses bits", "take the same dtype")
         states = self._states.names if unit.trainable else ()
@@ -255,13 +257,15 @@ class Restorer:
             here = [self._streams(unit, position) for position in range(len(unit.slots))]
             if any(here):
                 (whole if all(here) else partial).append(unit)
-        with Reader(self._stretches(source, [*whole, *partial]), staging) as reader:
+        labels = {column.label for columns in self._columns for column in columns}
+        lanes = {label: self._stretches(source, [*whole, *partial], label) for label in sorted(labels)}
+        with Reader(lanes, staging) as reader:
 
             def visit(chunk: Chunk) -> None:
                 for column, _, start, stop in self._pieces(chunk.unit, chunk.begin, chunk.end):
-                    reader.take(column.address(chunk, start), column.size_bytes(stop - start))
+                    reader.take(column.label, column.address(chunk, start), column.size_bytes(stop - start))
 
-            self._manager.stream(whole, visit, reads=frozenset(), writes=everything)
+            self._manager.stream(whole, visit, reads=frozenset(), writes=everything, widely=True)
             self._manager.stream(partial, visit, reads=everything, writes=everything)
         for where, fit in self._fits.items():
             if not fit.as_is:
@@ -272,33 +276,19 @@ class Restorer:
         return fit is not None and fit.as_is
 
     def _pieces(self, unit: Unit, begin: int, end: int) -> Iterator[tuple[Column, Slot, int, int]]:
-        """Yield what is read of a unit's elements [begin, end), in this order; columns of chunks follow each other."""
-        for first, last in unit.chunks(self._manager.tiers.plan.chunk_numel):
-            if first >= begin and last <= end:
-                for column in self._columns[unit.index]:
-                    for position, slot in enumerate(unit.slots):
-                        start, stop = max(slot.offset_numel, first), min(slot.end_numel, last)
-                        if start < stop and self._streams(unit, position):
-                            yield column, slot, start, stop
+        """Yield what is read of a unit's elements [begin, end), in order."""
+        for column in self._columns[unit.index]:
+            for position, slot in enumerate(unit.slots):
+                start, stop = max(slot.offset_numel, begin), min(slot.end_numel, end)
+                if start < stop and self._streams(unit, position):
+                    yield column, slot, start, stop
 
-    def _stretches(self, source: Source, units: Sequence[Unit]) -> Iterator[Stretch]:
-        open_sums: dict[tuple[str, str, int], tuple[RangeSums, Member]] = {}
+    def _stretches(self, source: Source, units: Sequence[Unit], label: str) -> Iterator[Stretch]:
+        """Yield one column of `units`: however they are cut into chunks, its elements come in this order."""
         for unit in units:
-            for column, slot, start, stop in self._pieces(unit, 0, unit.numel):
-                entry = self._found[column.label, slot.name]
-                size = ITEMSIZES[entry.dtype]
-                first, last = (column.numel(at - slot.offset_numel) for at in (start, stop))
-                for number, part in enumerate(entry.ranges):
-                    begin, end = max(first, part.begin), min(last, part.end)
-                    if begin >= end:
-                        continue
-                    key = (column.label, slot.name, number)
-                    if key not in open_sums:
-                        open_sums[key] = source.range_sums(entry, part)
-                    sums, member = open_sums[key]
-                    yield Stretch(sums, member.offset + (begin - part.begin) * size, (end - begin) * size)
-                    if end == part.end:
-                        del open_sums[key]
+            for column, slot, _, _ in self._pieces(unit, 0, unit.numel):
+                if column.label == label:
+                    yield from source.stretches([self._found[label, slot.name]])
 
     def _convert(self, where: Where, fit: _Fit, source: Source, staging: Staging, counts: StepCounts) -> None:
         """Load a parameter through fp32."""
@@ -327,7 +317,7 @@ class Restorer:
             CheckpointError, swap.SwapError: as :meth:`read`.
         """
         passes = self._index.contents["accumulation"]["gradients"]
-        with Reader(source.stretches(self._gradients), staging) as reader:
+        with Reader({GRADIENT: source.stretches(self._gradients)}, staging) as reader:
             for entry in self._gradients:
                 index, slot = self._places[entry.name]
                 gradients, unit = self._manager.gradients, self._manager.units[index]
@@ -335,12 +325,12 @@ class Restorer:
                 address = gradients.restore(index, slot, stored, int(passes[entry.name]["passes"]))
                 mine = gradients.dtype(unit)
                 if mine is stored:
-                    reader.take(address, entry.size_bytes)
+                    reader.take(GRADIENT, address, entry.size_bytes)
                     continue
                 part = torch.empty(READ_BYTES // stored.itemsize, dtype=torch.int16, device="cpu")
                 for begin in range(0, entry.numel, part.numel()):
                     numel = min(part.numel(), entry.numel - begin)
-                    reader.take(part.data_ptr(), numel * stored.itemsize)
+                    reader.take(GRADIENT, part.data_ptr(), numel * stored.itemsize)
                     cpu_adam.convert(part.data_ptr(), stored, address + begin * mine.itemsize, mine, numel)
         return [self._places[entry.name] for entry in self._gradients]
 

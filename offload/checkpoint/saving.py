@@ -95,7 +95,7 @@ class Contents:
         if any(self._waits(unit) for unit in self._manager.units):
             roles |= {Role.GRAD}
         try:
-            self._manager.stream(self._manager.units, visit, reads=roles, keep_early=True)
+            self._manager.stream(self._manager.units, visit, reads=roles, keep_early=True, widely=True)
             stored = files.finish()
         finally:
             files.close()

@@ -1,7 +1,7 @@
-"""Command line: ``offload finetune``, ``tune`` (or ``bench nvme``), ``doctor``; also as ``python -m offload``.
+"""Command line: ``offload finetune``, ``checkpoint``, ``tune`` (or ``bench nvme``), ``doctor``.
 
-Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands do. The
-options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Next: :mod:`offload.cli.finetune.run`.
+Also as ``python -m offload``. Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands
+do. The options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Next: :mod:`offload.cli.finetune.run`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offload.cli.checkpoint import command as checkpoints
 from offload.cli.drive import command as drive
 from offload.cli.finetune.settings import add_options, settings_of
 from offload.errors import OffloadError, did_you_mean
@@ -60,6 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_finetune(commands)
     _add_drive(commands)
     _add_doctor(commands)
+    text = "list, check and export checkpoints"
+    checkpoint = commands.add_parser("checkpoint", allow_abbrev=False, help=text, description=checkpoints.DESCRIPTION)
+    checkpoints.add_arguments(checkpoint, _Parser)
     return parser
 
 
@@ -143,6 +147,8 @@ def _run(parsed: argparse.Namespace) -> None:
         from offload.cli.finetune.run import run
 
         run(settings_of(parsed))
+    elif parsed.command == "checkpoint":
+        checkpoints.run(parsed)
     else:
         drive.run(parsed)
 
@@ -157,7 +163,7 @@ def guarded(command: Callable[[], None]) -> int:
     try:
         command()
     except KeyboardInterrupt:
-        print("\noffload: interrupted; nothing is left on the drive", file=sys.stderr)
+        print("\noffload: interrupted; nothing is left on the drive but whole checkpoints", file=sys.stderr)
         return EXIT_INTERRUPTED
     except (OffloadError, SwapError) as error:
         print(f"offload: error: {error}", file=sys.stderr)

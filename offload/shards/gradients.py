@@ -285,6 +285,13 @@ class Gradients:
         self.drop()
         return [buffer for index in self._gradients if index not in self._held for buffer in self._idle(index)]
 
+    def idle(self) -> list[Buffer]:
+        """Return host memory in which no gradient waits: idle until one is added; nothing where any waits."""
+        self.await_copies()
+        if self._held or self.any_arrived:
+            return []
+        return [buffer for index in self._gradients for buffer in self._idle(index)]
+
     def let_go(self, index: int) -> list[Buffer]:
         """Let the gradient of a unit that was held go: the step has used it; returns its memory as :meth:`hold`."""
         self._held.discard(index)

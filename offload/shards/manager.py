@@ -317,6 +317,7 @@ class Manager:
         reads: frozenset[Role],
         writes: frozenset[Role] = frozenset(),
         keep_early: bool = False,
+        widely: bool = False,
     ) -> None:
         """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
 
@@ -327,6 +328,7 @@ class Manager:
             reads: roles whose content is needed. The state roles go together, in one record on NVMe.
             writes: roles that `visit` changes as a whole; they are written home.
             keep_early: updates that are made during backward stay as they are; not where anything is written.
+            widely: what passes through staging takes the idle memory of gradients, too, so that more is on its way.
 
         Raises:
             StateError: parameters that are to be written are in use; nothing was touched.
@@ -345,7 +347,7 @@ class Manager:
             self.finish_updates()
         if writes:
             self.commit()  # what is written now belongs to the next one
-        stream(self.tiers, units, visit, reads=reads, writes=writes)
+        stream(self.tiers, units, visit, reads=reads, writes=writes, widely=widely)
 
     def _finish_open_updates(self) -> None:
         self.forward.finish_open()

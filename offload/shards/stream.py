@@ -67,12 +67,15 @@ def stream(
     *,
     reads: frozenset[Role],
     writes: frozenset[Role] = frozenset(),
+    widely: bool = False,
 ) -> None:
     """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
 
     For :meth:`offload.shards.manager.Manager.stream`, which tells more: no update may be under way.
     """
     pipeline = Pipeline(tiers, reads=reads, writes=writes)
+    if widely and Role.GRAD not in reads | writes:
+        pipeline.widen(tiers.gradients.idle())
     leases = Leases(tiers)
     written: set[int] = set()
     chunks: list[Chunk] = []

@@ -176,14 +176,15 @@ class Folder:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def publish(self, folder: Path, tag: str) -> Path:
-        """Give a folder that is complete its name, and let ``latest`` be it.
+    def publish(self, folder: Path, tag: str, index: str) -> Path:
+        """Write the text of the index, which completes a folder; give it its name, and let ``latest`` be it.
 
         Raises:
             CheckpointError: the checkpoint in whose place it comes is being read, or something could not be written.
         """
         target, aside = self.path / tag, self.path / f"{_REPLACED}{tag}"
         try:
+            write_text(folder / FILE_NAME, index)
             sync_directory(folder)
             if target.exists():
                 if not self._is_idle(target):

@@ -12,7 +12,7 @@ import dataclasses
 import os
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -24,6 +24,18 @@ from offload.sizes import PAGE_BYTES, round_up
 from swap import Ticket
 
 OPEN_FILES = 32  # more than buffers, each of which may be of another file
+
+
+class DamagedError(CheckpointError):
+    """Bytes of a tensor are not those that were written.
+
+    Attributes:
+        entry: the tensor.
+    """
+
+    def __init__(self, entry: Entry, text: str) -> None:
+        super().__init__(text)
+        self.entry = entry
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,11 +89,12 @@ class RangeSums:
         if actual != expected:
             itemsize = ITEMSIZES[self._member.dtype]
             begin, end = number * BLOCK_BYTES, self._taken
-            raise CheckpointError(
+            raise DamagedError(
+                self._entry,
                 f"checkpoint file {self.path}: is damaged: {self._entry.role} of {self._entry.name}, elements "
                 f"[{self._part.begin + begin // itemsize}, {self._part.begin + end // itemsize}), bytes "
                 f"[{self._member.offset + begin}, {self._member.offset + end}) of the file: expected checksum "
-                f"{expected:#010x} but got {actual:#010x}; load another checkpoint"
+                f"{expected:#010x} but got {actual:#010x}; load another checkpoint",
             )
 
 
@@ -143,27 +156,42 @@ class _Piece:
     ready: Future[None] | None = None
 
 
-class Reader:
-    """Stretches as one sequence of bytes, read ahead; a context manager."""
+@dataclasses.dataclass(slots=True)
+class _Lane:
+    """One sequence of bytes: what of it is on its way or here, and what comes next."""
 
-    def __init__(self, stretches: Iterable[Stretch], staging: Staging) -> None:
-        """Start to read; `staging` is for this reader alone."""
+    pieces: Iterator[_Piece]
+    room: int
+    coming: deque[_Piece] = dataclasses.field(default_factory=deque)
+
+
+class Reader:
+    """Sequences of bytes, each made of stretches and read ahead on its own; a context manager."""
+
+    def __init__(self, lanes: Mapping[str, Iterable[Stretch]], staging: Staging) -> None:
+        """Start to read.
+
+        Args:
+            lanes: by name, what each sequence consists of.
+            staging: for this reader alone, with a buffer per lane at least.
+        """
         self._staging = staging
         self._files: OrderedDict[Path, OpenFile] = OrderedDict()
-        self._pieces = self._cut(iter(stretches))
-        self._coming: deque[_Piece] = deque()
-        self._room = staging.count
-        self._fill()
+        room = staging.count // max(len(lanes), 1)
+        self._lanes = {name: _Lane(self._cut(iter(stretches)), room) for name, stretches in lanes.items()}
+        for lane in self._lanes.values():
+            self._fill(lane)
 
-    def take(self, address: int, size_bytes: int) -> None:
-        """Copy the next bytes to `address`; 0 lets them go by.
+    def take(self, name: str, address: int, size_bytes: int) -> None:
+        """Copy the next bytes of a lane to `address`; 0 lets them go by.
 
         Raises:
             CheckpointError: they are not those that were written.
             swap.SwapError: they cannot be read.
         """
+        lane = self._lanes[name]
         while size_bytes:
-            piece = self._coming[0]
+            piece = lane.coming[0]
             assert piece.ready is not None
             piece.ready.result()
             size = min(size_bytes, piece.end - piece.at)
@@ -172,16 +200,16 @@ class Reader:
                 address += size
             piece.at, size_bytes = piece.at + size, size_bytes - size
             if piece.at == piece.end:
-                self._coming.popleft()
+                lane.coming.popleft()
                 self._staging.give(piece.address)
-                self._room += 1
-                self._fill()
+                lane.room += 1
+                self._fill(lane)
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for piece in self._coming:
+        for piece in (piece for lane in self._lanes.values() for piece in lane.coming):
             assert piece.ready is not None
             with contextlib.suppress(Exception):  # nobody wants it any more
                 piece.ready.result()
@@ -216,14 +244,14 @@ class Reader:
             self._files.pop(next(iter(self._files))).close()
         return file
 
-    def _fill(self) -> None:
-        while self._room:
-            piece = next(self._pieces, None)
+    def _fill(self, lane: _Lane) -> None:
+        while lane.room:
+            piece = next(lane.pieces, None)
             if piece is None:
                 return
-            self._room -= 1
+            lane.room -= 1
             piece.address, piece.at = self._staging.take(), piece.begin
-            self._coming.append(piece)
+            lane.coming.append(piece)
             self._start(piece)
 
     def _start(self, piece: _Piece) -> None:

@@ -19,9 +19,12 @@ from pathlib import Path
 
 from offload.checkpoint.format.index import BLOCK_BYTES
 from offload.errors import CheckpointError
-from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, round_up
+from offload.sizes import HUGE_PAGE_BYTES, MIB, PAGE_BYTES, round_up
 from swap import Aio, Ticket
 from swap.io.aio import file_facts
+
+BUFFERS = 16  # as many as keep a drive busy
+BUFFER_BYTES = 2 * MIB
 
 
 class Staging:

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from offload.activations.rss import trim_heap
+from offload.cli.finetune.past import Past, checkpoints_of
 from offload.cli.finetune.progress import LinkMeter, Progress, RssMeter
 from offload.cli.finetune.report import MemoryReport, Report, StepRecord, render, write_json, write_plot
 from offload.cli.finetune.settings import FinetuneError, Settings
@@ -90,25 +91,32 @@ def train(
     progress: Progress,
     device: torch.device,
     *,
+    past: Past | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Training:
-    """Run the steps with evaluations before, between and after them."""
+    """Run the steps with evaluations before, between and after them; those of `past` have been taken already."""
     assert engine.optimizer is not None  # run() gives the engine one
+    past = past or Past()
     scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: learning_rate_factor(done, settings))
+    if past.schedule is not None:
+        scheduler.load_state_dict(dict(past.schedule))
+        for group, rate in zip(engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate  # making a scheduler has set the first one
     supply = batches(windows.train, settings, device)
-    records: list[StepRecord] = []
+    for _ in range(len(past.steps) * settings.gradient_accumulation_steps):
+        next(supply)
     meter = LinkMeter()
     after = {round(settings.steps * (i + 1) / settings.evaluations) for i in range(settings.evaluations)}
-    loss = evaluate(engine, windows.held_out, settings, device)
-    evaluations = [(0, loss)]
+    if not past.evaluations:
+        loss = evaluate(engine, windows.held_out, settings, device)
+        past.evaluations.append((0, loss))
+        progress.note(f"held-out loss {loss:.4f} before training")
     trim_heap()  # sequences of growing length leave holes of every size
-    progress.note(f"held-out loss {loss:.4f} before training")
-    spent = 0.0
     engine.train()
-    for number in range(1, settings.steps + 1):
+    for number in range(len(past.steps) + 1, settings.steps + 1):
         before, begin = engine.stats(), clock()
         losses = []
-        rate = float(scheduler.get_last_lr()[0])
+        rate = float(engine.optimizer.param_groups[0]["lr"])
         for _ in range(settings.gradient_accumulation_steps):
             loss_tensor = engine(**next(supply)).loss
             losses.append(loss_tensor.detach())
@@ -120,19 +128,23 @@ def train(
             engine.drain()  # else a part of the step would count to the evaluation
         mean = sum(float(value) for value in losses) / len(losses)
         seconds = clock() - begin
-        spent += seconds
+        past.seconds += seconds
         stats = engine.stats()
         binding = meter.add(before, stats)
-        records.append(StepRecord(number, mean, engine.grad_norm, rate, seconds))
-        progress.step(records[-1], stats.used_bytes, binding)
+        past.steps.append(StepRecord(number, mean, engine.grad_norm, rate, seconds))
+        progress.step(past.steps[-1], stats.used_bytes, binding)
         if number in after:
             loss = evaluate(engine, windows.held_out, settings, device)
-            evaluations.append((number, loss))
+            past.evaluations.append((number, loss))
             trim_heap()
             if number == settings.steps:
                 progress.close()
             progress.note(f"held-out loss {loss:.4f} after step {number}")
-    return Training(records, evaluations, spent, meter)
+        if settings.save_every and (number % settings.save_every == 0 or number == settings.steps):
+            state = past.to_state(settings, scheduler.state_dict())
+            saved = engine.save_checkpoint(checkpoints_of(settings), client_state=state, keep=settings.keep_checkpoints)
+            progress.note(f"checkpoint {saved}")
+    return Training(past.steps, past.evaluations, past.seconds, meter)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -237,19 +249,20 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         device = engine.device
         print(engine.plan, file=out, flush=True)
         stop = tokenizer.eos_token_id
-        samples = []
 
-        def sample() -> None:
-            if settings.sample_tokens:
-                tokens = continue_text(engine, windows.prompt, settings.sample_tokens, device, stop)
-                samples.append(str(tokenizer.decode(tokens)))
+        def sample() -> str:
+            tokens = continue_text(engine, windows.prompt, settings.sample_tokens, device, stop)
+            return str(tokenizer.decode(tokens))
 
-        sample()
+        past = _past(engine, settings, out)
+        if past.sample_before is None:
+            past.sample_before = sample()
         trim_heap()
+        done = len(past.steps)
         showing = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
         with contextlib.closing(showing) as progress:
-            training = train(engine, windows, settings, progress, device)
-        sample()
+            training = train(engine, windows, settings, progress, device, past=past)
+        sample_after = sample()
         stats = engine.stats()
         ram = ram_budget(stats.budget_bytes, given, open_device(device))
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram)
@@ -264,15 +277,15 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         tokens_per_step=settings.tokens_per_step,
         steps=training.steps,
         evaluations=training.evaluations,
-        prompt=str(tokenizer.decode(windows.prompt.tolist())) if samples else "",
-        sample_before=samples[0] if samples else "",
-        sample_after=samples[1] if samples else "",
+        prompt=str(tokenizer.decode(windows.prompt.tolist())) if settings.sample_tokens else "",
+        sample_before=past.sample_before,
+        sample_after=sample_after,
         train_seconds=training.seconds,
         total_seconds=time.perf_counter() - begin,
         memory=memory,
         peak_bytes=stats.peak_bytes,
         budget_bytes=stats.budget_bytes,
-        links=training.meter.per_step(settings.steps),
+        links=training.meter.per_step(settings.steps - done),
         binding_link=training.meter.binding_link,
         settings=dataclasses.asdict(settings),
         machine=machine_of(open_device(device)),
@@ -283,6 +296,15 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         if settings.save_model:
             print(f"model:  {settings.output / 'model'}", file=out)
     return report
+
+
+def _past(engine: Engine, settings: Settings, out: TextIO) -> Past:
+    """Return what is over of the run: of a resumed one, what its latest checkpoint has."""
+    if not settings.resume:
+        return Past()
+    past = Past.of_state(engine.load_checkpoint(checkpoints_of(settings)), settings)
+    print(f"resumed after step {len(past.steps)}", file=out, flush=True)
+    return past
 
 
 def _tokenized(settings: Settings) -> tuple[Any, Windows]:

@@ -45,6 +45,11 @@ class Settings:
     text: Path = field(metadata=_data("UTF-8 text", "FILE"))
     held_out: float = field(default=0.05, metadata=_data("share kept for evaluation, at the end", "SHARE"))
     output: Path | None = field(default=None, metadata=_data("folder for report.json and loss.png", "DIR"))
+    save_every: int = field(
+        default=0, metadata=_data("checkpoint in OUTPUT/checkpoints every N steps and at the end; 0: none", "N")
+    )
+    keep_checkpoints: int = field(default=2, metadata=_data("checkpoints that stay", "N"))
+    resume: bool = field(default=False, metadata=_data("go on from the latest checkpoint in OUTPUT/checkpoints"))
     save_model: bool = field(default=False, metadata=_data("also write the trained model to OUTPUT/model"))
     steps: int = field(default=100, metadata=_training("optimizer steps", "N"))
     lr: float = field(default=2e-5, metadata=_training("learning rate of AdamW; it falls to a tenth", "RATE"))
@@ -63,7 +68,7 @@ class Settings:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = ("steps", "sequence_length", "batch_size", "gradient_accumulation_steps")
+        counts = ("steps", "sequence_length", "batch_size", "gradient_accumulation_steps", "keep_checkpoints")
         for name in (*counts, "evaluation_sequences", "evaluations"):
             if getattr(self, name) < 1:
                 raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
@@ -71,10 +76,11 @@ class Settings:
             raise FinetuneError("sequence_length: a sequence of one token has no next token; use at least 2")
         if not 0 < self.held_out < 1:
             raise FinetuneError(f"held_out: expected a share in (0, 1) but got {self.held_out}")
-        if self.sample_tokens < 0 or self.warmup_steps < 0:
-            raise FinetuneError("sample_tokens and warmup_steps: expected whole numbers >= 0")
-        if self.save_model and self.output is None:
-            raise FinetuneError("save_model: no output folder is given")
+        if min(self.sample_tokens, self.warmup_steps, self.save_every) < 0:
+            raise FinetuneError("sample_tokens, warmup_steps and save_every: expected whole numbers >= 0")
+        for name in ("save_model", "save_every", "resume"):
+            if getattr(self, name) and self.output is None:
+                raise FinetuneError(f"{name}: no output folder is given")
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,0 +1,156 @@
+"""Writes a checkpoint in other formats: weights for Hugging Face, state dicts for ``torch.load``.
+
+Owns what goes into them. Weights pass through a few buffers; state dicts are tensors in memory. Next:
+:mod:`offload.checkpoint.restoring` reads single tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.checkpoint.columns import MASTER, PARAMETER
+from offload.checkpoint.format.index import Entry, Index
+from offload.checkpoint.format.nested import decode
+from offload.checkpoint.format.reader import Reader, Source
+from offload.checkpoint.format.safetensors import ITEMSIZES, Member
+from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
+from offload.checkpoint.format.writer import FileWriter
+from offload.checkpoint.restoring import fp32_values, read_tensor
+from offload.errors import CheckpointError
+
+BUFFER_PREFIX = "buffer:"
+
+
+def export_weights(path: Path, index: Index, output: Path, limit_bytes: int, deadline_s: float) -> list[Path]:
+    """Write parameters and buffers as ``save_pretrained`` does: sharded safetensors, with an index of several files.
+
+    Args:
+        path: of the checkpoint.
+        index: of it.
+        output: folder to write to.
+        limit_bytes: of a file; a larger tensor has one of its own.
+        deadline_s: of one transfer.
+
+    Returns:
+        The files.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or a file is there already.
+    """
+    shards: list[list[tuple[str, Entry]]] = [[]]
+    size = 0
+    for entry in index.entries:
+        if entry.role == PARAMETER:
+            name = entry.name
+        elif entry.role == "value" and entry.name.startswith(BUFFER_PREFIX):
+            name = entry.name.removeprefix(BUFFER_PREFIX)
+        else:
+            continue
+        if shards[-1] and size + entry.size_bytes > limit_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, entry))
+        size += entry.size_bytes
+    output.mkdir(parents=True, exist_ok=True)
+    source, files, weights = Source(path, index), [], {}
+    with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as reading:
+        with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as writing:
+            for number, shard in enumerate(shards, start=1):
+                counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+                files.append(output / f"model{counted}.safetensors")
+                _write_shard(files[-1], source, shard, reading, writing)
+                weights.update({name: files[-1].name for name, _ in shard})
+    if len(shards) > 1:
+        total = sum(entry.size_bytes for shard in shards for _, entry in shard)
+        files.append(output / "model.safetensors.index.json")
+        listing = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        files[-1].write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
+    return files
+
+
+def _write_shard(
+    file: Path, source: Source, shard: list[tuple[str, Entry]], reading: Staging, writing: Staging
+) -> None:
+    ordered = sorted(shard, key=lambda pair: -ITEMSIZES[pair[1].dtype])
+    writer = FileWriter(file, {"all": [Member(name, entry.dtype, entry.shape) for name, entry in ordered]}, writing)
+    part = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+    try:
+        with Reader({"": source.stretches(entry for _, entry in ordered)}, reading) as reader:
+            for name, entry in ordered:
+                for begin in range(0, entry.size_bytes, BUFFER_BYTES):
+                    size = min(BUFFER_BYTES, entry.size_bytes - begin)
+                    reader.take("", part.data_ptr(), size)
+                    writer.append("all", name, part.data_ptr(), size)
+        writer.finish()
+    except BaseException:
+        writing.settle()
+        writer.close()
+        file.unlink(missing_ok=True)
+        raise
+
+
+def export_torch(path: Path, index: Index, output: Path, deadline_s: float) -> Path:
+    """Write ``checkpoint.pt``: a dict with ``model``, ``optimizer`` and ``client_state``, for ``torch.load``.
+
+    The optimizer's is what ``engine.optimizer.state_dict()`` returned: in torch's format, states in fp32. All of it is
+    in memory meanwhile.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the file is there already.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    file = output / "checkpoint.pt"
+    if file.exists():
+        raise CheckpointError(f"{file}: is there already; name another folder")
+    source, found = Source(path, index), index.by_role()
+    with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as staging:
+        values = {e.name: read_tensor(source, e, staging) for e in index.entries if e.role == "value"}
+        model = {e.name: read_tensor(source, e, staging) for e in index.entries if e.role == PARAMETER}
+        model |= decode(index.contents["buffers"], values.__getitem__)
+        result = {"model": model, "client_state": decode(index.contents["client_state"], values.__getitem__)}
+        saved = decode(index.contents["optimizer"], values.__getitem__)
+        if saved is not None:
+            result["optimizer"] = _optimizer_dict(index, saved, found, source, staging)
+    torch.save(result, file)
+    return file
+
+
+def _optimizer_dict(
+    index: Index, saved: Mapping[str, Any], found: Mapping[tuple[str, str], Entry], source: Source, staging: Staging
+) -> dict[str, Any]:
+    """Return an optimizer's state dict in torch's format."""
+    names = [name for group in saved["groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    state: dict[int, dict[str, Any]] = {}
+    masters: dict[int, torch.Tensor | None] = {}
+    for name, number in numbers.items():
+        described = index.contents["parameters"][name]
+        if not described["trained"]:
+            continue
+        records = saved["records"]
+        record = None if records is None else records.get(name)
+        updated = described["updates"] > 0 if records is None else record is not None
+        kept = list(saved["states"]) if updated else []
+        values = fp32_values(found, name, source, staging, kept)
+        parameter = values.pop(PARAMETER)
+        if not updated:
+            if (master := values.get(MASTER)) is not None:
+                masters[number] = None if torch.equal(master, parameter.float()) else master
+            continue
+        if record is not None:
+            wanted = [*record["placed"], *([MASTER] if MASTER in values else [])]
+            state[number] = {**record["kept"], **{one: values[one] for one in wanted}}
+        else:
+            state[number] = {"step": torch.tensor(float(described["updates"])), **values}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
+    return {
+        "state": state,
+        "param_groups": groups,
+        **({"masters": masters} if masters else {}),
+        "run": saved["run"],
+    }

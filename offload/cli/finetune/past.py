@@ -1,0 +1,79 @@
+"""What of a fine-tuning run is over: kept with its checkpoints, so that a resumed run ends with the whole report.
+
+Owns the way of it into a checkpoint and back. Next: :mod:`offload.cli.finetune.run`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.cli.finetune.report import StepRecord
+from offload.cli.finetune.settings import FinetuneError, Settings
+
+
+@dataclasses.dataclass(slots=True)
+class Past:
+    """Of one run.
+
+    Attributes:
+        steps: of it, so far.
+        evaluations: (steps done, held-out loss).
+        seconds: wall time of the steps.
+        sample_before: text that the model had made before training.
+        schedule: state of the learning rate's; None before it was saved.
+    """
+
+    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+    evaluations: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    sample_before: str | None = None
+    schedule: Mapping[str, Any] | None = None
+
+    def to_state(self, settings: Settings, schedule: Mapping[str, Any]) -> dict[str, Any]:
+        """Return it as the user's part of a checkpoint."""
+        return {
+            "data": _data_of(settings),
+            "steps": [dataclasses.asdict(record) for record in self.steps],
+            "evaluations": self.evaluations,
+            "seconds": self.seconds,
+            "sample_before": self.sample_before,
+            "schedule": dict(schedule),
+        }
+
+    @classmethod
+    def of_state(cls, state: Any, settings: Settings) -> Past:
+        """Return what a checkpoint has kept.
+
+        Raises:
+            FinetuneError: it is none of this command, was made with other data, or has taken all steps.
+        """
+        if not isinstance(state, dict) or not {"data", "schedule", "sample_before"} <= state.keys():
+            raise FinetuneError("resume: expected a checkpoint that finetune has saved; name its --output")
+        for name, value in _data_of(settings).items():
+            before = state["data"].get(name)
+            if before != value:
+                raise FinetuneError(
+                    f"resume: expected {name} {before!r} but got {value!r}; the order of the text depends "
+                    "on it, so resume with what the run was begun with"
+                )
+        steps = [StepRecord(**record) for record in state["steps"]]
+        if len(steps) >= settings.steps:
+            raise FinetuneError(
+                f"resume: the checkpoint has taken {len(steps)} of {settings.steps} steps; ask for more with --steps"
+            )
+        return cls(steps, list(state["evaluations"]), state["seconds"], state["sample_before"], state["schedule"])
+
+
+def checkpoints_of(settings: Settings) -> Path:
+    """Return the directory of a run's checkpoints."""
+    assert settings.output is not None
+    return settings.output / "checkpoints"
+
+
+def _data_of(settings: Settings) -> dict[str, Any]:
+    """Return what decides on the order of the data."""
+    names = ("seed", "held_out", "sequence_length", "batch_size", "gradient_accumulation_steps")
+    return {name: getattr(settings, name) for name in names}

@@ -1,0 +1,133 @@
+"""``offload checkpoint``: what it lists, finds damaged, and writes for others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from harness import assert_same_tensors, everything_on_device, tight
+from test_checkpoints import Run, directory, net, optimizer_of
+
+from offload import Engine
+from offload.checkpoint.format.index import Index
+from offload.checkpoint.format.reader import Source
+from offload.cli import main as cli
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Run, Path]:
+    run = Run(tight(net(), directory(tmp_path, "swap")), dtype=torch.bfloat16, state_dtype="int8")
+    run.train(range(1))
+    run.engine.save_checkpoint(tmp_path / "saved")
+    run.train(range(1, 3))
+    run.engine._checkpoints.save(
+        tmp_path / "saved", tag=None, client_state=run.client_state(), keep=None, file_bytes=20_000
+    )
+    return run, tmp_path / "saved"
+
+
+def test_ls(saved: tuple[Run, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved[1]
+    (path / ".saving-x-1").mkdir()
+    assert cli.main(["checkpoint", "ls", str(path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["tag", "step", "size", "files", "saved"]
+    assert rows[1].split()[:2] == ["step-00000001", "1"] and "latest" not in rows[1]
+    assert rows[2].split()[:2] == ["step-00000003", "3"] and rows[2].endswith("latest")
+    assert rows[3].split(maxsplit=1) == [".saving-x-1", "broken off; it is ignored"]
+    assert cli.main(["checkpoint", "ls", str(path / "nowhere")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_verify_names_every_damaged_tensor(saved: tuple[Run, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = saved[1]
+    assert cli.main(["checkpoint", "verify", str(path)]) == 0
+    assert "every byte is what was written" in capsys.readouterr().out
+    folder = path / "step-00000003"
+    index = Index.read(folder / "index.json")
+    source = Source(folder, index)
+    harmed = [entry for entry in index.entries if entry.ranges][1::7]
+    for entry in harmed:
+        _, member = source.range_sums(entry, entry.ranges[0])
+        with (folder / entry.ranges[0].file).open("r+b") as file:
+            file.seek(member.offset)
+            byte = file.read(1)
+            file.seek(member.offset)
+            file.write(bytes([byte[0] ^ 1]))
+    assert cli.main(["checkpoint", "verify", str(path)]) == 1
+    output = capsys.readouterr()
+    assert all(f"{entry.role} of {entry.name}, elements [0, " in output.out for entry in harmed)
+    assert len(output.out.splitlines()) == len(harmed)
+    assert f"{len(harmed)} of {len(index.entries)} tensors are damaged" in output.err
+    assert cli.main(["checkpoint", "verify", str(path), "--tag", "step-00000001"]) == 0
+
+
+@pytest.mark.parametrize("limit", ["5GB", "2KiB"])
+def test_export_of_weights(saved: tuple[Run, Path], limit: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run, path = saved
+    words = ["checkpoint", "export", str(path), "--output", str(tmp_path / "hf"), "--max-shard-size", limit]
+    assert cli.main(words) == 0
+    expected = run.engine.state_dict()
+    if limit == "5GB":
+        found = load_file(tmp_path / "hf" / "model.safetensors")
+    else:
+        listing = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())["weight_map"]
+        assert len(set(listing.values())) > 3
+        found = {name: load_file(tmp_path / "hf" / file)[name] for name, file in listing.items()}
+    assert_same_tensors(found, expected)
+    assert cli.main(words) == 1  # nothing is written over
+
+
+def test_export_for_torch(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    run, path = saved
+    assert cli.main(["checkpoint", "export", str(path), "--format", "torch", "--output", str(tmp_path / "pt")]) == 0
+    found = torch.load(tmp_path / "pt" / "checkpoint.pt")
+    packed = run.engine.optimizer.state_dict()
+    assert_same_tensors(found["model"], run.engine.state_dict())
+    assert found["client_state"] == run.client_state()
+    assert found["optimizer"].keys() == packed.keys()
+    assert found["optimizer"]["param_groups"] == packed["param_groups"] and found["optimizer"]["run"] == packed["run"]
+    for number, state in packed["state"].items():
+        assert_same_tensors(found["optimizer"]["state"][number], state)
+    model = net(torch.bfloat16)
+    with Engine(model, optimizer_of(model), **everything_on_device(), state_dtype="int8") as engine:
+        engine.load_state_dict(found["model"])
+        engine.optimizer.load_state_dict(found["optimizer"])
+        assert engine.optimizer.state_dict()["state"].keys() == packed["state"].keys()
+
+
+def test_export_of_an_own_class(tmp_path: Path) -> None:
+    model = net(torch.bfloat16)
+    given = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad])
+    with Engine(model, given, **everything_on_device()) as engine:
+        engine.backward(engine(torch.ones(4, 32, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path / "saved")
+        packed = engine.optimizer.state_dict()
+    words = ["checkpoint", "export", str(tmp_path / "saved"), "--format", "torch", "--output", str(tmp_path / "pt")]
+    assert cli.main(words) == 0
+    found = torch.load(tmp_path / "pt" / "checkpoint.pt")["optimizer"]
+    assert found["state"].keys() == packed["state"].keys()
+    for number, state in packed["state"].items():
+        assert_same_tensors(found["state"][number], state)
+    model = net(torch.bfloat16)
+    other = torch.optim.NAdam([p for p in model.parameters() if p.requires_grad])
+    with Engine(model, other, **everything_on_device()) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert engine.optimizer.state_dict()["state"].keys() == packed["state"].keys()
+        for number, state in engine.optimizer.state_dict()["state"].items():
+            assert_same_tensors(state, packed["state"][number])
+    shutil.rmtree(tmp_path / "pt")
+
+
+def test_commands_are_quick_and_say_what_they_want(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["checkpoint", "verfy", "x"])
+    assert "verify" in capsys.readouterr().err
