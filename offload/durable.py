@@ -53,8 +53,6 @@ class DurableRun:
         self._ended = False  # a step, since the last seal
         self._assigned = self._was_assigned = False  # the user's own: since the last seal, and before it
         self._sealed_step = self._committed_step = 0
-        self.commits = 0
-        self.record_bytes = 0
 
     def open(self, state: RunState, parts: Parts, life: Life) -> None:
         """Note the parts of the engine."""
@@ -129,11 +127,9 @@ class DurableRun:
         assert self._state is not None
         return pack(self._state.records(), "optimizer")
 
-    def note_commit(self, size_bytes: int) -> None:
+    def note_commit(self) -> None:
         """See :class:`offload.shards.commits.Record`."""
         self._committed_step = self._sealed_step
-        self.commits += 1
-        self.record_bytes += size_bytes
 
     def describe(self) -> tuple[str, int, int]:
         """See :class:`offload.shards.commits.Record`."""

@@ -236,7 +236,7 @@ def test_without_client_state_each_step_is_committed(tmp_path: Path) -> None:
             engine.backward(engine(batch(number)).pow(2).mean())
             engine.step()
         engine.drain()
-        assert engine._durable.commits == 3
+        assert engine.stats().commits == 3
     with durable(tmp_path) as again:
         assert again.resumed.step == 3 and again.resumed.client_state is None
 
@@ -267,7 +267,7 @@ def test_an_evaluation_does_not_begin_the_next_step(tmp_path: Path) -> None:
         engine.step()
         with torch.no_grad():
             engine(batch(50))
-        assert engine._durable.commits == number
+        assert engine.stats().commits == number
         engine.client_state = {"batch": number + 1}
     die(engine)
     with durable(tmp_path) as again:
@@ -402,7 +402,7 @@ def test_a_commit_costs_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.M
         costs = []
         for event in events(engine, {}):
             if event == "state":
-                costs.append((disk.flushes, disk.written, engine._durable.record_bytes, engine._durable.commits))
+                costs.append((disk.flushes, disk.written, engine.stats().record_bytes, engine.stats().commits))
         flushes, written, record, commits = (b - a for a, b in zip(costs[2], costs[-1], strict=True))
         commit = engine.plan.request.commit
         assert commits == STEPS - 3 and flushes == commits * commit.flushes
@@ -499,15 +499,15 @@ def test_a_write_aside_that_failed_once_is_no_hindrance(tmp_path: Path) -> None:
     truth = finish(durable(tmp_path / "whole"), losses)
     engine = durable(tmp_path / "run")
     run = events(engine, losses)
-    while next(run) != "forward" or engine._durable.commits < 3:
+    while next(run) != "forward" or engine.stats().commits < 3:
         pass
     engine._manager.tiers.store.inject(Fault(target=FaultTarget.WRITES))
     before = engine.stats().early_units_dropped
     assert next(run) == "backward"
-    commits = engine._durable.commits
+    commits = engine.stats().commits
     for _ in run:
         pass
-    assert engine._durable.commits > commits + 3 and engine.stats().early_units_dropped > before
+    assert engine.stats().commits > commits + 3 and engine.stats().early_units_dropped > before
     die(engine)
     assert_same(finish(durable(tmp_path / "run"), losses), truth)
 

@@ -12,9 +12,11 @@ import contextlib
 import ctypes
 import logging
 import mmap
+import time
 from typing import Any, Protocol
 
 from offload.sizes import whole_pages
+from offload.stats import Counters
 from swap import SwapError, SwapStore
 
 logger = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ class Record(Protocol):
     def late(self) -> bytes:
         """Return what of it the updates of the step have changed."""
 
-    def note_commit(self, size_bytes: int) -> None:
-        """Note that what was sealed last is on the drive, by a record of `size_bytes`."""
+    def note_commit(self) -> None:
+        """Note that what was sealed last is on the drive."""
 
     def describe(self) -> tuple[str, int, int]:
         """Return the directory of the run, the step that was sealed last, and the one that was committed last."""
@@ -47,8 +49,15 @@ class Commits:
         failed: the last attempt to commit it has failed.
     """
 
-    def __init__(self, store: SwapStore, record: Record, safe_point: contextlib.AbstractContextManager[object]) -> None:
+    def __init__(
+        self,
+        store: SwapStore,
+        record: Record,
+        safe_point: contextlib.AbstractContextManager[object],
+        counters: Counters,
+    ) -> None:
         """Begin with nothing to commit; `safe_point` is held meanwhile: it hands Ctrl-C on at its end."""
+        self._counters = counters
         self.due = self.failed = False
         self._store = store
         self._record = record
@@ -70,6 +79,7 @@ class Commits:
         """
         if not self.due:
             return
+        begin = time.perf_counter()
         with self._safe_point:
             late = self._record.late()
             self.failed = True
@@ -80,7 +90,10 @@ class Commits:
             except SwapError as error:
                 raise self._failed(error) from error
             self.due = self.failed = False
-            self._record.note_commit(len(self._sealed) + len(late))
+            self._record.note_commit()
+            self._counters.commits += 1
+            self._counters.commit_seconds += time.perf_counter() - begin
+            self._counters.record_bytes += len(self._sealed) + len(late)
 
     def _put(self, key: tuple[str, str], content: bytes) -> None:
         size_bytes = whole_pages(len(content))

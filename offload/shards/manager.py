@@ -92,7 +92,9 @@ class Manager:
         self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
         self.forward = ForwardUpdates(self.tiers, safe_point)
         self.backward = BackwardUpdates(self.tiers, safe_point)
-        self.commits = Commits(store, record, safe_point) if store is not None and record is not None else None
+        self.commits: Commits | None = None
+        if store is not None and record is not None:
+            self.commits = Commits(store, record, safe_point, counters)
         order = [unit.index for unit in self.units]
         self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
         self.schedule = self._schedules[True]
