@@ -185,7 +185,7 @@ def measure_kills(name: str, path: Path, kills: int, step_seconds: float) -> dic
         reached = max([began, *(number + 1 for number in losses)])
         found.append((began, seconds, used, losses))
         disk.append(sum(file.stat().st_blocks * 512 for file in (path / "killed").iterdir()))
-    last = max(reached, 1)
+    last = max([1, *(number + 1 for *_, losses in found for number in losses)])
     truth = {}
     with make_engine(model, name, nvme_path=path, offload_param="nvme", offload_optimizer="nvme") as engine:
         for number in range(last):

@@ -52,6 +52,7 @@ class DurableRun:
         self._drawn: Mapping[str, Any] | None = None
         self._ended = False  # a step, since the last seal
         self._assigned = self._was_assigned = False  # the user's own: since the last seal, and before it
+        self._ahead = False  # sealed before the next step has begun
         self._sealed_step = self._committed_step = 0
 
     def open(self, state: RunState, parts: Parts, life: Life) -> None:
@@ -101,7 +102,7 @@ class DurableRun:
 
     def end_step(self) -> None:
         """Note that a step has ended, whatever came of it."""
-        self._drawn, self._ended = drawn_so_far(), True
+        self._drawn, self._ended, self._ahead = drawn_so_far(), True, False
 
     def seal(self) -> bytes | None:
         """See :class:`offload.shards.commits.Record`; nothing is sealed inside an accumulation."""
@@ -118,7 +119,8 @@ class DurableRun:
             {"run": parts.run.name, "sides": life.manager.copies.sides(), "contents": contents}, encoder.tensors
         )
         self._ended = False
-        self._assigned, self._was_assigned = False, self._assigned
+        self._was_assigned = self._assigned or (self._ahead and self._was_assigned)
+        self._assigned = self._ahead = False
         self._sealed_step = parts.steps.run.steps
         return sealed
 
@@ -149,9 +151,9 @@ class DurableRun:
         manager.finish_updates()
         if manager.commits is None:
             return
-        if self._ended and self._was_assigned and not self._assigned:
+        if self._ended and self._was_assigned and not (self._assigned or self._ahead):
             logger.info("run %s: the last step waits for its client_state", self._directory)
         elif self._ended:
             manager.commits.seal()
-            self._ended = True  # what follows until the next step begins belongs to this one
+            self._ended = self._ahead = True  # what follows until the next step begins belongs to this one
         manager.commit()

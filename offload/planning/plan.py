@@ -21,7 +21,7 @@ from offload.sizes import PAGE_BYTES, format_bytes, whole_pages
 WORKING_UNITS = 3  # computing, arriving, leaving
 STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
 NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
-MANIFEST_LINE_BYTES = 96  # what the store's manifest says of a chunk, checksums apart
+MANIFEST_LINE_BYTES = 52  # what the store's manifest says of a chunk, checksums apart
 GRANULE_BYTES, CHECKSUM_DIGITS = 256 << 10, 8  # of a durable store
 MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
 

@@ -68,7 +68,9 @@ class Commits:
     def seal(self) -> None:
         """Note that the next step begins: what belongs to the last one is complete, but for its updates."""
         sealed = self._record.seal()
-        if sealed is not None:
+        if sealed is None:
+            return
+        if self.due or sealed != self._sealed or self._store.uncommitted:  # else it was committed ahead, by a drain
             self._sealed, self.due, self.failed = sealed, True, False
 
     def make(self) -> None:
