@@ -8,7 +8,6 @@ business of :mod:`offload.checkpoint.saving` and :mod:`offload.checkpoint.restor
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import random
 import sys
 import warnings
@@ -79,6 +78,7 @@ class Checkpoints:
         manager.working.refuse_changes()
         parts.book.adopt()
         manager.gradients.await_copies()
+        manager.forward.finish()  # what an optimizer's own class keeps is known when its updates are made
         encoder = Encoder()
         described = self._describe(manager, encoder, {} if client_state is None else client_state)
         shards = Contents(manager, parts.book.waiting(), file_bytes)
@@ -116,7 +116,7 @@ class Checkpoints:
         accumulation = {"gradients": waiting, "micro_batches": step.micro_batches.state_dict() if step else None}
         return {
             "step": steps.run.steps,
-            "written_by": {"offload": importlib.metadata.version("offload"), "torch": str(torch.__version__)},
+            "written_by": {"torch": str(torch.__version__)},
             "parameters": parameters,
             "optimizer": self._describe_optimizer(manager, encoder),
             "accumulation": encoder.encode(accumulation, "accumulation"),
