@@ -73,6 +73,7 @@ class Checkpoints:
         manager.working.refuse_changes()
         parts.book.adopt()
         manager.gradients.await_copies()
+        manager.forward.finish()  # what an optimizer's own class keeps is known when its updates are made
         encoder = Encoder()
         described = self._state.describe(encoder, {} if client_state is None else client_state)
         shards = Contents(manager, parts.book.waiting(), file_bytes)

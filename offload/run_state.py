@@ -7,8 +7,6 @@ generators, the user's own - and how each of them is taken and put. Where the va
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import random
 import sys
 import warnings
@@ -62,7 +60,7 @@ class RunState:
         accumulation = {"gradients": waiting, "micro_batches": step.micro_batches.state_dict() if step else None}
         return {
             "step": steps.run.steps,
-            "written_by": _versions(),
+            "written_by": {"torch": str(torch.__version__)},
             "parameters": parameters,
             "optimizer": self._describe_optimizer(encoder),
             "accumulation": encoder.encode(accumulation, "accumulation"),
@@ -247,8 +245,3 @@ def set_drawn(states: Mapping[str, Any]) -> None:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, float) else int(value)
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    return {"offload": importlib.metadata.version("offload"), "torch": str(torch.__version__)}
