@@ -128,9 +128,9 @@ def run_ours(name: str, path: Path) -> dict[str, Any]:
         around = [drive_seconds(path, size, fresh=verb == "save")]
         reset_high_water()
         resident, start = status_bytes("VmRSS"), engine.stats().links
-        begin = time.perf_counter()
+        begin, busy = time.perf_counter(), time.process_time()
         engine.save_checkpoint(target) if verb == "save" else engine.load_checkpoint(target)
-        seconds = time.perf_counter() - begin
+        seconds, busy = time.perf_counter() - begin, time.process_time() - busy
         after = engine.stats().links
         swapped = sum(after[link].bytes - start[link].bytes for link in ("nvme_read", "nvme_write"))
         stored = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
@@ -138,6 +138,8 @@ def run_ours(name: str, path: Path) -> dict[str, Any]:
         around.append(drive_seconds(path, size, fresh=verb == "save"))
         result[verb] = {
             "seconds": seconds,
+            "processor_seconds": busy,
+            "others": os.getloadavg()[0],  # threads that want a core, ours included
             "file_bytes": stored,
             "moved_bytes": stored + swapped,
             "drive_gb_s": 4 * size / sum(around) / 1e9,
@@ -239,7 +241,8 @@ def show(number: int, found: dict[str, Any]) -> None:
     print(f"round {number}: equal: {ours['equal']}")
     for verb in ("save", "load"):
         one = ours[verb]
-        text = f"  {verb}: {one['seconds']:.2f} s, {one['file_bytes'] / ours['parameters']:.2f} B per parameter, "
+        text = f"  {verb}: {one['seconds']:.2f} s, {one['processor_seconds']:.2f} s of processors, "
+        text += f"{one['file_bytes'] / ours['parameters']:.2f} B per parameter, "
         text += f"{one['moved_bytes'] / one['seconds'] / 1e9:.2f} GB/s = {of_drive(found, verb):.2f} "
         text += f"of the drive's {one['drive_gb_s']:.2f}; "
         text += f"peak {one['peak_bytes'] / MIB:.0f} of {(ours['limit_bytes'] + SLACK_BYTES) / MIB:.0f} MiB, "

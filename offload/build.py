@@ -21,7 +21,9 @@ from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
 from offload.checkpoint.optimizer_state import OptimizerStates
 from offload.checkpoint.pretrained import Weights
+from offload.checkpoint.run_files import RunFacts, RunFiles
 from offload.config import Config
+from offload.errors import BudgetError
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
 from offload.life import Life
@@ -45,9 +47,10 @@ from offload.optim.rules import Rule, rule_of
 from offload.optim.step import Groups, Step
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.partition import UnitTree, find_units
-from offload.planning.plan import WORKING_UNITS, Plan, Request
+from offload.planning.plan import WORKING_UNITS, Commit, Plan, Request
 from offload.planning.planner import make_plan
 from offload.planning.roles import ADAM_STATES
+from offload.shards.commits import Record
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
 from offload.stats import Counters
@@ -57,6 +60,8 @@ logger = logging.getLogger(__name__)
 _FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
 SMALLEST_UNIT_LIMIT = 1 << 20
+RECORD_BYTES = 1 << 20  # of a durable run, for what the user keeps there, too
+RECORD_BYTES_PER_PARAMETER = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ class Parts:
     book: GradientBook
     gradients: GradientTensors
     steps: Steps
+    run: RunFiles | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,11 +133,13 @@ class EngineCalls:
         optimizer: what its optimizer asks.
         deferral: holds Ctrl-C back while something is half done.
         life: begins when the memory is there.
+        record: of a durable run; None where nothing survives the process.
     """
 
     optimizer: Calls
     deferral: Deferral
     life: Life
+    record: Record | None = None
 
 
 def build(
@@ -154,17 +162,21 @@ def build(
     cast = getattr(torch, config.dtype) if config.dtype else None
     rule = None if optimizer is None else rule_of(optimizer, cast)
     make_ready(model, cast)
-    limits = resolve_budgets(config.budgets(), device, free_bytes(config.paths()))
-    tree = _units(model, config, rule, limits[Tier.DEVICE])
+    run = None if calls.record is None else RunFiles(config)
+    there_bytes = 0 if run is None else run.capacity_bytes
+    free = free_bytes(config.paths())
+    limits = resolve_budgets(config.budgets(), device, None if free is None else free + there_bytes)
+    unit_bytes = _unit_bytes(config, limits[Tier.DEVICE], run)
+    tree = _units(model, config, rule, unit_bytes)
     refuse_taken(model, tree)
     binding = Binding(tree, place)
-    plan = _plan(model, config, rule, tree, limits, device)
+    plan = _plan(model, config, rule, tree, limits, device, run)
     if config.threads is not None:
         cpu_adam.set_num_threads(config.threads)
     counters, life = Counters(), calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
     loader = Loader(model, tree, binding, config.init_weights, weights)
-    manager = open_tiers(plan, config, device, budgets, binding, counters, calls.deferral)
+    manager = open_tiers(plan, config, device, budgets, binding, counters, calls.deferral, calls.record, there_bytes)
     with contextlib.ExitStack() as undo:
         unloaded: dict[int, list[torch.Tensor]] = {}
         undo.callback(loader.give_back, unloaded)
@@ -177,9 +189,14 @@ def build(
         steps = _steps(model, optimizer, rule, config, manager, binding, changes, calls)
         if steps.optimizer is not None:
             undo.callback(steps.put_back, optimizer)
-        loader.load(manager)
-        if steps.states is not None and isinstance(optimizer, torch.optim.Optimizer):
-            steps.states.adopt(optimizer)
+        if run is not None:
+            _open_run(run, plan, unit_bytes, tree, manager, steps)
+        if run is not None and run.saved is not None:
+            loader.take_up(manager, run.saved)
+        else:
+            loader.load(manager)
+            if steps.states is not None and isinstance(optimizer, torch.optim.Optimizer):
+                steps.states.adopt(optimizer)
         activations = _activations(manager, budgets, plan, device, undo)  # counts what comes from here on
         book = GradientBook(tree.units, tree.parameters, manager, place, steps.averaging)
         asked = steps.calls(calls)
@@ -207,7 +224,20 @@ def build(
         book=book,
         gradients=GradientTensors(book, binding, budgets, life.require_open),
         steps=steps,
+        run=run,
     )
+
+
+def _open_run(run: RunFiles, plan: Plan, unit_bytes: int, tree: UnitTree, manager: Manager, steps: Steps) -> None:
+    """Find the run that the engine goes on with, or begin one."""
+    assert manager.tiers.store is not None and steps.optimizer is not None
+    names = {
+        id(parameter): slot.name
+        for unit in tree.units
+        for parameter, slot in zip(tree.parameters[unit.index], unit.slots, strict=True)
+    }
+    groups = [[names.get(id(p), "") for p in group["params"]] for group in steps.optimizer.param_groups]
+    run.open(manager.tiers.store, RunFacts.of(plan, unit_bytes, steps.optimizer.made_of), groups)
 
 
 def _steps(
@@ -232,10 +262,17 @@ def _steps(
     return Steps(run, counts, states, face, Step(manager, config, rule, counts, run, _groups_of(face, tree)))
 
 
-def _units(model: nn.Module, config: Config, rule: Rule | None, device_bytes: int) -> UnitTree:
+def _unit_bytes(config: Config, device_bytes: int, run: RunFiles | None) -> int:
+    """Return by which size units are cut: a run keeps its cut."""
+    if run is not None and run.facts is not None:
+        return run.facts.unit_bytes
+    return config.bytes_of("unit_bytes") or max(device_bytes // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT)
+
+
+def _units(model: nn.Module, config: Config, rule: Rule | None, unit_bytes: int) -> UnitTree:
     return find_units(
         model,
-        max_unit_bytes=config.bytes_of("unit_bytes") or max(device_bytes // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT),
+        max_unit_bytes=unit_bytes,
         dtype=getattr(torch, config.dtype) if config.dtype else None,
         train=rule is not None,
         whole=rule is not None and rule.whole,
@@ -243,23 +280,49 @@ def _units(model: nn.Module, config: Config, rule: Rule | None, device_bytes: in
 
 
 def _plan(
-    model: nn.Module, config: Config, rule: Rule | None, tree: UnitTree, limits: dict[Tier, int], device: Device
+    model: nn.Module,
+    config: Config,
+    rule: Rule | None,
+    tree: UnitTree,
+    limits: dict[Tier, int],
+    device: Device,
+    run: RunFiles | None,
 ) -> Plan:
-    return make_plan(
-        Request(
-            units=tree.units,
-            budgets=limits,
-            param_tier=_FORCED[config.offload_param],
-            optimizer_tier=_FORCED[config.offload_optimizer],
-            accumulate=config.gradient_accumulation_steps > 1,
-            device_is_host=device.addressable,
-            activation_bytes=config.bytes_of("activation_memory"),
-            chunk_numel=config.chunk_numel,
-            states=rule.states(cpu_adam.StateKind(config.state_dtype)) if rule else ADAM_STATES,
-            held_together=tree.held_together(model, more_than=WORKING_UNITS),
-            own=rule.own.size if rule and rule.own else None,
-        )
+    facts = None if run is None else run.facts
+    request = Request(
+        units=tree.units,
+        budgets=limits,
+        param_tier=_FORCED[config.offload_param] if run is None else Tier.NVME,
+        optimizer_tier=_FORCED[config.offload_optimizer] if run is None else Tier.NVME,
+        accumulate=config.gradient_accumulation_steps > 1,
+        device_is_host=device.addressable,
+        activation_bytes=config.bytes_of("activation_memory"),
+        chunk_numel=config.chunk_numel if facts is None else facts.chunk_numel,
+        states=rule.states(cpu_adam.StateKind(config.state_dtype)) if rule else ADAM_STATES,
+        held_together=tree.held_together(model, more_than=WORKING_UNITS),
+        own=rule.own.size if rule and rule.own else None,
+        commit=None if run is None else _commit(model, tree, rule, config),
     )
+    try:
+        plan = make_plan(request)
+        if run is not None and run.capacity_bytes > limits[Tier.NVME]:
+            raise BudgetError(
+                f"nvme budget: the files in {run.path} have {run.capacity_bytes} bytes but the limit is "
+                f'{limits[Tier.NVME]}; the smallest max_memory["nvme"] that would do is {run.capacity_bytes} bytes'
+            )
+    except BudgetError as error:
+        if facts is None:
+            raise
+        raise BudgetError(f"{error}; the run in {run.path if run else ''} keeps its units and chunks") from error
+    return plan
+
+
+def _commit(model: nn.Module, tree: UnitTree, rule: Rule | None, config: Config) -> Commit:
+    """Return what a step leaves beside the shards: names and counts, buffers, the user's own."""
+    slots = sum(len(unit.slots) for unit in tree.units)
+    own = rule.own.size.kept_bytes if rule and rule.own else 0
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    return Commit(RECORD_BYTES + slots * RECORD_BYTES_PER_PARAMETER + own + buffers, len(config.paths()))
 
 
 def _groups_of(optimizer: OffloadOptimizer, tree: UnitTree) -> Callable[[], Groups]:

@@ -1,23 +1,18 @@
 """Checkpoints of one engine: everything that decides on its next step, out of the tiers and into files, and back.
 
-Owns what that is beside the shards - counts, groups, the loss scale, the position in an accumulation, random
-generators, the user's own - and the order of things. ``docs/checkpoints.md`` describes the files. The bytes are the
-business of :mod:`offload.checkpoint.saving` and :mod:`offload.checkpoint.restoring`. Next: :mod:`offload.engine`.
+Owns the order of things. ``docs/checkpoints.md`` describes the files. What is saved beside the shards is said by
+:mod:`offload.run_state`; the bytes are the business of :mod:`offload.checkpoint.saving` and
+:mod:`offload.checkpoint.restoring`. Next: :mod:`offload.engine`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import random
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from offload.build import Parts
 from offload.checkpoint.columns import FILE_BYTES
@@ -28,12 +23,11 @@ from offload.checkpoint.format.reader import Source
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.restoring import Restorer, read_tensor
 from offload.checkpoint.saving import Contents, write_values
-from offload.errors import BudgetError, CheckpointError, ConfigError
+from offload.errors import BudgetError, CheckpointError
 from offload.life import Life
 from offload.memory.budget import Tier
-from offload.memory.devices import random_states, set_random_states
 from offload.optim import progress
-from offload.optim.torch_class import Placed
+from offload.run_state import VALUES, RunState, set_drawn
 from offload.shards.manager import Manager
 from offload.sizes import MIB, format_bytes
 from offload.training import Training
@@ -45,16 +39,16 @@ SPARE_BUFFERS = 12  # that are on their way while one per column fills
 class Checkpoints:
     """Saves and loads one engine. See the module's text."""
 
-    def __init__(self, module: nn.Module, parts: Parts, life: Life, training: Training) -> None:
+    def __init__(self, state: RunState, parts: Parts, life: Life, training: Training) -> None:
         """Prepare.
 
         Args:
-            module: the model.
+            state: of the run, beside the shards.
             parts: of the engine.
             life: whether it can be used.
             training: forgets gradients.
         """
-        self._module = module
+        self._state = state
         self._parts = parts
         self._life = life
         self._training = training
@@ -79,8 +73,9 @@ class Checkpoints:
         manager.working.refuse_changes()
         parts.book.adopt()
         manager.gradients.await_copies()
+        manager.forward.finish()  # what an optimizer's own class keeps is known when its updates are made
         encoder = Encoder()
-        described = self._describe(manager, encoder, {} if client_state is None else client_state)
+        described = self._state.describe(encoder, {} if client_state is None else client_state)
         shards = Contents(manager, parts.book.waiting(), file_bytes)
         folder = Folder(directory)
         needed = shards.size_bytes + sum(tensor.nbytes for tensor in encoder.tensors.values())
@@ -95,68 +90,15 @@ class Checkpoints:
                 folder.keep(keep)
         return path
 
-    def _describe(self, manager: Manager, encoder: Encoder, client_state: Any) -> dict[str, Any]:
-        """Return what the index says beside the tensors."""
-        steps, book = self._parts.steps, self._parts.book
-        counts, gradients = steps.counts, manager.gradients
-        names = self._names(manager)
-        parameters = {
-            slot.name: {
-                "trained": unit.trainable,
-                "updates": counts.counts[unit.index][position] if unit.trainable else 0,
-            }
-            for unit in manager.units
-            for position, slot in enumerate(unit.slots)
-        }
-        waiting = {
-            names[where]: {"scale": value.scale, "clip": value.clip, "passes": gradients.count(*where)}
-            for where, value in book.waiting().items()
-        }
-        step = steps.step
-        accumulation = {"gradients": waiting, "micro_batches": step.micro_batches.state_dict() if step else None}
-        return {
-            "step": steps.run.steps,
-            "written_by": {"offload": importlib.metadata.version("offload"), "torch": str(torch.__version__)},
-            "parameters": parameters,
-            "optimizer": self._describe_optimizer(manager, encoder),
-            "accumulation": encoder.encode(accumulation, "accumulation"),
-            "buffers": {name: encoder.encode(value, f"buffer:{name}") for name, value in self._buffers().items()},
-            "extra": {
-                name: encoder.encode(module.get_extra_state(), f"extra:{name}") for name, module in self._extra()
-            },
-            "random": encoder.encode(_random_states(), "random"),
-            "client_state": encoder.encode(client_state, "client_state"),
-        }
+    # --- looking ----------------------------------------------------------------------------------------------------
 
-    def _describe_optimizer(self, manager: Manager, encoder: Encoder) -> dict[str, Any] | None:
-        steps = self._parts.steps
-        optimizer, step = steps.optimizer, steps.step
-        if optimizer is None or step is None:
-            return None
-        names, states = self._names(manager), manager.tiers.plan.request.states
-        named = self._name_of_parameters(manager)
-        groups = [
-            {**group, "params": [named[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-        records = None
-        if steps.counts.records is not None:
-            records = {}
-            for where, record in steps.counts.records.items():
-                placed = [name for name, value in record.items() if value is Placed.MARK]
-                kept = {name: value for name, value in record.items() if value is not Placed.MARK}
-                records[names[where]] = {"placed": placed, "kept": kept}
-        described = {
-            "class": optimizer.made_of,
-            "states": list(states.names),
-            "state_dtype": states.kind.value,
-            "groups": groups,
-            "records": records,
-            "run": steps.run.state_dict(),
-            "grad_norm": step.grad_norm,
-        }
-        encoded: dict[str, Any] = encoder.encode(described, "optimizer")
-        return encoded
+    @staticmethod
+    def newer(directory: str | Path, steps: int | None) -> Path | None:
+        """Return the checkpoint in `directory` that has the most steps, if these are more than `steps`."""
+        folder = Folder(directory)
+        found = [(int(Index.read(folder.path / tag / FILE_NAME).contents["step"]), tag) for tag in folder.tags()]
+        best = max(found, default=None)
+        return None if best is None or (steps is not None and best[0] <= steps) else folder.path / best[1]
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -173,11 +115,8 @@ class Checkpoints:
             self._refuse_another_class(index, strict=strict)
             with self._staging(manager, BUFFERS) as staging:
                 values = _read_values(source, index, staging)
-                found = {
-                    name: decode(index.contents[name], values.__getitem__)
-                    for name in ("optimizer", "accumulation", "buffers", "extra", "random", "client_state")
-                }
-                groups = self._groups(manager, found["optimizer"], strict=strict)
+                found = {name: decode(index.contents[name], values.__getitem__) for name in VALUES}
+                groups = self._state.groups(found["optimizer"], strict=strict)
                 parts.changes.forget_copies()
                 parts.changes.adopt()
                 self._training.zero_grad()
@@ -185,17 +124,17 @@ class Checkpoints:
                 try:
                     restorer.read(source, staging, parts.steps.counts)
                     waiting = restorer.read_gradients(source, staging)
-                    self._restore(manager, index, restorer, found)
+                    known_updates = {name: int(row["updates"]) for name, row in index.contents["parameters"].items()}
+                    self._state.restore(found, known_updates, restorer.loaded, restorer.fresh)
                 except BaseException as error:
                     self._life.lose(f"loading checkpoint {path} failed half way ({type(error).__name__}: {error})")
                     raise
-                names = self._names(manager)
+                names = self._state.names()
                 for where in waiting:
                     known = found["accumulation"]["gradients"][names[where]]
                     parts.book.restore(where, scale=float(known["scale"]), clip=float(known["clip"]))
-                if groups is not None and parts.steps.optimizer is not None:
-                    parts.steps.optimizer.load_groups(groups)
-        self._set_random(found["random"])
+                self._state.load_groups(groups)
+        set_drawn(found["random"])
         return found["client_state"]
 
     def _refuse_another_class(self, index: Index, *, strict: bool) -> None:
@@ -214,55 +153,6 @@ class Checkpoints:
                 "strict=False to load parameters only"
             )
         progress.check_state(decode(saved["run"], lambda name: torch.empty(0)))
-
-    def _groups(self, manager: Manager, saved: Any, *, strict: bool) -> list[dict[str, Any]] | None:
-        """Return the param groups of a checkpoint as the optimizer loads them; None where there is nothing to load."""
-        optimizer = self._parts.steps.optimizer
-        if optimizer is None or saved is None:
-            return None
-        named = self._name_of_parameters(manager)
-        mine = [[named[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        theirs = [group["params"] for group in saved["groups"]]
-        try:
-            if mine != theirs and [len(names) for names in mine] == [len(names) for names in theirs]:
-                raise ConfigError(
-                    "checkpoint: expected param groups with the same parameters, in the same order; make the optimizer "
-                    "with the groups that it was saved with"
-                )
-            return optimizer.check_groups({"state": {}, "param_groups": saved["groups"]})
-        except ConfigError as error:
-            if strict:
-                raise
-            warnings.warn(f"load_checkpoint: the param groups stay as they are: {error}", stacklevel=4)
-            return None
-
-    def _restore(self, manager: Manager, index: Index, restorer: Restorer, found: Mapping[str, Any]) -> None:
-        """Restore what is beside the shards."""
-        steps, saved = self._parts.steps, found["optimizer"]
-        own = self._buffers()
-        with torch.no_grad():
-            for name, value in found["buffers"].items():
-                if name in own and own[name].shape == value.shape:
-                    own[name].copy_(value)
-        for name, module in self._extra():
-            if name in found["extra"]:
-                module.set_extra_state(found["extra"][name])
-        fresh = restorer.fresh
-        for (unit, slot), name in restorer.loaded.items():
-            if unit in steps.counts.counts:
-                known = 0 if (unit, slot) in fresh else int(index.contents["parameters"][name]["updates"])
-                steps.counts.counts[unit][slot] = known
-        if steps.counts.records is not None:
-            records = (saved or {}).get("records") or {}
-            places = {name: where for where, name in restorer.loaded.items() if where not in fresh and name in records}
-            steps.counts.records.keep_only(places.values())
-            for name, where in places.items():
-                marks = dict.fromkeys(records[name]["placed"], Placed.MARK)
-                steps.counts.records.put(where, {**records[name]["kept"], **marks})
-        if saved is not None and steps.step is not None:
-            steps.run.load_state_dict(saved["run"])
-            steps.step.grad_norm = saved["grad_norm"]
-            steps.step.micro_batches.load_state_dict(found["accumulation"]["micro_batches"])
 
     # --- what both need ---------------------------------------------------------------------------------------------
 
@@ -286,61 +176,6 @@ class Checkpoints:
                     f'{format_bytes(self._parts.budgets[Tier.HOST].free_bytes)} are free; raise max_memory["cpu"]'
                 )
             size //= 2
-
-    @staticmethod
-    def _names(manager: Manager) -> dict[tuple[int, int], str]:
-        return {(unit.index, position): slot.name for unit in manager.units for position, slot in enumerate(unit.slots)}
-
-    def _name_of_parameters(self, manager: Manager) -> dict[int, str]:
-        parameters = self._parts.tree.parameters
-        return {id(parameters[index][slot]): name for (index, slot), name in self._names(manager).items()}
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return what a state dict has beside the parameters."""
-        binding = self._parts.hooks.binding
-        found: dict[str, torch.Tensor] = {}
-        for path, module in self._module.named_modules():
-            prefix = f"{path}." if path else ""
-            kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
-            for name, value in {**module._parameters, **kept}.items():
-                if value is not None and binding.slot_of(value) is None:
-                    found[prefix + name] = value
-        return found
-
-    def _extra(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules that have states of their own."""
-        plain = nn.Module.get_extra_state
-        return [
-            (name, module) for name, module in self._module.named_modules() if type(module).get_extra_state != plain
-        ]
-
-    @staticmethod
-    def _set_random(states: Mapping[str, Any]) -> None:
-        left = set_random_states(states["torch"])
-        if left:
-            warnings.warn(
-                f"load_checkpoint: random generators of {', '.join(left)} were saved but this process does not use "
-                "these devices; what is drawn there begins anew",
-                stacklevel=4,
-            )
-        random.setstate(states["python"])
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and states["numpy"] is not None:
-            name, keys, *rest = states["numpy"]
-            numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
-
-
-def _random_states() -> dict[str, Any]:
-    numpy: Any = sys.modules.get("numpy")
-    drawn = None
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        drawn = (str(name), [int(key) for key in keys], *(value for value in map(_plain, rest)))
-    return {"torch": random_states(), "python": random.getstate(), "numpy": drawn}
-
-
-def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, float) else int(value)
 
 
 def _read_values(source: Source, index: Index, staging: Staging) -> dict[str, torch.Tensor]:

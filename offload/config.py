@@ -21,6 +21,7 @@ OffloadTier = Literal["auto", "none", "cpu", "nvme"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 Reduction = Literal["mean", "sum"]
+Paths = str | Path | Sequence[str | Path]
 
 _TIER_ALIASES: dict[object, str] = {
     "device": "device",
@@ -47,6 +48,13 @@ class Config:
             text, or a percentage of what is free. A missing tier gets what is free less head-room; ``nvme`` needs
             `nvme_path`, unless it is 0.
         nvme_path: directory, or several, for the swap files. None: the NVMe tier is not used.
+        run_dir: directory, or several, for the swap files of a durable run, in the place of `nvme_path`; made where it
+            is missing. Parameters and states live there, and each step is committed: whatever ends the process, an
+            engine with the same `run_dir` goes on from the last commit, with the same bits. It loses at most the step
+            in progress and the one still being finished. None: nothing survives the process but checkpoints.
+        resume: ``"auto"`` goes on with the newest of `run_dir` and `checkpoint_dir`, or begins where there is nothing;
+            True wants something there; False wants nothing there.
+        checkpoint_dir: directory of checkpoints that `resume` looks at, too; a durable run's only.
         dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision. Buffers
             keep their dtype, for running statistics and rotary frequencies lose too much; where a module wants them
             like its parameters (BatchNorm does), cast them first: ``buffer.data = buffer.data.bfloat16()``.
@@ -80,7 +88,10 @@ class Config:
 
     device: Any = None
     max_memory: Mapping[Any, int | str] | None = None
-    nvme_path: str | Path | Sequence[str | Path] | None = None
+    nvme_path: Paths | None = None
+    run_dir: Paths | None = None
+    resume: bool | Literal["auto"] = "auto"
+    checkpoint_dir: str | Path | None = None
     dtype: DtypeName | None = None
     state_dtype: StateDtype = "float32"
     offload_param: OffloadTier = "auto"
@@ -125,7 +136,7 @@ class Config:
                     f"{option}: expected one of {', '.join(get_args(OffloadTier))} but got {tier!r}"
                     f"{did_you_mean(str(tier), get_args(OffloadTier))}"
                 )
-            if tier == "nvme" and self.nvme_path is None:
+            if tier == "nvme" and self.nvme_path is None and self.run_dir is None:
                 raise ConfigError(f'{option}="nvme": nvme_path is missing; name a directory on the drive')
         if self.gradient_reduction not in (None, *get_args(Reduction)):
             raise ConfigError(
@@ -149,13 +160,43 @@ class Config:
             raise ConfigError(
                 f'max_memory: expected a mapping like {{"device": "8GiB", "cpu": "16GiB"}} but got {self.max_memory!r}'
             )
-        paths = (self.nvme_path,) if isinstance(self.nvme_path, (str, Path)) else self.nvme_path or ()
-        if not isinstance(paths, Sequence) or not all(isinstance(path, (str, Path)) for path in paths):
-            raise ConfigError(f"nvme_path: expected a directory or several but got {self.nvme_path!r}")
-        if self.budgets().get("nvme") and not paths:
-            raise ConfigError('max_memory["nvme"]: a budget without a drive; name a directory on it with nvme_path')
+        for option in ("nvme_path", "run_dir"):
+            given = getattr(self, option)
+            paths = (given,) if isinstance(given, (str, Path)) else given or ()
+            if not isinstance(paths, Sequence) or not all(isinstance(path, (str, Path)) for path in paths):
+                raise ConfigError(f"{option}: expected a directory or several but got {given!r}")
+        self._check_run()
+        if self.budgets().get("nvme") and not self.paths():
+            raise ConfigError(
+                'max_memory["nvme"]: a budget without a drive; name a directory on it with nvme_path or run_dir'
+            )
         self.bytes_of("activation_memory")
         self.bytes_of("unit_bytes")
+
+    def _check_run(self) -> None:
+        if self.resume not in (True, False, "auto"):
+            raise ConfigError(f'resume: expected True, False or "auto" but got {self.resume!r}')
+        if self.checkpoint_dir is not None and not isinstance(self.checkpoint_dir, (str, Path)):
+            raise ConfigError(f"checkpoint_dir: expected a directory but got {self.checkpoint_dir!r}")
+        if self.run_dir is None:
+            for option, default in (("resume", "auto"), ("checkpoint_dir", None)):
+                if getattr(self, option) != default:
+                    raise ConfigError(
+                        f"{option}: expected run_dir beside it but got none; name the directory of the run, or call "
+                        "engine.load_checkpoint"
+                    )
+            return
+        if not isinstance(self.run_dir, (str, Path)) and not self.run_dir:
+            raise ConfigError(f"run_dir: expected a directory or several but got {self.run_dir!r}")
+        if self.nvme_path is not None:
+            raise ConfigError("nvme_path: a durable run has its swap files in run_dir; leave nvme_path out")
+        for option in ("offload_param", "offload_optimizer"):
+            tier = getattr(self, option)
+            if tier not in ("auto", "nvme"):
+                raise ConfigError(
+                    f"{option}: expected a home on the drive, where a commit finds it, but got {tier!r}; leave it out "
+                    "for a durable run, or leave run_dir out and save checkpoints"
+                )
 
     def budgets(self) -> dict[str, int | Share]:
         """Return the budgets that were given, by canonical tier name (``device``, ``cpu``, ``nvme``)."""
@@ -186,12 +227,11 @@ class Config:
         return size
 
     def paths(self) -> tuple[Path, ...]:
-        """Return the NVMe directories."""
-        if self.nvme_path is None:
+        """Return the NVMe directories: those of a durable run where there is one."""
+        given = self.nvme_path if self.run_dir is None else self.run_dir
+        if given is None:
             return ()
-        if isinstance(self.nvme_path, (str, Path)):
-            return (Path(self.nvme_path),)
-        return tuple(Path(path) for path in self.nvme_path)
+        return (Path(given),) if isinstance(given, (str, Path)) else tuple(Path(path) for path in given)
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **options: Any) -> Config:

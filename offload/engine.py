@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from offload.checkpoint.pretrained import Weights, find_weights
 from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
+from offload.durable import DurableRun, Resumed
 from offload.errors import ConfigError, StateError
 from offload.importing import import_checkpoint
 from offload.interrupt import Deferral
@@ -31,6 +33,7 @@ from offload.module import refusals
 from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
+from offload.run_state import RunState
 from offload.shards.manager import Manager
 from offload.snapshot import take_snapshot
 from offload.spec import OptimizerSpec
@@ -91,6 +94,7 @@ class Engine:
             StateError: the model is wrapped already, or somebody else places, calls or reduces its parameters.
             swap.SwapError: the NVMe path is missing, not writable, or full.
         """
+        begin = time.perf_counter()
         self._life = Life(trains=optimizer is not None)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
@@ -99,17 +103,20 @@ class Engine:
         self.module = model
         self.config = Config.load(config, **options)
         deferral = Deferral()
-        calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life)
+        self._durable = self._begin_run(optimizer)
+        calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life, self._durable)
         if weights is not None and not isinstance(weights, Weights):
             weights = find_weights(model, weights)
         with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
             self._parts = build(model, unwrapped(optimizer), self.config, calls, weights)
-        self._training = Training(self._parts, self._life, deferral)
-        self._checkpoints = Checkpoints(model, self._parts, self._life, self._training)
+        self._training = Training(self._parts, self._life, deferral, self._durable)
+        state = RunState(model, self._parts, self._life)
+        self._checkpoints = Checkpoints(state, self._parts, self._life, self._training)
         self.device = self._parts.device.place
         self.plan: Plan = self._parts.plan
         self.optimizer: OffloadOptimizer | None = self._parts.steps.optimizer
         self._step = self._parts.steps.step
+        self._resumed = None if self._durable is None else self._take_up(self._durable, state, begin)
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -182,12 +189,15 @@ class Engine:
     def drain(self) -> None:
         """Wait until the last step is done and home; without this, that is when the next forward has used all units.
 
+        A durable run commits it, too; not if ``client_state`` was assigned for the step before, and not for this one.
         Whatever reads parameters or states waits by itself: this is for those who look at times and bytes.
 
         Raises:
             swap.SwapError: an I/O error.
         """
         self._require_open().finish_updates()
+        if self._durable is not None:
+            self._durable.finish()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next :meth:`step` updates the parameters."""
@@ -343,6 +353,8 @@ class Engine:
             swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
             swap.SwapError: another I/O error.
         """
+        if client_state is None and self._durable is not None:
+            client_state = self._durable.client_state
         return self._checkpoints.save(directory, tag=tag, client_state=client_state, keep=keep)
 
     def load_checkpoint(self, directory: str | Path, *, tag: str | None = None, strict: bool = True) -> Any:
@@ -367,7 +379,77 @@ class Engine:
             swap.SwapError: an I/O error. If it, or the damage, comes while parameters are written, the engine cannot be
                 used further, and says so; in all other cases nothing was changed.
         """
-        return self._checkpoints.load(directory, tag=tag, strict=strict)
+        client_state = self._checkpoints.load(directory, tag=tag, strict=strict)
+        if self._durable is not None:
+            self._durable.client_state = client_state
+            self._durable.end_step()
+        return client_state
+
+    # --- durable runs -----------------------------------------------------------------------------------------------
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What this engine has found in its run directory, or among its checkpoints; None where it began anew."""
+        return self._resumed
+
+    @property
+    def client_state(self) -> Any:
+        """What the user keeps with each commit of a durable run: the data position, states of schedulers.
+
+        Assign it after each step. What is assigned after ``step()``, and before the next forward that records
+        gradients, is committed with that step. Reading it gives a fresh copy.
+
+        Raises:
+            StateError: the engine has no run directory.
+            CheckpointError: what is assigned has something else than nested dicts, lists, tuples, numbers, texts, bytes
+                and tensors; names it.
+        """
+        return self._require_durable().client_state
+
+    @client_state.setter
+    def client_state(self, value: Any) -> None:
+        self._require_durable().client_state = value
+
+    def _require_durable(self) -> DurableRun:
+        if self._durable is None:
+            raise StateError(
+                "client_state: expected a durable run but the engine has no run_dir; pass run_dir=..., or use "
+                "client_state of engine.save_checkpoint"
+            )
+        return self._durable
+
+    def _begin_run(self, optimizer: object) -> DurableRun | None:
+        if self.config.run_dir is None:
+            return None
+        if optimizer is None:
+            raise ConfigError("run_dir: expected an engine that trains but got no optimizer; leave run_dir out")
+        return DurableRun(str(self.config.paths()[0]))
+
+    def _take_up(self, durable: DurableRun, state: RunState, begin: float) -> Resumed | None:
+        """Go on with what is there, the newest of run directory and checkpoints."""
+        durable.open(state, self._parts, self._life)
+        try:
+            source = str(self.config.paths()[0]) if durable.restore() else None
+            if self.config.checkpoint_dir is not None and self.config.resume is not False:
+                newer = self._checkpoints.newer(self.config.checkpoint_dir, None if source is None else self._steps)
+                if newer is not None:
+                    self.load_checkpoint(newer)
+                    source = str(newer)
+            if source is None and self.config.resume is True:
+                raise ConfigError(
+                    f"run_dir {self.config.paths()[0]}: resume=True expects a run there, or a checkpoint, but there is "
+                    'none; pass resume="auto" to begin one'
+                )
+        except BaseException:
+            self._close(restore=None, commit=False)
+            raise
+        if source is None:
+            return None
+        return Resumed(self._steps, durable.client_state, source, time.perf_counter() - begin)
+
+    @property
+    def _steps(self) -> int:
+        return self._parts.steps.run.steps
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
@@ -444,9 +526,16 @@ class Engine:
             swap.SwapError: the parameters could not be read back, or the drive hangs; the engine is closed then, too.
             StateError: somebody has changed a parameter in a forward, and the change is lost; the engine is closed.
         """
+        self._close(restore=restore, commit=True)
+
+    def _close(self, *, restore: bool | None, commit: bool) -> None:
         manager = self._manager
-        if manager is not None and not self._life.closed and self._life.here:
-            close(self.module, self._parts, self._life, manager, restore=restore)
+        if manager is None or self._life.closed or not self._life.here:
+            return
+        with contextlib.ExitStack() as last:
+            last.callback(close, self.module, self._parts, self._life, manager, restore=restore)
+            if commit and self._durable is not None and self._life.unusable is None:
+                self._durable.finish()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         """Refuse to be copied or pickled.
@@ -465,7 +554,7 @@ class Engine:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.close()
+            self._close(restore=None, commit=error is None)
         except Exception as failure:
             if error is None:
                 raise
@@ -474,7 +563,7 @@ class Engine:
     def __del__(self) -> None:
         try:
             if self._manager is not None:
-                self.close(restore=False)
+                self._close(restore=False, commit=False)
         except Exception:  # the interpreter may be shutting down, without this module's names
             pass
 

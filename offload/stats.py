@@ -46,6 +46,7 @@ class Stats:
             the drive or, beside an accelerator, for the thread that does the arithmetic.
         early_units: units that were updated during backward; `early_units_dropped` more for nothing, because the step
             clipped or something else was not as guessed.
+        commits: of a durable run; `commit_seconds` were waited for them, `record_bytes` written beside the shards.
         used_bytes, peak_bytes: bytes per tier (``device``, ``cpu``, ``nvme``); activations are in ``device``.
         budget_bytes: the hard limits.
         loss_scale: current loss scale (1.0 unless float16).
@@ -64,6 +65,9 @@ class Stats:
     update_stall_seconds: float
     early_units: int
     early_units_dropped: int
+    commits: int
+    commit_seconds: float
+    record_bytes: int
     used_bytes: Mapping[str, int]
     peak_bytes: Mapping[str, int]
     budget_bytes: Mapping[str, int]
@@ -92,11 +96,14 @@ class Counters:
         self.update_stall_seconds = 0.0
         self.early_units = 0
         self.early_units_dropped = 0
+        self.commits = 0
+        self.commit_seconds = 0.0
+        self.record_bytes = 0
 
     @property
     def waits_seconds(self) -> float:
-        """Seconds in which compute had to wait: for parameters, and for updates, which have the same threads."""
-        return self.stall_seconds + self.update_seconds
+        """Seconds in which compute had to wait: for parameters, for commits, and for updates in the same threads."""
+        return self.stall_seconds + self.update_seconds + self.commit_seconds
 
     def add(self, link: str, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
         """Count `size_bytes` moved and `seconds` busy on `link`."""

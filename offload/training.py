@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.build import Parts
 from offload.closing import clean_up
+from offload.durable import DurableRun
 from offload.errors import TRAIN_MORE, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
@@ -30,14 +31,16 @@ from offload.shards.manager import Manager
 class Training:
     """Trains one engine's module. See the module's text."""
 
-    def __init__(self, parts: Parts, life: Life, deferral: Deferral) -> None:
+    def __init__(self, parts: Parts, life: Life, deferral: Deferral, durable: DurableRun | None = None) -> None:
         """Prepare.
 
         Args:
             parts: of the engine.
             life: whether it can be used.
             deferral: holds Ctrl-C back while something is half done.
+            durable: learns when a step ends; None where nothing is committed.
         """
+        self._durable = durable
         self._hooks = parts.hooks
         self._changes = parts.changes
         self._activations = parts.activations
@@ -121,6 +124,9 @@ class Training:
                     with contextlib.suppress(Exception):  # the first error is on its way up
                         self._drop_gradients(manager)  # the micro-batches are run again, after every kind of error
                 raise
+            finally:
+                if self._durable is not None:
+                    self._durable.end_step()
 
     def zero_grad(self) -> None:
         """Forget the gradients that have arrived since the last step."""
@@ -165,7 +171,7 @@ class Training:
         optimizer.refuse_foreign()
         self._activations.close_pass()
         self._changes.adopt()
-        manager.forward.finish()  # updates of units that were not used since the last step
+        manager.finish_step()  # with updates of units that were not used since the last one
         manager.working.refuse_changes()
         self._book.adopt()
         norm = self._book.measure()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import platform
@@ -354,9 +355,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries begin
     if given.device.startswith("sim"):
         sys.path.insert(0, str(TESTS))
-        from simulated import load  # type: ignore[import-not-found]
-
-        load()
+        importlib.import_module("simulated").load()
     lacking = missing(given.device)
     if lacking is not None:
         print(f"gpu check: {lacking}; nothing was run (--device sim --smoke runs it without a GPU)", file=sys.stderr)

@@ -5,6 +5,7 @@ Next: `store` (objects under keys), `aio` (raw reads and writes), `extents` (fre
 """
 
 from swap.backing import Mode
+from swap.durable.run_directory import find_run
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError, SwapLockedError
 from swap.io.aio import (
     Aio,
@@ -47,6 +48,7 @@ __all__ = [
     "SwapStore",
     "Ticket",
     "engines_available",
+    "find_run",
     "uring_refusal",
     "wait_all",
 ]

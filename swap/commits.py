@@ -1,7 +1,7 @@
 """Commit and abort: when changes of the mapping become the committed state, in memory and on the drives.
 
-Owns: the order of draining, flushing data, writing the manifest and flipping the mapping, and what a failure of each
-leaves behind. Must not know: how a manifest is written, where a put goes.
+Owns: the order of waiting for puts, flushing data, writing the manifest and flipping the mapping, and what a failure of
+each leaves behind. Must not know: how a manifest is written, where a put goes.
 Next: `mapping` for the two mappings, `manifest` for the file; docs/swap.md has the procedure as a drawing.
 """
 
@@ -34,7 +34,7 @@ class Commits:
     def commit(self, limit_s: float) -> None:
         """See `SwapStore.commit`."""
         with self._one_at_a_time:
-            self._transfers.drain(limit_s)
+            self._transfers.await_puts(limit_s)
             with self._lock:
                 self._check_failed_puts()
                 changes = self._map.begin_commit()
@@ -89,7 +89,7 @@ class Commits:
 
     def _check_failed_puts(self) -> None:
         for key, error in self._puts.failed.items():
-            raise SwapError(
+            raise type(error)(
                 f"commit: expected every put since the last one to succeed but put {key!r} failed",
                 errno=error.errno,
                 path=error.path,

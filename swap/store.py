@@ -256,8 +256,8 @@ class SwapStore:
     def commit(self, deadline_s: float | None = None) -> None:
         """Make everything that was put and deleted since the last commit take effect as one.
 
-        Waits for the transfers in flight. A durable store then flushes the data, and after that appends to the manifest
-        and flushes it: a crash at any moment leaves this commit or the one before, whole.
+        Waits for the puts in flight, not for gets. A durable store then flushes the data, and after that appends to the
+        manifest and flushes it: a crash at any moment leaves this commit or the one before, whole.
 
         Args:
             deadline_s: seconds to wait for puts in flight at most; None uses the deadline of the store.

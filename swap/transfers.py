@@ -106,6 +106,11 @@ class StoreTicket:
         return self._error
 
     @property
+    def writes(self) -> bool:
+        """Whether it is a put."""
+        return self._plan.writes
+
+    @property
     def version(self) -> Version:
         """What is written or read."""
         return self._plan.version
@@ -275,6 +280,17 @@ class Transfers:
         """Reap what is over."""
         for ticket in self.in_flight():
             ticket.done()
+
+    def await_puts(self, limit_s: float) -> None:
+        """Wait until the puts that are in flight now are over, well or badly.
+
+        Raises:
+            SwapDeadlineError: they did not finish in time.
+        """
+        end = time.monotonic() + limit_s
+        for ticket in self.in_flight():
+            if ticket.writes:
+                ticket.wait_reaped(end, limit_s)
 
     def drain(self, limit_s: float) -> None:
         """Wait until nothing is in flight.

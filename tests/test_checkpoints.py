@@ -14,6 +14,7 @@ import torch
 from harness import LINEAR_BYTES, WIDTH, assert_same_tensors, batch, everything_on_device, host, tight
 from torch import nn
 
+import offload
 from offload import AdamW, Engine
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
@@ -187,3 +188,27 @@ def test_resumed_in_the_middle_of_an_accumulation(first: str, second: str, tmp_p
     places = placed(first, tmp_path, "swap0"), placed(second, tmp_path, "swap1")
     options = {"dtype": torch.bfloat16, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
     saved_and_resumed(*places, tmp_path / "saved", at=5, end=9, **options)
+
+
+OTHERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "sgd": lambda parameters: offload.SGD(parameters, lr=1e-6),
+    "momentum": lambda parameters: offload.SGD(parameters, lr=1e-6, momentum=0.9),
+    "lion": lambda parameters: offload.Lion(parameters, lr=1e-3),
+    "lamb": lambda parameters: offload.LAMB(parameters, lr=1e-3),
+    "taken over": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "own class": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+    "own class, small states": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_optimizers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """What a class keeps beside the tiers is saved behind the updates that the last step has left to do."""
+
+    def make(model: nn.Module) -> Any:
+        return OTHERS[name]([p for p in model.parameters() if p.requires_grad])
+
+    roomy = {"max_memory": {"device": "64MiB", "cpu": "64MiB", "nvme": "256MiB"}}
+    first = {**tight(net(), directory(tmp_path, "swap")), **roomy}
+    saved_and_resumed(first, everything_on_device(), tmp_path / "saved", at=3, end=5, dtype=dtype, optimizer=make)

@@ -90,7 +90,7 @@ class FakeEngine:
         links["nvme_read"] = LinkStats(100 * count, 2.0 * count)
         links["compute"] = LinkStats(0, 1.0 * count)
         sizes = {"device": 1 << 20, "cpu": 2 << 20, "nvme": 3 << 20}
-        return Stats(self.steps, 0, links, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0, sizes, sizes, sizes, 1.0)
+        return Stats(self.steps, 0, links, 0, 0, 0, 0.0, 0, 0, 0.0, 0.0, 0, 0, 0, 0.0, 0, sizes, sizes, sizes, 1.0)
 
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         raise NotImplementedError

@@ -128,6 +128,25 @@ def seen_now(what: str) -> int:
     return sum(found.get(what, 0) for found in counts().values())
 
 
+def test_a_durable_run_goes_on(tmp_path: Path) -> None:
+    """Where updates replace what is on the device, a run is committed and taken up by the same rule."""
+    batches = [batch(number).to("sim") for number in range(6)]
+    losses: dict[int, torch.Tensor] = {}
+    for begin, end in ((0, 3), (3, 6), (0, 6)):  # in two processes, as it were, and at once
+        model = net()
+        options = placed("nvme", model, tmp_path)
+        for option in ("nvme_path", "offload_param", "offload_optimizer"):
+            del options[option]
+        with Engine(model, AdamW(lr=1e-2), run_dir=tmp_path / f"{end - begin}", **options) as engine:
+            assert (engine.resumed.client_state if engine.resumed else 0) == begin
+            for number in range(begin, end):
+                loss = loss_of(engine, batches[number])
+                assert torch.equal(losses.setdefault(number, loss.detach().cpu()), loss.detach().cpu())
+                engine.backward(loss)
+                engine.step()
+                engine.client_state = number + 1
+
+
 def on_cpu(outcome: Outcome) -> Outcome:
     outcome.losses = [loss.cpu() for loss in outcome.losses]
     return outcome

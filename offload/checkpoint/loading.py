@@ -7,7 +7,7 @@ each unit's way home and out. Next: :mod:`offload.build`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,11 @@ from offload.module.saved import SavedTensors
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.units import Where
+from offload.shards.commits import Record
 from offload.shards.manager import Manager
 from offload.shards.working_set import Binder
 from offload.stats import Counters
-from swap import SwapStore
+from swap import Mode, SwapStore
 
 SWAP_ALIGNMENT = 4096
 
@@ -43,8 +44,12 @@ def open_tiers(
     binder: Binder,
     counters: Counters,
     safe_point: contextlib.AbstractContextManager[object],
+    record: Record | None = None,
+    capacity_bytes: int = 0,
 ) -> Manager:
     """Take the memory that the plan wants, on the drive too.
+
+    With the `record` of a durable run, the store is one that survives; `capacity_bytes` are there already.
 
     Raises:
         ConfigError: the drive wants transfers that are aligned more coarsely than this version can do.
@@ -54,7 +59,9 @@ def open_tiers(
     deadline_s = config.io_deadline_s
     if plan.arena_bytes[Tier.NVME]:
         paths = config.paths()
-        store = SwapStore(paths, plan.arena_bytes[Tier.NVME], deadline_s=deadline_s, **drives.store_options(paths))
+        size_bytes = max(plan.arena_bytes[Tier.NVME], capacity_bytes)
+        mode = Mode.SCRATCH if record is None else Mode.DURABLE
+        store = SwapStore(paths, size_bytes, mode=mode, deadline_s=deadline_s, **drives.store_options(paths))
     try:
         if store is not None and store.alignment > SWAP_ALIGNMENT:
             raise ConfigError(
@@ -71,6 +78,7 @@ def open_tiers(
             deadline_s=deadline_s,
             safe_point=safe_point,
             prefetch=config.prefetch,
+            record=record,
         )
     except BaseException:
         if store is not None:
@@ -129,6 +137,30 @@ class Loader:
         for name, buffer in meta_buffers.items():
             _refuse_uninitialised(name, buffer)
         self._originals = {where: original for where, original in self._originals.items() if original.is_meta}
+
+    def take_up(self, manager: Manager, record: Mapping[str, Any]) -> None:
+        """Let the parameters be those of a run that was committed, whatever they are now.
+
+        Raises:
+            ConfigError: a buffer is on the meta device and gets no values.
+            swap.SwapCorruptError: the store lacks a part of the content.
+        """
+        manager.take_up(frozenset(record["sides"]))
+        meta_buffers = self._materialise_buffers()
+        made = {id(buffer) for buffer in meta_buffers.values()}
+        for unit in self._tree.units:
+            members = self._tree.parameters[unit.index]
+            if any(parameter.is_meta for parameter in members):
+                owners = self._owners(unit.index)
+                if any(id(buffer) in made for module, _ in owners for buffer in module.buffers(recurse=False)):
+                    self._materialise(unit.index)  # which gives the buffers their values
+                else:
+                    _leave_meta(members)
+            self._binding.unbind(unit)
+            self._loaded.append(unit.index)
+        for name, buffer in meta_buffers.items():
+            if name not in record["contents"]["buffers"]:
+                _refuse_uninitialised(name, buffer)
 
     def unload(self, manager: Manager, *, undo: bool = False) -> dict[int, list[torch.Tensor]]:
         """Return ordinary tensors in host memory with the units' parameters; the manager is only to be closed then.
@@ -209,16 +241,23 @@ class Loader:
     def _materialise(self, index: int) -> None:
         """Give a unit's meta parameters memory and their initial values."""
         members = self._tree.parameters[index]
-        owned = {id(parameter) for parameter in members}
         with torch.no_grad():
             for parameter in members:
                 if parameter.is_meta:
                     _exchange(parameter, _poisoned(parameter))
-            for module, path in self._tree.module_names.items():
-                if any(id(parameter) in owned for parameter in module.parameters(recurse=False)):
-                    self._initialiser(module, path)(module)
+            for module, path in self._owners(index):
+                self._initialiser(module, path)(module)
             for slot, parameter in zip(self._tree.units[index].slots, members, strict=True):
                 _refuse_uninitialised(slot.name, parameter)
+
+    def _owners(self, index: int) -> list[tuple[nn.Module, str]]:
+        """Return the modules that have parameters of a unit, with their names."""
+        owned = {id(parameter) for parameter in self._tree.parameters[index]}
+        return [
+            (module, path)
+            for module, path in self._tree.module_names.items()
+            if any(id(parameter) in owned for parameter in module.parameters(recurse=False))
+        ]
 
     def _initialiser(self, module: nn.Module, path: str) -> Callable[[nn.Module], object]:
         own = self._initialise or getattr(self._module, "_init_weights", None)
@@ -235,6 +274,14 @@ class Loader:
 def _exchange(parameter: nn.Parameter, content: torch.Tensor) -> None:
     """Let a parameter have this content; torch would not let a meta tensor's ``.data`` be on another device."""
     torch.utils.swap_tensors(parameter, nn.Parameter(content, parameter.requires_grad))
+
+
+def _leave_meta(members: Sequence[nn.Parameter]) -> None:
+    """Let parameters on the meta device be ordinary ones without memory: their content is elsewhere."""
+    for parameter in members:
+        if parameter.is_meta:
+            empty = stand_in(tuple(parameter.shape), parameter.dtype, torch.device("cpu"))
+            _exchange(parameter, empty)
 
 
 def _poison(dtype: torch.dtype) -> float | int | None:

@@ -21,6 +21,8 @@ from offload.sizes import PAGE_BYTES, format_bytes, whole_pages
 WORKING_UNITS = 3  # computing, arriving, leaving
 STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
 NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
+MANIFEST_LINE_BYTES = 52  # what the store's manifest says of a chunk, checksums apart
+GRANULE_BYTES, CHECKSUM_DIGITS = 256 << 10, 8  # of a durable store
 MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
 
 
@@ -51,6 +53,24 @@ class OwnBytes:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Commit:
+    """What a step leaves on the drive beside the shards, so that the run goes on from it.
+
+    Attributes:
+        record_bytes: of what is kept beside the shards, with room for what the user keeps there.
+        drives: that are flushed.
+    """
+
+    record_bytes: int
+    drives: int
+
+    @property
+    def flushes(self) -> int:
+        """Flushes that a commit waits for: of each drive's data, and of the manifest."""
+        return self.drives + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """What the planner needs to know.
 
@@ -65,6 +85,8 @@ class Request:
         states: what the optimizer remembers of each element, and in which format.
         held_together: sets of units (their indices) that nested forwards have in use at once.
         own: what the optimizer takes where its own class makes the steps, else None.
+        commit: of each step: parameters and states are at home on NVMe then, and their old versions stay until the new
+            ones are committed; None where nothing is.
         rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
     """
 
@@ -79,6 +101,7 @@ class Request:
     states: States = ADAM_STATES
     held_together: Sequence[frozenset[int]] = ()
     own: OwnBytes | None = None
+    commit: Commit | None = None
     rank: int = 0
     world_size: int = 1
 
@@ -136,6 +159,16 @@ class Request:
             total += whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
         return total
 
+    def manifest_bytes(self, chunk_numel: int) -> int:
+        """Return about how many bytes a commit adds to the store's manifest: a line per chunk that a step writes."""
+        total = 0
+        for unit in self.units:
+            if unit.trainable:
+                lines = 2 * len(unit.chunks(chunk_numel)) * MANIFEST_LINE_BYTES
+                size = sum(self.role_bytes(unit, role) for role in (Role.PARAM, *STATE_ROLES))
+                total += lines + size // GRANULE_BYTES * CHECKSUM_DIGITS
+        return total
+
     def aside_bytes(self, unit: Unit, homes: Homes, chunk_numel: int) -> int:
         """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none.
 
@@ -184,6 +217,7 @@ class Plan:
         chunk_numel, staging_slots, staging_slot_bytes: the optimizer's pipeline buffers in HOST.
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
+        committed_bytes: room in NVME for the versions that the last commit needs, beside those that a step writes.
         early_bytes: room in NVME for updates that are made before it is known whether they count.
         spare_units: units with room for the same in HOST.
         wide_bytes: room in each tier, beside the arena, for gradients of 16-bit units in fp32, which they become once a
@@ -202,6 +236,7 @@ class Plan:
     staging_slot_bytes: int
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
+    committed_bytes: int = 0
     early_bytes: int = 0
     spare_units: frozenset[int] = frozenset()
     wide_bytes: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
@@ -304,5 +339,12 @@ class Plan:
             trained = sum(unit.trainable for unit in request.units)
             room = f"{format_bytes(self.spare_bytes)} of the cpu buffers, beside the old content"
             yield f"updates during backward: {room} of {len(self.spare_units)} of {trained} units"
+        if request.commit:
+            manifest = format_bytes(request.manifest_bytes(self.chunk_numel))
+            record, kept = format_bytes(request.commit.record_bytes), format_bytes(self.committed_bytes)
+            yield (
+                f"each step is committed: about {manifest} of manifest, up to {record} of record, "
+                f"{request.commit.flushes} flushes; {kept} of the nvme buffers keep the last commit"
+            )
         if self.step_bytes["nvme_write"]:
             yield f"drive wear: {self.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps"

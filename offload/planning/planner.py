@@ -142,14 +142,16 @@ class Planner:
         buffers = self._fill_host()
         params, grads, states = self._params.homes, self._grads.homes, self._states.homes
         homes = tuple(Homes(params[u.index], grads.get(u.index), states.get(u.index)) for u in request.units)
-        nvme = self._nvme_bytes(homes, buffers)
+        committed = self._committed_bytes(buffers)
+        nvme = self._nvme_bytes(homes, buffers, committed)
         align, chunk = PAGE_BYTES, buffers.chunk_numel
         aside = sum(request.aside_bytes(unit, home, chunk) for unit, home in zip(request.units, homes, strict=True))
-        early = min(aside, request.budgets[Tier.NVME] - nvme) // align * align
+        # What a durable run writes early is what the step writes: the last commit keeps the versions before.
+        early = aside if request.commit else min(aside, request.budgets[Tier.NVME] - nvme) // align * align
         arenas = {
             Tier.DEVICE: self._bytes_at(Tier.DEVICE) + self._working_bytes,
             Tier.HOST: self._bytes_at(Tier.HOST) + buffers.total_bytes,
-            Tier.NVME: nvme + early,
+            Tier.NVME: nvme + (0 if request.commit else early),
         }
         wide = self._widening(homes, arenas)
         left = request.budgets[Tier.HOST] - request.own_bytes - arenas[Tier.HOST] - wide.get(Tier.HOST, 0)
@@ -168,6 +170,7 @@ class Planner:
             staging_slot_bytes=buffers.slot_bytes,
             arena_bytes=arenas,
             step_bytes=_step_bytes(request, homes, chunk),
+            committed_bytes=committed,
             early_bytes=early,
             spare_units=frozenset(spare),
             wide_bytes=wide,
@@ -326,9 +329,20 @@ class Planner:
     def _bytes_at(self, tier: Tier) -> int:
         return sum(shards.bytes_at(tier) for shards in (self._params, self._grads, self._states))
 
-    def _nvme_bytes(self, homes: Sequence[Homes], buffers: _Buffers) -> int:
+    def _committed_bytes(self, buffers: _Buffers) -> int:
+        """Return the bytes in the swap files that the last commit keeps, beside the versions that are current."""
+        request = self._request
+        if request.commit is None:
+            return 0
+        numel = buffers.chunk_numel
+        shards = sum(
+            request.record_bytes(unit, roles, numel) for unit in request.units for roles in ((Role.PARAM,), STATE_ROLES)
+        )
+        return shards + 2 * whole_pages(request.commit.record_bytes)  # two versions of the record
+
+    def _nvme_bytes(self, homes: Sequence[Homes], buffers: _Buffers, committed_bytes: int) -> int:
         """Return the bytes that the swap files need."""
-        request, total = self._request, 0
+        request, total = self._request, committed_bytes
         for unit, home in zip(request.units, homes, strict=True):
             for tier, roles in ((home.param, (Role.PARAM,)), (home.grad, (Role.GRAD,)), (home.states, STATE_ROLES)):
                 if tier is Tier.NVME:
@@ -336,7 +350,9 @@ class Planner:
         if total:
             total += NVME_SLACK_CHUNKS * (buffers.slot_bytes + PAGE_BYTES)
         if total > request.budgets[Tier.NVME]:
-            raise _TooSmall(Tier.NVME, "parameters, gradients and states that do not fit above")
+            twice = ", twice those of parameters and states (run_dir: the last commit and what follows it)"
+            what = f"parameters, gradients and states that do not fit above{twice if request.commit else ''}"
+            raise _TooSmall(Tier.NVME, what)
         return total
 
     def _spare(self, homes: Sequence[Homes], left: int) -> dict[int, int]:
@@ -427,7 +443,7 @@ def _refusal(request: Request, short: _TooSmall) -> BudgetError:
             f"{short.what} do not fit {format_bytes(limit)}, and other budgets are too small as well; "
             f"what would do is {each}"
         )
-    if short.tier is not Tier.NVME:
+    if short.tier is not Tier.NVME and request.commit is None:
         text += ", or offload more of it: see nvme_path and offload_param/offload_optimizer"
     return BudgetError(f"{short.tier.value} budget: {text}")
 

@@ -14,7 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 from offload.errors import InternalError
 from offload.labels import labelled
@@ -25,7 +25,8 @@ from offload.memory.transfer import Ticket, TicketGroup, Transfer
 from offload.planning.plan import Plan
 from offload.planning.roles import STATE_ROLES, Role
 from offload.shards.shard import IN_FLIGHT, Event, Shard, State, advance, check
-from swap import SwapStore
+from offload.sizes import whole_pages
+from swap import SwapCorruptError, SwapStore
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,8 +201,61 @@ class Copies:
     def _delete_chunks(self, shard: Shard, *, aside: bool) -> None:
         store = self.require_store()
         for number in range(len(shard.unit.chunks(self.plan.chunk_numel))):
-            key = chunk_key(shard, number, aside=aside)
-            if key in store:
+            with contextlib.suppress(KeyError):  # a put that has failed is forgotten, too
+                store.delete(chunk_key(shard, number, aside=aside))
+
+    # --- what an earlier process has left ---------------------------------------------------------------------------
+
+    def sides(self) -> list[int]:
+        """Return the units whose content has the second of its names in the store."""
+        return [shard.unit.index for shard in self if shard.role is Role.PARAM and shard.side]
+
+    def find_stored(self, index: int, *, side: bool) -> None:
+        """Let what the store has of a unit be its content: parameters, and states if it had any.
+
+        Args:
+            index: unit.
+            side: which of its two names the content has.
+
+        Raises:
+            swap.SwapCorruptError: the store lacks a part of it, or has another size.
+        """
+        for roles in ((Role.PARAM,), STATE_ROLES):
+            shards = [shard for role in roles if (shard := self.get(index, role)) is not None]
+            for shard in shards:
+                shard.side = side
+            if shards and self._is_stored(shards):
+                for shard in shards:
+                    self.change(shard, Event.OVERWRITE_HOME)
+
+    def _is_stored(self, record: Sequence[Shard]) -> bool:
+        """Tell whether the store has the chunks of shards that are one record; states may not be there yet."""
+        store, unit, role = self.require_store(), record[0].unit, record[0].role
+        there = right = 0
+        chunks = unit.chunks(self.plan.chunk_numel)
+        for number, (begin, end) in enumerate(chunks):
+            key = chunk_key(record[0], number)
+            size = whole_pages(sum(self.plan.chunk_bytes(unit, shard.role, end - begin) for shard in record))
+            there += key in store
+            right += key in store and store.length_of(key) == size
+        if right == len(chunks) or (not there and role is not Role.PARAM):
+            return bool(there)
+        raise SwapCorruptError(
+            f"{unit.name}: expected {len(chunks)} chunks of {role.value} in the swap store but {right} are whole",
+            remedy="restore the run directory from a copy, or name an empty one and load a checkpoint",
+        )
+
+    def forget_others(self, kept: Container[object]) -> None:
+        """Delete what the store has beside the content of all shards and `kept` keys."""
+        known = {
+            chunk_key(shard, number)
+            for shard in self
+            if shard.state is State.STORED
+            for number in range(len(shard.unit.chunks(self.plan.chunk_numel)))
+        }
+        store = self.require_store()
+        for key in list(store.keys()):
+            if key not in known and key not in kept:
                 store.delete(key)
 
     # --- leases -----------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ Called from one thread at a time: the one that computes, or the one that runs th
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 
@@ -25,6 +26,7 @@ from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe
+from offload.shards.commits import RECORD_KEYS, Commits, Record
 from offload.shards.copies import Lease
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.schedule import Schedule
@@ -34,6 +36,8 @@ from offload.shards.tiers import Tiers
 from offload.shards.working_set import Binder
 from offload.stats import Counters
 from swap import SwapStore
+
+logger = logging.getLogger(__name__)
 
 PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
 PATIENCE = 4  # acquisitions of one unit after which room for a prefetch is looked for again
@@ -46,6 +50,7 @@ class Manager:
         tiers: the memory, and its parts: `copies`, `working`, `gradients`, `counters`, `units`.
         forward: updates that the last step has left to do.
         backward: updates that the next step may have no need to do.
+        commits: of a durable run; None where nothing is committed.
         schedule: of the pass that is under way.
         hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
     """
@@ -62,6 +67,7 @@ class Manager:
         deadline_s: float,
         safe_point: contextlib.AbstractContextManager[object],
         prefetch: bool = True,
+        record: Record | None = None,
     ) -> None:
         """Take the memory that the plan wants.
 
@@ -75,6 +81,7 @@ class Manager:
             deadline_s: after which an operation counts as lost.
             safe_point: held while an update is half done: hands Ctrl-C on at its end.
             prefetch: bring parameters before they are asked for.
+            record: of a durable run, beside what the store has; None where nothing is committed.
 
         Raises:
             BudgetError: a budget has less than the plan wants.
@@ -86,6 +93,9 @@ class Manager:
         self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
         self.forward = ForwardUpdates(self.tiers, safe_point)
         self.backward = BackwardUpdates(self.tiers, safe_point)
+        self.commits: Commits | None = None
+        if store is not None and record is not None:
+            self.commits = Commits(store, record, safe_point, counters)
         order = [unit.index for unit in self.units]
         self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
         self.schedule = self._schedules[True]
@@ -144,6 +154,9 @@ class Manager:
         self.schedule = self._schedules[training]
         if not training:
             self.schedule.restart()
+        elif self.commits is not None:
+            self.commits.seal()
+            self._try_commit()
 
     def restart_schedule(self) -> None:
         """Note that a training step has ended: what was used in it predicts the next one."""
@@ -222,14 +235,14 @@ class Manager:
         self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0
     ) -> None:
         """Add one parameter's gradient to what has arrived since the last step; see :meth:`Gradients.add`."""
-        self.forward.finish()  # what it keeps or has on its way in this memory is about to be overwritten
+        self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
         if final and self.gradients.is_complete(index):
             self.backward.withdraw(index)
         self.gradients.add(index, slot, gradient, final=final, backward_pass=backward_pass)
 
     def overwrite_gradient(self, index: int, slot: int, content: torch.Tensor | float) -> None:
         """Let a parameter's gradient be `content`; see :meth:`Gradients.overwrite`."""
-        self.forward.finish()
+        self.finish_step()
         self.backward.withdraw(index)
         self.gradients.overwrite(index, slot, content)
 
@@ -253,7 +266,41 @@ class Manager:
     def advance_updates(self, guess: Callable[[], Recipe | None]) -> None:
         """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
         self.forward.advance()
+        self._try_commit()
         self.backward.advance(guess)
+
+    def finish_step(self) -> None:
+        """Finish the last step, for what is to become the next one; commit it where each one is.
+
+        Raises:
+            swap.SwapError: an I/O error, or it could not be committed.
+            StateError: content was lost, so that there is nothing to commit.
+        """
+        self.forward.finish()
+        if self.commits is not None:
+            self.commits.seal()
+            self.commit()
+
+    def commit(self) -> None:
+        """Commit what is sealed of a durable run and is home; raises as :meth:`finish_step`."""
+        if self.commits is None or not self.commits.due or self.forward.active:
+            return
+        lost = next((shard for shard in self.copies if self.copies.is_lost(shard)), None)
+        if lost is not None:
+            raise StateError(
+                f"durable run: cannot be committed, for the content of {lost.unit.name} is lost; load it again with "
+                "engine.load_state_dict or engine.load_checkpoint, or close the engine and open the run again"
+            )
+        self.commits.make()
+
+    def _try_commit(self) -> None:
+        """Commit if a step is home; what fails is met by whoever begins to change content."""
+        if self.commits is None or self.commits.failed:
+            return
+        try:
+            self.commit()
+        except (OSError, StateError) as error:
+            logger.warning("commit: %s", error)
 
     def finish_updates(self) -> None:
         """Finish the last step and leave the next: whoever looks at the shards from outside comes through here.
@@ -262,6 +309,7 @@ class Manager:
             swap.SwapError: an I/O error. Where nothing was lost by it, this may be called again.
         """
         self.forward.finish()
+        self._try_commit()
         self.backward.withdraw_all()
 
     def stream(
@@ -303,6 +351,8 @@ class Manager:
             self.backward.rest()
         else:
             self.finish_updates()
+        if writes:
+            self.commit()  # what is written now belongs to the next one
         stream(self.tiers, units, visit, reads=reads, writes=writes, span=span, widely=widely)
 
     def _finish_open_updates(self) -> None:
@@ -310,6 +360,16 @@ class Manager:
             self.forward.finish_open()
 
     # --- life and death ---------------------------------------------------------------------------------------------
+
+    def take_up(self, sides: Container[int]) -> None:
+        """Let what an earlier process has committed be the content of all units; `sides` is :meth:`Copies.sides`.
+
+        Raises:
+            swap.SwapCorruptError: a part of it is missing.
+        """
+        for unit in self.units:
+            self.copies.find_stored(unit.index, side=unit.index in sides)
+        self.copies.forget_others(RECORD_KEYS)
 
     def reset(self) -> None:
         """Return to a settled state after an exception in forward or backward.

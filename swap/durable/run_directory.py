@@ -112,6 +112,23 @@ def open_run(
     return run, space
 
 
+def find_run(directories: Sequence[str | os.PathLike[str]], key: Hashable) -> tuple[int, bool]:
+    """Look at the run in `directories` without opening it: the bytes of its data files, and whether it has `key`.
+
+    Both are as of the last commit, 0 and False where there is no run. Somebody may use the run meanwhile.
+
+    Raises:
+        SwapCorruptError: the manifest is damaged, or it is none.
+        SwapError: it cannot be opened, or another version of this software wrote it.
+    """
+    try:
+        manifest, versions = Manifest.load(os.path.join(directories[0], MANIFEST_NAME), Disk())
+    except FileNotFoundError:
+        return 0, False
+    manifest.close()
+    return sum(manifest.facts.sizes), key in versions
+
+
 # ---- lock ----
 
 

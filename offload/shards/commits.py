@@ -1,0 +1,138 @@
+"""Commits of a durable run: when the contents of the store, with a record beside them, become what is found again.
+
+Owns that moment. A step returns before its updates are made, and more of the user's belongs to it until the next one
+begins: so a step is *sealed* when the next one begins, and committed when it is home. Whoever changes content for the
+next step commits first. What the record says is its owner's business (:mod:`offload.durable`). Next:
+:mod:`offload.shards.manager` says when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import time
+from typing import Any, Protocol
+
+from offload.sizes import whole_pages
+from offload.stats import Counters
+from swap import SwapError, SwapStore
+
+logger = logging.getLogger(__name__)
+
+STATE_KEY, LATE_KEY = ("run", "state"), ("run", "late")  # of the record: as of the seal, and as of the commit
+RECORD_KEYS = frozenset({STATE_KEY, LATE_KEY})
+
+
+class Record(Protocol):
+    """What decides on the next step beside the shards."""
+
+    def seal(self) -> bytes | None:
+        """Return the record as it is now; None where no step has ended since the last time."""
+
+    def late(self) -> bytes:
+        """Return what of it the updates of the step have changed."""
+
+    def note_commit(self) -> None:
+        """Note that what was sealed last is on the drive."""
+
+    def describe(self) -> tuple[str, int, int]:
+        """Return the directory of the run, the step that was sealed last, and the one that was committed last."""
+
+
+class Commits:
+    """Commits of one engine. See the module's text.
+
+    Attributes:
+        due: a step is sealed and not committed.
+        failed: the last attempt to commit it has failed.
+    """
+
+    def __init__(
+        self,
+        store: SwapStore,
+        record: Record,
+        safe_point: contextlib.AbstractContextManager[object],
+        counters: Counters,
+    ) -> None:
+        """Begin with nothing to commit; `safe_point` is held meanwhile: it hands Ctrl-C on at its end."""
+        self._counters = counters
+        self.due = self.failed = False
+        self._store = store
+        self._record = record
+        self._safe_point = safe_point
+        self._sealed = b""
+        self._memory: Any = None
+
+    def seal(self) -> None:
+        """Note that the next step begins: what belongs to the last one is complete, but for its updates."""
+        sealed = self._record.seal()
+        if sealed is None:
+            return
+        if self.due or sealed != self._sealed or self._store.uncommitted:  # else it was committed ahead, by a drain
+            self._sealed, self.due, self.failed = sealed, True, False
+
+    def make(self) -> None:
+        """Commit what is sealed, if anything is. All updates must be home.
+
+        Raises:
+            swap.SwapError: it could not be committed: the drive holds the commit before, as a whole.
+        """
+        if not self.due:
+            return
+        begin = time.perf_counter()
+        with self._safe_point:
+            late = self._record.late()
+            self.failed = True
+            try:
+                self._put(STATE_KEY, self._sealed)
+                self._put(LATE_KEY, late)
+                self._store.commit()
+            except SwapError as error:
+                raise self._failed(error) from error
+            self.due = self.failed = False
+            self._record.note_commit()
+            self._counters.commits += 1
+            self._counters.commit_seconds += time.perf_counter() - begin
+            self._counters.record_bytes += len(self._sealed) + len(late)
+
+    def _put(self, key: tuple[str, str], content: bytes) -> None:
+        size_bytes = whole_pages(len(content))
+        if self._memory is None or len(self._memory) < size_bytes:
+            self._memory = mmap.mmap(-1, size_bytes)
+        self._memory[: len(content)] = content
+        view = ctypes.c_char.from_buffer(self._memory)
+        try:
+            self._store.put(key, ctypes.addressof(view), size_bytes).wait()
+        finally:
+            del view
+
+    def _failed(self, error: SwapError) -> SwapError:
+        directory, step, last = self._record.describe()
+        return type(error)(
+            f"run directory {directory}: step {step} is not committed, the drive holds step {last} as a whole",
+            errno=error.errno,
+            path=error.path,
+            offset_bytes=error.offset_bytes,
+            length_bytes=error.length_bytes,
+            remedy="free space on the drive and go on, or close the engine and open the run again",
+            detail=str(error),
+        )
+
+
+def read_object(store: SwapStore, key: tuple[str, str]) -> bytes:
+    """Return an object of the record, with what follows it up to a whole page.
+
+    Raises:
+        KeyError: there is none.
+        swap.SwapError: it cannot be read, or is damaged.
+    """
+    size_bytes = store.length_of(key)
+    memory = mmap.mmap(-1, size_bytes)
+    view = ctypes.c_char.from_buffer(memory)
+    try:
+        store.get(key, ctypes.addressof(view), size_bytes).wait()
+    finally:
+        del view
+    return memory[:]

@@ -1,0 +1,750 @@
+"""Durable runs: whatever ends the process, the next engine goes on from the last commit, with the same bits."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import PROFILE
+from harness import PAGE, WIDTH, batch, guess_nothing, tight
+from test_durable import FaultyDisk, PowerCut, PowerDisk
+from torch import nn
+
+import offload
+from offload.memory.budget import Tier
+from swap import Fault, FaultTarget, SwapCorruptError, SwapError, SwapFullError, SwapLockedError
+from swap.durable.disk import Disk
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
+TESTS = str(Path(__file__).parent)
+STEPS = 12
+
+
+class Net(nn.Module):
+    """Four linear layers; draws from three generators, and has a buffer that every forward changes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(layers))
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.layers[0].weight.dtype)
+        for layer in self.layers:
+            x = self.drop(layer(x)).relu() + x
+        if self.training and torch.is_grad_enabled():
+            with torch.no_grad():
+                self.mean.lerp_(x.float().mean(0), 0.1)
+        return x.float() * (1 + random.random()) + self.mean
+
+
+def options(model: nn.Module, path: Path, **more: Any) -> dict[str, Any]:
+    """Options of a durable run in `path`; states and parameters are on NVMe in any case."""
+    found = tight(model, path, **{name: value for name, value in more.items() if name == "dtype"})
+    for option in ("nvme_path", "offload_param", "offload_optimizer"):
+        del found[option]
+    return {**found, "run_dir": path, **more}
+
+
+def adamw() -> Any:
+    return offload.AdamW(lr=1e-2)
+
+
+def durable(path: Path, *, dtype: torch.dtype = torch.float32, make: Callable[[], Any] = adamw, **more: Any) -> Any:
+    model = Net(dtype)
+    torch.manual_seed(7)
+    random.seed(7)
+    optimizer = make() if make is adamw else make(model)  # type: ignore[call-arg]
+    return offload.Engine(model, optimizer, **options(model, path, **more))
+
+
+def position(engine: offload.Engine) -> int:
+    return 0 if engine.resumed is None else int(engine.resumed.client_state["batch"])
+
+
+def events(engine: offload.Engine, losses: dict[int, float], *, micro: int = 1, until: int = STEPS) -> Iterator[str]:
+    """Train on from where the engine has found itself, with a pause after everything that happens."""
+    assert engine.optimizer is not None
+    for number in range(position(engine), until):
+        value = 0.0
+        for part in range(micro):
+            noise = torch.rand(())  # as a data loader draws, before the step begins
+            loss = engine(batch(number * micro + part) + noise).sub(1).pow(4).mean()
+            value += loss.item()
+            yield "forward"
+            engine.backward(loss)
+            del loss
+            yield "backward"
+            if part < micro - 1:
+                engine.step()
+        assert losses.setdefault(number, value) == value, f"batch {number}"
+        engine.step()
+        yield "step"
+        for group in engine.optimizer.param_groups:  # as a scheduler does
+            group["lr"] *= 0.9
+        engine.client_state = {"batch": number + 1}
+        yield "state"
+
+
+def finish(engine: offload.Engine, losses: dict[int, float], **more: Any) -> dict[str, torch.Tensor]:
+    """Train to the end; returns what is left."""
+    with engine:
+        for _ in events(engine, losses, **more):
+            pass
+        packed = engine.optimizer.state_dict()["state"]  # type: ignore[union-attr]
+        states = {f"{n}.{name}": value for n, state in packed.items() for name, value in state.items()}
+        return {**engine.state_dict(), **states}
+
+
+def die(engine: offload.Engine) -> None:
+    """Leave an engine as SIGKILL does: nothing is finished or committed."""
+    assert engine._manager is not None and engine._manager.tiers.store is not None
+    store = engine._manager.tiers.store
+    engine._parts.hooks.detach()
+    engine._life.end()
+    store.close()
+
+
+def assert_same(found: dict[str, Any], truth: dict[str, Any]) -> None:
+    assert found.keys() == truth.keys()
+    for name, value in truth.items():
+        same = torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value
+        assert same, name
+
+
+def own_class(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.RAdam(model.parameters(), lr=1e-2)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16, "initial_loss_scale": 2.0**11, "loss_scale_hysteresis": 1},
+    "int8 moments": {"state_dtype": "int8"},
+    "clipped": {"max_grad_norm": 0.1},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "own class": {"make": own_class},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_that_is_killed_again_and_again_is_one_run(variant: str, tmp_path: Path) -> None:
+    """Killed after forwards, backwards, steps and assignments, it loses two steps at most, and no bit."""
+    given = VARIANTS[variant]
+    micro = given.get("gradient_accumulation_steps", 1)
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole", **given), losses, micro=micro)
+    chance = random.Random(variant)
+    used = set()
+    for kill in range(6):
+        engine = durable(tmp_path / "killed", **given)
+        done = position(engine)
+        if chance.random() < 0.5:
+            guess_nothing(engine)
+        run = events(engine, losses, micro=micro)
+        first = 0 if kill else 8 * micro
+        done += list(itertools.islice(run, first + chance.randint(1, 7))).count("state")
+        die(engine)
+        again = durable(tmp_path / "killed", **given)
+        assert done - 1 <= position(again) <= done
+        if again.stats().step:
+            used.add(again._manager.tiers.store.used_bytes)
+        die(again)
+    assert_same(finish(durable(tmp_path / "killed", **given), losses, micro=micro), truth)
+    assert not used or max(used) <= min(used) + 2 * PAGE  # digits of the record
+
+
+def test_a_durable_run_computes_what_torch_does(tmp_path: Path) -> None:
+    model = Net()
+    torch.manual_seed(7)
+    random.seed(7)
+    optimizer = own_class(model)  # kernels round less often than torch does
+    truth = {}
+    for number in range(STEPS):
+        loss = model(batch(number) + torch.rand(())).sub(1).pow(4).mean()
+        truth[number] = loss.item()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+    losses: dict[int, float] = {}
+    engine = durable(tmp_path, make=own_class)
+    for _ in events(engine, losses, until=4):
+        pass
+    die(engine)
+    left = finish(durable(tmp_path, make=own_class), losses)
+    assert losses == truth
+    assert_same({name: left[name] for name in model.state_dict()}, model.state_dict())
+
+
+# ---- what belongs to a commit ----
+
+
+def test_what_was_found_is_told(tmp_path: Path) -> None:
+    first = durable(tmp_path, resume=False)
+    assert first.resumed is None and first.client_state is None
+    for _ in events(first, {}, until=3):
+        pass
+    value = first.client_state
+    value["batch"] = 99
+    assert first.client_state == {"batch": 3}  # a copy each time
+    first.close()
+    with durable(tmp_path, resume=True) as again:
+        assert again.resumed.step == again.stats().step == 3
+        assert again.resumed.client_state == {"batch": 3} and again.resumed.source == str(tmp_path)
+        assert again.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**3)
+
+
+def test_before_the_first_commit_there_is_no_run(tmp_path: Path) -> None:
+    engine = durable(tmp_path)
+    for event in events(engine, {}):
+        if event == "state":
+            break
+    die(engine)
+    with durable(tmp_path, resume=False) as again:
+        assert again.resumed is None
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_step_without_its_client_state_is_not_committed_by_closing(drained: bool, tmp_path: Path) -> None:
+    """Between step() and the assignment, the content would stand beside the data position of the step before."""
+    engine = durable(tmp_path)
+    steps = 0
+    for event in events(engine, {}):
+        steps += event == "step"
+        if drained and event == "state":
+            engine.drain()
+            assert engine.stats().commits == steps
+        if steps == 3:
+            break
+    engine.close()
+    with durable(tmp_path) as again:
+        assert (again.resumed.step, again.resumed.client_state) == (2, {"batch": 2})
+
+
+def test_without_client_state_each_step_is_committed(tmp_path: Path) -> None:
+    with durable(tmp_path) as engine:
+        for number in range(3):
+            engine.backward(engine(batch(number)).pow(2).mean())
+            engine.step()
+        for _ in range(2):
+            engine.drain()
+            assert engine.stats().commits == 3
+        engine(batch(3))
+        assert engine.stats().commits == 3  # nothing has changed
+    with durable(tmp_path) as again:
+        assert again.resumed.step == 3 and again.resumed.client_state is None
+
+
+def test_changes_outside_of_steps_belong_to_the_next_commit(tmp_path: Path) -> None:
+    """What is written between steps is committed with the step before; inside a step, with that step."""
+    engine = durable(tmp_path)
+    run = events(engine, {})
+    for event in run:
+        if event == "state":
+            break
+    weight = engine.module.layers[1].weight
+    with torch.no_grad(), engine.gather(weight, modify=True):
+        weight.fill_(2.0)
+    assert next(run) == "forward" and next(run) == "backward"
+    with torch.no_grad(), engine.gather(weight, modify=True):
+        weight.fill_(3.0)
+    die(engine)
+    with durable(tmp_path) as again:
+        assert again.resumed.step == 1
+        assert again.state_dict()["layers.1.weight"].eq(2.0).all()
+
+
+def test_an_evaluation_does_not_begin_the_next_step(tmp_path: Path) -> None:
+    engine = durable(tmp_path)
+    for number in range(2):
+        engine.backward(engine(batch(number)).pow(2).mean())
+        engine.step()
+        with torch.no_grad():
+            engine(batch(50))
+        assert engine.stats().commits == number
+        engine.client_state = {"batch": number + 1}
+    die(engine)
+    with durable(tmp_path) as again:
+        assert again.resumed.client_state == {"batch": 1}
+
+
+def test_tensors_and_nested_values_come_back(tmp_path: Path) -> None:
+    given = {"order": torch.randperm(7), "nested": [(1, 2.5, None), {"a": b"\x00"}, float("inf")], "n": torch.tensor(3)}
+    with durable(tmp_path) as engine:
+        engine.backward(engine(batch(0)).pow(2).mean())
+        engine.step()
+        engine.client_state = given
+        with pytest.raises(offload.OffloadError, match=r"client_state.bad: expected a plain value but got one of type"):
+            engine.client_state = {"bad": object()}
+    with durable(tmp_path) as again:
+        found = again.resumed.client_state
+        assert torch.equal(found.pop("order"), given.pop("order")) and torch.equal(found.pop("n"), given.pop("n"))
+        assert found == given
+
+
+def test_a_model_on_the_meta_device_goes_on(tmp_path: Path) -> None:
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses)
+    engine = durable(tmp_path / "run")
+    for _ in events(engine, losses, until=4):
+        pass
+    engine.close()
+    with torch.device("meta"):
+        model = Net()
+    model.mean = torch.empty(WIDTH)
+    engine = offload.Engine(model, adamw(), **options(model, tmp_path / "run"))
+    assert_same(finish(engine, losses), truth)
+
+
+def test_budgets_may_change_and_the_cut_stays(tmp_path: Path) -> None:
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses)
+    engine = durable(tmp_path / "run")
+    for _ in events(engine, losses, until=4):
+        pass
+    engine.close()
+    roomy = {"device": "64MiB", "cpu": "64MiB", "nvme": "300MiB"}
+    engine = durable(tmp_path / "run", max_memory=roomy, unit_bytes=None)
+    assert len(engine.plan.request.units) == 4
+    assert_same(finish(engine, losses), truth)
+    with pytest.raises(offload.BudgetError, match=r"device budget: .* keeps its units and chunks"):
+        durable(tmp_path / "run", max_memory={**roomy, "device": "1MiB"}, activation_memory=1 << 20, unit_bytes=None)
+    with pytest.raises(offload.BudgetError, match=r'the smallest max_memory\["nvme"\] that would do is \d+ bytes'):
+        durable(tmp_path / "run", max_memory={**roomy, "nvme": "1MiB"}, unit_bytes=None)
+
+
+def test_several_directories(tmp_path: Path) -> None:
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    engine = durable(tmp_path, run_dir=paths)
+    for _ in events(engine, losses, until=5):
+        pass
+    die(engine)
+    assert_same(finish(durable(tmp_path, run_dir=paths), losses), truth)
+    with pytest.raises(SwapError, match="expected 2 paths but got 1"):
+        durable(tmp_path, run_dir=paths[:1])
+
+
+# ---- checkpoints ----
+
+
+def test_the_newest_of_run_and_checkpoints_is_taken(tmp_path: Path) -> None:
+    run, saved = tmp_path / "run", tmp_path / "saved"
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses)
+    engine = durable(run)
+    for number, event in enumerate(events(engine, losses, until=5)):
+        if event == "state" and number // 4 == 2:
+            engine.save_checkpoint(saved)
+    die(engine)
+    with durable(run, checkpoint_dir=saved) as newer:
+        assert newer.resumed.source == str(run) and newer.resumed.step == 4
+    shutil.copytree(saved, tmp_path / "other")
+    shutil.rmtree(run)
+    engine = durable(run, checkpoint_dir=saved)
+    assert engine.resumed.source == str(saved / "step-00000003")
+    assert (engine.resumed.step, engine.client_state) == (3, {"batch": 3})
+    assert_same(finish(engine, losses), truth)
+    with durable(run, checkpoint_dir=saved) as again:
+        assert (again.resumed.step, again.resumed.source) == (STEPS, str(run))
+
+
+# ---- the plan ----
+
+
+def test_the_plan_counts_both_versions_and_tells_what_a_commit_costs(tmp_path: Path) -> None:
+    with durable(tmp_path / "run") as engine:
+        plan, store = engine.plan, engine._manager.tiers.store
+        for _ in events(engine, {}):
+            pass
+        engine.drain()
+        assert engine.stats().peak_bytes["nvme"] <= plan.arena_bytes[Tier.NVME]
+        assert 0 < plan.committed_bytes - store.used_bytes < 2 * plan.request.commit.record_bytes
+    assert "each step is committed: about" in str(plan) and "2 flushes" in str(plan)
+    with offload.Engine(Net(), adamw(), **tight(Net(), tmp_path)) as other:
+        ordinary = other.plan.arena_bytes[Tier.NVME] - other.plan.early_bytes
+    assert plan.arena_bytes[Tier.NVME] - ordinary == plan.committed_bytes
+    with pytest.raises(offload.BudgetError, match=r"nvme budget: .* twice those of parameters and states \(run_dir"):
+        durable(tmp_path / "small", max_memory={**engine.config.max_memory, "nvme": "14MiB"})
+
+
+class CountingDisk(Disk):
+    """Counts flushes, and bytes of the manifest."""
+
+    def __init__(self) -> None:
+        self.flushes = self.written = 0
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        self.written += len(data)
+        super().write(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self.flushes += 1
+        super().sync(fd)
+
+
+def use(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swap.store.Disk", lambda: disk)
+    monkeypatch.setattr("offload.checkpoint.run_files.Disk", lambda: disk)
+
+
+def test_a_commit_costs_what_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = CountingDisk()
+    use(disk, monkeypatch)
+    with durable(tmp_path) as engine:
+        costs = []
+        for event in events(engine, {}):
+            if event == "state":
+                costs.append((disk.flushes, disk.written, engine.stats().record_bytes, engine.stats().commits))
+        flushes, written, record, commits = (b - a for a, b in zip(costs[2], costs[-1], strict=True))
+        commit = engine.plan.request.commit
+        assert commits == STEPS - 3 and flushes == commits * commit.flushes
+        assert written / commits == pytest.approx(engine.plan.request.manifest_bytes(engine.plan.chunk_numel), rel=0.5)
+        assert 0 < record / commits <= commit.record_bytes
+
+
+# ---- faults ----
+
+
+def test_after_a_fault_at_any_write_flush_or_rename_a_whole_step_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails once may be tried again, what goes on failing ends the run: what is there afterwards is one step."""
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses, until=4)
+    for nth in range(1, 200, 3 if PROFILE == "quick" else 1):
+        disk = FaultyDisk(nth, forever=nth % 2 == 0, code=errno.EIO if nth % 4 < 2 else errno.ENOSPC)
+        path, engine = tmp_path / f"{nth}", None
+        with monkeypatch.context() as patched:
+            use(disk, patched)
+            done = 0
+            try:
+                engine = durable(path)
+                for event in events(engine, losses, until=4):
+                    done += event == "state"
+                engine.close()
+            except OSError as error:
+                assert engine is None or "the drive holds step" in str(error), error
+            finally:
+                if engine is not None and not engine._life.closed:
+                    die(engine)
+        again = durable(path)
+        assert position(again) <= done and (disk.failed or position(again) == 4)
+        assert_same(finish(again, losses, until=4), truth)
+        shutil.rmtree(path)
+        if not disk.failed:
+            assert nth > 15
+            return
+    pytest.fail("no run passed")
+
+
+@pytest.mark.parametrize("seed", range(1 if PROFILE == "quick" else 10))
+def test_after_a_power_cut_a_whole_step_is_there(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses, until=4)
+    for nth in range(1 + seed, 200, 3 if PROFILE == "quick" else 1):
+        path, image = tmp_path / f"{nth}", tmp_path / f"{nth}-image"
+        path.mkdir()
+        disk, engine, done = PowerDisk(path, image, nth, 1000 * seed + nth), None, 0
+        with monkeypatch.context() as patched:
+            use(disk, patched)
+            try:
+                engine = durable(path)
+                for event in events(engine, losses, until=4):
+                    done += event == "state"
+                engine.close()
+            except PowerCut:
+                if engine is not None and not engine._life.closed:
+                    die(engine)
+        if not disk.cut:
+            assert nth > 15
+            return
+        again = durable(image)
+        assert done - 1 <= position(again) <= done
+        assert_same(finish(again, losses, until=4), truth)
+        shutil.rmtree(path)
+        shutil.rmtree(image)
+    pytest.fail("no run passed")
+
+
+@pytest.mark.parametrize("nth", [1, 4, 9, 14])
+def test_a_write_that_fails_leaves_the_last_commit(nth: int, tmp_path: Path) -> None:
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses, until=6)
+    engine = durable(tmp_path / "run")
+    if nth % 2:
+        guess_nothing(engine)
+    run = events(engine, losses, until=6)
+    while next(run) != "state" or engine.client_state != {"batch": 3}:
+        pass
+    engine._manager.tiers.store.inject(Fault(nth=nth, target=FaultTarget.WRITES, errno=errno.ENOSPC, forever=True))
+    with pytest.raises((OSError, offload.StateError)):
+        for _ in run:
+            pass
+    die(engine)
+    again = durable(tmp_path / "run")
+    assert 2 <= position(again) <= 5
+    assert_same(finish(again, losses, until=6), truth)
+
+
+def test_a_write_aside_that_failed_once_is_no_hindrance(tmp_path: Path) -> None:
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses)
+    engine = durable(tmp_path / "run")
+    run = events(engine, losses)
+    while next(run) != "forward" or engine.stats().commits < 3:
+        pass
+    engine._manager.tiers.store.inject(Fault(target=FaultTarget.WRITES))
+    before = engine.stats().early_units_dropped
+    assert next(run) == "backward"
+    commits = engine.stats().commits
+    for _ in run:
+        pass
+    assert engine.stats().commits > commits + 3 and engine.stats().early_units_dropped > before
+    die(engine)
+    assert_same(finish(durable(tmp_path / "run"), losses), truth)
+
+
+class FullDisk(Disk):
+    """Has no room for a manifest while it is full."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.refused = 0
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        self.refused += self.full
+        super().write(fd, data[: 7 if self.full else len(data)], offset)
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_without_room_for_the_manifest_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names what is there; with room, training goes on with the same bits."""
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses)
+    disk = FullDisk()
+    use(disk, monkeypatch)
+    engine = durable(tmp_path / "run")
+    run = events(engine, losses)
+    while next(run) != "state" or engine.client_state != {"batch": 4}:
+        pass
+    disk.full = True
+    assert next(run) == "forward"
+    with pytest.raises(
+        SwapFullError, match=r"run: step 4 is not committed, the drive holds step 3 as a whole .*; free"
+    ):
+        next(run)
+    assert disk.refused <= 2  # it is not tried again and again
+    disk.full = False
+    engine.drain()
+    assert engine._durable.describe()[1:] == (4, 4)
+    die(engine)
+    assert_same(finish(durable(tmp_path / "run"), losses), truth)
+
+
+# ---- what is refused ----
+
+
+def test_a_run_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    with durable(tmp_path) as engine:
+        for _ in events(engine, {}, until=2):
+            pass
+    other = Net()
+    other.layers[2] = nn.Linear(WIDTH, WIDTH, bias=False)
+    other.layers.append(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(offload.ConfigError, match=r"parameter layers.2.bias is missing; .*layers.4.weight is new"):
+        offload.Engine(other, adamw(), **options(Net(), tmp_path))
+    assert other.layers[0].weight.abs().sum() > 0  # as it was
+    with pytest.raises(offload.ConfigError, match=r"the optimizer's class was AdamW and is SGD; .*states was"):
+        offload.Engine(Net(), offload.SGD(lr=0.1, momentum=0.5), **options(Net(), tmp_path))
+    with pytest.raises(offload.ConfigError, match="state_dtype was float32 and is int8"):
+        durable(tmp_path, state_dtype="int8")
+    with pytest.raises(offload.ConfigError, match="layers.0.weight was .*float32.* and is .*bfloat16"):
+        durable(tmp_path, dtype=torch.bfloat16)
+    with pytest.raises(offload.ConfigError, match="unit_bytes: the run in .* was cut by 4608 bytes but got 9999"):
+        durable(tmp_path, unit_bytes=9999)
+    model = Net()
+    groups = [{"params": [p]} for p in model.parameters()]
+    with pytest.raises(offload.ConfigError, match="expected param groups with the parameters of the run's"):
+        offload.Engine(model, offload.AdamW(groups, lr=0.1), **options(model, tmp_path))
+    with durable(tmp_path) as again:
+        assert again.resumed.step == 2
+
+
+def test_a_run_has_one_engine(tmp_path: Path) -> None:
+    with durable(tmp_path):
+        with pytest.raises(SwapLockedError, match=rf"run directory {tmp_path}: expected to be its only user but got"):
+            durable(tmp_path)
+
+
+def test_resume_is_what_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        offload.ConfigError, match="resume=True expects a run there, or a checkpoint, but there is none"
+    ):
+        durable(tmp_path, resume=True)
+    with durable(tmp_path) as engine:
+        for _ in events(engine, {}, until=2):
+            pass
+    with pytest.raises(
+        offload.ConfigError, match="resume=False expects no run there but there is one; pass resume=True"
+    ):
+        durable(tmp_path, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"nvme_path": "/tmp"}, "nvme_path: a durable run has its swap files in run_dir"),
+        ({"offload_optimizer": "cpu"}, "offload_optimizer: expected a home on the drive, .* but got 'cpu'; leave it"),
+        ({"offload_param": "none"}, "offload_param: expected a home on the drive, .* but got 'none'; leave it"),
+        ({"resume": "always"}, "resume: expected True, False or \"auto\" but got 'always'"),
+        ({"run_dir": 7}, "run_dir: expected a directory or several but got 7"),
+        ({"run_dir": []}, "run_dir: expected a directory or several but got \\[\\]"),
+        ({"run_dir": None, "resume": True}, "resume: expected run_dir beside it but got none"),
+        ({"run_dir": None, "checkpoint_dir": "x"}, "checkpoint_dir: expected run_dir beside it but got none"),
+        ({"checkpoint_dir": 7}, "checkpoint_dir: expected a directory but got 7"),
+    ],
+)
+def test_options_that_contradict_are_refused(more: dict[str, Any], text: str, tmp_path: Path) -> None:
+    with pytest.raises(offload.ConfigError, match=text):
+        durable(tmp_path, **more)
+
+
+def test_an_engine_without_a_run_says_so(tmp_path: Path) -> None:
+    with pytest.raises(offload.ConfigError, match="run_dir: expected an engine that trains but got no optimizer"):
+        offload.Engine(Net(), **options(Net(), tmp_path))
+    with offload.Engine(Net(), adamw(), **tight(Net(), tmp_path)) as engine:
+        assert engine.resumed is None
+        with pytest.raises(
+            offload.StateError, match="client_state: expected a durable run but the engine has no run_dir"
+        ):
+            engine.client_state = {}
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SwapError, match=r"file: cannot be made .*; name a directory that this user can write to"):
+        durable(tmp_path / "file")
+
+
+def test_a_damaged_run_is_refused_and_not_overwritten(tmp_path: Path) -> None:
+    with durable(tmp_path) as engine:
+        for _ in events(engine, {}, until=2):
+            pass
+    facts = (tmp_path / "run.json").read_text()
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(SwapCorruptError, match="run.json is missing; restore the directory"):
+        durable(tmp_path)
+    (tmp_path / "run.json").write_text(facts[:100])
+    with pytest.raises(SwapCorruptError, match="run.json is damaged"):
+        durable(tmp_path)
+    (tmp_path / "run.json").write_text(facts.replace('"run": "', '"run": "0'))
+    with pytest.raises(SwapCorruptError, match="expected the record of run 0.* but got that of"):
+        durable(tmp_path)
+    (tmp_path / "run.json").write_text(facts.replace('"version": 1', '"version": 2'))
+    with pytest.raises(SwapError, match="expected version 1 but got version 2; go on with the version"):
+        durable(tmp_path)
+    (tmp_path / "run.json").write_text(facts)
+    with durable(tmp_path) as again:
+        assert again.resumed.step == 2
+
+
+# ---- kill -9 ----
+
+SERVER = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import torch
+import offload.engine
+import test_durable_runs as tests
+
+torch.set_num_threads(1)
+tests.own_class(tests.Net())  # which imports what torch leaves for later
+while path := sys.stdin.readline():  # a process for each: it has imported everything
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        print("killed", flush=True)
+        continue
+    engine = tests.durable(Path(path.strip()))
+    print(os.getpid(), tests.position(engine), flush=True)
+    losses = {}
+    for event in tests.events(engine, losses, until=1 << 30):
+        if event == "state":
+            number = engine.client_state["batch"] - 1
+            print(number, losses[number].hex(), flush=True)
+"""
+
+
+def killed_runs(path: Path, kills: int, seed: int) -> Iterator[tuple[int, dict[int, float]]]:
+    """Kill a run at random moments; yield where each process began, and its losses."""
+    chance = random.Random(seed)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, TESTS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        assert server.stdin is not None and server.stdout is not None
+        for _ in range(kills):
+            server.stdin.write(f"{path}\n")
+            server.stdin.flush()
+            process, began = map(int, server.stdout.readline().split())
+            stop, losses = chance.randint(0, 5), {}
+            while True:
+                if len(losses) == stop:
+                    time.sleep(chance.random() * 0.05)  # any moment of a step will do
+                    os.kill(process, signal.SIGKILL)
+                line = server.stdout.readline()
+                if line == "killed\n":
+                    break
+                number, value = line.split()
+                losses[int(number)] = float.fromhex(value)
+            yield began, losses
+
+
+def check_kills(path: Path, kills: int, seed: int) -> None:
+    truth: dict[int, float] = {}
+    most, done, sizes = 0, 0, set()
+    seen: list[tuple[int, dict[int, float]]] = []
+    for began, losses in killed_runs(path / "killed", kills, seed):
+        assert most - 1 <= began, "a kill loses the step in progress and the one that is being finished"
+        done = max([began, *(number + 1 for number in losses)])
+        most = max(began, done)
+        seen.append((began, losses))
+        data = path / "killed" / "swap.data"
+        if data.exists():
+            sizes.add(os.stat(data).st_blocks * 512)
+    last = max(number + 1 for _, losses in seen for number in losses)
+    with durable(path / "whole") as engine:
+        for _ in events(engine, truth, until=last):
+            pass
+    for _, losses in seen:
+        assert all(truth[number] == value for number, value in losses.items())
+    assert len(sizes) == 1 and any(began for began, _ in seen)
+
+
+def test_a_process_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    check_kills(tmp_path, kills=15, seed=1)
+
+
+@pytest.mark.nightly
+def test_a_process_that_is_killed_very_often_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    check_kills(tmp_path, kills=1000, seed=2)
