@@ -191,12 +191,7 @@ def build(
             undo.callback(steps.put_back, optimizer)
         if run is not None:
             _open_run(run, plan, unit_bytes, tree, manager, steps)
-        if run is not None and run.saved is not None:
-            loader.take_up(manager, run.saved)
-        else:
-            loader.load(manager)
-            if steps.states is not None and isinstance(optimizer, torch.optim.Optimizer):
-                steps.states.adopt(optimizer)
+        _fill(manager, loader, run, steps, optimizer)
         activations = _activations(manager, budgets, plan, device, undo)  # counts what comes from here on
         book = GradientBook(tree.units, tree.parameters, manager, place, steps.averaging)
         asked = steps.calls(calls)
@@ -226,6 +221,22 @@ def build(
         steps=steps,
         run=run,
     )
+
+
+def _fill(
+    manager: Manager,
+    loader: Loader,
+    run: RunFiles | None,
+    steps: Steps,
+    optimizer: OptimizerSpec | torch.optim.Optimizer | None,
+) -> None:
+    """Give the shards their content: that of the model and its optimizer, or what a run has committed."""
+    if run is not None and run.saved is not None:
+        loader.take_up(manager, run.saved)
+        return
+    loader.load(manager)
+    if steps.states is not None and isinstance(optimizer, torch.optim.Optimizer):
+        steps.states.adopt(optimizer)
 
 
 def _open_run(run: RunFiles, plan: Plan, unit_bytes: int, tree: UnitTree, manager: Manager, steps: Steps) -> None:

@@ -13,8 +13,10 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 
 from offload.errors import StateError
-from offload.memory.budget import Budget, Tier
+from offload.memory.arena import Arena
+from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.device import Device
+from offload.memory.transfer import Mover
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -74,21 +76,12 @@ class Tiers:
         self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
         in_flight = budgets[Tier.DEVICE].claim("gradients on their way")
         self._claims = [*claims.values(), self.optimizer_claim, in_flight]
-        largest = max((slot.numel * u.itemsize for u in self.units if u.trainable for slot in u.slots), default=0)
         with contextlib.ExitStack() as undo:
             arena = device.arena(sizes[Tier.DEVICE])
             host = device.host_arena(sizes[Tier.HOST])
             undo.callback(host.close)  # it may be page-locked
             self._arenas = {Tier.DEVICE: arena, Tier.HOST: host}
-            self.mover = device.mover(
-                counters,
-                host,
-                fetch_bytes=plan.fetch_staging_bytes,
-                gradient_bytes=plan.grad_staging_bytes,
-                gradient_claim=in_flight,
-                largest_gradient_bytes=largest,
-                deadline_s=deadline_s,
-            )
+            self.mover = self._make_mover(host, in_flight)
             undo.callback(self.mover.close)
             self.copies = Copies(
                 plan, self._arenas, store, deadline_s=deadline_s, release=self.mover.release, dump=self.dump
@@ -114,6 +107,20 @@ class Tiers:
             if store is not None and host.size_bytes:
                 store.register_buffer(host.base_address, host.size_bytes)
             undo.pop_all()
+
+    def _make_mover(self, host: Arena, gradients: Claim) -> Mover:
+        """Return what moves bytes, with staging buffers of `host`."""
+        plan = self.plan
+        largest = max((slot.numel * u.itemsize for u in self.units if u.trainable for slot in u.slots), default=0)
+        return self.device.mover(
+            self.counters,
+            host,
+            fetch_bytes=plan.fetch_staging_bytes,
+            gradient_bytes=plan.grad_staging_bytes,
+            gradient_claim=gradients,
+            largest_gradient_bytes=largest,
+            deadline_s=self.deadline_s,
+        )
 
     # --- where things are -------------------------------------------------------------------------------------------
 

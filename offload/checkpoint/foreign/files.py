@@ -7,7 +7,6 @@ Owns the reading of bytes. Knows no format but that of safetensors, which is a l
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import mmap
 import os
@@ -17,23 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from offload.checkpoint.safetensors_files import find_tensors
 from offload.errors import ConfigError
-
-_SAFE_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_MOST_HEADER_BYTES = 100 << 20  # as the library has it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,31 +91,7 @@ def read_safetensors(path: Path) -> dict[str, FileTensor]:
     Raises:
         ConfigError: it is none, or was cut off.
     """
-    try:
-        size_bytes = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MOST_HEADER_BYTES, size_bytes - 8):
-                raise ValueError("no header")
-            header = json.loads(file.read(length))
-        found = {name: _entry(path, 8 + length, entry) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path}: expected a safetensors file but got {type(error).__name__}: {error}; copy it again"
-        ) from error
-    for name, tensor in found.items():
-        end = tensor.offset_bytes + math.prod(tensor.shape) * tensor.dtype.itemsize
-        if end > size_bytes:
-            raise ConfigError(
-                f"{path}: expected {end} bytes, for {name}, but got {size_bytes}; it was cut off: copy it again"
-            )
-    return found
-
-
-def _entry(path: Path, base: int, entry: Any) -> FileTensor:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    dtype = _SAFE_DTYPES[entry["dtype"]]
-    if begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"shape {shape} in {end - begin} bytes")
-    return FileTensor(path, base + begin, shape, contiguous_stride(shape), dtype)
+    return {
+        name: FileTensor(path, found.offset_bytes, found.shape, contiguous_stride(found.shape), found.dtype)
+        for name, found in find_tensors(path).items()
+    }

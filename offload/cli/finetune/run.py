@@ -234,14 +234,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
     if settings.output is not None:
         settings.output.mkdir(parents=True, exist_ok=True)
     meter = RssMeter()
-    with _quiet_transformers():
-        model = load_model(settings.model, settings)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{settings.model.name}: {parameters / 1e6:.1f} M parameters; {len(windows.train)} windows of "
-        f"{settings.sequence_length} tokens to train on, {len(windows.held_out)} held out",
-        file=out,
-    )
+    model, parameters = _shown_model(settings, windows, out)
     engine = offload.Engine(
         model, optimizer=offload.AdamW(lr=settings.lr, weight_decay=settings.weight_decay), config=options
     )
@@ -305,6 +298,19 @@ def _past(engine: Engine, settings: Settings, out: TextIO) -> Past:
     past = Past.of_state(engine.load_checkpoint(checkpoints_of(settings)), settings)
     print(f"resumed after step {len(past.steps)}", file=out, flush=True)
     return past
+
+
+def _shown_model(settings: Settings, windows: Windows, out: TextIO) -> tuple[PreTrainedModel, int]:
+    """Return the model and how many parameters it has; says so."""
+    with _quiet_transformers():
+        model = load_model(settings.model, settings)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{settings.model.name}: {parameters / 1e6:.1f} M parameters; {len(windows.train)} windows of "
+        f"{settings.sequence_length} tokens to train on, {len(windows.held_out)} held out",
+        file=out,
+    )
+    return model, parameters
 
 
 def _tokenized(settings: Settings) -> tuple[Any, Windows]:
