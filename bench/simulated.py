@@ -5,8 +5,8 @@ write has a cost from a description of the machine (``offload/planning/hardware.
 deterministic. docs/architecture.md says what the clock shows and what it cannot.
 
 Each case has a batch near break-even: so many rows that the device computes as long as the lane with the most work
-besides. Compute is a line through two small batches, and the other lanes do not depend on rows. Where such a batch does
-not fit, several micro-batches make it up.
+besides. Compute is a line through two small batches. The other lanes may depend on rows, so the batch is sought again
+with the work that was seen, until it stays. Where such a batch does not fit, several micro-batches make it up.
 
 Bounds: R is the work of the busiest lane over the time of a step (bound: 1), U the share of the time in which the
 device computes, `ahead` how many units the host has given to the device that it has not begun. To reach: U of 0.90 with
@@ -187,14 +187,21 @@ def near_break_even(case: Case, sizes: dict[str, int]) -> tuple[Batch, Figures]:
         small = [of_engine(case, sizes, Batch(rows, micro_batches), steps=1) for rows in (1, 2)]
         row_s = small[1].work_s["compute"] - small[0].work_s["compute"]
         fixed_s = small[0].work_s["compute"] - row_s
-        besides_s = max(seconds for lane, seconds in small[1].work_s.items() if lane != "compute")
-        rows = max(1, round((besides_s - fixed_s) / row_s))
-        batch = Batch(rows, micro_batches)
-        try:
-            return batch, of_engine(case, sizes, batch)
-        except torch.OutOfMemoryError as error:
-            print(f"  {rows} rows in {micro_batches} micro-batches: {str(error).splitlines()[0]}")
+        figures, tried = small[1], dict[int, Figures]()
+        while (rows := max(1, round((besides_s(figures) - fixed_s) / row_s))) not in tried:
+            try:
+                figures = tried[rows] = of_engine(case, sizes, Batch(rows, micro_batches))
+            except torch.OutOfMemoryError as error:
+                print(f"  {rows} rows in {micro_batches} micro-batches: {str(error).splitlines()[0]}")
+                break
+        else:
+            return Batch(rows, micro_batches), tried[rows]
     raise SystemExit(f"{case.name} on {case.machine}: no batch near break-even fits the device")
+
+
+def besides_s(figures: Figures) -> float:
+    """Return the work of the busiest lane besides compute."""
+    return max(seconds for lane, seconds in figures.work_s.items() if lane != "compute")
 
 
 def of_deepspeed(case: Case, numel: int, compute_s: float, micro_batches: int) -> dict[str, float]:

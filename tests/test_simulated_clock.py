@@ -8,7 +8,20 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import pytest
 import simulated
 import torch
-from simulated.clock import IDLE, Actor, Costs, Drive, VirtualExecutor, clock, now, operations, spend
+from simulated.clock import (
+    IDLE,
+    Actor,
+    Costs,
+    Drive,
+    VirtualErrands,
+    VirtualExecutor,
+    VirtualLock,
+    clock,
+    now,
+    operations,
+    spend,
+    wait_for_all,
+)
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
@@ -275,6 +288,51 @@ def test_a_failure_comes_out_of_the_future_and_a_deadline_passes() -> None:
         assert isinstance(future.exception(), OSError) and now() == 2.0
         with pytest.raises(OSError, match="no space"):
             future.result()
+        workers.shutdown()
+
+
+def test_urgent_errands_come_first_and_know_who_does_them() -> None:
+    done: list[tuple[str, int, float]] = []
+
+    def errand(name: str) -> Callable[[int], None]:
+        return lambda number: (spend(1.0), done.append((name, number, now())))[-1]
+
+    with clock(COSTS, dry=True):
+        errands = VirtualErrands[None](1, "errands")
+        first = errands.submit(errand("first"), urgent=False)
+        spend(0.5)  # it has begun
+        for name, urgent in (("second", False), ("third", False), ("urgent", True)):
+            errands.submit(errand(name), urgent=urgent)
+        assert not first.done()
+        errands.close()
+    assert done == [("first", 0, 1.0), ("urgent", 0, 2.0), ("second", 0, 3.0), ("third", 0, 4.0)]
+
+
+def test_what_has_not_begun_can_be_taken_back() -> None:
+    with clock(COSTS, dry=True):
+        workers, others = VirtualExecutor(1), VirtualExecutor(1)
+        running, taken, dropped = (workers.submit(spend, 2.0) for _ in range(3))
+        waiting = others.submit(lambda: (wait_for_all([taken]), now())[-1])
+        spend(1.0)
+        assert not running.cancel() and taken.cancel() and taken.cancelled()
+        assert waiting.result() == 1.0
+        workers.shutdown(cancel_futures=True)
+        assert now() == 2.0 and running.result() is None and dropped.cancelled()
+        others.shutdown()
+
+
+def test_who_holds_a_lock_lets_time_go_by() -> None:
+    lock = VirtualLock()
+
+    def hold() -> float:
+        with lock:
+            spend(1.0)
+            return now()
+
+    with clock(COSTS, dry=True):
+        workers = VirtualExecutor(3)
+        futures = [workers.submit(hold) for _ in range(3)]
+        assert [future.result() for future in futures] == [1.0, 2.0, 3.0]
         workers.shutdown()
 
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import gc
+import heapq
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import simulated
+
+T = TypeVar("T")
 
 NEVER = float("inf")
 POLL_S = 1e-6  # of whoever asks whether something is done
@@ -110,15 +115,23 @@ class VirtualFuture(Future):  # type: ignore[type-arg]
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result."""
-        self._await(timeout)
+        self.wait(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end."""
-        self._await(timeout)
+        self.wait(timeout)
         return super().exception(0)
 
-    def _await(self, timeout: float | None) -> None:
+    def cancel(self) -> bool:
+        """Take it back, if it has not begun, and let those who wait for it know."""
+        taken = super().cancel()
+        if taken:
+            self._wake()
+        return taken
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end, whatever came of it."""
         until = NEVER if timeout is None else self._core.now() + timeout
         while not super().done():
             self._waiting.append(self._core.acting())
@@ -126,13 +139,44 @@ class VirtualFuture(Future):  # type: ignore[type-arg]
                 raise FutureTimeoutError
 
     def end(self, function: Callable[[], Any]) -> None:
-        """Call what it stands for, and wake who waits for it."""
+        """Call what it stands for, unless it was taken back, and wake who waits for it."""
+        if not self.set_running_or_notify_cancel():
+            return
         try:
             self.set_result(function())
         except BaseException as error:
             self.set_exception(error)
-        for actor in self._waiting:
-            self._core.wake(actor)
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            self._core.wake(self._waiting.pop(0))
+
+
+def wait_for_all(futures: Iterable[VirtualFuture]) -> None:
+    """Stand for concurrent.futures.wait."""
+    for future in futures:
+        future.wait()
+
+
+class VirtualLock:
+    """Stands for a lock: whoever holds it may let time go by."""
+
+    def __init__(self) -> None:
+        self._core = simulated.load()
+        self._held = False
+        self._waiting: collections.deque[int] = collections.deque()
+
+    def __enter__(self) -> None:
+        while self._held:
+            self._waiting.append(self._core.acting())
+            self._core.sleep(NEVER, "lock")
+        self._held = True
+
+    def __exit__(self, *_: object) -> None:
+        self._held = False
+        if self._waiting:
+            self._core.wake(self._waiting.popleft())
 
 
 class Actor:
@@ -176,45 +220,63 @@ class Actor:
             self._core.leave()
 
 
-class VirtualExecutor:
-    """Stands for a ThreadPoolExecutor: its workers are actors."""
+class VirtualErrands(Generic[T]):
+    """Stands for threads that do errands, what is urgent first: they are actors."""
 
-    def __init__(self, max_workers: int = 1, thread_name_prefix: str = "worker") -> None:
-        self._name = thread_name_prefix
-        self._tasks: collections.deque[tuple[VirtualFuture, Callable[[], Any]]] = collections.deque()
+    def __init__(self, threads: int, name: str) -> None:
+        self._name = name
+        self._count = itertools.count()
+        self._queue: list[tuple[bool, int, Callable[[int], T], VirtualFuture]] = []
         self._idle: list[Actor] = []
-        self._open = True
-        self._workers = [Actor(thread_name_prefix, self._work) for _ in range(max_workers)]
+        self.open = True
+        self._actors = [Actor(name, functools.partial(self._work, number)) for number in range(threads)]
 
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> VirtualFuture:
-        """Have a worker call a function."""
-        if not self._open:
-            raise RuntimeError("cannot schedule new futures after shutdown")
+    def submit(self, errand: Callable[[int], T], *, urgent: bool) -> VirtualFuture:
+        """Have an errand done, which is given the number of the actor."""
+        assert self.open and self._actors
         future = VirtualFuture(self._name)
-        self._tasks.append((future, lambda: function(*args, **kwargs)))
+        heapq.heappush(self._queue, (not urgent, next(self._count), errand, future))
         if self._idle:
             self._idle.pop(0).wake()
         return future
 
+    def close(self, *, cancel: bool = False) -> None:
+        """Let the actors end what is left to do, or take that back. Idempotent."""
+        for *_, future in self._queue if cancel else ():
+            future.cancel()
+        self.open = False
+        for actor in self._actors:
+            actor.wake()
+        while self._actors:
+            self._actors.pop().join()
+
+    def _work(self, number: int, actor: Actor) -> None:
+        while self.open or self._queue:
+            if self._queue:
+                _, _, errand, future = heapq.heappop(self._queue)
+                future.end(functools.partial(errand, number))
+                del errand, future  # an actor that waits keeps nothing alive
+            else:
+                if actor not in self._idle:
+                    self._idle.append(actor)
+                actor.sleep()
+
+
+class VirtualExecutor:
+    """Stands for a ThreadPoolExecutor: its workers are actors."""
+
+    def __init__(self, max_workers: int = 1, thread_name_prefix: str = "worker") -> None:
+        self._errands = VirtualErrands[Any](max_workers, thread_name_prefix)
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> VirtualFuture:
+        """Have a worker call a function."""
+        if not self._errands.open:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        return self._errands.submit(lambda _: function(*args, **kwargs), urgent=False)
+
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let the workers end what they have been given; waits in any case. Idempotent."""
-        if cancel_futures:
-            self._tasks.clear()
-        self._open = False
-        for worker in self._workers:
-            worker.wake()
-        while self._workers:
-            self._workers.pop().join()
-
-    def _work(self, worker: Actor) -> None:
-        while self._open or self._tasks:
-            if self._tasks:
-                future, call = self._tasks.popleft()
-                future.end(call)
-            else:
-                if worker not in self._idle:
-                    self._idle.append(worker)
-                worker.sleep()
+        self._errands.close(cancel=cancel_futures)
 
 
 class VirtualTicket:

@@ -7,12 +7,14 @@ modules are given other values for a while. In a dry run, host memory is address
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
 import importlib
 import pkgutil
 import sys
+import threading
 import types
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +28,23 @@ from offload.kernels.ranges import Dtype, StateKind
 from offload.memory.accelerator import AcceleratorDevice
 from offload.memory.arena import HOST, Arena
 from offload.memory.budget import Tier
+from offload.memory.errands import Errands
 from offload.module.gradient_hooks import GradientHooks
 from offload.module.hooks import Hooks
 from offload.planning.hardware import Hardware
 from offload.sizes import HUGE_PAGE_BYTES, round_up
-from simulated.clock import Costs, Drive, Operation, VirtualExecutor, VirtualTicket, clock, operations
+from simulated.clock import (
+    Costs,
+    Drive,
+    Operation,
+    VirtualErrands,
+    VirtualExecutor,
+    VirtualLock,
+    VirtualTicket,
+    clock,
+    operations,
+    wait_for_all,
+)
 from swap import SwapStats, SwapStore
 
 PIECE_BYTES = 64 << 20  # of a kernel on the CPU, after which others may have a turn
@@ -211,6 +225,15 @@ class MemoryCalls:
             ctypes.memset(target, value, size_bytes)
 
 
+class Threading:
+    """Stands for ``threading``: its locks are held by actors."""
+
+    Lock = VirtualLock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
 class AddressArena(Arena):
     """Host memory that is addresses alone: whoever touches it dies of SIGSEGV."""
 
@@ -278,6 +301,9 @@ def engine_clock(hardware: Hardware, *, dry: bool) -> Iterator[Watch]:
         moments = types.SimpleNamespace(perf_counter=simulated.load().now, monotonic=simulated.load().now)
         stand_ins: dict[str, tuple[Any, Any]] = {
             "ThreadPoolExecutor": (ThreadPoolExecutor, VirtualExecutor),
+            "Errands": (Errands, VirtualErrands),
+            "wait": (concurrent.futures.wait, wait_for_all),
+            "threading": (threading, Threading()),
             "ctypes": (ctypes, MemoryCalls(cpu)),
             "_cpu_adam": (kernels._real, kernels),
             "time": (sys.modules["time"], moments),
@@ -288,6 +314,7 @@ def engine_clock(hardware: Hardware, *, dry: bool) -> Iterator[Watch]:
                 if getattr(module, name, None) is real:
                     undo.enter_context(_instead(module, name, stand_in))
         undo.enter_context(_instead(sys.modules["offload.memory.devices"], "AcceleratorDevice", device))
+        undo.enter_context(_instead(sys.modules["offload.memory.page_lock"], "_touch", lambda *_: None))
         undo.enter_context(_instead(Hooks, "_before_forward", _timed_forward(hardware, watch)))
         undo.enter_context(_instead(GradientHooks, "_take", _timed_gradient(hardware)))
         with simulated.limit(int(hardware.device_bytes)):
