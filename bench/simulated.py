@@ -224,11 +224,15 @@ def most(seconds: dict[str, float], total_s: float, many: int = 3) -> str:
     return ", ".join(f"{what} {100 * part / total_s:.1f} %" for what, part in found if part > 0) or "nothing"
 
 
-def run_case(case: Case, sizes: dict[str, int]) -> dict[str, Any]:
-    """Measure a case, print it and return its figures."""
+def run_case(case: Case, sizes: dict[str, int], rows: int | None) -> dict[str, Any]:
+    """Measure a case, near break-even or with so many rows, print it and return its figures."""
     began = time.perf_counter()
     print(f"{case.name}, {case.machine}")
-    batch, figures = near_break_even(case, sizes)
+    if rows is None:
+        batch, figures = near_break_even(case, sizes)
+    else:
+        batch = Batch(rows, 1)
+        figures = of_engine(case, sizes, batch)
     numel = sum(parameter.numel() for parameter in made(sizes).parameters())
     theirs = of_deepspeed(case, numel, figures.busy_s["compute"], batch.micro_batches)
     ahead = sorted(figures.ahead)
@@ -265,13 +269,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="a model of three layers, two of the cases")
     parser.add_argument("--only", help="cases whose name or machine contains this")
+    parser.add_argument("--rows", type=int, help="in one micro-batch, instead of a batch near break-even")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
     simulated.load()
     sizes = SMALL if arguments.smoke else FULL
     cases = (CASES[0], CASES[3]) if arguments.smoke else CASES
     chosen = [case for case in cases if not arguments.only or arguments.only in f"{case.name}, {case.machine}"]
-    results = [run_case(case, sizes) for case in chosen]
+    results = [run_case(case, sizes, arguments.rows) for case in chosen]
     machines = {name: dataclasses.asdict(PRESETS[name]) for name in sorted({case.machine for case in chosen})}
     emit(arguments.json, {"model": sizes, "cases": results, "machines": machines})
 
