@@ -99,7 +99,7 @@ KNOWS_DEVICES = {f"offload.memory.{name}" for name in ("accelerator", "devices",
 # file -> the one private attribute of another object that it may write: a tensor of our own class, one of torch's own
 WRITES_PRIVATE = {"offload.module.handles": "_incoming", "offload.optim.takeover": "_opt_called"}
 MAY_PRINT = {f"offload.{name}" for name in ("__main__", "cli.main", "cli.finetune.run", "cli.finetune.progress")}
-MAY_PRINT |= {"offload.cli.drive.command", "offload.cli.checkpoint.command"}
+MAY_PRINT |= {"offload.cli.drive.command", "offload.cli.checkpoint.operations"}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
 

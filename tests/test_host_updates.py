@@ -242,7 +242,7 @@ def test_the_devices_parameters_are_lost_where_they_were_overwritten_in_part(mon
         bench.add(2)
         bench.worker.do(2)
 
-        def fails(*arguments: object) -> Any:
+        def fails(*arguments: object, **options: object) -> Any:
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(bench.manager.tiers.mover, "fetch_host", fails)

@@ -110,20 +110,20 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 _CHILD = """
 import sys, torch, offload
 sys.path.insert(0, sys.argv[1])
-from memory import reset_peak, rss_bytes
+from offload.activations.rss import reset_high_water, status_bytes
 from torch import nn
 torch.manual_seed(0)
-before = rss_bytes()
-reset_peak()
+before = status_bytes("VmRSS")
+reset_high_water()
 with offload.init(sys.argv[2]):
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(24)])
     for layer in model:
         nn.init.normal_(layer.weight)
-print(rss_bytes("VmHWM") - before)
-reset_peak()
+print(status_bytes("VmHWM") - before)
+reset_high_water()
 engine = offload.Engine(model, None, device="cpu", max_memory={"device": "64MiB", "cpu": "32MiB", "nvme": "1GiB"},
                         nvme_path=sys.argv[2])
-print(rss_bytes("VmHWM") - before)
+print(status_bytes("VmHWM") - before)
 with engine.gather(model[-1].weight):
     print(model[-1].weight.double().sum().item())
 """

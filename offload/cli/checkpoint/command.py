@@ -1,26 +1,15 @@
-"""``offload checkpoint ls|verify|export``: their options, and what they print.
+"""``offload checkpoint ls|verify|export``: their options. Imports nothing heavy.
 
-Knows neither engines nor models: a checkpoint is read without running code of it. Next:
-:mod:`offload.cli.checkpoint.export`; :mod:`offload.checkpoint.format` reads the files.
+Next: :mod:`offload.cli.checkpoint.operations` does what is asked.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.format.folder import Folder, check_tag
-from offload.checkpoint.format.index import FILE_NAME, Entry, Index
-from offload.checkpoint.format.reader import DamagedError, Reader, Source
-from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
-from offload.errors import CheckpointError, ConfigError
-from offload.sizes import Share, format_bytes, parse_bytes
-
 DESCRIPTION = "List checkpoints of engine.save_checkpoint, compare every byte with its checksum, write other formats."
-DEADLINE_S = 600.0  # of one transfer: a slow drive is no error
 
 
 def add_arguments(parser: argparse.ArgumentParser, parser_class: Any) -> None:
@@ -49,73 +38,6 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    commands: dict[str, Callable[[argparse.Namespace], None]] = {"ls": _list, "verify": _verify, "export": _export}
-    commands[arguments.checkpoint](arguments)
+    from offload.cli.checkpoint.operations import OPERATIONS
 
-
-def _list(arguments: argparse.Namespace) -> None:
-    folder = Folder(arguments.directory)
-    latest = folder.find(None).name
-    rows = [("tag", "step", "size", "files", "saved", "")]
-    for tag in folder.tags() or [""]:
-        path = folder.path / tag / FILE_NAME
-        saved = datetime.datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", "seconds")
-        try:
-            index = Index.read(path)
-        except CheckpointError:
-            rows.append((tag, "", "", "", saved, "its index is damaged, or newer"))
-            continue
-        size, note = format_bytes(index.size_bytes), "latest" if index.tag == latest else ""
-        rows.append((index.tag, str(index.contents["step"]), size, str(len(index.files)), saved, note))
-    rows += [(name, "", "", "", "", "broken off; it is ignored") for name in folder.unfinished()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _verify(arguments: argparse.Namespace) -> None:
-    path, index = _find(arguments)
-    source = Source(path, index)
-    with Staging(BUFFERS, BUFFER_BYTES, deadline_s=DEADLINE_S) as staging:
-        damages = list(damages_of(source, index.entries, staging))
-    for damage in damages:
-        print(damage)
-    if damages:
-        raise CheckpointError(f"checkpoint {path}: {len(damages)} of {len(index.entries)} tensors are damaged")
-    print(f"{path}: {len(index.entries)} tensors, {format_bytes(index.size_bytes)}: every byte is what was written")
-
-
-def damages_of(source: Source, entries: Sequence[Entry], staging: Staging) -> Iterator[str]:
-    """Yield what is wrong with each tensor of a checkpoint that is damaged."""
-    while entries:
-        with Reader({"": source.stretches(entries)}, staging) as reader:
-            for number, entry in enumerate(entries):
-                try:
-                    reader.take("", 0, entry.size_bytes)
-                except DamagedError as error:  # of this tensor, or of one behind it in the same buffer
-                    yield str(error)
-                    entries = entries[entries.index(error.entry, number) + 1 :]
-                    break
-            else:
-                return
-
-
-def _export(arguments: argparse.Namespace) -> None:
-    from offload.cli.checkpoint.export import export_torch, export_weights
-
-    path, index = _find(arguments)
-    limit = parse_bytes(arguments.max_shard_size, subject="--max-shard-size")
-    if isinstance(limit, Share):
-        raise ConfigError(f"--max-shard-size: expected bytes such as 5GB but got {arguments.max_shard_size!r}")
-    if arguments.format == "torch":
-        files = [export_torch(path, index, arguments.output, DEADLINE_S)]
-    else:
-        files = export_weights(path, index, arguments.output, limit, DEADLINE_S)
-    for file in files:
-        print(f"wrote {file}")
-
-
-def _find(arguments: argparse.Namespace) -> tuple[Path, Index]:
-    folder = Folder(arguments.directory)
-    path = folder.find(None if arguments.tag is None else check_tag(arguments.tag))
-    return path, Index.read(path / FILE_NAME)
+    OPERATIONS[arguments.checkpoint](arguments)
