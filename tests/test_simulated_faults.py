@@ -107,9 +107,9 @@ def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int
     assert exact > 0
 
 
-@stride(199)
+@stride(399)
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-@pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)
+@pytest.mark.parametrize("schedule", [LAZY, pytest.param(EAGER, marks=pytest.mark.nightly)], **named)
 def test_a_device_that_is_lost(
     schedule: Schedule, home: str, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
