@@ -14,7 +14,7 @@ CXX_SOURCES = $(shell find csrc tests/simulated -type f \( -name '*.cc' -o -name
 TYPED := $(wildcard offload swap scripts bench/nvme)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test simulated gpu-check nightly sanitize finetune lint format bench clean distclean
+.PHONY: help venv test simulated wheels gpu-check nightly sanitize finetune lint format bench clean distclean
 
 help:             ## what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ test: $(STAMP)    ## the tests
 
 simulated: $(STAMP) ## build the simulated accelerator of the tests, which the first of them does otherwise
 	@$(BIN)/python tests/simulated/build.py
+
+wheels:           ## a source distribution and a wheel in dist, tried in a new environment (ARGS="--python python3.13")
+	$(PYTHON) scripts/wheels.py $(ARGS)
 
 gpu-check: $(STAMP) ## tests and measurements on this machine's GPU, in ten minutes; docs/gpu.md
 	$(BIN)/python scripts/gpu_check.py $(ARGS)

@@ -4,9 +4,16 @@
 #include <bit>
 #include <cstring>
 
+#include "../x86_features.h"
+
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define SWAP_AIO_HAVE_SSE42 1
+#if defined(__clang__)  // GCC before 11 has no such feature
+#define SWAP_AIO_SSE42 target("sse4.2,crc32")
+#else
+#define SWAP_AIO_SSE42 target("sse4.2")
+#endif
 #endif
 
 namespace swap_aio {
@@ -75,8 +82,8 @@ std::uint64_t load64(const unsigned char* at) {
 }
 
 template <std::size_t kLane>
-__attribute__((target("sse4.2"))) void three_lanes(std::uint32_t& crc, const unsigned char*& at,
-                                                   std::size_t& length, const ZerosTable& zeros) {
+__attribute__((SWAP_AIO_SSE42)) void three_lanes(std::uint32_t& crc, const unsigned char*& at,
+                                                 std::size_t& length, const ZerosTable& zeros) {
     while (length >= 3 * kLane) {
         std::uint64_t a = crc;
         std::uint64_t b = 0;
@@ -93,8 +100,8 @@ __attribute__((target("sse4.2"))) void three_lanes(std::uint32_t& crc, const uns
     }
 }
 
-__attribute__((target("sse4.2"))) std::uint32_t update_sse42(std::uint32_t crc, const unsigned char* at,
-                                                             std::size_t length) {
+__attribute__((SWAP_AIO_SSE42)) std::uint32_t update_sse42(std::uint32_t crc, const unsigned char* at,
+                                                           std::size_t length) {
     static const ZerosTable kLongZeros(kLongLane);
     static const ZerosTable kShortZeros(kShortLane);
     for (; length != 0 && (reinterpret_cast<std::uintptr_t>(at) & 7U) != 0; --length)
@@ -106,11 +113,6 @@ __attribute__((target("sse4.2"))) std::uint32_t update_sse42(std::uint32_t crc, 
     crc = static_cast<std::uint32_t>(wide);
     for (; length != 0; --length) crc = _mm_crc32_u8(crc, *at++);
     return crc;
-}
-
-bool have_sse42() {
-    static const bool have = __builtin_cpu_supports("sse4.2") != 0;
-    return have;
 }
 
 #endif
@@ -139,14 +141,15 @@ std::uint32_t crc32c_portable(const void* data, std::size_t length, std::uint32_
 
 std::uint32_t crc32c(const void* data, std::size_t length, std::uint32_t crc) {
 #ifdef SWAP_AIO_HAVE_SSE42
-    if (have_sse42()) return ~update_sse42(~crc, static_cast<const unsigned char*>(data), length);
+    if (offload::x86_features().sse42)
+        return ~update_sse42(~crc, static_cast<const unsigned char*>(data), length);
 #endif
     return crc32c_portable(data, length, crc);
 }
 
 const char* crc32c_kernel() {
 #ifdef SWAP_AIO_HAVE_SSE42
-    if (have_sse42()) return "sse4.2";
+    if (offload::x86_features().sse42) return "sse4.2";
 #endif
     return "portable";
 }

@@ -4,39 +4,23 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#if defined(OFFLOAD_HAVE_AVX2) || defined(OFFLOAD_HAVE_AVX512)
-#include <cpuid.h>
-#endif
+#include "../x86_features.h"
 
 namespace offload::cpu_adam {
 namespace {
 
 constexpr const char* kVariable = "OFFLOAD_CPU_ADAM_ISA";
 
-#if defined(OFFLOAD_HAVE_AVX2) || defined(OFFLOAD_HAVE_AVX512)
-bool has_avx2() {  // __builtin_cpu_supports also asks whether the operating system saves the wide registers
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) != 0 && (c >> 29 & 1u) != 0;
-    return f16c && __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
-}
-#endif
-#if defined(OFFLOAD_HAVE_AVX512)
-bool has_avx512() {
-    return has_avx2() && __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-           __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
-}
-#endif
-
 const std::vector<Path>& paths() {
     static const std::vector<Path> kPaths = [] {
         std::vector<Path> found;
 #if defined(OFFLOAD_HAVE_AVX512)
-        if (has_avx512()) {
+        if (x86_features().avx512) {
             found.push_back({"avx512", &avx512_kernels()});
         }
 #endif
 #if defined(OFFLOAD_HAVE_AVX2)
-        if (has_avx2()) {
+        if (x86_features().avx2) {
             found.push_back({"avx2", &avx2_kernels()});
         }
 #endif
