@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
@@ -21,18 +21,27 @@ from offload.memory.arena import Buffer
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def left_to_who_needs_it(what: str) -> Iterator[None]:
-    """Let what fails in the block be met by whoever needs the bytes: nothing that was asked for has failed.
+class LeftToWhoNeedsIt:
+    """Lets what fails in a ``with`` block be met by whoever needs the bytes: nothing that was asked for has failed.
 
     These are errors of drives and devices, which are RuntimeErrors. A missed deadline is none, nor are the package's.
+    One can be entered any number of times: most modules' forwards do.
     """
-    try:
-        yield
-    except (OffloadError, TimeoutError):
-        raise
-    except (OSError, RuntimeError) as error:
-        logger.warning("%s: %s", what, error)
+
+    def __init__(self, what: str) -> None:
+        """Note what fails, for the log."""
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None or isinstance(error, (OffloadError, TimeoutError)):
+            return False
+        if not isinstance(error, (OSError, RuntimeError)):
+            return False
+        logger.warning("%s: %s", self._what, error)
+        return True
 
 
 class Ticket(Protocol):
