@@ -7,6 +7,7 @@ know shards, states or schedules. Next: :mod:`offload.memory.cpu` and :mod:`offl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from offload.errors import OffloadError
-from offload.memory.arena import Buffer
+from offload.memory.arena import Arena, Buffer
+from offload.memory.budget import Claim
+from offload.stats import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +116,29 @@ class FutureTransfer:
                 f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
                 "raise io_deadline_s if the machine is just slow"
             ) from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoverNeeds:
+    """What a mover is made with.
+
+    Attributes:
+        counters: of bytes and seconds.
+        host: gives staging buffers.
+        fetch_bytes: of them, for what comes from NVMe.
+        gradient_bytes: of them, for gradients.
+        gradient_claim: of the device budget, for gradients on their way.
+        largest_gradient_bytes: of one parameter.
+        deadline_s: after which a copy counts as lost.
+    """
+
+    counters: Counters
+    host: Arena
+    fetch_bytes: int
+    gradient_bytes: int
+    gradient_claim: Claim
+    largest_gradient_bytes: int
+    deadline_s: float
 
 
 class Mover(Protocol):
