@@ -16,12 +16,12 @@ from torch import nn
 
 from offload.activations.ledger import Activations
 from offload.activations.rss import open_rss
-from offload.checkpoint.contents import ParameterContents
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
 from offload.checkpoint.optimizer_state import OptimizerStates
 from offload.checkpoint.pretrained import Weights
 from offload.checkpoint.run_files import RunFacts, RunFiles
+from offload.checkpoint.writing_home import ParameterWriter
 from offload.config import Config
 from offload.errors import BudgetError
 from offload.interrupt import Deferral
@@ -184,8 +184,8 @@ def build(
         undo.callback(lambda: unloaded.update(loader.unload(manager, undo=True)))
         undo.callback(life.end)
         life.open(manager)
-        contents, forwards = ParameterContents(binding, life.require_open), Forwards()
-        changes = OutsideChanges(binding, forwards, manager, contents)
+        writer, forwards = ParameterWriter(binding, life.require_open), Forwards()
+        changes = OutsideChanges(binding, forwards, manager, writer)
         steps = _steps(model, optimizer, rule, config, manager, binding, changes, calls)
         if steps.optimizer is not None:
             undo.callback(steps.put_back, optimizer)

@@ -1,8 +1,9 @@
 """The engine: wraps a module and trains it within memory budgets.
 
-Owns what users call, and what it promises them. The work is done below: :mod:`offload.build` makes the parts,
-:mod:`offload.training` orders forward, backward and step, :mod:`offload.checkpoint.module_state` reads and writes
-tensors, :mod:`offload.closing` ends.
+Owns what users call, and what it promises them: here training, looking and closing; what reads and writes tensors is in
+:mod:`offload.engine_tensors`, what saves and goes on in :mod:`offload.engine_runs`. The work is done below:
+:mod:`offload.build` makes the parts, :mod:`offload.training` orders forward, backward and step,
+:mod:`offload.checkpoint.module_state` reads and writes tensors, :mod:`offload.closing` ends.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,13 @@ import torch
 from torch import nn
 
 from offload.build import EngineCalls, build
-from offload.checkpoint.digests import take_digests
-from offload.checkpoint.foreign.found import Facts
 from offload.checkpoint.pretrained import Weights, find_weights
 from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
-from offload.durable import DurableRun, Resumed
+from offload.engine_runs import EngineRuns
+from offload.engine_tensors import EngineTensors
 from offload.errors import ConfigError, StateError
-from offload.importing import import_checkpoint
 from offload.interrupt import Deferral
 from offload.life import Life
 from offload.module import refusals
@@ -43,7 +42,7 @@ from offload.training import Training
 logger = logging.getLogger(__name__)
 
 
-class Engine:
+class Engine(EngineTensors, EngineRuns):
     """Trains a module whose parameters, gradients and optimizer states do not fit the device.
 
     Calling the engine calls the module. ``backward`` and ``step`` follow; ``loss.backward()`` works, too (not with
@@ -116,7 +115,11 @@ class Engine:
         self.plan: Plan = self._parts.plan
         self.optimizer: OffloadOptimizer | None = self._parts.steps.optimizer
         self._step = self._parts.steps.step
-        self._resumed = None if self._durable is None else self._take_up(self._durable, state, begin)
+        try:
+            self._resumed = self._take_up(state, begin)
+        except BaseException:
+            self._close(restore=None, commit=False)
+            raise
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -212,245 +215,6 @@ class Engine:
         self._require_open()  # first: a model whose engine was not made may have hooks that lead here
         return self._training.take_step()
 
-    # --- reading and writing tensors --------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's state dict with real tensors: parameters as CPU copies, buffers as they are."""
-        return self._parts.tensors.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load parameters and buffers by name; masters follow the given values, moments are kept.
-
-        A 16-bit value that equals the present parameter leaves its master as it is, so that it does not matter whether
-        the optimizer's state is loaded before or after.
-
-        Raises:
-            ConfigError: it is no mapping, or names or shapes do not fit (with `strict`, missing and unexpected names
-                too).
-            StateError: parameters are in use, inside :meth:`gather` or a forward. Nothing was loaded in either case.
-        """
-        self._parts.tensors.load(state_dict, strict=strict)
-
-    def gather_gradients(
-        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None = None, modify: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """Let ``parameter.grad`` be a tensor with elements inside the ``with`` block.
-
-        It is what the coming step would use: averaged, unscaled, times its factors; None where none has arrived.
-
-        Args:
-            params: a parameter, several, or a module; None for all that are trained.
-            modify: keep what was changed: the elements, another tensor, or None. Gradients that are not changed keep
-                their precision.
-
-        Raises:
-            BudgetError: they do not fit the device budget at once.
-            ConfigError: `params` is something else.
-            StateError: one is not trained by this engine, or was changed without `modify`, which undoes the change.
-        """
-        return self._parts.gradients.gather(params, modify=modify)
-
-    def apply(
-        self,
-        function: Callable[[str, nn.Parameter], object],
-        params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None = None,
-    ) -> None:
-        """Call ``function(name, parameter)`` for parameters with real data on the device, and keep what it changes.
-
-        They are gathered unit by unit, so the budgets hold however large the model is: for merging, averaging
-        (``average[name].lerp_(parameter, 0.001)``), histograms and weight surgery.
-
-        Args:
-            function: gets the parameter's name in the module and the parameter, without gradients being recorded.
-            params: a parameter, several, or a module; None for all.
-
-        Raises:
-            ConfigError, StateError: as :meth:`gather`. Units that came before keep what was changed.
-        """
-        self._parts.tensors.apply(function, self.module if params is None else params)
-
-    def gather(
-        self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], modify: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """Give parameters real data on the device inside the ``with`` block.
-
-        Args:
-            params: a parameter, several, or a module.
-            modify: write what was changed home; the fp32 masters of 16-bit elements that change become their new
-                values, the others stay. Takes as much memory again as their units, to see what was changed; after an
-                exception inside the block all is as before.
-
-        Raises:
-            BudgetError: they do not fit the device budget at once.
-            ConfigError: `params` is something else.
-            StateError: a parameter is not this engine's, or is in use already and to be modified, or one was changed
-                in place without `modify` or without being gathered; what may be changed is kept. The change is undone
-                with `modify`, and where there is a copy at home; elsewhere the next step refuses it again.
-        """
-        return self._parts.tensors.gather(params, modify=modify)
-
-    def import_checkpoint(self, path: str | Path, *, strict: bool = True) -> Facts:
-        """Go on with a run that another program has saved: weights, masters, optimizer states, step counts, loss scale.
-
-        Args:
-            path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of DeepSpeed with ZeRO-1, 2 or 3,
-                or of torch.distributed.checkpoint. Pickles are read without running what they name.
-            strict: names and an optimizer's state must all be there, and no others.
-
-        Returns:
-            The small facts: which program, steps, epoch, and states of schedules and random numbers, which are yours to
-            load.
-
-        Raises:
-            ConfigError: a file is missing, damaged or unknown, or does not fit the model or the optimizer. Nothing was
-                loaded.
-            StateError: parameters are in use, or the engine is closed. Nothing was loaded.
-            swap.SwapError: an I/O error of the drive.
-        """
-        return import_checkpoint(path, self.module, self._parts, self._require_open(), strict=strict)
-
-    def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
-        """Save a Hugging Face model with its own ``save_pretrained``; holds one file in host memory at a time.
-
-        How large that is says ``max_shard_size``, one of the arguments that `kwargs` may have. A tied weight comes on
-        top. Of a PEFT model, nothing but its adapters is read.
-
-        Raises:
-            StateError: the module has no ``save_pretrained``.
-        """
-        self._parts.tensors.save_pretrained(directory, **kwargs)
-
-    def save_checkpoint(
-        self,
-        directory: str | Path,
-        *,
-        tag: str | None = None,
-        client_state: Any = None,
-        keep: int | None = None,
-    ) -> Path:
-        """Save everything that decides on the next step into a folder of `directory`, within the budgets.
-
-        These are parameters, masters, moments as they are stored, step counts, parameter groups, the loss scale, the
-        position in an accumulation with the gradients that wait, buffers, the random generators of torch, Python and
-        NumPy, and `client_state`. The files are safetensors and one JSON index. Until the folder is complete and on the
-        drive it has another name; ``latest`` is written last. So a save that ends early leaves the ones before.
-
-        Args:
-            directory: of the checkpoints; made where it is missing.
-            tag: name of the folder; None: ``step-`` and the number of steps. One that is there is replaced.
-            client_state: of schedulers, samplers and the like: nested dicts, lists, tuples, numbers, texts, bytes and
-                tensors. :meth:`load_checkpoint` returns it.
-            keep: so many checkpoints stay in `directory`, the latest ones; None: all.
-
-        Returns:
-            The folder.
-
-        Raises:
-            BudgetError: the budgets have no room for the smallest buffers.
-            CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
-                `directory`, or it cannot be written to.
-            StateError: the engine is closed or unusable, or parameters or gradients are gathered.
-            swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
-            swap.SwapError: another I/O error.
-        """
-        if client_state is None and self._durable is not None:
-            client_state = self._durable.client_state
-        return self._checkpoints.save(directory, tag=tag, client_state=client_state, keep=keep)
-
-    def load_checkpoint(self, directory: str | Path, *, tag: str | None = None, strict: bool = True) -> Any:
-        """Go on where :meth:`save_checkpoint` was called, with the same bits, whatever the budgets are and were.
-
-        Every byte is compared with its checksum. What waits for the next step is forgotten first.
-
-        Args:
-            directory: of the checkpoints, or the folder of one.
-            tag: which; None: the latest.
-            strict: refuse what is missing or left over, and what would lose bits. False loads what both have: other
-                optimizers' states begin anew, and other dtypes of parameters and states are converted.
-
-        Returns:
-            What was saved as ``client_state``; an empty dict where nothing was.
-
-        Raises:
-            CheckpointError: there is none, it is damaged (names file, tensor and bytes), of a newer format, or does not
-                fit this model, optimizer or ``state_dtype``.
-            ConfigError: the parameter groups do not fit.
-            StateError: the engine is closed or unusable, or parameters are in use.
-            swap.SwapError: an I/O error. If it, or the damage, comes while parameters are written, the engine cannot be
-                used further, and says so; in all other cases nothing was changed.
-        """
-        client_state = self._checkpoints.load(directory, tag=tag, strict=strict)
-        if self._durable is not None:
-            self._durable.client_state = client_state
-            self._durable.end_step()
-        return client_state
-
-    # --- durable runs -----------------------------------------------------------------------------------------------
-
-    @property
-    def resumed(self) -> Resumed | None:
-        """What this engine has found in its run directory, or among its checkpoints; None where it began anew."""
-        return self._resumed
-
-    @property
-    def client_state(self) -> Any:
-        """What the user keeps with each commit of a durable run: the data position, states of schedulers.
-
-        Assign it after each step. What is assigned after ``step()``, and before the next forward that records
-        gradients, is committed with that step. Reading it gives a fresh copy.
-
-        Raises:
-            StateError: the engine has no run directory.
-            CheckpointError: what is assigned has something else than nested dicts, lists, tuples, numbers, texts, bytes
-                and tensors; names it.
-        """
-        return self._require_durable().client_state
-
-    @client_state.setter
-    def client_state(self, value: Any) -> None:
-        self._require_durable().client_state = value
-
-    def _require_durable(self) -> DurableRun:
-        if self._durable is None:
-            raise StateError(
-                "client_state: expected a durable run but the engine has no run_dir; pass run_dir=..., or use "
-                "client_state of engine.save_checkpoint"
-            )
-        return self._durable
-
-    def _begin_run(self, optimizer: object) -> DurableRun | None:
-        if self.config.run_dir is None:
-            return None
-        if optimizer is None:
-            raise ConfigError("run_dir: expected an engine that trains but got no optimizer; leave run_dir out")
-        return DurableRun(str(self.config.paths()[0]))
-
-    def _take_up(self, durable: DurableRun, state: RunState, begin: float) -> Resumed | None:
-        """Go on with what is there, the newest of run directory and checkpoints."""
-        durable.open(state, self._parts, self._life)
-        try:
-            source = str(self.config.paths()[0]) if durable.restore() else None
-            if self.config.checkpoint_dir is not None and self.config.resume is not False:
-                newer = self._checkpoints.newer(self.config.checkpoint_dir, None if source is None else self._steps)
-                if newer is not None:
-                    self.load_checkpoint(newer)
-                    source = str(newer)
-            if source is None and self.config.resume is True:
-                raise ConfigError(
-                    f"run_dir {self.config.paths()[0]}: resume=True expects a run there, or a checkpoint, but there is "
-                    'none; pass resume="auto" to begin one'
-                )
-        except BaseException:
-            self._close(restore=None, commit=False)
-            raise
-        if source is None:
-            return None
-        return Resumed(self._steps, durable.client_state, source, time.perf_counter() - begin)
-
-    @property
-    def _steps(self) -> int:
-        return self._parts.steps.run.steps
-
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     @property
@@ -484,30 +248,6 @@ class Engine:
     def stats(self) -> Stats:
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         return take_snapshot(self._parts, self._manager)
-
-    def digests(self) -> dict[str, dict[str, str]]:
-        """Return a short digest of the bits of every parameter, gradient and state: equal where the bits are equal.
-
-        For whoever hunts a difference between two runs: the first digests that differ say where it began. They do not
-        depend on budgets, homes or chunks; runs are compared that have the same model, dtype, optimizer and
-        ``state_dtype``. Nothing is changed by looking: gradients wait as they did, and updates that were made during
-        backward are kept. The last step is finished first, as by every reader. Takes staging buffers and a MiB.
-
-        Returns:
-            Per parameter, by name, a digest of 16 hex digits per role: ``parameter`` (as stored), and of trained ones
-            ``master`` (fp32, where the parameter has 16 bits), each state by its name in ``optimizer.state_dict()``
-            (as stored; ``scales`` beside 8-bit ones), ``step``, and ``gradient`` where one waits for the next step (the
-            sum over micro-batches, and what it was multiplied by). States without an update are zeros, and a master
-            is the parameter then. Buffers of modules are not among them.
-
-        Raises:
-            StateError: the engine is closed or unusable, a step has lost the content, or gradients are gathered.
-            swap.SwapError: an I/O error.
-        """
-        manager = self._require_open()
-        self._parts.changes.adopt()
-        self._parts.book.adopt()
-        return take_digests(manager, self._parts.steps.counts, self._parts.book.factors())
 
     # --- closing ----------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("build",),
     ("closing", "importing", "snapshot", "run_state", "durable", "training"),
     ("checkpoints",),
-    ("engine",),
+    ("engine", "engine_runs", "engine_tensors"),
     ("pretrained", "initialisation"),
     ("cli",),
     ("__main__",),

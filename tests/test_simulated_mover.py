@@ -16,6 +16,7 @@ from offload.errors import OffloadError
 from offload.memory.accelerator import AcceleratorDevice, AcceleratorMover
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Budget, Tier
+from offload.memory.transfer import MoverNeeds
 from offload.stats import Counters
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
@@ -35,15 +36,16 @@ class Bench:
         self.arena = self.device.arena(16 * PAGE)
         self.host = self.device.host_arena((ring_pages + 34) * PAGE)
         self.claim = Budget(Tier.DEVICE, budget_pages * PAGE).claim("gradients")
-        self.mover: AcceleratorMover = self.device.mover(
-            self.counters,
-            self.host,
+        needs = MoverNeeds(
+            counters=self.counters,
+            host=self.host,
             fetch_bytes=8 * PAGE,
             gradient_bytes=ring_pages * PAGE,
             gradient_claim=self.claim,
             largest_gradient_bytes=PAGE,
             deadline_s=deadline_s,
         )
+        self.mover: AcceleratorMover = self.device.mover(needs)
 
     def place(self, page: int, pages: int = 1) -> Buffer:
         """Return a range of the device's arena."""

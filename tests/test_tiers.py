@@ -19,6 +19,7 @@ from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.cpu import CpuDevice
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
 from offload.memory.region import Region
+from offload.memory.transfer import MoverNeeds
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, Share
 from offload.stats import Counters
 from offload.torch_private import storage_use_count
@@ -36,7 +37,8 @@ def test_the_cpu_as_device_copies_and_has_nothing_outstanding() -> None:
     arena, host = device.arena(4 * PAGE), device.host_arena(4 * PAGE)
     claim = Budget(Tier.DEVICE, 0).claim("gradients")
     sizes = {"fetch_bytes": 0, "gradient_bytes": 0, "largest_gradient_bytes": 0}
-    mover = device.mover(Counters(), host, **sizes, gradient_claim=claim, deadline_s=30.0)
+    needs = MoverNeeds(counters=Counters(), host=host, **sizes, gradient_claim=claim, deadline_s=30.0)
+    mover = device.mover(needs)
     try:
         here, there = host.take(PAGE), arena.take(PAGE)
         ctypes.memset(here.address, 7, PAGE)

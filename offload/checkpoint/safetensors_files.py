@@ -1,48 +1,28 @@
-"""Reads safetensors files: their headers, and any range of a tensor's elements.
+"""Reads safetensors files of others: which tensors a checkpoint has, and any range of a tensor's elements.
 
-Owns the format - eight bytes with the length of a JSON header, the header, the tensors' bytes - and the checks of it.
-Bytes are read by ``pread`` into memory of the caller's: nothing is mapped, so that no page of a file counts to the
-process. Knows names and bytes, nothing of models. Next: :mod:`offload.checkpoint.deferred`.
+Their headers are read by :mod:`offload.checkpoint.format.safetensors`. Bytes are read by ``pread`` into memory of the
+caller's: nothing is mapped, so that no page of a file counts to the process. Knows names and bytes, nothing of models.
+Next: :mod:`offload.checkpoint.deferred`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from offload.checkpoint.format.safetensors import DTYPES, HeaderError, parse_object, read_header
 from offload.errors import ConfigError
 from offload.sizes import format_bytes
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-LONGEST_HEADER_BYTES = 100_000_000  # as the format's own library has it
-
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "U16": "uint16",
-    "U32": "uint32",
-    "U64": "uint64",
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +127,8 @@ def find_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 
 def _find_sharded(index: Path) -> dict[str, StoredTensor]:
-    content = _load_json(index, index.read_bytes())
+    with _naming(index):
+        content = parse_object(index.read_bytes())
     places = content.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise ConfigError(f"{index}: expected a weight_map of names to files but it has none; download it again")
@@ -172,19 +153,13 @@ def _find_sharded(index: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
+    with _naming(path):
+        _, members = read_header(path)
     size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or not 2 <= length <= min(size - 8, LONGEST_HEADER_BYTES):
-            raise ConfigError(
-                f"{path}: expected a safetensors file but its header would take {length} of {size} bytes; it is cut "
-                "off or of another format: download it again"
-            )
-        header = _load_json(path, file.read(length))
-    header.pop("__metadata__", None)
     found = {}
-    for name, entry in header.items():
-        found[name] = tensor = _stored(path, name, entry, start=8 + length)
+    for name, member in members.items():
+        dtype = getattr(torch, DTYPES[member.dtype])
+        found[name] = tensor = StoredTensor(name, path, dtype, member.shape, member.offset)
         end = tensor.offset_bytes + tensor.size_bytes
         if end > size:
             raise ConfigError(
@@ -194,47 +169,14 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _stored(path: Path, name: str, entry: Any, *, start: int) -> StoredTensor:
-    try:
-        dtype = getattr(torch, _DTYPES.get(entry["dtype"], ""), None)
-        shape = tuple(_counts(entry["shape"]))
-        begin, end = _counts(entry["data_offsets"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: tensor {name}: expected dtype, shape and data_offsets but got {entry!r:.100}; the header is "
-            "damaged: download it again"
-        ) from error
-    if dtype is None:
-        raise ConfigError(
-            f"{path}: tensor {name}: expected one of {', '.join(_DTYPES)} but got dtype {entry['dtype']}; save the "
-            "checkpoint in one of these"
-        )
-    tensor = StoredTensor(name, path, dtype, shape, start + begin)
-    if end - begin != tensor.size_bytes:
-        raise ConfigError(
-            f"{path}: tensor {name}: expected {tensor.size_bytes} bytes for shape {shape} of {entry['dtype']} but got "
-            f"{end - begin}; the header is damaged: download it again"
-        )
-    return tensor
-
-
-def _counts(values: Iterable[Any]) -> Sequence[int]:
-    """Return whole numbers from 0 on.
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the file that is not what it should be.
 
     Raises:
-        ValueError: one is something else.
+        ConfigError: it is not.
     """
-    counts = list(values)
-    if not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError(f"expected whole numbers but got {counts}")
-    return counts
-
-
-def _load_json(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: expected JSON but got {text[:20]!r}; it is damaged: download it again") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object but got {text[:20]!r}; it is damaged: download it again")
-    return content
+        yield
+    except HeaderError as error:
+        raise ConfigError(f"{path}: {error}; {error.remedy}") from error

@@ -15,16 +15,15 @@ import torch
 
 from offload.errors import BudgetError
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
-from offload.memory.budget import Claim, Tier
+from offload.memory.budget import Tier
 from offload.memory.device_memory import DeviceFullError, device_full
 from offload.memory.errands import Errands
 from offload.memory.gradient_reader import GradientReader
 from offload.memory.ordering import Ordering
 from offload.memory.page_lock import LockedArena
 from offload.memory.timing import Stopwatch
-from offload.memory.transfer import FutureTransfer, Ticket, Transfer
+from offload.memory.transfer import FutureTransfer, MoverNeeds, Ticket, Transfer
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
-from offload.stats import Counters
 
 FETCHES = 2  # from the drive at once: one is read while the other is copied
 
@@ -65,26 +64,14 @@ class AcceleratorDevice:
         """Take page-locked main memory."""
         return LockedArena(Tier.HOST, size_bytes, self.place)
 
-    def mover(
-        self,
-        counters: Counters,
-        host: Arena,
-        *,
-        fetch_bytes: int,
-        gradient_bytes: int,
-        gradient_claim: Claim,
-        largest_gradient_bytes: int,
-        deadline_s: float,
-    ) -> AcceleratorMover:
-        """Return a mover with staging buffers in `host`."""
-        part = fetch_bytes // FETCHES
+    def mover(self, needs: MoverNeeds) -> AcceleratorMover:
+        """Return a mover with staging buffers in host memory."""
+        host, part = needs.host, needs.fetch_bytes // FETCHES
         staging = [host.take(part) for _ in range(FETCHES)] if part else []
-        watch = Stopwatch(counters, self.place)
-        ring = host.take(gradient_bytes)
-        reader = GradientReader(
-            self, host, ring, gradient_claim, watch, self.place, largest_bytes=largest_gradient_bytes
-        )
-        return AcceleratorMover(self, host, staging, reader, watch, deadline_s)
+        watch = Stopwatch(needs.counters, self.place)
+        ring, largest_bytes = host.take(needs.gradient_bytes), needs.largest_gradient_bytes
+        reader = GradientReader(self, host, ring, needs.gradient_claim, watch, self.place, largest_bytes=largest_bytes)
+        return AcceleratorMover(self, host, staging, reader, watch, needs.deadline_s)
 
     def out_of_memory(
         self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]

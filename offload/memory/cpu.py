@@ -16,8 +16,8 @@ import torch
 
 from offload.memory import machine
 from offload.memory.arena import HOST, Arena, Buffer, HostArena
-from offload.memory.budget import Claim, Tier
-from offload.memory.transfer import FutureTransfer, Ticket, TicketGroup, Transfer
+from offload.memory.budget import Tier
+from offload.memory.transfer import FutureTransfer, MoverNeeds, Ticket, TicketGroup, Transfer
 from offload.stats import Counters
 
 
@@ -45,19 +45,9 @@ class CpuDevice:
         """Take main memory."""
         return HostArena(Tier.HOST, size_bytes)
 
-    def mover(
-        self,
-        counters: Counters,
-        host: Arena,
-        *,
-        fetch_bytes: int,
-        gradient_bytes: int,
-        gradient_claim: Claim,
-        largest_gradient_bytes: int,
-        deadline_s: float,
-    ) -> CpuMover:
+    def mover(self, needs: MoverNeeds) -> CpuMover:
         """Return a mover that needs no staging."""
-        return CpuMover(counters)
+        return CpuMover(needs.counters)
 
     def out_of_memory(self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]) -> None:
         """Nothing: main memory has no end of its own."""

@@ -13,9 +13,7 @@ import torch
 
 from offload.errors import BudgetError
 from offload.memory.arena import Arena
-from offload.memory.budget import Claim
-from offload.memory.transfer import Mover
-from offload.stats import Counters
+from offload.memory.transfer import Mover, MoverNeeds
 
 
 class Event(Protocol):
@@ -51,28 +49,8 @@ class Device(Protocol):
     def host_arena(self, size_bytes: int) -> Arena:
         """Take host memory from which it copies fastest."""
 
-    def mover(
-        self,
-        counters: Counters,
-        host: Arena,
-        *,
-        fetch_bytes: int,
-        gradient_bytes: int,
-        gradient_claim: Claim,
-        largest_gradient_bytes: int,
-        deadline_s: float,
-    ) -> Mover:
-        """Return what moves bytes between it, the host and NVMe.
-
-        Args:
-            counters: of bytes and seconds.
-            host: gives staging buffers.
-            fetch_bytes: of them, for what comes from NVMe.
-            gradient_bytes: of them, for gradients.
-            gradient_claim: of the device budget, for gradients on their way.
-            largest_gradient_bytes: of one parameter.
-            deadline_s: after which a copy counts as lost.
-        """
+    def mover(self, needs: MoverNeeds) -> Mover:
+        """Return what moves bytes between it, the host and NVMe."""
 
     def out_of_memory(
         self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]

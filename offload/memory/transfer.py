@@ -7,8 +7,9 @@ know shards, states or schedules. Next: :mod:`offload.memory.cpu` and :mod:`offl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
@@ -16,23 +17,34 @@ from typing import Any, Protocol
 import torch
 
 from offload.errors import OffloadError
-from offload.memory.arena import Buffer
+from offload.memory.arena import Arena, Buffer
+from offload.memory.budget import Claim
+from offload.stats import Counters
 
 logger = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def left_to_who_needs_it(what: str) -> Iterator[None]:
-    """Let what fails in the block be met by whoever needs the bytes: nothing that was asked for has failed.
+class LeftToWhoNeedsIt:
+    """Lets what fails in a ``with`` block be met by whoever needs the bytes: nothing that was asked for has failed.
 
     These are errors of drives and devices, which are RuntimeErrors. A missed deadline is none, nor are the package's.
+    One can be entered any number of times: most modules' forwards do.
     """
-    try:
-        yield
-    except (OffloadError, TimeoutError):
-        raise
-    except (OSError, RuntimeError) as error:
-        logger.warning("%s: %s", what, error)
+
+    def __init__(self, what: str) -> None:
+        """Note what fails, for the log."""
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Begin the block."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if error is None or isinstance(error, (OffloadError, TimeoutError)):
+            return False
+        if not isinstance(error, (OSError, RuntimeError)):
+            return False
+        logger.warning("%s: %s", self._what, error)
+        return True
 
 
 class Ticket(Protocol):
@@ -104,6 +116,29 @@ class FutureTransfer:
                 f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
                 "raise io_deadline_s if the machine is just slow"
             ) from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MoverNeeds:
+    """What a mover is made with.
+
+    Attributes:
+        counters: of bytes and seconds.
+        host: gives staging buffers.
+        fetch_bytes: of them, for what comes from NVMe.
+        gradient_bytes: of them, for gradients.
+        gradient_claim: of the device budget, for gradients on their way.
+        largest_gradient_bytes: of one parameter.
+        deadline_s: after which a copy counts as lost.
+    """
+
+    counters: Counters
+    host: Arena
+    fetch_bytes: int
+    gradient_bytes: int
+    gradient_claim: Claim
+    largest_gradient_bytes: int
+    deadline_s: float
 
 
 class Mover(Protocol):

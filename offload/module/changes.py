@@ -2,7 +2,7 @@
 
 Users write through tensors that view parameters, assign ``parameter.data``, and write to what ``module.state_dict()``
 has given them. Owns which units may have been written to, and the copies that state dicts gave. Writing home is the
-business of :class:`Contents`. Next: :mod:`offload.module.outside` tells of reads and assignments.
+business of :class:`Writer`. Next: :mod:`offload.module.outside` tells of reads and assignments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload.shards.manager import Manager
 from offload.torch_private import in_backward
 
 
-class Contents(Protocol):
+class Writer(Protocol):
     """Writes parameters home."""
 
     def write(self, values: Mapping[Where, Any]) -> None:
@@ -34,19 +34,19 @@ class Contents(Protocol):
 class OutsideChanges:
     """Changes of one engine's parameters by others. See the module's text."""
 
-    def __init__(self, binding: Binding, forwards: Forwards, manager: Manager, contents: Contents) -> None:
+    def __init__(self, binding: Binding, forwards: Forwards, manager: Manager, writer: Writer) -> None:
         """Prepare.
 
         Args:
             binding: tells what others have changed.
             forwards: while one is under way, changes wait.
             manager: owner of the shards.
-            contents: writes parameters home.
+            writer: of parameters home.
         """
         self._binding = binding
         self._forwards = forwards
         self._manager = manager
-        self._contents = contents
+        self._writer = writer
         self._handed: set[int] = set()  # units that tensors outside the module may still view
         self._copies: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # that state dicts gave, as they were then
 
@@ -67,7 +67,7 @@ class OutsideChanges:
             if binding.is_lent(index):
                 continue  # gathered: whoever did looks for itself
             if index not in binding.rebound and binding.changed(binding.tree.units[index]) is not None:
-                self._contents.adopt(index)
+                self._writer.adopt(index)
             if not self._manager.working.borrowed(index):
                 self._handed.discard(index)
 
@@ -75,7 +75,7 @@ class OutsideChanges:
         """Let the contents of parameters be these tensors, after what was written to them before."""
         self.forget_copies()  # who has written to them meant this
         self.adopt()
-        self._contents.write(values)
+        self._writer.write(values)
 
     def note_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
         """Note what ``module.state_dict()`` gives away, where plain torch gives the parameters' own memory."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from offload.config import Config
 from offload.errors import NonFiniteError, StateError
-from offload.memory.transfer import left_to_who_needs_it
+from offload.memory.transfer import LeftToWhoNeedsIt
 from offload.optim.progress import Progress
 from offload.optim.recipe import Recipe, StepCounts, trainable_units
 from offload.optim.rules import Rule
@@ -208,7 +208,7 @@ class Step:
         self._run.scaler.succeeded()
         if not self.overlap:
             manager.finish_updates()
-        with left_to_who_needs_it("step"):  # it is taken: who takes an error for its failure would take it again
+        with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
             manager.forward.read_ahead()
             manager.prefetch()
         return True

@@ -75,6 +75,7 @@ class BackwardUpdates(Updates[_Guess]):
         self._recipe: Recipe | None = None
         self._asked = False  # whether there is a recipe for this step
         self._begun = False  # whether anything was begun for this step
+        self._has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
         self._room_bytes = tiers.plan.early_bytes
         self._waiting: list[_Guess] = []
         self._done: list[_Guess] = []
@@ -96,8 +97,9 @@ class BackwardUpdates(Updates[_Guess]):
                 when the first gradient is complete.
         """
         completed = self._tiers.gradients.completed
-        if not (self._tiers.plan.early_bytes or self._tiers.plan.spare_units):
+        if not self._has_room:
             completed.clear()
+            return
         if not (completed or self._waiting or self._open):
             return
         try:

@@ -140,12 +140,13 @@ class Gradients:
         shard, gradient = self._copies.of(index, Role.GRAD), self._gradients[index]
         if widen:
             self._widen(shard)
+        unit, dtype = shard.unit, self.dtype(shard.unit)
         total = cpu_adam.take_gradient(
             src=source,
-            src_dtype=KERNEL_DTYPE[shard.unit.dtype],
-            dst=self._address(shard, slot),
-            dst_dtype=self.dtype(shard.unit),
-            numel=shard.unit.slots[slot].numel,
+            src_dtype=KERNEL_DTYPE[unit.dtype],
+            dst=self._address(shard, slot, dtype),
+            dst_dtype=dtype,
+            numel=unit.slots[slot].numel,
             add=gradient.arrived[slot],
             measure=final,
         )
@@ -195,7 +196,8 @@ class Gradients:
         if total is None:
             shard = self._copies.of(index, Role.GRAD)
             numel = shard.unit.slots[slot].numel
-            total = cpu_adam.sum_of_squares(self._address(shard, slot), self.dtype(shard.unit), numel)
+            dtype = self.dtype(shard.unit)
+            total = cpu_adam.sum_of_squares(self._address(shard, slot, dtype), dtype, numel)
             gradient.sums[slot] = total
         return total
 
@@ -220,7 +222,8 @@ class Gradients:
         shard = self._copies.of(index, Role.GRAD)
         dtype = torch.float32 if self._is_fp32(shard.unit) else getattr(torch, shard.unit.dtype)
         numel = shard.unit.slots[slot].numel
-        storage = storage_at(self._address(shard, slot), numel * dtype.itemsize, torch.device("cpu"))
+        address = self._address(shard, slot, self.dtype(shard.unit))
+        storage = storage_at(address, numel * dtype.itemsize, torch.device("cpu"))
         return view_at(storage, dtype, 0, (numel,))
 
     def overwrite(self, index: int, slot: int, content: torch.Tensor | float) -> None:
@@ -264,7 +267,7 @@ class Gradients:
         gradient = self._gradients[index]
         gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = True, None, (-1, count)
         gradient.missing = set(range(len(shard.unit.slots)))
-        return self._address(shard, slot)
+        return self._address(shard, slot, self.dtype(shard.unit))
 
     # --- life and death ---------------------------------------------------------------------------------------------
 
@@ -349,10 +352,10 @@ class Gradients:
             "the loss is divided by it already)"
         )
 
-    def _address(self, shard: Shard, slot: int) -> int:
-        """Return where a parameter's gradient may be read and written now, in host memory."""
+    def _address(self, shard: Shard, slot: int, dtype: cpu_adam.Dtype) -> int:
+        """Return where a parameter's gradient, which is stored in `dtype`, may be read and written now, on the host."""
         buffer = self._at_home(shard) if shard.home_buffer is not None else self._in_pool(shard)
-        return buffer.address + shard.unit.slots[slot].offset_numel * self.dtype(shard.unit).itemsize
+        return buffer.address + shard.unit.slots[slot].offset_numel * dtype.itemsize
 
     def _at_home(self, shard: Shard) -> Buffer:
         if shard.state is State.EMPTY:

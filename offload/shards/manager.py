@@ -21,7 +21,7 @@ import torch
 from offload.errors import StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
-from offload.memory.transfer import left_to_who_needs_it
+from offload.memory.transfer import LeftToWhoNeedsIt
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -102,7 +102,9 @@ class Manager:
         streams_parameters = Role.PARAM in self.copies.regions
         waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
         self.hides_parameters = streams_parameters or waits_for_updates
+        self._is_asynchronous = not device.addressable  # compute: it uses a unit later than the host asks for it
         self._prefetches = prefetch and streams_parameters
+        self._prefetching = LeftToWhoNeedsIt("prefetch")
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
         self._staging_bytes = plan.staging_slots * plan.staging_slot_bytes
@@ -112,16 +114,19 @@ class Manager:
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
         shard = self.tiers.param(index)
-        self.working.release_idle()
+        if self._is_asynchronous:
+            self.working.release_idle()
         self._make_resident(shard)
-        self.working.use(shard)
+        if self._is_asynchronous:
+            self.working.use(shard)
         lease = self.copies.lease(shard)  # prefetching must not evict what was asked for
-        try:
-            with left_to_who_needs_it("prefetch"):
-                self.prefetch()
-        except BaseException:
-            lease.close()
-            raise
+        if self._prefetches:
+            try:
+                with self._prefetching:
+                    self.prefetch()
+            except BaseException:
+                lease.close()
+                raise
         return lease
 
     def discard_working_copy(self, index: int) -> None:
@@ -235,7 +240,8 @@ class Manager:
         self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0
     ) -> None:
         """Add one parameter's gradient to what has arrived since the last step; see :meth:`Gradients.add`."""
-        self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
+        if self.forward.active or self.commits is not None:
+            self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
         if final and self.gradients.is_complete(index):
             self.backward.withdraw(index)
         self.gradients.add(index, slot, gradient, final=final, backward_pass=backward_pass)
@@ -266,7 +272,8 @@ class Manager:
     def advance_updates(self, guess: Callable[[], Recipe | None]) -> None:
         """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
         self.forward.advance()
-        self._try_commit()
+        if self.commits is not None:
+            self._try_commit()
         self.backward.advance(guess)
 
     def finish_step(self) -> None:

@@ -16,7 +16,7 @@ from offload.errors import StateError
 from offload.memory.arena import Arena
 from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.device import Device
-from offload.memory.transfer import Mover
+from offload.memory.transfer import Mover, MoverNeeds
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -112,15 +112,16 @@ class Tiers:
         """Return what moves bytes, with staging buffers of `host`."""
         plan = self.plan
         largest = max((slot.numel * u.itemsize for u in self.units if u.trainable for slot in u.slots), default=0)
-        return self.device.mover(
-            self.counters,
-            host,
+        needs = MoverNeeds(
+            counters=self.counters,
+            host=host,
             fetch_bytes=plan.fetch_staging_bytes,
             gradient_bytes=plan.grad_staging_bytes,
             gradient_claim=gradients,
             largest_gradient_bytes=largest,
             deadline_s=self.deadline_s,
         )
+        return self.device.mover(needs)
 
     # --- where things are -------------------------------------------------------------------------------------------
 

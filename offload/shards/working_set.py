@@ -19,7 +19,7 @@ from offload.errors import BudgetError, InternalError, StateError
 from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Claim, Tier
 from offload.memory.region import Region
-from offload.memory.transfer import Mover, Ticket, left_to_who_needs_it
+from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Ticket
 from offload.planning.plan import Request
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -173,7 +173,7 @@ class WorkingSet:
 
     def wait_for_prefetch(self, shard: Shard) -> None:
         """Wait for a fetch that nobody has asked for: if it failed, the shard is as it was before, and may be read."""
-        with left_to_who_needs_it("prefetch"):
+        with LeftToWhoNeedsIt("prefetch"):
             self.wait_for_fetch(shard)
         self._copies.forgive(shard)
 

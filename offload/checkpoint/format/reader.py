@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from offload.checkpoint.format.index import BLOCK_BYTES, Entry, Index, Range
-from offload.checkpoint.format.safetensors import ITEMSIZES, Member, read_header
+from offload.checkpoint.format.safetensors import ITEMSIZES, HeaderError, Member, read_header
 from offload.checkpoint.format.staging import OpenFile, Staging
 from offload.errors import CheckpointError
 from offload.sizes import PAGE_BYTES, round_up
@@ -114,6 +114,8 @@ class Source:
             try:
                 size_bytes = path.stat().st_size
                 header, members = read_header(path)
+            except HeaderError as error:
+                raise CheckpointError(f"checkpoint file {path}: is damaged: {error}; load another checkpoint") from None
             except FileNotFoundError:
                 raise CheckpointError(f"checkpoint file {path}: is missing; load another checkpoint") from None
             except OSError as error:

@@ -1,7 +1,8 @@
 """Headers of safetensors files: eight bytes of length, JSON, then the tensors one behind the other.
 
-Owns that layout. The bytes of the tensors are somebody else's business: :mod:`offload.checkpoint.format.writer`,
-:mod:`offload.checkpoint.format.reader`. Knows neither torch nor the library of the same name.
+Owns that layout and the checks of it, for files of the engine and for those of others. The bytes of the tensors are
+somebody else's business: :mod:`offload.checkpoint.format.writer`, :mod:`offload.checkpoint.format.reader`,
+:mod:`offload.checkpoint.safetensors_files`. Knows neither torch nor the library of the same name.
 """
 
 from __future__ import annotations
@@ -9,40 +10,49 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.errors import CheckpointError
 from offload.sizes import PAGE_BYTES, round_up
 
-ITEMSIZES = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+_TABLE = {  # torch's dtype and the bytes of an element, by the names in files
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U64": ("uint64", 8),
+    "U32": ("uint32", 4),
+    "U16": ("uint16", 2),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+    "C64": ("complex64", 8),
 }
-NAMES = {  # of torch's dtypes
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
-}
-DTYPES = {name: dtype for dtype, name in NAMES.items()}  # torch's, by the names in files
+DTYPES = {name: dtype for name, (dtype, _) in _TABLE.items()}
+ITEMSIZES = {name: size for name, (_, size) in _TABLE.items()}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000  # as the library has it
+
+
+class HeaderError(Exception):
+    """A file's beginning is not what it should be; whose file it is knows who reads it, and says so to users.
+
+    Attributes:
+        remedy: for files that come from somebody else.
+    """
+
+    def __init__(self, message: str, *, remedy: str) -> None:
+        """Say what is wrong, and what to do."""
+        super().__init__(message)
+        self.remedy = remedy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,27 +98,72 @@ def make_header(members: Iterable[Member]) -> tuple[bytes, list[Member], int]:
 def read_header(path: Path) -> tuple[bytes, dict[str, Member]]:
     """Return the beginning of a file, up to its first tensor, and the tensors by key.
 
+    Whether the file goes on to the end of each of them is not looked at.
+
     Raises:
-        CheckpointError: it is none of a safetensors file.
+        HeaderError: it is none of a safetensors file.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         start = file.read(_LENGTH_BYTES)
         length = int.from_bytes(start, "little")
-        if len(start) < _LENGTH_BYTES or length > _MOST_HEADER_BYTES:
-            raise CheckpointError(_damaged(path, "it begins with no length of a header"))
+        if len(start) < _LENGTH_BYTES or not 2 <= length <= min(size - _LENGTH_BYTES, _MOST_HEADER_BYTES):
+            raise HeaderError(
+                f"expected a safetensors file but its header would take {length} of {size} bytes",
+                remedy="it is cut off or of another format: download it again",
+            )
         text = file.read(length)
-    members = {}
+    table = parse_object(text)
+    table.pop("__metadata__", None)
+    return start + text, {key: _member(key, value, begin=_LENGTH_BYTES + length) for key, value in table.items()}
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        HeaderError: it is something else.
+    """
     try:
-        for key, value in json.loads(text).items():
-            if key != "__metadata__":
-                begin, _ = value["data_offsets"]
-                offset = _LENGTH_BYTES + length + int(begin)
-                members[key] = Member(key, str(value["dtype"]), tuple(map(int, value["shape"])), offset)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(_damaged(path, f"its header is not that of a safetensors file ({error})")) from None
-    return start + text, members
+        content = json.loads(text)
+    except ValueError as error:
+        raise HeaderError(f"expected JSON but got {text[:20]!r}", remedy="it is damaged: download it again") from error
+    if not isinstance(content, dict):
+        raise HeaderError(f"expected a JSON object but got {text[:20]!r}", remedy="it is damaged: download it again")
+    return content
 
 
-def _damaged(path: Path, what: str) -> str:
-    return f"checkpoint file {path}: is damaged: {what}; load another checkpoint"
+def _member(key: str, value: Any, *, begin: int) -> Member:
+    remedy = "the header is damaged: download it again"
+    try:
+        dtype, shape = value["dtype"], tuple(_counts(value["shape"]))
+        first, last = _counts(value["data_offsets"])
+        known = dtype in ITEMSIZES
+    except (TypeError, KeyError, ValueError) as error:
+        message = f"tensor {key}: expected dtype, shape and data_offsets but got {value!r:.100}"
+        raise HeaderError(message, remedy=remedy) from error
+    if not known:
+        raise HeaderError(
+            f"tensor {key}: expected one of {', '.join(DTYPES)} but got dtype {dtype}",
+            remedy="save the checkpoint in one of these",
+        )
+    member = Member(key, dtype, shape, begin + first)
+    if last - first != member.size_bytes:
+        message = (
+            f"tensor {key}: expected {member.size_bytes} bytes for shape {shape} of {dtype} but got {last - first}"
+        )
+        raise HeaderError(message, remedy=remedy)
+    return member
+
+
+def _counts(values: Iterable[Any]) -> Sequence[int]:
+    """Return whole numbers from 0 on.
+
+    Raises:
+        ValueError: one is something else.
+    """
+    counts = list(values)
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"expected whole numbers but got {counts}")
+    return counts

@@ -20,8 +20,8 @@ from offload.shards.manager import Manager
 from offload.torch_private import no_subclasses
 
 
-class ParameterContents:
-    """Contents of one engine's parameters. See the module's text."""
+class ParameterWriter:
+    """Writes one engine's parameters home. See the module's text."""
 
     def __init__(self, binding: Binding, manager: Callable[[], Manager]) -> None:
         """Prepare.

@@ -1,0 +1,186 @@
+"""The engine's calls that outlive the process: checkpoints, durable runs, and the runs of other programs.
+
+Owns what they promise to users, who call them as methods of :class:`offload.Engine`, and what a new engine goes on
+with. The work is done by :mod:`offload.checkpoints`, :mod:`offload.durable` and :mod:`offload.importing`. Next:
+:mod:`offload.engine`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from offload.build import Parts
+from offload.checkpoint.foreign.found import Facts
+from offload.checkpoints import Checkpoints
+from offload.config import Config
+from offload.durable import DurableRun, Resumed
+from offload.errors import ConfigError, StateError
+from offload.importing import import_checkpoint
+from offload.life import Life
+from offload.run_state import RunState
+
+
+class EngineRuns:
+    """The part of :class:`offload.Engine` that saves and goes on. Its constructor makes the attributes."""
+
+    module: nn.Module
+    config: Config
+    _parts: Parts
+    _life: Life
+    _checkpoints: Checkpoints
+    _durable: DurableRun | None
+    _resumed: Resumed | None
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        tag: str | None = None,
+        client_state: Any = None,
+        keep: int | None = None,
+    ) -> Path:
+        """Save everything that decides on the next step into a folder of `directory`, within the budgets.
+
+        These are parameters, masters, moments as they are stored, step counts, parameter groups, the loss scale, the
+        position in an accumulation with the gradients that wait, buffers, the random generators of torch, Python and
+        NumPy, and `client_state`. The files are safetensors and one JSON index. Until the folder is complete and on the
+        drive it has another name; ``latest`` is written last. So a save that ends early leaves the ones before.
+
+        Args:
+            directory: of the checkpoints; made where it is missing.
+            tag: name of the folder; None: ``step-`` and the number of steps. One that is there is replaced.
+            client_state: of schedulers, samplers and the like: nested dicts, lists, tuples, numbers, texts, bytes and
+                tensors. :meth:`load_checkpoint` returns it.
+            keep: so many checkpoints stay in `directory`, the latest ones; None: all.
+
+        Returns:
+            The folder.
+
+        Raises:
+            BudgetError: the budgets have no room for the smallest buffers.
+            CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
+                `directory`, or it cannot be written to.
+            StateError: the engine is closed or unusable, or parameters or gradients are gathered.
+            swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
+            swap.SwapError: another I/O error.
+        """
+        if client_state is None and self._durable is not None:
+            client_state = self._durable.client_state
+        return self._checkpoints.save(directory, tag=tag, client_state=client_state, keep=keep)
+
+    def load_checkpoint(self, directory: str | Path, *, tag: str | None = None, strict: bool = True) -> Any:
+        """Go on where :meth:`save_checkpoint` was called, with the same bits, whatever the budgets are and were.
+
+        Every byte is compared with its checksum. What waits for the next step is forgotten first.
+
+        Args:
+            directory: of the checkpoints, or the folder of one.
+            tag: which; None: the latest.
+            strict: refuse what is missing or left over, and what would lose bits. False loads what both have: other
+                optimizers' states begin anew, and other dtypes of parameters and states are converted.
+
+        Returns:
+            What was saved as ``client_state``; an empty dict where nothing was.
+
+        Raises:
+            CheckpointError: there is none, it is damaged (names file, tensor and bytes), of a newer format, or does not
+                fit this model, optimizer or ``state_dtype``.
+            ConfigError: the parameter groups do not fit.
+            StateError: the engine is closed or unusable, or parameters are in use.
+            swap.SwapError: an I/O error. If it, or the damage, comes while parameters are written, the engine cannot be
+                used further, and says so; in all other cases nothing was changed.
+        """
+        client_state = self._checkpoints.load(directory, tag=tag, strict=strict)
+        if self._durable is not None:
+            self._durable.client_state = client_state
+            self._durable.end_step()
+        return client_state
+
+    def import_checkpoint(self, path: str | Path, *, strict: bool = True) -> Facts:
+        """Go on with a run that another program has saved: weights, masters, optimizer states, step counts, loss scale.
+
+        Args:
+            path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of DeepSpeed with ZeRO-1, 2 or 3,
+                or of torch.distributed.checkpoint. Pickles are read without running what they name.
+            strict: names and an optimizer's state must all be there, and no others.
+
+        Returns:
+            The small facts: which program, steps, epoch, and states of schedules and random numbers, which are yours to
+            load.
+
+        Raises:
+            ConfigError: a file is missing, damaged or unknown, or does not fit the model or the optimizer. Nothing was
+                loaded.
+            StateError: parameters are in use, or the engine is closed. Nothing was loaded.
+            swap.SwapError: an I/O error of the drive.
+        """
+        return import_checkpoint(path, self.module, self._parts, self._life.require_open(), strict=strict)
+
+    # --- durable runs -----------------------------------------------------------------------------------------------
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What this engine has found in its run directory, or among its checkpoints; None where it began anew."""
+        return self._resumed
+
+    @property
+    def client_state(self) -> Any:
+        """What the user keeps with each commit of a durable run: the data position, states of schedulers.
+
+        Assign it after each step. What is assigned after ``step()``, and before the next forward that records
+        gradients, is committed with that step. Reading it gives a fresh copy.
+
+        Raises:
+            StateError: the engine has no run directory.
+            CheckpointError: what is assigned has something else than nested dicts, lists, tuples, numbers, texts, bytes
+                and tensors; names it.
+        """
+        return self._require_durable().client_state
+
+    @client_state.setter
+    def client_state(self, value: Any) -> None:
+        self._require_durable().client_state = value
+
+    def _require_durable(self) -> DurableRun:
+        if self._durable is None:
+            raise StateError(
+                "client_state: expected a durable run but the engine has no run_dir; pass run_dir=..., or use "
+                "client_state of engine.save_checkpoint"
+            )
+        return self._durable
+
+    def _begin_run(self, optimizer: object) -> DurableRun | None:
+        if self.config.run_dir is None:
+            return None
+        if optimizer is None:
+            raise ConfigError("run_dir: expected an engine that trains but got no optimizer; leave run_dir out")
+        return DurableRun(str(self.config.paths()[0]))
+
+    def _take_up(self, state: RunState, begin: float) -> Resumed | None:
+        """Go on with what is there, the newest of run directory and checkpoints."""
+        durable = self._durable
+        if durable is None:
+            return None
+        durable.open(state, self._parts, self._life)
+        source = str(self.config.paths()[0]) if durable.restore() else None
+        if self.config.checkpoint_dir is not None and self.config.resume is not False:
+            newer = self._checkpoints.newer(self.config.checkpoint_dir, None if source is None else self._steps)
+            if newer is not None:
+                self.load_checkpoint(newer)
+                source = str(newer)
+        if source is None and self.config.resume is True:
+            raise ConfigError(
+                f"run_dir {self.config.paths()[0]}: resume=True expects a run there, or a checkpoint, but there is "
+                'none; pass resume="auto" to begin one'
+            )
+        if source is None:
+            return None
+        return Resumed(self._steps, durable.client_state, source, time.perf_counter() - begin)
+
+    @property
+    def _steps(self) -> int:
+        return self._parts.steps.run.steps
