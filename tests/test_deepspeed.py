@@ -121,11 +121,20 @@ def plain() -> Any:
     )
 
 
+def from_its_file(options: dict[str, Any]) -> dict[str, Any]:
+    """Let the configuration say what is on the drive, and budgets stand beside it."""
+    rest = {
+        key: value for key, value in options.items() if key not in ("nvme_path", "offload_param", "offload_optimizer")
+    }
+    there = {"device": "nvme", "nvme_path": str(options["nvme_path"])}
+    return {"config": {"zero_optimization": {"stage": 3, "offload_param": there, "offload_optimizer": there}}, **rest}
+
+
 Placed = Callable[[nn.Module, Path], dict[str, Any]]
 PLACES: dict[str, Placed] = {
     "device": lambda model, path: everything_on_device(),
     "host": lambda model, path: host(model),
-    "nvme": lambda model, path: nvme(model, path),
+    "nvme": lambda model, path: from_its_file(nvme(model, path)),
 }
 
 
@@ -141,7 +150,7 @@ def test_losses_are_those_of_a_plain_loop_for_every_placement(plain: Any, tmp_pa
             truth = found
             assert losses == pytest.approx([loss.item() for loss in plain.losses], rel=1e-4)
             assert norms == pytest.approx(plain.norms, rel=1e-4)
-            assert max(norms) > CLIP
+            assert max(norms) > CLIP and found[2].keys() == tower().state_dict().keys()
             continue
         assert (losses, norms) == truth[:2], place
         assert_same_tensors(found[2], truth[2])
@@ -400,6 +409,8 @@ def test_schedules_of_the_script() -> None:
         ({"config": {"optimizer": None}}, "expected an optimizer, too"),
         ({"lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau}, "ReduceLROnPlateau.step needs metrics"),
         ({"mpu": object()}, "mpu: expected None"),
+        ({"run_dir": "/nowhere"}, "run_dir: expected none"),
+        ({"config": {"steps_per_print": "often"}}, "steps_per_print: expected a number"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_the_model(more: dict[str, Any], text: str) -> None:
@@ -483,13 +494,19 @@ def test_what_deepspeed_has_saved(tmp_path: Path) -> None:
     torch.manual_seed(5)
     model = Net()
     groups = groups_of(model)
-    config = {"scheduler": {"type": "WarmupLR", "params": {}}, "gradient_accumulation_steps": 1}
+    config = {"scheduler": {"type": "WarmupLR"}, "gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 5}
     folder = tmp_path / "zero3-fp32-x2"
+    file = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    beside = {"next": 5, "seen": [torch.arange(3), {"mean": torch.ones(2)}]}
+    torch.save({**torch.load(file), "lr_scheduler": {"last_batch_iteration": 2}, **beside}, file)
     with initialize(model, config, optimizer=torch.optim.AdamW(groups, lr=0.5)) as engine:
         path, state = engine.load_checkpoint(folder)
         tag = (folder / "latest").read_text().strip()
-        assert path == str(folder / tag) and isinstance(state, dict)
-        assert engine.global_steps == 3 and engine.get_lr() == [LR, LR]
+        assert path == str(folder / tag) and state is not None and state.keys() == beside.keys()
+        assert state["next"] == 5 and torch.equal(state["seen"][0], torch.arange(3))
+        assert torch.equal(state["seen"][1]["mean"], torch.ones(2))
+        assert (engine.global_steps, engine.global_samples, engine.lr_scheduler.last_batch_iteration) == (3, 12, 2)
+        assert engine.get_lr() == [LR, LR]
         weights = {name: value.clone() for name, value in engine.state_dict().items()}
         engine.backward(engine(torch.ones(1, 8)).sum())
         engine.step()
@@ -645,11 +662,12 @@ def test_names_that_are_not_here_are_refused_by_name() -> None:
 
 def test_other_ways_to_import_it() -> None:
     from offload.deepspeed.ops.adam import DeepSpeedCPUAdam
+    from offload.deepspeed.runtime.lr_schedules import WarmupDecayLR as Again
 
     import offload.deepspeed as other
 
     assert other is deepspeed is offload.deepspeed
-    assert DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam
+    assert DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam and Again is WarmupDecayLR
 
 
 def test_a_configuration_by_its_file(tmp_path: Path) -> None:

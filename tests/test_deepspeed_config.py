@@ -235,7 +235,7 @@ def test_keywords_come_on_top() -> None:
         ({**SMALL, "data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype: expected fp32"),
         (nested("zero_optimization.stage", 4), "zero_optimization.stage"),
         (nested("zero_optimization.offload_param.device", "nvme"), "zero_optimization.offload_param.nvme_path"),
-        (nested("zero_optimization.offload_param", "cpu"), "expected a section"),
+        (nested("zero_optimization.offload_param", "cpu"), "zero_optimization.offload_param: expected a section"),
         (nested("optimizer.type", 3), "optimizer.type"),
         (nested("gradient_clipping", "much"), "gradient_clipping: expected a number"),
         (7, "expected a dict or a JSON file"),

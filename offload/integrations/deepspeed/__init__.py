@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
 from offload.errors import ConfigError, did_you_mean
-from offload.integrations.deepspeed import ops, utils, zero
+from offload.integrations.deepspeed import ops, runtime, utils, zero
 from offload.integrations.deepspeed.config import Translation, config_from
 from offload.integrations.deepspeed.data import RepeatingLoader
 from offload.integrations.deepspeed.engine import DeepSpeedEngine
@@ -35,6 +35,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "ops",
+    "runtime",
     "utils",
     "zero",
 ]
@@ -52,7 +53,6 @@ _ELSEWHERE: Mapping[str, str] = {
     "pipe": "one process has all of the model: wrap an ordinary module",
     "tp_model_init": "one process has all of the model: leave it out",
     "moe": "take the model's own experts: they are offloaded like other parameters",
-    "runtime": "schedules are made from the configuration, or of torch.optim.lr_scheduler",
     "OnDevice": 'take torch.device("meta") as a context, and offload.Engine(model, weights=...)',
     "DeepSpeedConfig": "deepspeed.config_from(config) reads and explains one",
     "DeepSpeedHybridEngine": "engine.module.generate works during training",
@@ -112,6 +112,11 @@ def initialize(
     if dist_init_required:
         init_distributed()
     translation = config_from(_config_of(args, config, config_params), args=args, **options)
+    if translation.config.run_dir is not None:
+        raise ConfigError(
+            "run_dir: expected none, for the schedule would not be in it, but got a directory; use save_checkpoint, or "
+            "offload.Engine with deepspeed.config_from(...).config"
+        )
     logger.info("configuration:\n%s", translation)
     for line in translation.left_out:
         logger.warning("%s: is left out, which changes no result: %s", line.path, line.here)

@@ -69,7 +69,7 @@ class Translation:
     optimizer: Named | None
     scheduler: Named | None
     stage: int
-    steps_per_print: int | None
+    steps_per_print: float | None
     drop_last: bool
     is_dynamic: bool
     lines: tuple[Line, ...]
@@ -88,9 +88,12 @@ class Translation:
         """Keys that ask for something which is not done."""
         return [line for line in self.lines if line.does is Does.LEFT_OUT]
 
+    def _columns(self) -> tuple[list[str], list[str]]:
+        return [line.path for line in self.lines], [line.value for line in self.lines]
+
     def __str__(self) -> str:
-        width = max((len(line.path) for line in self.lines), default=0)
-        rows = [f"{line.path:<{width}}  {line.value:<12} {line.does.value}: {line.here}" for line in self.lines]
+        path, value = (max((len(one) for one in column), default=0) for column in self._columns())
+        rows = [f"{line.path:<{path}}  {line.value:<{value}}  {line.does.value}: {line.here}" for line in self.lines]
         named = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return "\n".join([*rows, f"offload.Config({named})"])
 
@@ -139,7 +142,7 @@ def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any
         optimizer=_named(values, "optimizer"),
         scheduler=_named(values, "scheduler"),
         stage=int(stage),
-        steps_per_print=values.get("steps_per_print"),
+        steps_per_print=None if not values.get("steps_per_print") else _number(values, "steps_per_print"),
         drop_last=bool(values.get("dataloader_drop_last")),
         is_dynamic=is_dynamic,
         lines=lines,
@@ -214,7 +217,9 @@ def _lines(values: Mapping[str, Any], section: str = "") -> Iterator[Line]:
         row = find(path)
         if row is None:
             if is_section(path):
-                yield from _lines(_section(values, str(name)), path)
+                if not isinstance(value, Mapping | None):
+                    raise ConfigError(f"{path}: expected a section, {{...}}, but got {value!r}; put its keys into one")
+                yield from _lines(value or {}, path)
                 continue
             known = names_in(section)
             raise ConfigError(
@@ -230,7 +235,7 @@ def _lines(values: Mapping[str, Any], section: str = "") -> Iterator[Line]:
 
 def _shown(value: Any) -> str:
     text = json.dumps(value, default=str)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return text if len(text) <= 24 else f"{text[:21]}..."
 
 
 # --- "auto" -----------------------------------------------------------------------------------------------------------
