@@ -338,6 +338,28 @@ def test_optimizers_of_the_configuration() -> None:
         assert_same_tensors(found, truth[expected])
 
 
+def test_lion_differs_where_there_is_no_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(4, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.rows(x).square().sum()
+            return found
+
+    torch.manual_seed(0)
+    model = Rows()
+    before = model.rows.weight.detach().clone()
+    config = {"optimizer": {"type": "Lion", "params": {"lr": 0.1}}, "scheduler": None, "gradient_accumulation_steps": 1}
+    with initialize(model, config) as engine:
+        engine.backward(engine(torch.tensor([0, 2])))
+        engine.step()
+        after = engine.state_dict()["rows.weight"]
+    assert torch.equal(after[[1, 3]], before[[1, 3]]) and (after[[0, 2]] != before[[0, 2]]).all()
+    assert "DeepSpeed's move" in caplog.text
+
+
 def test_optimizers_of_the_script() -> None:
     adamw = stepped(Made(lambda model: offload.AdamW(decayed(model), **OPTIONS)))
     adam = stepped(Made(lambda model: offload.Adam(decayed(model), **OPTIONS)))

@@ -6,6 +6,7 @@ the engine takes them over. Next: :mod:`offload.integrations.deepspeed.engine`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from offload.errors import ConfigError, did_you_mean
 from offload.integrations.deepspeed.config import Named
 from offload.kernels.optimizers import Lion
 from offload.spec import OptimizerSpec
+
+logger = logging.getLogger(__name__)
 
 _FP32_STATES = (
     "fp32_optimizer_states: expected True but got {!r}, with other roundings than DeepSpeed's; pass "
@@ -131,11 +134,18 @@ def DeepSpeedCPULion(
 ) -> OptimizerSpec:
     """Return :class:`offload.Lion` with DeepSpeed's defaults; torch has none, so make schedulers in ``initialize``.
 
+    As in the paper, an element whose gradients have all been zero gets no update. DeepSpeed's moves by the learning
+    rate in each step, such as the rows of an embedding that no batch has. A warning says so.
+
     Raises:
         ConfigError: an option asks for another step.
     """
     if not fp32_optimizer_states:
         raise ConfigError(_FP32_STATES.format(fp32_optimizer_states))
+    logger.warning(
+        "Lion: elements whose gradients have all been zero get no update, as in the paper; DeepSpeed's move by the "
+        "learning rate in each step"
+    )
     beta1, beta2 = betas
     return Lion(model_params, lr=lr, betas=(beta1, beta2), weight_decay=weight_decay)
 
