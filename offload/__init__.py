@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload import deepspeed
     from offload.config import Config
     from offload.engine import Engine
     from offload.errors import (
@@ -52,6 +53,8 @@ _HOMES = {
     "load_pretrained": "pretrained",
 }
 
+_DOORS = ("deepspeed",)  # of other libraries' scripts
+
 __all__ = [
     "LAMB",
     "SGD",
@@ -71,12 +74,15 @@ __all__ = [
     "Plan",
     "StateError",
     "Stats",
+    "deepspeed",
     "init",
     "load_pretrained",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _DOORS:
+        return importlib.import_module(f"offload.integrations.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
     return getattr(importlib.import_module(f"offload.{_HOMES[name]}"), name)

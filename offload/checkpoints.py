@@ -62,9 +62,10 @@ class Checkpoints:
         tag: str | None,
         client_state: Any,
         keep: int | None,
+        latest: bool = True,
         file_bytes: int = FILE_BYTES,
     ) -> Path:
-        """Write a checkpoint; see ``Engine.save_checkpoint``."""
+        """Write a checkpoint; see ``Engine.save_checkpoint``. With `latest`, that file names it."""
         manager, parts = self._life.require_open(), self._parts
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(f"keep: expected a whole number of at least 1, or None, but got {keep!r}")
@@ -85,7 +86,7 @@ class Checkpoints:
                 entries, files = shards.write(new, staging)
                 more, other = write_values(new, encoder.tensors, staging)
                 index = Index(tag, sequence, (*entries, *more), {**files, **other}, described)
-                path = folder.publish(new, tag, index.to_json())
+                path = folder.publish(new, tag, index.to_json(), latest=latest)
             if keep is not None:
                 folder.keep(keep)
         return path

@@ -44,6 +44,8 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
     ("pretrained", "initialisation"),
+    ("integrations",),
+    ("deepspeed",),
     ("cli",),
     ("__main__",),
 )

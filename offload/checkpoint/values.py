@@ -186,16 +186,18 @@ def _set_masters(chunk: Chunk, start: int, numel: int, source: int, *, all_of_th
         view_at(master, torch.float32, 0, (numel,))[changed] = new.view(torch.float16)[changed].float()
 
 
-def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str, Any]]:
+def gather_states(
+    manager: Manager, counts: StepCounts, wanted: Container[Where] | None = None
+) -> dict[Where, dict[str, Any]]:
     """Return per parameter ``step`` (0-dim fp32) and the optimizer's states by name (fp32, parameter's shape).
 
     Compressed states are converted, exactly: :func:`scatter_states` stores the same bits again. 16-bit parameters have
     a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters that have never been
-    updated are left out, as in torch.
+    updated are left out, as in torch; so are those that are not `wanted`.
     """
     manager.finish_updates()  # they count, too
     states = manager.tiers.plan.request.states
-    result = _remembered(counts, states)
+    result = {where: entry for where, entry in _remembered(counts, states).items() if wanted is None or where in wanted}
     moved: dict[Where, dict[str, torch.Tensor]] = {}
     for (index, position), entry in result.items():
         unit = manager.units[index]
@@ -221,8 +223,12 @@ def gather_states(manager: Manager, counts: StepCounts) -> dict[Where, dict[str,
     return result
 
 
-def gather_masters(manager: Manager, updated: Container[Where]) -> dict[Where, torch.Tensor | None]:
+def gather_masters(
+    manager: Manager, updated: Container[Where], wanted: Container[Where] | None = None
+) -> dict[Where, torch.Tensor | None]:
     """Return the fp32 masters of 16-bit parameters that are not among `updated`; None where it is the parameter itself.
+
+    With `wanted`, those of no others.
 
     Which of the two it is depends on the values only, not on whether the shards have been made yet.
     """
@@ -234,7 +240,7 @@ def gather_masters(manager: Manager, updated: Container[Where]) -> dict[Where, t
             continue
         for position, slot in enumerate(unit.slots):
             where = unit.index, position
-            if where in updated:
+            if where in updated or not (wanted is None or where in wanted):
                 continue
             result[where] = None
             if _has_masters(manager, unit):

@@ -38,6 +38,8 @@ class Facts:
         loss_scale: ``scale``, ``tolerance`` and ``good_steps`` of a dynamic one; None where there is none.
         scheduler: state of the learning rate's schedule.
         rng: states of random number generators by name.
+        samples: seen so far; None where nothing says.
+        client_state: what the script has saved beside, as far as somebody tells it apart.
     """
 
     kind: str
@@ -47,6 +49,8 @@ class Facts:
     loss_scale: Mapping[str, float] | None = None
     scheduler: Any = None
     rng: Mapping[str, Any] | None = None
+    samples: int | None = None
+    client_state: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

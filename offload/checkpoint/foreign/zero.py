@@ -24,6 +24,31 @@ from offload.errors import ConfigError
 _OPTIMIZER_FILE = re.compile(
     r"(?P<prefix>(?:bf16_|fp16_)?)zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
+# What DeepSpeed itself puts in a model's file. The rest is the script's client_state.
+_OWN_KEYS = frozenset(
+    {
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "universal_checkpoint_info",
+        "ds_config",
+        "ds_version",
+    }
+)
 _ELSEWHERE = "convert it with DeepSpeed's own tools (zero_to_fp32.py gives the weights)"
 
 
@@ -121,8 +146,19 @@ def read_zero(folder: Path) -> Found:
             skipped_steps=int(model.get("skipped_steps") or 0),
             loss_scale=_loss_scale(ranks[0].saved.get("loss_scaler")),
             scheduler=model.get("lr_scheduler"),
+            samples=model.get("global_samples"),
+            client_state={key: _read(value) for key, value in model.items() if key not in _OWN_KEYS},
         ),
     )
+
+
+def _read(value: Any) -> Any:
+    """Return a value with tensors in the place of those that are not read yet."""
+    if isinstance(value, FileTensor):
+        return whole(value)
+    if type(value) in (list, tuple):
+        return type(value)(_read(one) for one in value)
+    return {key: _read(one) for key, one in value.items()} if type(value) is dict else value
 
 
 def _tag_folder(folder: Path) -> Path:

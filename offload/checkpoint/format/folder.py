@@ -176,8 +176,8 @@ class Folder:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def publish(self, folder: Path, tag: str, index: str) -> Path:
-        """Write the text of the index, which completes a folder; give it its name, and let ``latest`` be it.
+    def publish(self, folder: Path, tag: str, index: str, *, latest: bool = True) -> Path:
+        """Write the text of the index, which completes a folder; give it its name. With `latest`, let that be it.
 
         Raises:
             CheckpointError: the checkpoint in whose place it comes is being read, or something could not be written.
@@ -194,8 +194,9 @@ class Folder:
                 target.rename(aside)
             folder.rename(target)
             sync_directory(self.path)
-            write_text(self.path / LATEST, f"{tag}\n")
-            sync_directory(self.path)
+            if latest:
+                write_text(self.path / LATEST, f"{tag}\n")
+                sync_directory(self.path)
         except OSError as error:
             raise self._refused(error) from error
         self._delete(aside)
