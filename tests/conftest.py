@@ -6,6 +6,7 @@ Profiles (environment variable HYPOTHESIS_PROFILE): `quick` on a developer's mac
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -107,6 +108,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         instead.select(config, items)
     else:
         apart.arrange(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at what is imported: many tests collect, and otherwise each takes 0.3 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
