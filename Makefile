@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload
 REPORT ?= finetune-report
+# Processes that share the tests; 0: all in one.
+WORKERS ?= 2
 # For the model's 2.0 GiB of parameters, gradients and states: neither the device nor the host could hold them.
 BUDGETS ?= --device cpu --device-memory 1000MiB --activation-memory 860MiB --cpu-memory 400MiB --nvme-memory 3GiB
 
@@ -25,8 +27,8 @@ $(STAMP): $(SOURCES)
 	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)"
 	@touch $@
 
-test: $(STAMP)    ## the tests
-	$(BIN)/python -m pytest -q $(ARGS)
+test: $(STAMP)    ## the tests, in two processes
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 simulated: $(STAMP) ## build the simulated accelerator of the tests, which the first of them does otherwise
 	@$(BIN)/python tests/simulated/build.py

@@ -6,8 +6,10 @@ Profiles (environment variable HYPOTHESIS_PROFILE): `quick` on a developer's mac
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -107,6 +109,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         instead.select(config, items)
     else:
         apart.arrange(config, items)
+    if hasattr(config, "workerinput"):
+        import parallel
+
+        parallel.sort(items)
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at what is imported: many tests collect, and otherwise each takes 0.3 s."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Share the tests out to several processes."""
+    import parallel
+
+    return parallel.ByGroup(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_report_header() -> str:

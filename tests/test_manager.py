@@ -533,6 +533,20 @@ def test_a_failed_read_is_raised_where_it_is_needed_and_tried_again() -> None:
         assert state(manager, 1) is State.RESIDENT
 
 
+def test_a_failed_prefetch_does_not_fail_who_needs_its_room() -> None:
+    with managing(units_of(4), [Homes(N, H, N)] * 4, prefetch=True, working_bytes=16 << 10) as (manager, store):
+        store.fail = lambda kind, key, count: SwapError("injected", errno=5) if key[0] == 1 else None  # type: ignore[index]
+        manager.acquire(0)  # starts to fetch unit 1, which takes the rest of the region
+        assert state(manager, 1) is State.FETCHING
+        manager.acquire(3)
+        assert state(manager, 3) is State.RESIDENT
+        manager.check()
+        store.fail = lambda kind, key, count: None
+        manager.reset()
+        manager.acquire(1)
+        assert state(manager, 1) is State.RESIDENT
+
+
 def test_reset_does_not_make_a_half_written_unit_whole() -> None:
     for home in (Homes(D, H, H), Homes(H, H, H), Homes(N, H, N)):
         units = [make_unit(0, [2 * CHUNK])]

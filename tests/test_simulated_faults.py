@@ -73,11 +73,11 @@ def undisturbed(home: str, path: Path, schedule: Schedule, asks: int) -> tuple[d
         return engine.state_dict(), calls.count
 
 
-def stride(quick: int) -> Any:
-    return pytest.mark.parametrize("stride", [pytest.param(quick // 20, marks=pytest.mark.nightly), quick])
+def stride(*, quick: int, nightly: int) -> Any:
+    return pytest.mark.parametrize("stride", [pytest.param(nightly, marks=pytest.mark.nightly), quick])
 
 
-@stride(59)
+@stride(quick=59, nightly=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("schedule", [LAZY, pytest.param(EAGER, marks=pytest.mark.nightly)], **named)
@@ -107,9 +107,9 @@ def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int
     assert exact > 0
 
 
-@stride(399)
+@stride(quick=199, nightly=9)
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-@pytest.mark.parametrize("schedule", [LAZY, pytest.param(EAGER, marks=pytest.mark.nightly)], **named)
+@pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)
 def test_a_device_that_is_lost(
     schedule: Schedule, home: str, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -415,7 +415,7 @@ class WorkingSet:
         if window is None and required:
             self._reclaim()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
-                self.wait_for_fetch(arriving)
+                self.wait_for_prefetch(arriving)
             window = region.cheapest_window(shard.size_bytes, cost)
             if window is None and self._grow_for(shard.size_bytes):
                 return copies.allocate(shard)

@@ -17,6 +17,7 @@ import pytest
 
 REPORTS = "SIMULATED_TEST_REPORTS"  # environment: the file to which the other process writes its reports
 FIXTURE = "sim"
+IN_NAME = "simulated"  # of every file with such tests
 
 
 class Apart:
@@ -80,11 +81,21 @@ class Reporter:
 
 
 def arrange(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let the simulated tests among `items` run first, and apart from the others."""
+    """Let the simulated tests among `items` run first, and apart from the others.
+
+    Raises:
+        pytest.UsageError: one is in a file whose name does not say so.
+    """
     if REPORTS in os.environ:
         config.pluginmanager.register(Reporter(config))
         return
     apart = [item for item in items if FIXTURE in getattr(item, "fixturenames", ())]
+    for item in apart:
+        if IN_NAME not in item.path.name:
+            raise pytest.UsageError(
+                f"{item.nodeid}: expected a file with {IN_NAME!r} in its name but got {item.path.name}; "
+                f"the fixture {FIXTURE!r} is for such files"
+            )
     if apart and len(apart) < len(items):
         config.pluginmanager.register(Apart(apart))
-        items.sort(key=lambda item: item not in apart)
+        items.sort(key=lambda item: FIXTURE not in getattr(item, "fixturenames", ()))
