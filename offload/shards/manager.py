@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 
-from offload.errors import BudgetError, StateError
+from offload.errors import ASLEEP, BudgetError, StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import left_to_who_needs_it
@@ -95,6 +95,7 @@ class Manager:
         self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
         self.forward = ForwardUpdates(self.tiers, safe_point)
         self.backward = BackwardUpdates(self.tiers, safe_point)
+        self._away: list[int] | None = None  # while memory is given back: units that are at home on the device
         self._held: Held | None = None  # what somebody has asked to hold last
         self.commits: Commits | None = None
         if store is not None and record is not None:
@@ -114,6 +115,7 @@ class Manager:
 
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
+        self._require_awake()
         shard = self.tiers.param(index)
         self.working.release_idle()
         self._make_resident(shard)
@@ -154,6 +156,7 @@ class Manager:
 
     def begin_pass(self, *, training: bool) -> None:
         """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
+        self._require_awake()
         self.schedule = self._schedules[training]
         if not training:
             self.schedule.restart()
@@ -344,6 +347,7 @@ class Manager:
                 then FAILED; the others are as they were.
             Exception: what `visit` raised, likewise.
         """
+        self._require_awake()
         units = list(units)
         assert span is None or not writes
         if Role.PARAM in writes:
@@ -358,6 +362,27 @@ class Manager:
             self.commit()  # what is written now belongs to the next one
             self._await_release(units)
         stream(self.tiers, units, visit, reads=reads, writes=writes, span=span, widely=widely)
+
+    def rest(self, tiers: Container[Tier]) -> None:
+        """Have nothing in the memory of `tiers` but what is at home there, until :meth:`go_on`.
+
+        Raises:
+            StateError: somebody views parameters on the device, or has changed them.
+            swap.SwapError: an I/O error.
+        """
+        self.finish_updates()
+        self._away = self.working.leave()
+        if Tier.HOST in tiers:
+            self.gradients.empty_pool()
+
+    def go_on(self) -> None:
+        """Undo :meth:`rest`: the content is there again."""
+        away, self._away = self._away, None
+        self.working.come_back(away or ())
+
+    def _require_awake(self) -> None:
+        if self._away is not None:
+            raise StateError(ASLEEP)
 
     def hold(self) -> Held:
         """Finish the last step, and hold what lives on NVMe as it is then, until it is released.
