@@ -106,7 +106,7 @@ class RequestQueue {
     static constexpr std::size_t kIdleLanes = 16;            // kept although nothing waits in them
     static constexpr unsigned kBackgroundRequests = 4;       // with a device that has no others,
     static constexpr unsigned kBackgroundBeside = 2;         // and with one that has
-    static constexpr double kPatienceS = 0.1;  // after which a background request goes before normal ones
+    static constexpr double kPatienceS = 0.025;  // after which a background request goes before normal ones
 
     /// What waits for one device.
     struct Lane {

@@ -371,9 +371,9 @@ class Manager:
             swap.SwapError: an I/O error.
         """
         self.finish_updates()
-        self._away = self.working.leave()
         if Tier.HOST in tiers:
             self.gradients.empty_pool()
+        self._away = self.working.leave()
 
     def go_on(self) -> None:
         """Undo :meth:`rest`: the content is there again."""
