@@ -313,6 +313,7 @@ def _plan(
         held_together=tree.held_together(model, more_than=WORKING_UNITS),
         own=rule.own.size if rule and rule.own else None,
         commit=None if run is None else _commit(model, tree, rule, config),
+        holds=config.background_checkpoints,
     )
     try:
         plan = make_plan(request)

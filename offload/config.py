@@ -55,6 +55,8 @@ class Config:
         resume: ``"auto"`` goes on with the newest of `run_dir` and `checkpoint_dir`, or begins where there is nothing;
             True wants something there; False wants nothing there.
         checkpoint_dir: directory of checkpoints that `resume` looks at, too; a durable run's only.
+        background_checkpoints: keep room on NVMe for ``engine.save_checkpoint(wait=False)``: once more what training
+            writes there. What is copied stays as it was while training goes on.
         dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision. Buffers
             keep their dtype, for running statistics and rotary frequencies lose too much; where a module wants them
             like its parameters (BatchNorm does), cast them first: ``buffer.data = buffer.data.bfloat16()``.
@@ -92,6 +94,7 @@ class Config:
     run_dir: Paths | None = None
     resume: bool | Literal["auto"] = "auto"
     checkpoint_dir: str | Path | None = None
+    background_checkpoints: bool = False
     dtype: DtypeName | None = None
     state_dtype: StateDtype = "float32"
     offload_param: OffloadTier = "auto"

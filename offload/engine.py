@@ -34,6 +34,7 @@ from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
 from offload.run_state import RunState
 from offload.shards.manager import Manager
+from offload.sleeping import Sleeping
 from offload.snapshot import take_snapshot
 from offload.spec import OptimizerSpec
 from offload.stats import Stats
@@ -111,6 +112,7 @@ class Engine(EngineTensors, EngineRuns):
         self._training = Training(self._parts, self._life, deferral, self._durable)
         state = RunState(model, self._parts, self._life)
         self._checkpoints = Checkpoints(state, self._parts, self._life, self._training)
+        self._sleeping = Sleeping(self.config, self._parts, self._life)
         self.device = self._parts.device.place
         self.plan: Plan = self._parts.plan
         self.optimizer: OffloadOptimizer | None = self._parts.steps.optimizer
@@ -201,6 +203,7 @@ class Engine(EngineTensors, EngineRuns):
         self._require_open().finish_updates()
         if self._durable is not None:
             self._durable.finish()
+        self._checkpoints.tell()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Tell whether the next :meth:`step` updates the parameters."""
@@ -249,6 +252,36 @@ class Engine(EngineTensors, EngineRuns):
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         return take_snapshot(self._parts, self._manager)
 
+    # --- sharing the memory -----------------------------------------------------------------------------------------
+
+    def sleep(self, *, host: bool = False) -> None:
+        """Give the device's memory back until :meth:`wake`: for generation, or another engine, on the same GPU.
+
+        The last step is finished first. What lives on the device goes to host memory, within the budget, else to files
+        on the drive. Gradients that wait for the next step are kept. Until :meth:`wake`, everything but :meth:`stats`
+        and :meth:`close` is refused. Buffers of the module stay on the device.
+
+        Args:
+            host: give host memory back, too; what lives there goes to files on the drive.
+
+        Raises:
+            BudgetError: neither the host budget nor the drive has room.
+            StateError: the engine is closed, asleep or unusable, parameters are in use, or a tensor outside the model
+                views them. The engine is awake then.
+            swap.SwapError: an I/O error. The engine is awake then.
+        """
+        self._sleeping.sleep(host=host)
+
+    def wake(self) -> None:
+        """Take the memory again, with the same bits.
+
+        Raises:
+            BudgetError: somebody else has it. The engine is still asleep, and nothing is lost.
+            StateError: the engine is not asleep.
+            swap.SwapError: an I/O error. The engine is still asleep.
+        """
+        self._sleeping.wake()
+
     # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool | None = None) -> None:
@@ -273,8 +306,12 @@ class Engine(EngineTensors, EngineRuns):
         if manager is None or self._life.closed or not self._life.here:
             return
         with contextlib.ExitStack() as last:
+            last.callback(self._sleeping.close)
             last.callback(close, self.module, self._parts, self._life, manager, restore=restore)
-            if commit and self._durable is not None and self._life.unusable is None:
+            last.callback(self._checkpoints.settle)
+            if self._life.asleep and restore is not False:
+                self._sleeping.wake()
+            if commit and self._durable is not None and self._life.unusable is None and not self._life.asleep:
                 self._durable.finish()
 
     def __reduce_ex__(self, protocol: object) -> Any:

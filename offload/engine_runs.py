@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import nn
 
+from offload.background import PendingCheckpoint
 from offload.build import Parts
 from offload.checkpoint.foreign.found import Facts
 from offload.checkpoints import Checkpoints
@@ -35,6 +36,7 @@ class EngineRuns:
     _durable: DurableRun | None
     _resumed: Resumed | None
 
+    @overload
     def save_checkpoint(
         self,
         directory: str | Path,
@@ -42,7 +44,29 @@ class EngineRuns:
         tag: str | None = None,
         client_state: Any = None,
         keep: int | None = None,
-    ) -> Path:
+        wait: Literal[True] = True,
+    ) -> Path: ...
+
+    @overload
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        tag: str | None = None,
+        client_state: Any = None,
+        keep: int | None = None,
+        wait: Literal[False],
+    ) -> PendingCheckpoint: ...
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        tag: str | None = None,
+        client_state: Any = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Path | PendingCheckpoint:
         """Save everything that decides on the next step into a folder of `directory`, within the budgets.
 
         These are parameters, masters, moments as they are stored, step counts, parameter groups, the loss scale, the
@@ -50,18 +74,24 @@ class EngineRuns:
         NumPy, and `client_state`. The files are safetensors and one JSON index. Until the folder is complete and on the
         drive it has another name; ``latest`` is written last. So a save that ends early leaves the ones before.
 
+        With ``wait=False``, what lives on NVMe is held as it is and copied while training goes on, which needs the
+        option ``background_checkpoints``. What lives in memory is written before this returns. The engine saves one
+        checkpoint at a time: the next save, a load and :meth:`close` wait for it.
+
         Args:
             directory: of the checkpoints; made where it is missing.
             tag: name of the folder; None: ``step-`` and the number of steps. One that is there is replaced.
             client_state: of schedulers, samplers and the like: nested dicts, lists, tuples, numbers, texts, bytes and
                 tensors. :meth:`load_checkpoint` returns it.
             keep: so many checkpoints stay in `directory`, the latest ones; None: all.
+            wait: until it is complete.
 
         Returns:
-            The folder.
+            The folder; with ``wait=False`` what tells when it is complete. Its ``wait`` raises what goes wrong
+            meanwhile; if nobody waits, the engine's next call that saves, loads, drains or closes does.
 
         Raises:
-            BudgetError: the budgets have no room for the smallest buffers.
+            BudgetError: the budgets have no room for the smallest buffers, or the swap files for what is held.
             CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
                 `directory`, or it cannot be written to.
             StateError: the engine is closed or unusable, or parameters or gradients are gathered.
@@ -70,7 +100,8 @@ class EngineRuns:
         """
         if client_state is None and self._durable is not None:
             client_state = self._durable.client_state
-        return self._checkpoints.save(directory, tag=tag, client_state=client_state, keep=keep)
+        save = self._checkpoints.save if wait else self._checkpoints.begin
+        return save(directory, tag=tag, client_state=client_state, keep=keep)
 
     def load_checkpoint(self, directory: str | Path, *, tag: str | None = None, strict: bool = True) -> Any:
         """Go on where :meth:`save_checkpoint` was called, with the same bits, whatever the budgets are and were.

@@ -18,6 +18,8 @@ TRAIN_MORE = (  # the same, for a parameter that has no room in the plan
     "into its optimizer, and add the parameter with add_param_group"
 )
 
+ASLEEP = "engine: asleep; call engine.wake()"
+
 
 class OffloadError(RuntimeError):
     """Base of all errors raised by this package."""

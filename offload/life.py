@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from offload.errors import StateError
+from offload.errors import ASLEEP, StateError
 from offload.module import refusals
 from offload.shards.manager import Manager
 
@@ -20,12 +20,14 @@ class Life:
         manager: owner of the shards, from :meth:`open` to :meth:`end`; else None.
         closed: whether closing has begun.
         unusable: what was lost; None where all is well.
+        asleep: whether its memory was given back for a while.
     """
 
     def __init__(self, *, trains: bool) -> None:
         self.manager: Manager | None = None
         self.closed = False
         self.unusable: str | None = None
+        self.asleep = False
         self._trains = trains
         self._process = os.getpid()
 
@@ -42,6 +44,14 @@ class Life:
         """Note that the engine cannot be used further, and why."""
         self.unusable = what
 
+    def sleep(self) -> None:
+        """Note that the memory was given back for a while."""
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Note that it is there again."""
+        self.asleep = False
+
     def close(self) -> None:
         """Note that closing has begun."""
         self.closed = True
@@ -54,7 +64,7 @@ class Life:
         """Return the owner of the shards.
 
         Raises:
-            StateError: the engine is closed, unusable, or another process's.
+            StateError: the engine is closed, unusable, asleep, or another process's.
         """
         refusals.refuse_child(self._process)
         if self.unusable is not None:
@@ -62,6 +72,8 @@ class Life:
         if self.closed or self.manager is None:
             states = " and load what engine.optimizer.state_dict() returned before" if self._trains else ""
             raise StateError(f"engine: it is closed; make a new one{states}")
+        if self.asleep:
+            raise StateError(ASLEEP)
         failure = self.manager.forward.failure
         if failure is not None:
             self.lose(f"a step failed half way ({type(failure).__name__}: {failure})")

@@ -27,8 +27,8 @@ class _Counters(TypedDict):
     short_transfers: int
     retries: int
 
-# write, fd, offset, address, length, urgent, granule_bytes, expected
-_Job = tuple[bool, int, int, int, int, bool, int, bytes]
+# write, fd, offset, address, length, priority, granule_bytes, expected
+_Job = tuple[bool, int, int, int, int, int, int, bytes]
 
 def crc32c(address: int, length: int, crc: int = 0, portable: bool = False) -> int: ...
 def crc32c_bytes(data: bytes, crc: int = 0) -> int: ...

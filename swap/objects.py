@@ -8,7 +8,7 @@ Next: `puts` for the order of puts, `mapping` for versions, `transfers` for the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Final, TypeVar
 
@@ -77,7 +77,8 @@ class Objects:
         self._gate.check()
         with self._lock:
             wanted = [(key, self.version(key), address, length) for key, address, length in items]
-            return self.read(wanted, offset=offset, urgent=urgent)
+            priority = Priority.URGENT if urgent else Priority.NORMAL
+            return self.read(wanted, offset=offset, priority=priority)
 
     def delete(self, key: Hashable) -> None:
         """See `SwapStore.delete`."""
@@ -89,11 +90,13 @@ class Objects:
             if key in self._map.working:
                 self._map.remove(key)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, keys: Iterable[Hashable] | None) -> Snapshot:
         """See `SwapStore.snapshot`."""
         self._gate.check()
         with self._lock:
-            return Snapshot(self, self._map.snapshot())
+            if keys is None:
+                return Snapshot(self, self._map.snapshot(self._map.committed))
+            return Snapshot(self, self._map.snapshot({key: self.version(key) for key in keys}))
 
     def version(self, key: Hashable) -> Version:
         """The current version of `key`. Locked.
@@ -108,7 +111,7 @@ class Objects:
         return version
 
     def read(
-        self, wanted: Sequence[tuple[Hashable, Version, int, int]], *, offset: int, urgent: bool
+        self, wanted: Sequence[tuple[Hashable, Version, int, int]], *, offset: int, priority: Priority
     ) -> list[StoreTicket]:
         """Start reading ranges of versions that somebody holds; all start at `offset`."""
         self._gate.check()
@@ -122,7 +125,6 @@ class Objects:
                     f"{self._alignment}, but got offset {offset}, length {length}"
                 )
             reads.append(Read(key, version, address, offset, need))
-        priority = Priority.URGENT if urgent else Priority.NORMAL
 
         def start(group: Sequence[Read]) -> list[StoreTicket]:
             for read in group:
@@ -194,15 +196,17 @@ class Objects:
 
 
 class Snapshot:
-    """The committed mapping of a store at one moment. A context manager."""
+    """Versions of a store at one moment. A context manager."""
 
     def __init__(self, objects: Objects, versions: Mapping[Hashable, Version]) -> None:
         """Take over the holds on `versions`, by key."""
         self._objects = objects
         self._versions = versions
 
-    def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
-        """Start reading; as `SwapStore.get`, but of this moment.
+    def get(
+        self, key: Hashable, address: int, length: int, *, offset: int = 0, priority: Priority = Priority.NORMAL
+    ) -> StoreTicket:
+        """Start reading; as `SwapStore.get`, but of this moment, and with any priority.
 
         Raises:
             KeyError: the key had no version then, or the snapshot is released.
@@ -210,7 +214,7 @@ class Snapshot:
             SwapError: the store is closed or belongs to the parent process.
         """
         wanted = [(key, self._version(key), address, length)]
-        return self._objects.read(wanted, offset=offset, urgent=urgent)[0]
+        return self._objects.read(wanted, offset=offset, priority=priority)[0]
 
     def length_of(self, key: Hashable) -> int:
         """Length in bytes, rounded up to the alignment.

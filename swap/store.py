@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -147,6 +147,11 @@ class SwapStore:
     def direct(self) -> bool:
         """Whether the page cache is bypassed on every path."""
         return all(file.direct for file in self._backing.files)
+
+    @property
+    def aio(self) -> Aio:
+        """The engine that moves its bytes: if other files of its drives are moved by it, priorities hold among all."""
+        return self._aio
 
     @property
     def engine(self) -> str:
@@ -285,15 +290,19 @@ class SwapStore:
         self._check_explicit("abort")
         self._commits.abort()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self, keys: Iterable[Hashable] | None = None) -> Snapshot:
         """Keep the committed mapping readable until the snapshot is released; in SCRATCH mode the current one.
 
         Its extents stay in use meanwhile. Costs time in proportion to the number of keys, but moves no bytes.
 
+        Args:
+            keys: keep these alone, as `get` sees them now: with what was put since the last commit.
+
         Raises:
+            KeyError: one of `keys` has no version.
             SwapError: the store is closed or belongs to the parent process.
         """
-        return self._objects.snapshot()
+        return self._objects.snapshot(keys)
 
     @property
     def uncommitted(self) -> bool:

@@ -442,6 +442,36 @@ def test_what_is_cut_arrives_whole(engine: str, fd: int) -> None:
         assert aio.stats().write_bytes == 4 * length
 
 
+def test_background_operations_leave_room_for_the_others(engine: str, fd: int) -> None:
+    """Of 9 that never end 4 are with the device, and 4 places of 8 are left for a read and a write."""
+    memory = Memory(2 * BLOCK)
+    os.pwrite(fd, bytes(2 * BLOCK), 0)
+    faults = [Fault(nth=nth, action=FaultAction.HANG) for nth in (1, 2, 3, 4)]
+    aio = faulty_aio(engine=engine, queue_depth=8, threads=8, block_bytes=BLOCK, faults=faults)
+    waiting = [aio.write(fd, 0, memory.address, BLOCK, priority=Priority.BACKGROUND) for _ in range(9)]
+    while aio.stats().queue_depth < 4:
+        pass
+    for _ in range(5):
+        aio.read(fd, BLOCK, memory.address + BLOCK, BLOCK).wait()
+        aio.write(fd, BLOCK, memory.address + BLOCK, BLOCK).wait()
+    assert not any(ticket.done() for ticket in waiting)
+    with pytest.raises(SwapDeadlineError):
+        aio.close(0.05)
+
+
+def test_background_operations_get_through_where_others_always_wait(engine: str, fd: int) -> None:
+    """One request at a time: the first is held up, the third never ends; the second is the one that waits for long."""
+    memory = Memory(BLOCK)
+    faults = [Fault(action=FaultAction.DELAY, delay_s=0.5), Fault(nth=3, action=FaultAction.HANG)]
+    aio = faulty_aio(engine=engine, queue_depth=1, threads=1, block_bytes=BLOCK, faults=faults)
+    normal = [aio.write(fd, i * BLOCK, memory.address, BLOCK) for i in range(3)]
+    background = aio.write(fd, 0, memory.address, BLOCK, priority=Priority.BACKGROUND)
+    background.wait()
+    assert not any(ticket.done() for ticket in normal[1:])
+    with pytest.raises(SwapDeadlineError):
+        aio.close(0.05)
+
+
 def test_reads_and_writes_alternate(engine: str, fd: int) -> None:
     """Behind a held-up write 4 writes and 4 reads wait; the 5th of them is held for good: 2 of each are done."""
     memory = Memory(2 * BLOCK)

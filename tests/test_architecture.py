@@ -40,7 +40,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("life", "optimizer"),
     ("build",),
-    ("closing", "importing", "snapshot", "run_state", "durable", "training"),
+    ("background", "closing", "importing", "snapshot", "run_state", "sleeping", "durable", "training"),
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
     ("pretrained", "initialisation"),

@@ -494,11 +494,12 @@ def test_every_option_reaches_its_setting_with_its_type() -> None:
 def test_every_engine_option_reaches_the_engine(tmp_path: Path) -> None:
     (tmp_path / "config").write_text('{"dtype": "float32", "threads": 3}')
     names = [field.name for field in dataclasses.fields(EngineSettings) if field.name != "config"]
-    words = [word for name in names for word in (f"--{name.replace('_', '-')}", name)]
+    switch = "background_checkpoints"
+    words = [f"--{name.replace('_', '-')}{'' if name == switch else f'={name}'}" for name in names]
     made = settings_of(cli.build_parser().parse_args([*REQUIRED, *words, "--config", str(tmp_path / "config")]))
     budgets = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_memory"}
     plain = {name: name for name in names if name not in budgets.values()}
-    expected = {"threads": 3, **plain, "nvme_path": [Path("nvme_path")], "max_memory": budgets}
+    expected = {"threads": 3, **plain, switch: True, "nvme_path": [Path("nvme_path")], "max_memory": budgets}
     assert made.engine_options == expected
 
 
@@ -643,7 +644,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
 
     def run(output: str, **changes: Any) -> report.Report:
-        tiers = {"max_memory": {"device": "64MiB", "cpu": "64MiB"}}
+        tiers = {"max_memory": {"device": "64MiB", "cpu": "64MiB", "nvme": "64MiB"}, "background_checkpoints": True}
+        tiers |= {"nvme_path": tmp_path, "offload_optimizer": "nvme"}
         given = {"save_model": True, "sequence_length": 32, "lr": 1e-2, "sample_tokens": 4, "warmup_steps": 2}
         places = {"model": tmp_path / "model", "text": tmp_path / "text", "output": tmp_path / output}
         engine_options = {"device": "cpu", **tiers}

@@ -139,6 +139,15 @@ class CommitMachine(RuleBasedStateMachine):
     def snapshot(self) -> None:
         self.snapshots.append((self.store.snapshot(), dict(self.committed)))
 
+    @precondition(lambda self: len(self.snapshots) < 3)
+    @rule(keys=st.sets(st.integers(0, 4)))
+    def snapshot_of_keys(self, keys: set[int]) -> None:
+        if not keys <= set(self.working):
+            with pytest.raises(KeyError):  # and nothing is held
+                self.store.snapshot(keys)
+            return
+        self.snapshots.append((self.store.snapshot(keys), {key: self.working[key] for key in keys}))
+
     @precondition(lambda self: self.snapshots)
     @rule(which=st.integers(0, 2))
     def release(self, which: int) -> None:

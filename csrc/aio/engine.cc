@@ -142,6 +142,7 @@ Counters Engine::counters() const {
 
 std::string Engine::dump() const {
     constexpr int kShown = 8;
+    constexpr const char* kPriorities[] = {" background", "", " urgent"};
     std::lock_guard<std::mutex> guard(mutex_);
     const double now_s = monotonic_s();
     char line[200];
@@ -158,7 +159,7 @@ std::string Engine::dump() const {
         }
         std::snprintf(line, sizeof line, "\n  #%llu %s%s fd %d offset %lld length %zu, %.3f s old",
                       static_cast<unsigned long long>(id), operation->kind == Kind::kRead ? "read" : "write",
-                      operation->urgent ? " urgent" : "", operation->fd,
+                      kPriorities[static_cast<int>(operation->priority)], operation->fd,
                       static_cast<long long>(operation->offset), operation->length,
                       now_s - operation->submitted_s);
         text += line;

@@ -161,7 +161,7 @@ class PyEngine {
 
     std::string name() const { return engine_->name(); }
 
-    // jobs: a sequence of (write, fd, offset, address, length, urgent, granule_bytes, expected).
+    // jobs: a sequence of (write, fd, offset, address, length, priority, granule_bytes, expected).
     py::list submit(const py::sequence& jobs) {
         Engine& engine = own();
         std::vector<Job> wanted;
@@ -292,7 +292,10 @@ class PyEngine {
         job.offset = item[2].cast<std::int64_t>();
         const auto address = item[3].cast<std::uintptr_t>();
         job.length = item[4].cast<std::size_t>();
-        job.urgent = item[5].cast<bool>();
+        const auto priority = item[5].cast<int>();
+        if (priority < 0 || priority > static_cast<int>(swap_aio::Priority::kUrgent))
+            throw py::value_error("priority: expected 0, 1 or 2 but got " + std::to_string(priority));
+        job.priority = static_cast<swap_aio::Priority>(priority);
         if (job.fd < 0)
             throw py::value_error("fd: expected a file descriptor but got " + std::to_string(job.fd));
         if (job.offset < 0)

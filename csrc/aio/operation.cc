@@ -24,7 +24,7 @@ std::uint64_t device_of(int fd) {
 
 Operation::Operation(Job job, std::uint64_t device)
     : kind(job.kind),
-      urgent(job.urgent),
+      priority(job.priority),
       fd(job.fd),
       offset(job.offset),
       address(job.address),

@@ -17,6 +17,9 @@ namespace swap_aio {
 
 enum class Kind : std::uint8_t { kRead, kWrite };
 
+/// Who goes first; see RequestQueue.
+enum class Priority : std::uint8_t { kBackground, kNormal, kUrgent };
+
 /// Seconds of a monotonic clock.
 double monotonic_s();
 
@@ -36,7 +39,7 @@ struct Job {
     std::int64_t offset = 0;
     char* address = nullptr;
     std::size_t length = 0;
-    bool urgent = false;
+    Priority priority = Priority::kNormal;
     std::unique_ptr<Checksums> checksums;  // null: none
 };
 
@@ -60,7 +63,7 @@ struct Operation {
     void fail(int errno_value, std::int64_t at_offset, std::size_t at_length);
 
     const Kind kind;
-    const bool urgent;
+    const Priority priority;
     const int fd;
     const std::int64_t offset;
     char* const address;

@@ -47,8 +47,11 @@ Next take_result(Request& request, std::int64_t result, TransferCounters& counte
 }
 
 bool RequestQueue::Lane::idle() const {
-    return in_flight == 0 && lines[0][0].empty() && lines[0][1].empty() && lines[1][0].empty() &&
-           lines[1][1].empty();
+    if (in_flight != 0) return false;
+    for (const auto& priority : lines)
+        for (const Line& line : priority)
+            if (!line.empty()) return false;
+    return true;
 }
 
 RequestQueue::Lane& RequestQueue::lane_of(std::uint64_t device) {
@@ -62,30 +65,47 @@ RequestQueue::Lane& RequestQueue::lane_of(std::uint64_t device) {
 void RequestQueue::push(OperationPtr operation) {
     operation->queued = true;
     Lane& lane = lane_of(operation->device);
-    if (operation->urgent) lane.courtesy_until_s = monotonic_s() + kCourtesyS;
-    lane.lines[operation->urgent ? 1 : 0][static_cast<int>(operation->kind)].push_back(std::move(operation));
+    auto& lines = lane.lines[static_cast<int>(operation->priority)];
+    if (operation->priority == Priority::kUrgent) lane.courtesy_until_s = monotonic_s() + kCourtesyS;
+    if (operation->priority == Priority::kBackground && lines[0].empty() && lines[1].empty())
+        lane.background_at_s = monotonic_s();
+    lines[static_cast<int>(operation->kind)].push_back(std::move(operation));
 }
 
 // Where the next request comes from; with `all`, what is held back is not passed over.
 RequestQueue::Place RequestQueue::next_place(bool all) {
+    Place place = place_in(Priority::kUrgent, all);
+    const bool late =
+        std::any_of(lanes_.begin(), lanes_.end(), [this](const Lane& lane) { return overdue(lane); });
+    if (place.lane == nullptr && late) place = place_in(Priority::kBackground, all);
+    if (place.lane == nullptr) place = place_in(Priority::kNormal, all);
+    if (place.lane == nullptr && !late) place = place_in(Priority::kBackground, all);
+    return place;
+}
+
+RequestQueue::Place RequestQueue::place_in(Priority priority, bool all) {
     const int other = last_kind_ == Kind::kRead ? 1 : 0;
-    for (int urgent = 1; urgent >= 0; --urgent) {
-        for (const int kind : {other, 1 - other}) {
-            Lane* best = nullptr;
-            for (Lane& lane : lanes_) {
-                if (lane.lines[urgent][kind].empty()) continue;
-                if (urgent == 0 && !all && hold_back(lane)) {
-                    held_back_ = true;
-                    continue;
-                }
-                if (best == nullptr || lane.in_flight < best->in_flight ||
-                    (lane.in_flight == best->in_flight && lane.turn < best->turn))
-                    best = &lane;
+    for (const int kind : {other, 1 - other}) {
+        Lane* best = nullptr;
+        for (Lane& lane : lanes_) {
+            if (lane.lines[static_cast<int>(priority)][kind].empty()) continue;
+            if (!all && hold_back(lane, priority)) {
+                held_back_ = true;
+                continue;
             }
-            if (best != nullptr) return {best, &best->lines[urgent][kind]};
+            if (best == nullptr || lane.in_flight < best->in_flight ||
+                (lane.in_flight == best->in_flight && lane.turn < best->turn))
+                best = &lane;
         }
+        if (best != nullptr) return {best, &best->lines[static_cast<int>(priority)][kind]};
     }
     return {};
+}
+
+// Whether background requests have waited for long.
+bool RequestQueue::overdue(const Lane& lane) const {
+    const auto& lines = lane.lines[static_cast<int>(Priority::kBackground)];
+    return (!lines[0].empty() || !lines[1].empty()) && monotonic_s() >= lane.background_at_s + kPatienceS;
 }
 
 void RequestQueue::leave(Line& line, const OperationPtr& operation) {
@@ -101,8 +121,19 @@ bool RequestQueue::courteous(Lane& lane) const {
     return false;
 }
 
-bool RequestQueue::hold_back(Lane& lane) const {
-    return lane.normal_bytes >= kCourtesyRequests * courtesy_piece() && courteous(lane);
+bool RequestQueue::hold_back(Lane& lane, Priority priority) const {
+    if (priority == Priority::kUrgent) return false;
+    if (priority == Priority::kNormal)
+        return lane.normal_bytes >= kCourtesyRequests * courtesy_piece() && courteous(lane);
+    if (courteous(lane)) return lane.background != 0 || !overdue(lane);
+    return lane.background >= (lane.in_flight == lane.background ? kBackgroundRequests : kBackgroundBeside);
+}
+
+// How much of `left` bytes of a chunk is asked for at once.
+std::size_t RequestQueue::piece_of(Lane& lane, const Operation& operation, std::size_t left) const {
+    const bool small = operation.priority == Priority::kBackground ||
+                       (operation.priority == Priority::kNormal && courteous(lane));
+    return small ? std::min(left, courtesy_piece()) : left;
 }
 
 bool RequestQueue::pop(Request& request) {
@@ -123,10 +154,14 @@ bool RequestQueue::pop(Request& request) {
         request.operation = operation;
         request.address = operation->address + start;
         request.offset = operation->offset + static_cast<std::int64_t>(start);
-        request.length = !operation->urgent && courteous(*lane) ? std::min(left, courtesy_piece()) : left;
+        request.length = piece_of(*lane, *operation, left);
         request.issued_bytes = request.length;
         request.retries = 0;
-        if (!operation->urgent) lane->normal_bytes += request.length;
+        if (operation->priority == Priority::kNormal) lane->normal_bytes += request.length;
+        if (operation->priority == Priority::kBackground) {
+            ++lane->background;
+            lane->background_at_s = monotonic_s();
+        }
         ++lane->in_flight;
         lane->turn = ++turns_;
         last_kind_ = operation->kind;
@@ -142,7 +177,8 @@ void RequestQueue::retire(const Request& request) {
     Operation& operation = *request.operation;
     Lane& lane = lane_of(operation.device);  // it is there: it was not idle
     --lane.in_flight;
-    if (!operation.urgent) lane.normal_bytes -= request.issued_bytes;
+    if (operation.priority == Priority::kNormal) lane.normal_bytes -= request.issued_bytes;
+    if (operation.priority == Priority::kBackground) --lane.background;
     depth_.remove();
     if (--operation.requests_in_flight == 0 && !operation.queued) finish_(request.operation);
 }

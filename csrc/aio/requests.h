@@ -58,15 +58,20 @@ class QueueDepth {
 
 /// The operations that wait for the device, in the order in which their requests go out.
 ///
-/// Urgent before normal; within a priority reads and writes alternate (a mixed pattern is faster than two
-/// bursts); within a kind the device that holds the fewest requests comes first, so that a slow drive does
-/// not take all the places; and for one device first come, first served.  The requests of one operation go
-/// out even chunks first, odd chunks after: neighbours that the block layer would merge cost bandwidth.
+/// Urgent before normal, background last; within a priority reads and writes alternate (a mixed pattern is
+/// faster than two bursts); within a kind the device that holds the fewest requests comes first, so that a
+/// slow drive does not take all the places; and for one device first come, first served.  The requests of one
+/// operation go out even chunks first, odd chunks after: neighbours that the block layer would merge cost
+/// bandwidth.
 ///
 /// A device serves what it holds in its own order, so an urgent request that meets a full queue waits for all
 /// of it.  While urgent operations keep coming to a device (and for a moment after), pop() therefore leaves
 /// only a few MiB of normal requests with it, cut smaller if need be; without urgent ones the queue is as
-/// deep as the caller makes it. Not thread-safe: the caller serialises.
+/// deep as the caller makes it.
+///
+/// Background requests are small, and few are with a device at a time: fewer while it has others, one now and
+/// then while urgent ones come.  One that has waited for a while goes before normal ones, so that a device
+/// that is never idle gets through with them, too.  Not thread-safe: the caller serialises.
 class RequestQueue {
   public:
     using Finish = std::function<void(const OperationPtr&)>;
@@ -99,13 +104,18 @@ class RequestQueue {
     static constexpr std::size_t kCourtesyRequests = 2;      // normal ones with the device meanwhile,
     static constexpr std::size_t kCourtesyPiece = 1U << 20;  // of so many bytes at most
     static constexpr std::size_t kIdleLanes = 16;            // kept although nothing waits in them
+    static constexpr unsigned kBackgroundRequests = 4;       // with a device that has no others,
+    static constexpr unsigned kBackgroundBeside = 2;         // and with one that has
+    static constexpr double kPatienceS = 0.025;  // after which a background request goes before normal ones
 
     /// What waits for one device.
     struct Lane {
         std::uint64_t device = 0;
-        Line lines[2][2];              // [urgent][kind]
+        Line lines[3][2];              // [priority][kind]
         unsigned in_flight = 0;        // requests that were popped and not retired
+        unsigned background = 0;       // of those
         std::size_t normal_bytes = 0;  // of normal ones among those
+        double background_at_s = 0;    // when the last background request went out, or began to wait
         double courtesy_until_s = 0;   // 0: no urgent operation came lately
         std::uint64_t turn = 0;        // when its last request was popped
 
@@ -119,8 +129,11 @@ class RequestQueue {
 
     Lane& lane_of(std::uint64_t device);
     Place next_place(bool all);
+    Place place_in(Priority priority, bool all);
+    bool overdue(const Lane& lane) const;
     bool courteous(Lane& lane) const;
-    bool hold_back(Lane& lane) const;
+    bool hold_back(Lane& lane, Priority priority) const;
+    std::size_t piece_of(Lane& lane, const Operation& operation, std::size_t left) const;
     void leave(Line& line, const OperationPtr& operation);
     std::size_t courtesy_piece() const { return std::min(block_bytes_, kCourtesyPiece); }
     std::size_t chunks_of(const Operation& operation) const {

@@ -45,6 +45,10 @@ class AcceleratorDevice:
         """Return what its driver says."""
         return int(torch.get_device_module(self.place).mem_get_info(self.place)[0])
 
+    def trim(self) -> None:
+        """Empty torch's cache, which other processes cannot use."""
+        torch.get_device_module(self.place).empty_cache()
+
     def arena(self, size_bytes: int) -> Arena:
         """Take one allocation of torch's.
 

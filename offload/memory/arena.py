@@ -33,6 +33,10 @@ class Buffer:
     offset_bytes: int
     size_bytes: int
 
+    def moved(self, by_bytes: int) -> Buffer:
+        """Return the same range of an arena that is elsewhere."""
+        return dataclasses.replace(self, address=self.address + by_bytes)
+
 
 class Arena:
     """Memory of one tier, whose ranges are handed out for its life.
@@ -87,6 +91,25 @@ class Arena:
     def discard(self, buffer: Buffer) -> None:
         """Return the pages of `buffer`, where that is possible; its content is lost, its range stays."""
 
+    def release(self) -> None:
+        """Return all of the memory for a while; its content is lost, what was handed out stays handed out."""
+        self._memory = None
+
+    def take_again(self, make: Callable[[int], Arena]) -> int:
+        """Have memory again; returns how far it is from where it was, in bytes.
+
+        Args:
+            make: takes an arena of a size, of the same kind.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        if self.size_bytes:
+            made, before = make(self.size_bytes), self.base_address
+            self._memory, self.base_address = made._memory, made.base_address
+            return self.base_address - before
+        return 0
+
     def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
         """Return the memory, but keep it mapped while one of `busy` says that a tensor of the user points into it."""
         _release_kept()
@@ -118,6 +141,15 @@ class HostArena(Arena):
         """Return the pages of `buffer`; its content is lost, its range stays."""
         if self._mapping is not None and self.elastic and hasattr(mmap, "MADV_DONTNEED"):
             self._mapping.madvise(mmap.MADV_DONTNEED, buffer.address - self._start, buffer.size_bytes)
+
+    def release(self) -> None:
+        """Return all pages: the addresses stay."""
+        if self._mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def take_again(self, make: Callable[[int], Arena]) -> int:
+        """Nothing to take: pages come when they are used."""
+        return 0
 
     def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
         """Unmap it, as :meth:`Arena.close` says."""

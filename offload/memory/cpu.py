@@ -37,6 +37,9 @@ class CpuDevice:
         """Return what the system has available."""
         return int(psutil.virtual_memory().available)
 
+    def trim(self) -> None:
+        """Nothing: torch keeps none."""
+
     def arena(self, size_bytes: int) -> Arena:
         """Take main memory that can be given back in parts."""
         return HostArena(Tier.DEVICE, size_bytes)

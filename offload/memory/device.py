@@ -43,6 +43,9 @@ class Device(Protocol):
     def free_bytes(self) -> int:
         """Return the bytes of its memory that nobody has."""
 
+    def trim(self) -> None:
+        """Give the system what torch keeps of memory that nobody has."""
+
     def arena(self, size_bytes: int) -> Arena:
         """Take memory on the device."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.memory.arena import HostArena
+from offload.memory.arena import Arena, HostArena
 from offload.memory.budget import Tier
 from offload.sizes import format_bytes
 
@@ -35,6 +35,7 @@ class LockedArena(HostArena):
 
     def __init__(self, tier: Tier, size_bytes: int, place: torch.device) -> None:
         super().__init__(tier, size_bytes)
+        self._device = place
         self._unlock: list[Callable[[], None]] = []
         self.locked_bytes = 0
         if size_bytes:
@@ -70,11 +71,26 @@ class LockedArena(HostArena):
         cut = self.base_address + self.locked_bytes - address
         return [(0, cut), (cut, size_bytes)] if 0 < cut < size_bytes else [(0, size_bytes)]
 
+    def release(self) -> None:
+        """Unlock it, and return all pages."""
+        self._unlock_all()
+        super().release()
+
+    def take_again(self, make: Callable[[int], Arena]) -> int:
+        """Lock it again."""
+        if self.size_bytes:
+            self._lock(self._device)
+        return 0
+
     def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
         """Unlock and unmap it, as :meth:`Arena.close` says. Idempotent."""
+        self._unlock_all()
+        super().close(busy)
+
+    def _unlock_all(self) -> None:
         while self._unlock:
             self._unlock.pop()()
-        super().close(busy)
+        self.locked_bytes = 0
 
 
 def _touch(address: int, size_bytes: int) -> None:

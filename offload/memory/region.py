@@ -33,6 +33,11 @@ class Region:
         """All of the region as one buffer."""
         return self._part(0, self.size_bytes)
 
+    def move(self, by_bytes: int) -> None:
+        """Note that the memory is elsewhere. Nothing may be in it."""
+        assert not self._blocks
+        self._buffer = self._buffer.moved(by_bytes)
+
     @property
     def largest_bytes(self) -> int:
         """Bytes of the buffer it lies in."""

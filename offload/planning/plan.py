@@ -87,6 +87,7 @@ class Request:
         own: what the optimizer takes where its own class makes the steps, else None.
         commit: of each step: parameters and states are at home on NVMe then, and their old versions stay until the new
             ones are committed; None where nothing is.
+        holds: a checkpoint may hold what lives on NVMe while it is copied.
         rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
     """
 
@@ -102,6 +103,7 @@ class Request:
     held_together: Sequence[frozenset[int]] = ()
     own: OwnBytes | None = None
     commit: Commit | None = None
+    holds: bool = False
     rank: int = 0
     world_size: int = 1
 
@@ -218,6 +220,7 @@ class Plan:
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
         committed_bytes: room in NVME for the versions that the last commit needs, beside those that a step writes.
+        held_bytes: room in NVME for the versions that a checkpoint holds while it is copied.
         early_bytes: room in NVME for updates that are made before it is known whether they count.
         spare_units: units with room for the same in HOST.
         wide_bytes: room in each tier, beside the arena, for gradients of 16-bit units in fp32, which they become once a
@@ -237,6 +240,7 @@ class Plan:
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
     committed_bytes: int = 0
+    held_bytes: int = 0
     early_bytes: int = 0
     spare_units: frozenset[int] = frozenset()
     wide_bytes: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
@@ -346,5 +350,7 @@ class Plan:
                 f"each step is committed: about {manifest} of manifest, up to {record} of record, "
                 f"{request.commit.flushes} flushes; {kept} of the nvme buffers keep the last commit"
             )
+        if self.held_bytes:
+            yield f"checkpoints in the background: {format_bytes(self.held_bytes)} of the nvme buffers, to copy from"
         if self.step_bytes["nvme_write"]:
             yield f"drive wear: {self.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps"

@@ -143,7 +143,8 @@ class Planner:
         params, grads, states = self._params.homes, self._grads.homes, self._states.homes
         homes = tuple(Homes(params[u.index], grads.get(u.index), states.get(u.index)) for u in request.units)
         committed = self._committed_bytes(buffers)
-        nvme = self._nvme_bytes(homes, buffers, committed)
+        held = self._held_bytes(homes, buffers)
+        nvme = self._nvme_bytes(homes, buffers, committed + held)
         align, chunk = PAGE_BYTES, buffers.chunk_numel
         aside = sum(request.aside_bytes(unit, home, chunk) for unit, home in zip(request.units, homes, strict=True))
         # What a durable run writes early is what the step writes: the last commit keeps the versions before.
@@ -171,6 +172,7 @@ class Planner:
             arena_bytes=arenas,
             step_bytes=_step_bytes(request, homes, chunk),
             committed_bytes=committed,
+            held_bytes=held,
             early_bytes=early,
             spare_units=frozenset(spare),
             wide_bytes=wide,
@@ -340,9 +342,19 @@ class Planner:
         )
         return shards + 2 * whole_pages(request.commit.record_bytes)  # two versions of the record
 
-    def _nvme_bytes(self, homes: Sequence[Homes], buffers: _Buffers, committed_bytes: int) -> int:
-        """Return the bytes that the swap files need."""
-        request, total = self._request, committed_bytes
+    def _held_bytes(self, homes: Sequence[Homes], buffers: _Buffers) -> int:
+        """Return the bytes in the swap files that a checkpoint holds, beside the versions that training writes."""
+        request, numel = self._request, buffers.chunk_numel
+        return sum(
+            request.record_bytes(unit, roles, numel)
+            for unit, home in zip(request.units, homes, strict=True)
+            for tier, roles in ((home.param, (Role.PARAM,)), (home.states, STATE_ROLES))
+            if request.holds and unit.trainable and tier is Tier.NVME
+        )
+
+    def _nvme_bytes(self, homes: Sequence[Homes], buffers: _Buffers, beside_bytes: int) -> int:
+        """Return the bytes that the swap files need, `beside_bytes` of them for older versions."""
+        request, total = self._request, beside_bytes
         for unit, home in zip(request.units, homes, strict=True):
             for tier, roles in ((home.param, (Role.PARAM,)), (home.grad, (Role.GRAD,)), (home.states, STATE_ROLES)):
                 if tier is Tier.NVME:
@@ -351,7 +363,8 @@ class Planner:
             total += NVME_SLACK_CHUNKS * (buffers.slot_bytes + PAGE_BYTES)
         if total > request.budgets[Tier.NVME]:
             twice = ", twice those of parameters and states (run_dir: the last commit and what follows it)"
-            what = f"parameters, gradients and states that do not fit above{twice if request.commit else ''}"
+            again = ", once more those of parameters and states (background_checkpoints)" if request.holds else ""
+            what = f"parameters, gradients and states that do not fit above{twice if request.commit else ''}{again}"
             raise _TooSmall(Tier.NVME, what)
         return total
 

@@ -331,6 +331,14 @@ class Copies:
         self.leave(shard)
         shard.state = state
 
+    def move_homes(self, tier: Tier, by_bytes: int) -> None:
+        """Note that the memory of a tier is elsewhere, and that no working copies are in it."""
+        for shard in self:
+            if shard.home is tier and shard.home_buffer is not None:
+                shard.home_buffer = shard.home_buffer.moved(by_bytes)
+        if tier is Tier.DEVICE and Role.PARAM in self.regions:
+            self.regions[Role.PARAM].move(by_bytes)
+
     # --- transfers --------------------------------------------------------------------------------------------------
 
     @labelled("fetch")

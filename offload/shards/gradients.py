@@ -320,6 +320,17 @@ class Gradients:
         used_bytes = shard.unit.numel * self.dtype(shard.unit).itemsize
         return [dataclasses.replace(shard.home_buffer, size_bytes=used_bytes)]
 
+    def empty_pool(self) -> None:
+        """Send what is in the pool home, and have nothing there."""
+        for index in self._gradients:
+            shard = self._copies.of(index, Role.GRAD)
+            if shard.home is Tier.NVME:
+                if shard.state is State.DIRTY:
+                    self._copies.start_flush(shard)
+                self._copies.wait(shard)
+                if shard.state is State.RESIDENT:
+                    self._copies.evict(shard)
+
     # --- how it is stored -------------------------------------------------------------------------------------------
 
     def dtype(self, unit: Unit) -> cpu_adam.Dtype:

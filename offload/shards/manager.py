@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 
-from offload.errors import StateError
+from offload.errors import ASLEEP, BudgetError, StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import LeftToWhoNeedsIt
@@ -29,11 +29,13 @@ from offload.shards.backward_updates import BackwardUpdates, Recipe
 from offload.shards.commits import RECORD_KEYS, Commits, Record
 from offload.shards.copies import Lease
 from offload.shards.forward_updates import ForwardUpdates
+from offload.shards.held import Held
 from offload.shards.schedule import Schedule
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, stream
 from offload.shards.tiers import Tiers
 from offload.shards.working_set import Binder
+from offload.sizes import format_bytes
 from offload.stats import Counters
 from swap import SwapStore
 
@@ -93,6 +95,8 @@ class Manager:
         self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
         self.forward = ForwardUpdates(self.tiers, safe_point)
         self.backward = BackwardUpdates(self.tiers, safe_point)
+        self._away: list[int] | None = None  # while memory is given back: units that are at home on the device
+        self._held: Held | None = None  # what somebody has asked to hold last
         self.commits: Commits | None = None
         if store is not None and record is not None:
             self.commits = Commits(store, record, safe_point, counters)
@@ -113,6 +117,7 @@ class Manager:
 
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
+        self._require_awake()
         shard = self.tiers.param(index)
         if self._is_asynchronous:
             self.working.release_idle()
@@ -156,6 +161,7 @@ class Manager:
 
     def begin_pass(self, *, training: bool) -> None:
         """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
+        self._require_awake()
         self.schedule = self._schedules[training]
         if not training:
             self.schedule.restart()
@@ -348,6 +354,7 @@ class Manager:
                 then FAILED; the others are as they were.
             Exception: what `visit` raised, likewise.
         """
+        self._require_awake()
         units = list(units)
         assert span is None or not writes
         if Role.PARAM in writes:
@@ -360,7 +367,58 @@ class Manager:
             self.finish_updates()
         if writes:
             self.commit()  # what is written now belongs to the next one
+            self._await_release(units)
         stream(self.tiers, units, visit, reads=reads, writes=writes, span=span, widely=widely)
+
+    def rest(self, tiers: Container[Tier]) -> None:
+        """Have nothing in the memory of `tiers` but what is at home there, until :meth:`go_on`.
+
+        Raises:
+            StateError: somebody views parameters on the device, or has changed them.
+            swap.SwapError: an I/O error.
+        """
+        self.finish_updates()
+        if Tier.HOST in tiers:
+            self.gradients.empty_pool()
+        self._away = self.working.leave()
+
+    def go_on(self) -> None:
+        """Undo :meth:`rest`: the content is there again."""
+        away, self._away = self._away, None
+        self.working.come_back(away or ())
+
+    def _require_awake(self) -> None:
+        if self._away is not None:
+            raise StateError(ASLEEP)
+
+    def hold(self) -> Held:
+        """Finish the last step, and hold what lives on NVMe as it is then, until it is released.
+
+        Raises:
+            BudgetError: the swap files have no room for versions that are held and those that training writes.
+            swap.SwapError: an I/O error.
+        """
+        assert self._held is None or self._held.released, "one at a time"
+        self.forward.finish()
+        for unit in self.units:
+            self.copies.forgive(self.tiers.param(unit.index))
+        held = Held(self.tiers)
+        plan = self.tiers.plan
+        needed = held.changing_bytes(unit for unit in self.units if unit.trainable)
+        if needed > plan.held_bytes:
+            held.release()
+            raise BudgetError(
+                f"nvme budget: a checkpoint that is copied while training goes on needs {format_bytes(needed)} "
+                f"({needed} bytes) of the swap files for what it copies but the plan has {plan.held_bytes} bytes for "
+                "that; make the engine with background_checkpoints=True, or save with wait=True"
+            )
+        self._held = held
+        return held
+
+    def _await_release(self, units: Iterable[Unit]) -> None:
+        """Wait until nothing is held, if frozen units are to be written: the swap files have no third version of it."""
+        if self._held is not None and any(not unit.trainable and self._held.has(unit, Role.PARAM) for unit in units):
+            self._held.await_release()
 
     def _finish_open_updates(self) -> None:
         if self.tiers.device.addressable:  # else updates occupy nothing of the device

@@ -10,9 +10,9 @@ through which all others come.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
-from offload.errors import StateError
+from offload.errors import BudgetError, StateError
 from offload.memory.arena import Arena
 from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.device import Device
@@ -25,6 +25,7 @@ from offload.shards.gradients import Gradients
 from offload.shards.shard import Shard, State
 from offload.shards.worker import Caller, Worker, WorkerThread
 from offload.shards.working_set import Binder, WorkingSet
+from offload.sizes import format_bytes
 from offload.stats import Counters
 from swap import SwapStore
 
@@ -76,6 +77,8 @@ class Tiers:
         self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
         in_flight = budgets[Tier.DEVICE].claim("gradients on their way")
         self._claims = [*claims.values(), self.optimizer_claim, in_flight]
+        self._arena_claims = claims
+        self._put_down: dict[Tier, int] = {}  # bytes of claims, of arenas that were released
         with contextlib.ExitStack() as undo:
             arena = device.arena(sizes[Tier.DEVICE])
             host = device.host_arena(sizes[Tier.HOST])
@@ -176,6 +179,58 @@ class Tiers:
         if not self.device.addressable:
             for unit in units:
                 self.working.refuse_borrowed(self._params[unit.index])
+
+    # --- giving memory back for a while -----------------------------------------------------------------------------
+
+    def content(self, tiers: Container[Tier]) -> list[Shard]:
+        """Return the shards whose content is at home in the memory of `tiers`."""
+        return [
+            shard
+            for shard in self.copies
+            if shard.home_buffer is not None and shard.home in tiers and shard.state is not State.EMPTY
+        ]
+
+    def release(self, tiers: Iterable[Tier]) -> None:
+        """Return the memory of `tiers`: its content is lost; nothing may be in flight."""
+        self.device.synchronize()
+        for tier in tiers:
+            arena, claim = self._arenas[tier], self._arena_claims[tier]
+            if tier is Tier.HOST and self.store is not None and arena.size_bytes:
+                self.store.unregister_buffer(arena.base_address)
+            arena.release()
+            self._put_down[tier] = claim.size_bytes
+            claim.resize(0)
+        self.device.trim()
+
+    def take_again(self, tiers: Iterable[Tier]) -> None:
+        """Have the memory of `tiers` again, with any content.
+
+        Raises:
+            BudgetError: it is gone; nothing was taken.
+        """
+        taken: list[Tier] = []
+        try:
+            for tier in tiers:
+                arena, size_bytes = self._arenas[tier], self._put_down[tier]
+                self._arena_claims[tier].resize(size_bytes)
+                taken.append(tier)
+                free_bytes = self.device.free_bytes() if self.device.addressable else size_bytes
+                if free_bytes < size_bytes:
+                    raise BudgetError(
+                        f"{tier.value} budget: {format_bytes(size_bytes)} have to be taken again but the machine has "
+                        f"{format_bytes(free_bytes)} free; give memory back elsewhere"
+                    )
+                moved = arena.take_again(self.device.arena if tier is Tier.DEVICE else self.device.host_arena)
+                self.copies.move_homes(tier, moved)
+                if tier is Tier.HOST and self.store is not None and arena.size_bytes:
+                    self.store.register_buffer(arena.base_address, arena.size_bytes)
+        except BaseException:
+            self.release(taken)
+            raise
+        for region in self.copies.regions.values():  # what is resident is measured: it shall not grow later
+            if region.whole.tier in taken and (self.device.addressable or region.whole.tier is Tier.HOST):
+                touch(region.whole)
+        self.device.synchronize()  # work of the memory's last owner may be queued
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -302,6 +302,42 @@ class WorkingSet:
                 self.evict(other)
         self._pack(region)
 
+    def leave(self) -> list[int]:
+        """Take everything off the device: drop working copies, let what is at home there be stand-ins.
+
+        Returns:
+            The units at home there, for :meth:`come_back`.
+
+        Raises:
+            StateError: somebody views a unit's bytes, or has changed them; nothing was changed.
+        """
+        copies = self._copies
+        for shard in copies.in_flight(Role.PARAM):
+            self.wait_for_prefetch(shard)
+        self.refuse_changes()
+        for index in self._residency:
+            if self._residency[index].borrowed():
+                raise StateError(
+                    f"parameters of {self._units[index].name}: a tensor outside the model still views their device "
+                    "memory, so it cannot be given back; drop it, and graphs of losses, before"
+                )
+        at_home = [index for index in self._residency if copies.of(index, Role.PARAM).home is Tier.DEVICE]
+        for index in list(self._residency):
+            if index in at_home:
+                self._unbind(copies.of(index, Role.PARAM))
+            else:
+                self.evict(copies.of(index, Role.PARAM))
+        if Role.PARAM in copies.regions:
+            copies.sweep(Role.PARAM)
+        return at_home
+
+    def come_back(self, at_home: Iterable[int]) -> None:
+        """Let units that are at home on the device view their bytes again."""
+        for index in at_home:
+            shard = self._copies.of(index, Role.PARAM)
+            assert shard.home_buffer is not None
+            self.bind(shard, shard.home_buffer)
+
     # --- the region's size ------------------------------------------------------------------------------------------
 
     @property

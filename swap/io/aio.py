@@ -208,8 +208,7 @@ class Aio:
                 started.
         """
         rows = [
-            (j.write, j.fd, j.offset, j.address, j.length, j.priority is Priority.URGENT, j.granule_bytes, j.expected)
-            for j in jobs
+            (j.write, j.fd, j.offset, j.address, j.length, j.priority.value, j.granule_bytes, j.expected) for j in jobs
         ]
         with _as_swap_error():
             operations = self._engine.submit(rows)

@@ -34,10 +34,14 @@ class Priority(Enum):
 
     While urgent operations keep coming, the device is also given fewer normal requests at a time, so that an urgent
     one does not wait behind a full queue. Use it for what computation waits for, not for everything.
+
+    Background operations are for what nobody waits for: they take what the others leave, and a few MiB per second where
+    these leave nothing.
     """
 
-    NORMAL = "normal"
-    URGENT = "urgent"
+    BACKGROUND = 0
+    NORMAL = 1
+    URGENT = 2
 
 
 class Ticket(Protocol):

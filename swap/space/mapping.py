@@ -146,9 +146,9 @@ class VersionMap:
                 self.release(old)
         self._changed = set()
 
-    def snapshot(self) -> dict[Hashable, Version]:
-        """The committed mapping as of now; every version in it is held and must be released."""
-        versions = dict(self.committed)
+    def snapshot(self, wanted: Mapping[Hashable, Version]) -> dict[Hashable, Version]:
+        """Versions that are current or committed, as of now; every one of them is held and must be released."""
+        versions = dict(wanted)
         for version in versions.values():
             self.hold(version)
         return versions

@@ -20,7 +20,7 @@ from pathlib import Path
 from offload.checkpoint.format.index import BLOCK_BYTES
 from offload.errors import CheckpointError
 from offload.sizes import HUGE_PAGE_BYTES, MIB, PAGE_BYTES, round_up
-from swap import Aio, Ticket
+from swap import Aio, Priority, Ticket
 from swap.io.aio import file_facts
 
 BUFFERS = 16  # as many as keep a drive busy
@@ -34,19 +34,22 @@ class Staging:
         count: of buffers.
         size_bytes: of each buffer.
         aio: moves them from and to files.
+        priority: of what it moves, among all that this engine moves.
     """
 
-    def __init__(self, count: int, size_bytes: int, *, deadline_s: float) -> None:
-        """Take the memory: `count` buffers of `size_bytes`, whole pages."""
+    def __init__(self, count: int, size_bytes: int, *, deadline_s: float, aio: Aio | None = None) -> None:
+        """Take the memory: `count` buffers of `size_bytes`, whole pages; `aio` is somebody's who closes it."""
         self.count = count
         self.size_bytes = size_bytes
+        self.priority = Priority.NORMAL
         self._memory = mmap.mmap(-1, count * size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         start = round_up(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), HUGE_PAGE_BYTES)
         self._free = deque(start + number * size_bytes for number in range(count))
         self._flying: deque[tuple[int, Sequence[Ticket], Future[None]]] = deque()  # the oldest first
-        self.aio = Aio(deadline_s=deadline_s)
+        self.aio = Aio(deadline_s=deadline_s) if aio is None else aio
+        self._closes_aio = aio is None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def take(self) -> int:
@@ -63,8 +66,18 @@ class Staging:
         else:
             self._free.append(address)
 
+    def step_back(self) -> None:
+        """Let what is moved from now on be what nobody waits for; who moves it takes the checksums, too.
+
+        An executor takes no more work once the interpreter ends, which waits for threads that still have some.
+        """
+        self.priority = Priority.BACKGROUND
+
     def in_turn(self, work: Callable[[], None]) -> Future[None]:
         """Have the thread do `work` behind what it was given before."""
+        if self.priority is Priority.BACKGROUND:
+            work()
+            return _nothing()
         return self._thread.submit(work)
 
     def land(self) -> None:
@@ -93,7 +106,8 @@ class Staging:
     def __exit__(self, *error: object) -> None:
         self.settle()
         self._thread.shutdown()
-        self.aio.close()
+        if self._closes_aio:
+            self.aio.close()
 
 
 def _nothing() -> Future[None]:

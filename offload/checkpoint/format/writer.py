@@ -81,8 +81,8 @@ class FileWriter:
             if used + part == staging.size_bytes:
                 self._flush(place)
 
-    def finish(self) -> None:
-        """Write what is left, and wait until all of it is on the drive.
+    def write_rest(self) -> None:
+        """Write what is left, and wait until the file system has all of it.
 
         Raises:
             swap.SwapError: something could not be written.
@@ -91,6 +91,14 @@ class FileWriter:
             if place.address:
                 self._flush(place)
         self._staging.land()
+
+    def finish(self) -> None:
+        """Write what is left, wait until all of it is on the drive, and close the file.
+
+        Raises:
+            swap.SwapError: something could not be written or flushed.
+        """
+        self.write_rest()
         try:
             self._file.sync()
         except OSError as error:
@@ -113,7 +121,8 @@ class FileWriter:
         tickets = []
         if inner[0] < inner[1]:
             start = address + inner[0] - base
-            tickets.append(staging.aio.write(file.direct_fd, inner[0], start, inner[1] - inner[0]))
+            size = inner[1] - inner[0]
+            tickets.append(staging.aio.write(file.direct_fd, inner[0], start, size, priority=staging.priority))
         work = staging.in_turn(functools.partial(_take_sums, place.segments))
         place.segments, place.address = [], 0
         place.base = place.begin = last

@@ -142,8 +142,12 @@ def train(
             progress.note(f"held-out loss {loss:.4f} after step {number}")
         if settings.save_every and (number % settings.save_every == 0 or number == settings.steps):
             state = past.to_state(settings, scheduler.state_dict())
-            saved = engine.save_checkpoint(checkpoints_of(settings), client_state=state, keep=settings.keep_checkpoints)
-            progress.note(f"checkpoint {saved}")
+            folder, keep = checkpoints_of(settings), settings.keep_checkpoints
+            if engine.config.background_checkpoints and number < settings.steps:
+                pending = engine.save_checkpoint(folder, client_state=state, keep=keep, wait=False)
+                progress.note(f"checkpoint {pending.path}, copied while training goes on")
+            else:
+                progress.note(f"checkpoint {engine.save_checkpoint(folder, client_state=state, keep=keep)}")
     return Training(past.steps, past.evaluations, past.seconds, meter)
 
 

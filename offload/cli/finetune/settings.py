@@ -108,6 +108,9 @@ class EngineSettings:
     state_dtype: str | None = field(
         default=None, metadata=_memory("of Adam's moments: float32 (exact), bfloat16 or int8", "NAME")
     )
+    background_checkpoints: bool | None = field(
+        default=None, metadata=_memory("room on the drive to save checkpoints while training goes on")
+    )
     config: Path | None = field(default=None, metadata=_memory("JSON file with options of offload.Config", "FILE"))
 
     def options(self) -> dict[str, Any]:

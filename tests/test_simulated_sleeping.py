@@ -1,0 +1,48 @@
+"""An accelerator gets its memory back from an engine that sleeps, which goes on with the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import batch
+from test_checkpoints import directory
+from test_simulated_engine import loss_of, net, placed
+
+from offload import AdamW, Engine
+from offload.memory.budget import Tier
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("home", ["device", "cpu", "nvme"])
+@pytest.mark.usefixtures("sim")
+def test_a_device_gets_its_memory_back(home: str, host: bool, tmp_path: Path) -> None:
+    """What another one has taken meanwhile does not matter: the engine comes back somewhere else."""
+
+    def run(name: str, sleeps: bool) -> tuple[list[torch.Tensor], dict[str, dict[str, str]]]:
+        model = net()
+        options = {**placed(home, model, directory(tmp_path, name)), "nvme_path": tmp_path / name}
+        options["max_memory"] = {**options["max_memory"], "nvme": "64MiB"}
+        losses = []
+        with Engine(model, AdamW(lr=1e-2), **options) as engine:
+            device = torch.get_device_module(engine.device)
+            for number in range(4):
+                if number == 2 and sleeps:
+                    before, arena = device.memory_allocated(), engine.plan.arena_bytes[Tier.DEVICE]
+                    engine.sleep(host=host)
+                    assert before - device.memory_allocated() >= arena > 0
+                    others = torch.full((arena,), 7, dtype=torch.uint8, device=engine.device)
+                    engine.wake()
+                    del others
+                loss = loss_of(engine, batch(number).to(engine.device))
+                losses.append(loss.detach().cpu())
+                engine.backward(loss)
+                engine.step()
+                del loss
+            return losses, engine.digests()
+
+    truth, found = run("one", False), run("two", True)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], truth[0], strict=True)) and found[1] == truth[1]

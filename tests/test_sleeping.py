@@ -1,0 +1,148 @@
+"""An engine that gives its memory back goes on with the same bits. See test_simulated_sleeping.py, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import batch, everything_on_device
+from test_checkpoints import NAMES, Run, assert_same, directory, placed, seed
+
+from offload import BudgetError, Engine, StateError
+from offload.memory.budget import Tier
+from swap import SwapError, SwapStore
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
+
+
+def slept_and_gone_on(
+    place: dict[str, Any], again: dict[str, Any], *, at: int, end: int, host: bool, **more: Any
+) -> None:
+    """Train `end` micro-batches in one go, and with a sleep after `at`; compare everything, losses included."""
+    seed()
+    whole = Run(place, **more)
+    with whole.engine:
+        whole.train(range(end))
+        truth = whole.outcome()
+    seed()
+    run = Run(again, **more)
+    with run.engine as engine:
+        run.train(range(at))
+        before = engine.stats().used_bytes
+        engine.sleep(host=host)
+        asleep = engine.stats().used_bytes
+        assert asleep["device"] == 0 or not before["device"]
+        assert not host or asleep["cpu"] < before["cpu"] or not before["cpu"]
+        for call in (lambda: engine(batch(0)), lambda: engine.module(batch(0)), engine.drain, engine.state_dict):
+            with pytest.raises(StateError, match="asleep; call engine.wake"):
+                call()
+        for parameter in engine.module.parameters():
+            with pytest.raises(StateError, match="asleep; call engine.wake"):
+                parameter.sum()
+            break
+        engine.wake()
+        run.train(range(at, end))
+        assert all(torch.equal(a, b) for a, b in zip(run.losses, whole.losses, strict=True))
+        assert_same(run.outcome(), truth)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    """One that has trained a step, with parameters on the device and states in host memory."""
+    options = {**placed("device and host", tmp_path, "swap"), "nvme_path": directory(tmp_path, "more")}
+    run = Run(options)
+    with run.engine:
+        run.train(range(1))
+        yield run.engine
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("place", NAMES)
+def test_goes_on(place: str, host: bool, tmp_path: Path) -> None:
+    more = {"nvme_path": directory(tmp_path, "more")}
+    first, again = placed(place, tmp_path, "one"), placed(place, tmp_path, "two")
+    slept_and_gone_on(first, {**more, **again}, at=2, end=4, host=host, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("place", ["device", "nvme", "host"])
+def test_gradients_wait_meanwhile(place: str, host: bool, tmp_path: Path) -> None:
+    more = {"nvme_path": directory(tmp_path, "more")}
+    first, again = placed(place, tmp_path, "one"), placed(place, tmp_path, "two")
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "gradient_accumulation_steps": 3, "max_grad_norm": 0.5}
+    slept_and_gone_on(first, {**more, **again}, at=4, end=7, host=host, **options)
+
+
+def test_calls_out_of_order(engine: Engine) -> None:
+    before = engine.digests()
+    with pytest.raises(StateError, match="expected to be asleep but it is awake"):
+        engine.wake()
+    with engine.gather(engine.module.odd), pytest.raises(StateError, match="in use"):  # type: ignore[arg-type]
+        engine.sleep()
+    view = engine.module.odd.data[1:]  # type: ignore[index]
+    with pytest.raises(StateError, match="still views their device memory"):
+        engine.sleep()
+    assert engine.digests() == before
+    del view
+    engine.sleep()
+    with pytest.raises(StateError, match="asleep; call engine.wake"):
+        engine.sleep()
+    assert "Engine" in repr(engine) and engine.stats().used_bytes["device"] == 0
+    engine.wake()
+    assert engine.digests() == before
+
+
+@pytest.mark.parametrize("restore", [None, False])
+def test_closed_while_asleep(restore: bool | None, engine: Engine) -> None:
+    """Closing wakes it where parameters get ordinary memory again."""
+    truth = engine.state_dict()
+    engine.sleep(host=True)
+    engine.close(restore=restore)
+    if restore is None:
+        assert all(torch.equal(value, truth[name]) for name, value in engine.module.state_dict().items())
+
+
+def test_no_room_to_sleep(tmp_path: Path) -> None:
+    with Run(everything_on_device()).engine as engine:
+        with pytest.raises(BudgetError, match="sleep: .* host=True expects a drive; name one with nvme_path"):
+            engine.sleep(host=True)
+        budget = engine._parts.budgets[Tier.HOST]
+        before = engine.digests()
+        with budget.claim("others", budget.free_bytes), pytest.raises(BudgetError, match=r"raise max_memory\["):
+            engine.sleep()
+        assert engine.digests() == before
+
+
+def test_no_room_to_wake_up(engine: Engine) -> None:
+    before = engine.digests()
+    engine.sleep()
+    budget = engine._parts.budgets[Tier.DEVICE]
+    with budget.claim("others", budget.free_bytes):
+        for _ in range(2):
+            with pytest.raises(BudgetError, match="arena needs .*held: others"):
+                engine.wake()
+            with pytest.raises(StateError, match="asleep"):
+                engine.digests()
+    engine.wake()
+    assert engine.digests() == before
+
+
+@pytest.mark.parametrize("call", ["put", "get"])
+def test_a_drive_that_fails(call: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Falling asleep is undone; waking up may be repeated."""
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise SwapError("broken")
+
+    before = engine.digests()
+    if call == "get":
+        engine.sleep(host=True)
+    with monkeypatch.context() as patch, pytest.raises(SwapError, match="broken"):
+        patch.setattr(SwapStore, call, fail)
+        engine.sleep(host=True) if call == "put" else engine.wake()
+    if call == "get":
+        engine.wake()
+    assert engine.digests() == before
