@@ -44,6 +44,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("engine",),
     ("pretrained", "initialisation"),
+    ("integrations",),
     ("cli",),
     ("__main__",),
 )

@@ -5,7 +5,6 @@ Each loop runs twice from the same seeds: with the plain model, and with one who
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 import torch
 import transformers as hf
 from harness import WIDTH, everything_on_device, loss_of, nvme, tight
-from models import VOCABULARY, architecture
 from torch import nn
+from trainers import LR, STEPS, Log, adam, arguments, assert_close, logged, model, rows, word_tokenizer
 
 import offload
 from offload import AdamW, Engine
@@ -28,73 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-LR = 1e-2
-STEPS = 5
-SMALL = architecture(
-    "small",
-    "LlamaConfig",
-    "LlamaForCausalLM",
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=VOCABULARY,
-)
-
-
-def model(dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(0)
-    return SMALL.build().to(dtype)
-
-
-def rows(count: int = 64) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(3, VOCABULARY, (12,), generator=generator) for _ in range(count)]
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def adam(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.0)
-
-
-def assert_close(ours: list[float], truth: list[float], tolerance: float) -> None:
-    assert len(ours) == len(truth) > 0
-    for a, b in zip(ours, truth, strict=True):
-        assert a == pytest.approx(b, rel=tolerance), (ours, truth)
-
-
-@dataclasses.dataclass
-class Log:
-    """What a trainer has logged."""
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    norms: list[float] = dataclasses.field(default_factory=list)
-
-
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
-
-
-def arguments(path: Path, kind: type = hf.TrainingArguments, **more: Any) -> Any:
-    given = {
-        "output_dir": str(path / "out"),
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "learning_rate": LR,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "bf16": False,
-        **more,
-    }
-    return kind(**given)
-
-
-def logged(trainer: Any) -> Log:
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Log([entry["loss"] for entry in entries], [entry["grad_norm"] for entry in entries])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -222,15 +155,6 @@ def test_trl_fine_tuning(tmp_path: Path) -> None:
     assert min(found[0].norms) > 1.0
     assert_close(found[1].losses, found[0].losses, 1e-4)
     assert_close(found[1].norms, found[0].norms, 1e-4)
-
-
-def word_tokenizer(path: Path) -> Any:
-    """Return a tokenizer whose tokens are words ``w0`` to ``w199``."""
-    tokenizers = importlib.import_module("tokenizers")
-    words = {f"w{number}": number for number in range(VOCABULARY)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0", unk_token="w0")
 
 
 # --- Accelerate -------------------------------------------------------------------------------------------------------
