@@ -405,11 +405,15 @@ def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "more", "message"),
     [
-        ({"gradient_accumulation_steps": 2}, {}, r"offload: expected one side that accumulates.*leave it out of"),
+        ({"gradient_accumulation_steps": 2}, {}, r"offload: expected one side that accumulates.*leave it out"),
         ({"gradient_reduction": "mean"}, {}, r"offload: expected one side that accumulates"),
-        ({"max_grad_norm": 1.0}, {}, r"offload: expected one side that clips.*max_grad_norm=0 to the trainer"),
+        ({"max_grad_norm": 1.0}, {}, r"offload: expected one side that clips.*pass 0 to the trainer"),
         ({"device": "meta"}, {}, r"device: expected the trainer's, cpu, but got meta; leave it out"),
-        ({"run_dir": ".", "nvme_path": None, "offload_param": "auto"}, {}, r"run_dir: .*resume_from_checkpoint"),
+        (
+            {"run_dir": ".", "nvme_path": None, "offload_param": "auto"},
+            {},
+            r"run_dir: .*let the trainer save",
+        ),
         ({"unit_byte": 1}, {}, r"unknown option 'unit_byte' \(did you mean 'unit_bytes'"),
         ({}, {"torch_compile": True}, r"torch_compile: .*leave it out"),
         ({}, {"bf16_full_eval": True}, r"bf16_full_eval: .*pass offload="),

@@ -5,8 +5,6 @@ Each loop runs twice from the same seeds: with the plain model, and with one who
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,21 @@ import torch
 import transformers as hf
 from harness import WIDTH, everything_on_device, loss_of, nvme, tight
 from torch import nn
-from trainers import LR, STEPS, Log, adam, arguments, assert_close, logged, model, rows, word_tokenizer
+from trainers import (
+    LR,
+    STEPS,
+    Log,
+    adam,
+    arguments,
+    assert_close,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    logged,
+    model,
+    rows,
+    word_tokenizer,
+)
 
 import offload
 from offload import AdamW, Engine
@@ -244,58 +256,6 @@ def test_accelerate_saves_and_loads_its_state(tmp_path: Path) -> None:
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------
-
-
-def lightning_module(
-    core: nn.Module,
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-    log: Log,
-    *,
-    skipped: Container[int] = (),
-) -> Any:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):  # type: ignore[name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.core = core
-
-        def training_step(self, batch: Any, number: int) -> torch.Tensor | None:
-            loss: torch.Tensor = self.core(**batch).loss
-            log.losses.append(loss.item())
-            return None if number in skipped else loss
-
-        def validation_step(self, batch: Any, number: int) -> None:
-            self.log("val_loss", self.core(**batch).loss)
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in self.core.parameters() if p.grad is not None])
-            log.norms.append(float(norm))
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return make(self.core)
-
-    return Module()
-
-
-def lightning_trainer(path: Path, **more: Any) -> Any:
-    lightning = importlib.import_module("lightning")
-    given = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-        "max_steps": STEPS,
-        "default_root_dir": str(path),
-        **more,
-    }
-    return lightning.Trainer(**given)
-
-
-def loader() -> Any:
-    return torch.utils.data.DataLoader(rows(), batch_size=2)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

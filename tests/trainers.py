@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,55 @@ def word_tokenizer(path: Path) -> Any:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0", unk_token="w0")
+
+
+def lightning_module(
+    core: nn.Module,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    log: Log,
+    *,
+    skipped: Container[int] = (),
+) -> Any:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = core
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor | None:
+            loss: torch.Tensor = self.core(**batch).loss
+            log.losses.append(loss.item())
+            return None if number in skipped else loss
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("val_loss", self.core(**batch).loss)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in self.core.parameters() if p.grad is not None])
+            log.norms.append(float(norm))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return make(self.core)
+
+    return Module()
+
+
+def lightning_trainer(path: Path, **more: Any) -> Any:
+    lightning = importlib.import_module("lightning")
+    given = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_steps": STEPS,
+        "default_root_dir": str(path),
+        **more,
+    }
+    return lightning.Trainer(**given)
+
+
+def loader(count: int = 64) -> Any:
+    return torch.utils.data.DataLoader(rows(count), batch_size=2)

@@ -21,7 +21,7 @@ from offload.classes import is_a
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
-from offload.integrations.libraries import require
+from offload.integrations.libraries import refuse_two_sides, require, trains_float16
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
 from offload.stats import Stats
@@ -249,24 +249,11 @@ def refuse_arguments(args: Any, options: Config) -> None:
             f"n_gpu: expected one device but got {args.n_gpu}, over which the trainer spreads copies of the model "
             "(DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
         )
-    steps, reduction = options.gradient_accumulation_steps, options.gradient_reduction
-    if steps != 1 or reduction == "mean":
-        given = f"gradient_accumulation_steps={steps}" if steps != 1 else f"gradient_reduction={reduction!r}"
-        raise ConfigError(
-            f"offload: expected one side that accumulates but got {given} beside the trainer's "
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps}; leave it out of offload, which gets "
-            "the trainer's"
-        )
-    if options.max_grad_norm is not None and args.max_grad_norm:
-        raise ConfigError(
-            f"offload: expected one side that clips but got max_grad_norm={options.max_grad_norm} beside the trainer's "
-            f"max_grad_norm={args.max_grad_norm}; leave it out of offload, or pass max_grad_norm=0 to the trainer"
-        )
-    if options.run_dir is not None:
-        raise ConfigError(
-            "run_dir: expected a run that the trainer resumes but got a durable one, which would go on without the "
-            "trainer's own state; pass nvme_path, and save_steps and resume_from_checkpoint to the trainer"
-        )
+    refuse_two_sides(
+        options,
+        accumulates=f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
+        clips=f"max_grad_norm={args.max_grad_norm}" if args.max_grad_norm else None,
+    )
     if options.device is not None and torch.device(options.device) != torch.device(args.device):
         raise ConfigError(
             f"device: expected the trainer's, {args.device}, but got {options.device}; leave it out of offload"
@@ -291,11 +278,6 @@ def _refuse_schedule(optimizer: Any, schedule: Any) -> None:
             f"optimizers: expected a scheduler of the optimizer beside it but got a {type(schedule).__name__} of "
             "another one, which would change nothing; make it with that optimizer, or pass None for the scheduler"
         )
-
-
-def trains_float16(model: torch.nn.Module) -> bool:
-    """Tell whether the loss of a model has to be scaled."""
-    return any(parameter.dtype == torch.float16 for parameter in model.parameters() if parameter.requires_grad)
 
 
 class LossScaling:
