@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from offload.classes import is_a
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
+from offload.integrations.accelerate import LossScaling
 from offload.integrations.libraries import refuse_two_sides, require, trains_float16
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
@@ -278,53 +278,6 @@ def _refuse_schedule(optimizer: Any, schedule: Any) -> None:
             f"optimizers: expected a scheduler of the optimizer beside it but got a {type(schedule).__name__} of "
             "another one, which would change nothing; make it with that optimizer, or pass None for the scheduler"
         )
-
-
-class LossScaling:
-    """What accelerate takes for a ``GradScaler``: the engine scales the loss, and takes or skips the step.
-
-    Its state is in the engine's checkpoint.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def scale(self, loss: torch.Tensor) -> ScaledLoss:
-        """Return what ``backward()`` is called on."""
-        return ScaledLoss(self._engine, loss)
-
-    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
-        """Take the step; an overflow is seen by accelerate in that ``optimizer.step``, its own, was not called."""
-        norm = self._engine.grad_norm
-        if norm is not None and not math.isfinite(norm):
-            type(optimizer).step(optimizer)  # lowers the scale, and leaves the rest
-        else:
-            optimizer.step(closure)
-
-    def update(self) -> None:
-        """Do nothing: the step has."""
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do nothing: gradients are unscaled for whoever looks at them."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScaledLoss:
-    """A loss whose backward pass is the engine's."""
-
-    engine: Engine
-    loss: torch.Tensor
-
-    def backward(self, **kwargs: Any) -> None:
-        """Run backward from the loss times the loss scale."""
-        self.engine.backward(self.loss, **kwargs)
 
 
 # --- callbacks --------------------------------------------------------------------------------------------------------
