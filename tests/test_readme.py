@@ -36,7 +36,10 @@ def test_the_first_script(tmp_path: Path) -> None:
         "CONTRIBUTING.md",
         "CHANGELOG.md",
         "bench/results.md",
-        *(f"docs/{name}.md" for name in ("architecture", "checkpoints", "importing", "mechanisms", "numerics", "swap")),
+        *(
+            f"docs/{name}.md"
+            for name in ("architecture", "checkpoints", "importing", "integrations", "mechanisms", "numerics", "swap")
+        ),
     ],
 )
 def test_links_lead_somewhere(path: str) -> None:
