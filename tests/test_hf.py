@@ -169,7 +169,13 @@ DOORS = {
         hf.TrainingArguments,
         small,
         lambda path: {"train_dataset": rows()},
-        {"gradient_accumulation_steps": 3, "lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.1},
+        {
+            "gradient_accumulation_steps": 3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 3,
+            "weight_decay": 0.1,
+            "accelerator_config": {"use_seedable_sampler": False},  # the order of rows is drawn where training begins
+        },
     ),
     "Seq2Seq": Door(
         hf.Seq2SeqTrainer, Seq2Seq, hf.Seq2SeqTrainingArguments, t5, lambda path: {"train_dataset": rows()}
