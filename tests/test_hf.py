@@ -16,6 +16,7 @@ from typing import Any
 
 import datasets
 import pytest
+import safetensors.torch
 import torch
 import transformers as hf
 import trl
@@ -320,6 +321,21 @@ def test_loads_the_best_model(tmp_path: Path) -> None:
         assert best.endswith("checkpoint-1")
         truth = hf.LlamaForCausalLM.from_pretrained(best).state_dict()
         assert all(torch.equal(value, truth[name]) for name, value in engine.state_dict().items())
+
+
+def test_loads_the_best_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    both = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = simple(tmp_path, adapted, load_best_model_at_end=True, greater_is_better=True, learning_rate=3.0, **both)
+    trainer.train()
+    with trainer.engine as engine:
+        best = trainer.state.best_model_checkpoint
+        saved_as = safetensors.torch.load_file(f"{best}/adapter_model.safetensors")
+        found = peft.get_peft_model_state_dict(adapted, state_dict=engine.state_dict())
+    assert not best.endswith("checkpoint-3") and saved_as.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in saved_as.items())
 
 
 def test_resumes_what_the_plain_trainer_has_saved(tmp_path: Path) -> None:
