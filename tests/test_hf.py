@@ -294,8 +294,12 @@ def test_only_evaluates(tmp_path: Path) -> None:
     truth = hf.Trainer(model=model(), args=arguments(tmp_path), eval_dataset=rows(4)).evaluate()["eval_loss"]
     with_engine = trainer.evaluate()["eval_loss"]
     assert with_engine == pytest.approx(truth, rel=1e-5)
-    with trainer.engine as engine:
-        assert engine.optimizer is None
+    engine = trainer.engine
+    assert engine.optimizer is None
+    trainer.train_dataset = rows()  # there is something to train now
+    trainer.train()
+    with trainer.engine:
+        assert trainer.engine is not engine and trainer.engine.stats().step == 3
 
 
 def test_logs_what_the_engine_does(tmp_path: Path) -> None:
@@ -310,6 +314,20 @@ def test_logs_what_the_engine_does(tmp_path: Path) -> None:
         for tier, budget in engine.stats().budget_bytes.items():
             assert 0 <= logs[-1][f"offload/{tier}_bytes"] <= logs[-1][f"offload/{tier}_peak_bytes"] <= budget
         assert logs[-1]["offload/stalls"] >= 0 and logs[-1]["offload/stall_seconds"] >= 0
+
+
+def test_logs_what_an_engine_of_the_users_does(tmp_path: Path) -> None:
+    module = model()
+    with Engine(module, AdamW(lr=LR), **nvme(module, tmp_path)) as engine:
+        trainer = hf.Trainer(
+            model=module,
+            args=arguments(tmp_path, max_steps=1),
+            train_dataset=rows(),
+            optimizers=(engine.optimizer, None),
+            callbacks=[OffloadCallback(engine)],
+        )
+        trainer.train()
+        assert trainer.state.log_history[0]["offload/nvme_written_bytes"] > 0
 
 
 def test_loads_the_best_model(tmp_path: Path) -> None:

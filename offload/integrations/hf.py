@@ -105,7 +105,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the trainer's optimizer, and the engine that takes it over; return the engine's."""
         if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
-            self.engine.close()  # model_init has made another model, or there was nothing to train before
+            # model_init has made another model, or there was nothing to train before
+            self.engine.close(restore=self.engine.module is self.model)
             self.engine = None
         if self.engine is None:
             _refuse_schedule(self.optimizer, self.lr_scheduler)
