@@ -78,10 +78,13 @@ def test_fits_as_without(name: str, steps: int, tmp_path: Path) -> None:
 
     truth, ours = both(tmp_path / "plain", None), both(tmp_path / "nvme", nvme)
     assert ours == both(tmp_path / "host", host)
-    losses, norms, compared = (1e-4, 1e-4, None) if name != "mixed" else (2e-3, 8e-3, 4)  # rounding to bf16 adds up
+    if name == "mixed":  # rounding to bf16 adds up
+        assert_close(ours[0].losses[:4], truth[0].losses[:4], 2e-3)
+        assert_close(ours[0].norms[:4], truth[0].norms[:4], 8e-3)
+        return
     for log, other in zip(ours[:2], truth[:2], strict=True):
-        assert_close(log.losses[:compared], other.losses[:compared], losses)
-        assert_close(log.norms[:compared], other.norms[:compared], norms)
+        assert_close(log.losses, other.losses, 1e-4)
+        assert_close(log.norms, other.norms, 1e-4)
 
 
 def test_resumes_to_the_bit(tmp_path: Path) -> None:
