@@ -53,7 +53,7 @@ _HOMES = {
     "load_pretrained": "pretrained",
 }
 
-_DOORS = ("deepspeed",)  # of other libraries' scripts
+_DOORS = ("accelerate", "deepspeed", "hf", "lightning")  # of other libraries' scripts
 
 __all__ = [
     "LAMB",
@@ -74,7 +74,6 @@ __all__ = [
     "Plan",
     "StateError",
     "Stats",
-    "deepspeed",
     "init",
     "load_pretrained",
 ]
@@ -89,4 +88,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_DOORS])

@@ -38,7 +38,16 @@ def test_the_first_script(tmp_path: Path) -> None:
         "bench/results.md",
         *(
             f"docs/{name}.md"
-            for name in ("architecture", "checkpoints", "deepspeed", "importing", "mechanisms", "numerics", "swap")
+            for name in (
+                "architecture",
+                "checkpoints",
+                "deepspeed",
+                "importing",
+                "integrations",
+                "mechanisms",
+                "numerics",
+                "swap",
+            )
         ),
     ],
 )

@@ -1,0 +1,155 @@
+"""The door of Accelerate: an engine in the place of a model and its optimizer, and its checkpoint in ``save_state``.
+
+Owns who does what: the accelerator divides the loss, knows when gradients are complete, casts and clips; the engine
+adds, steps, and saves. ``accelerator.prepare(engine.module, engine.optimizer)`` works, too, with files of
+Accelerate's, which hold whole state dicts in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offload.engine import Engine
+from offload.errors import ConfigError
+from offload.integrations.libraries import refuse_two_sides, require, trains_float16
+
+require("accelerate", "1.0", door="offload.accelerate")
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+FOLDER = "offload"  # of the engine's checkpoint, inside the accelerator's
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
+    """Prepare an engine and whatever else ``accelerator.prepare`` takes, in any order.
+
+    ``accelerator.save_state`` and ``load_state`` then save and load the engine's checkpoint, within its budgets.
+
+    Args:
+        accelerator: of one process.
+        *objects: one engine, data loaders, schedulers of its optimizer, other models.
+
+    Returns:
+        The prepared objects in their order; in the engine's place its module and its optimizer.
+
+    Raises:
+        ConfigError: there is no engine that trains, or more than one, or both sides accumulate.
+    """
+    engines = [each for each in objects if isinstance(each, Engine)]
+    found = engines[0].optimizer if len(engines) == 1 else None
+    if found is None:
+        got = "one that only evaluates" if len(engines) == 1 else f"{len(engines)} engines"
+        raise ConfigError(
+            f"prepare: expected one engine with an optimizer but got {got}; pass offload.Engine(model, optimizer, ...) "
+            "in the place of the model and its optimizer"
+        )
+    engine = engines[0]
+    if engine.config.gradient_reduction != "sum":
+        refuse_two_sides(
+            dataclasses.replace(engine.config, max_grad_norm=None, run_dir=None, resume="auto", checkpoint_dir=None),
+            accumulates=f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps}",
+            clips=None,
+        )
+    if trains_float16(engine.module):
+        accelerator.scaler = LossScaling(engine)
+    module = accelerator.prepare_model(engine.module)
+    accelerator._models.remove(module)  # the engine saves and loads it
+    optimizer = accelerator.prepare_optimizer(PreparedOptimizer(found, scaler=accelerator.scaler))
+    accelerator.register_save_state_pre_hook(SavesEngine(engine))
+    accelerator.register_load_state_pre_hook(LoadsEngine(engine))
+    prepared: list[Any] = []
+    for each in objects:
+        prepared += [module, optimizer] if each is engine else [accelerator.prepare(each)]
+    return tuple(prepared)
+
+
+class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """An engine's optimizer as accelerate has it; its states are in the engine's checkpoint."""
+
+    _is_accelerate_prepared = True  # for accelerate, which makes one of its own otherwise
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        """Wrap it, and leave its states where they are."""
+        super().__init__(optimizer, device_placement=False, scaler=scaler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the engine's checkpoint has it."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing: the engine's checkpoint has it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SavesEngine:
+    """What accelerate calls before it saves."""
+
+    engine: Engine
+
+    def __call__(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        """Save the engine's checkpoint."""
+        self.engine.save_checkpoint(os.path.join(output_dir, FOLDER), keep=1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadsEngine:
+    """What accelerate calls before it loads."""
+
+    engine: Engine
+
+    def __call__(self, models: list[Any], input_dir: str) -> None:
+        """Load the engine's checkpoint."""
+        self.engine.load_checkpoint(os.path.join(input_dir, FOLDER))
+
+
+class LossScaling:
+    """What accelerate takes for a ``GradScaler``: the engine scales the loss, and takes or skips the step.
+
+    Its state is in the engine's checkpoint.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def scale(self, loss: torch.Tensor) -> ScaledLoss:
+        """Return what ``backward()`` is called on."""
+        return ScaledLoss(self._engine, loss)
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
+        """Take the step; an overflow is seen by accelerate in that ``optimizer.step``, its own, was not called."""
+        norm = self._engine.grad_norm
+        if norm is not None and not math.isfinite(norm):
+            type(optimizer).step(optimizer)  # lowers the scale, and leaves the rest
+        else:
+            optimizer.step(closure)
+
+    def update(self) -> None:
+        """Do nothing: the step has."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do nothing: gradients are unscaled for whoever looks at them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScaledLoss:
+    """A loss whose backward pass is the engine's."""
+
+    engine: Engine
+    loss: torch.Tensor
+
+    def backward(self, **kwargs: Any) -> None:
+        """Run backward from the loss times the loss scale."""
+        self.engine.backward(self.loss, **kwargs)

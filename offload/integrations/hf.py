@@ -1,0 +1,372 @@
+"""The door of Hugging Face: a mixin for ``transformers.Trainer`` and the trainers of TRL, and a callback.
+
+Owns who does what between trainer and engine: the trainer makes the optimizer and the schedule, divides the loss and
+clips; the engine adds gradients, steps, and saves what ``optimizer.pt`` would hold. Private methods that are overridden
+here are named in :data:`PRIVATE`, and pinned by a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.classes import is_a
+from offload.config import Config
+from offload.engine import Engine
+from offload.errors import ConfigError, StateError
+from offload.integrations.accelerate import LossScaling
+from offload.integrations.libraries import refuse_two_sides, require, trains_float16
+from offload.module.absent import owner_of
+from offload.run_state import drawn_so_far, set_drawn
+from offload.stats import Stats
+
+require("transformers", "4.56", door="offload.hf")
+import transformers  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "offload"  # of the engine's checkpoint, inside the trainer's
+SHARD_BYTES = "2GB"  # of a file of weights: so much is in memory while it is written
+SCHEDULE, ARGUMENTS = "scheduler.pt", "training_args.bin"  # files of transformers
+
+# Private methods of transformers.Trainer that are overridden, with their parameters.
+PRIVATE = {
+    "_move_model_to_device": ("self", "model", "device"),
+    "_save": ("self", "output_dir", "state_dict"),
+    "_save_optimizer_and_scheduler": ("self", "output_dir"),
+    "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+    "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+}
+
+Options = Config | Mapping[str, Any] | str | Path
+_Trainer: Any = object  # what the mixin is mixed into
+
+
+class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
+    """Lets a trainer of transformers or TRL train through an engine: ``class SFT(OffloadTrainerMixin, SFTTrainer)``.
+
+    The engine is made when training or an evaluation begins, around the optimizer that the trainer makes or was given.
+    The trainer's arguments decide on precision, accumulation, clipping and the device. A folder of the trainer's
+    checkpoints has the engine's checkpoint in place of ``optimizer.pt``; of a PEFT model, whose checkpoints hold
+    adapters only, it has the files that it has without this.
+
+    Attributes:
+        engine: the engine; None before it is made. ``trainer.engine.close()`` gives the model back.
+        reference: the evaluating engine of a reference model; None where there is none.
+    """
+
+    engine: Engine | None = None
+    reference: Engine | None = None
+    _reference_model: Any = None
+
+    def __init__(
+        self, *args: Any, offload: Options | None = None, offload_reference: Options | None = None, **kwargs: Any
+    ) -> None:
+        """Make the trainer.
+
+        Args:
+            *args: of the trainer.
+            offload: options of the engine, as :class:`offload.Config`, dict or JSON file. The trainer's arguments give
+                `gradient_accumulation_steps`, `gradient_reduction` and `device`. The trainer clips, unless its
+                `max_grad_norm` is 0 and the engine has one.
+            offload_reference: options for the engine of a reference model: its `max_memory` comes on top. `nvme_path`
+                is that of `offload`, if it is not given.
+            **kwargs: of the trainer.
+
+        Raises:
+            ConfigError: an option is unknown, both sides accumulate or clip, or an argument cannot be had together with
+                parameters that come and go.
+        """
+        self._options = Config.load(offload)
+        self._reference_options = offload_reference
+        model = kwargs.get("model", args[0] if args else None)
+        given: Any = kwargs.get("args")
+        if isinstance(model, str) and hasattr(given, "model_init_kwargs"):  # of TRL, which would fill the GPU
+            given.model_init_kwargs = {"device_map": None, **(given.model_init_kwargs or {})}
+        super().__init__(*args, **kwargs)
+
+    # --- the trainer's life -----------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; refuse before it what no engine can do.
+
+        Raises:
+            ConfigError: see :meth:`__init__`.
+        """
+        refuse_arguments(self.args, self._options)
+        super().create_accelerator_and_postprocess()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the trainer's optimizer, and the engine that takes it over; return the engine's."""
+        if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
+            # model_init has made another model, or there was nothing to train before
+            self.engine.close(restore=self.engine.module is self.model)
+            self.engine = None
+        if self.engine is None:
+            _refuse_schedule(self.optimizer, self.lr_scheduler)
+            optimizer = super().create_optimizer(*args, **kwargs)
+            self._open(optimizer)
+        return self.optimizer
+
+    def _open(self, optimizer: Any) -> None:
+        """Make the engine."""
+        config = engine_config(self.args, self._options)
+        self.engine = Engine(self.model, optimizer, config)
+        if self.engine.optimizer is not None:
+            self.optimizer = self.engine.optimizer
+            if trains_float16(self.model):
+                self.accelerator.scaler = LossScaling(self.engine)
+        callbacks = self.callback_handler.callbacks
+        for callback in [each for each in callbacks if isinstance(each, OffloadCallback)]:
+            callback.follow(self.engine)
+            callbacks.remove(callback)
+            callbacks.insert(0, callback)  # those that report see its figures
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict through the engine; without a data set to train on, through one that only evaluates."""
+        if self.engine is None:
+            if self.train_dataset is None:
+                self._open(None)
+            else:
+                self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        """Leave the model where it is: the engine moves its parameters."""
+
+    # --- reference models of TRL ------------------------------------------------------------------------------------
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference model of DPO and GRPO, in an evaluating engine; None where there is none."""
+        return self._reference_model
+
+    @ref_model.setter
+    def ref_model(self, model: Any) -> None:
+        if model is not None and model is not self._reference_model:
+            self.reference = self._evaluating(model)
+        self._reference_model = model
+
+    def _evaluating(self, model: Any) -> Engine | None:
+        first = next(iter(model.parameters()), None)
+        if first is not None and owner_of(first) is not None:
+            return None  # in an engine of the user's own
+        if self._reference_options is None:
+            raise ConfigError(
+                "ref_model: expected memory of its own but got none; pass "
+                'offload_reference={"max_memory": {...}}, which comes on top of that of the model'
+            )
+        options = self._reference_options
+        if isinstance(options, Mapping):
+            options = {"nvme_path": self._options.nvme_path, **options}
+        return Engine(model, None, options, device=str(self.args.device))
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback; the one that mixes the model into its reference model does so unit by unit."""
+        if is_a(callback, "trl", "SyncRefModelCallback"):
+            callback = ReferenceSync(self)
+        super().add_callback(callback)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def _saves_adapters(self) -> bool:
+        return is_a(self.model, "peft", "PeftModel")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save weights, one file in memory at a time."""
+        known = is_a(self.model, "transformers", "PreTrainedModel") or self._saves_adapters
+        if self.engine is None or state_dict is not None or not known:
+            super()._save(output_dir, state_dict)
+            return
+        folder = self.args.output_dir if output_dir is None else output_dir
+        os.makedirs(folder, exist_ok=True)
+        self.engine.save_pretrained(folder, **({} if self._saves_adapters else {"max_shard_size": SHARD_BYTES}))
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, ARGUMENTS))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the engine's checkpoint instead of ``optimizer.pt``, and the schedule as ever."""
+        if self.engine is None or self._saves_adapters:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        self.engine.save_checkpoint(os.path.join(output_dir, FOLDER))
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights; not yet those of the engine's checkpoint, which come with the optimizer's states."""
+        if not os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the engine's checkpoint where there is one, and the schedule as ever."""
+        folder = None if checkpoint is None else os.path.join(checkpoint, FOLDER)
+        if self.engine is None or checkpoint is None or folder is None or not os.path.isdir(folder):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        drawn = drawn_so_far()  # the trainer sets its generators itself, after the batches that it skips
+        self.engine.load_checkpoint(folder)
+        set_drawn(drawn)
+        schedule = os.path.join(checkpoint, SCHEDULE)
+        if os.path.isfile(schedule):
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+
+# --- between the arguments of both ------------------------------------------------------------------------------------
+
+
+def refuse_arguments(args: Any, options: Config) -> None:
+    """Refuse arguments of a trainer with which no engine can train, and options that the trainer's arguments give.
+
+    Args:
+        args: the ``TrainingArguments``.
+        options: for the engine.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in ("torch_compile", "fsdp", "deepspeed", "fp16_full_eval", "bf16_full_eval"):
+        value = getattr(args, name, None)
+        if value:
+            remedy = 'pass offload={"dtype": ...}' if name.endswith("eval") else "leave it out"
+            raise ConfigError(
+                f"{name}: expected parameters that the engine alone places and casts but got {name}={value!r}; {remedy}"
+            )
+    if args.load_best_model_at_end and args.save_strategy == "no":
+        raise ConfigError(
+            "load_best_model_at_end: expected checkpoints to choose from but got save_strategy='no'; pass the same "
+            "save_strategy and eval_strategy"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"n_gpu: expected one device but got {args.n_gpu}, over which the trainer spreads copies of the model "
+            "(DataParallel); set CUDA_VISIBLE_DEVICES to one of them"
+        )
+    refuse_two_sides(
+        options,
+        accumulates=f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
+        clips=f"max_grad_norm={args.max_grad_norm}" if args.max_grad_norm else None,
+    )
+    if options.device is not None and torch.device(options.device) != torch.device(args.device):
+        raise ConfigError(
+            f"device: expected the trainer's, {args.device}, but got {options.device}; leave it out of offload"
+        )
+
+
+def engine_config(args: Any, options: Config) -> Config:
+    """Return options with what the trainer's arguments say."""
+    return dataclasses.replace(
+        options,
+        device=str(args.device),
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        gradient_reduction="sum",  # the trainer has divided the loss: by tokens, where it can
+    )
+
+
+def _refuse_schedule(optimizer: Any, schedule: Any) -> None:
+    """Refuse a schedule that was made for another optimizer than the one that was given with it."""
+    own = getattr(schedule, "optimizer", None)
+    if own is not None and own is not optimizer:
+        raise ConfigError(
+            f"optimizers: expected a scheduler of the optimizer beside it but got a {type(schedule).__name__} of "
+            "another one, which would change nothing; make it with that optimizer, or pass None for the scheduler"
+        )
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+class ReferenceSync(transformers.TrainerCallback):  # type: ignore[misc]
+    """Mixes the model into its reference model every so many steps, as TRL does, unit by unit."""
+
+    def __init__(self, trainer: OffloadTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Mix, where it is time to."""
+        if state.global_step % args.ref_model_sync_steps != 0:
+            return
+        engine, reference, alpha = self._trainer.engine, self._trainer.reference, args.ref_model_mixup_alpha
+        if engine is None or reference is None:
+            raise StateError(
+                "sync_ref_model: expected a reference model in an engine of the trainer's but got another; pass "
+                "offload_reference, and the reference model as it is"
+            )
+        targets = dict(reference.module.named_parameters())
+
+        def mix(name: str, parameter: torch.nn.Parameter) -> None:
+            target = targets[name]
+            with reference.gather(target, modify=True):
+                target.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
+
+        engine.apply(mix)
+
+
+class OffloadCallback(transformers.TrainerCallback):  # type: ignore[misc]
+    """Adds what the engine does to each log: bytes per tier, stalls, the drive's speed and wear since the last log.
+
+    Of a trainer with :class:`OffloadTrainerMixin`: ``callbacks=[OffloadCallback()]``. Of another one, give it the
+    engine, and callbacks before it (TensorBoard's) do not see its figures.
+    """
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        """Prepare.
+
+        Args:
+            engine: whose figures; None: the trainer says it.
+        """
+        self._engine = engine
+        self._last: Stats | None = None
+
+    def follow(self, engine: Engine) -> None:
+        """Log the figures of another engine from now on."""
+        self._engine, self._last = engine, None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add figures to `logs` and to the trainer's history."""
+        if self._engine is None or logs is None or "loss" not in logs:
+            return
+        stats = self._engine.stats()
+        found = figures(stats, self._last)
+        self._last = stats
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+
+def figures(now: Stats, before: Stats | None) -> dict[str, float]:
+    """Return what a log gets to see of an engine.
+
+    Args:
+        now: its snapshot.
+        before: the one at the last log; None at the first.
+
+    Returns:
+        ``offload/..._bytes`` per tier, used and at the peak; stalls, their seconds and the drive's GB/s since `before`;
+        bytes written to the drive since the beginning.
+    """
+    found: dict[str, float] = {}
+    for tier, size_bytes in now.used_bytes.items():
+        found[f"offload/{tier}_bytes"] = size_bytes
+        found[f"offload/{tier}_peak_bytes"] = now.peak_bytes[tier]
+    stalled = now.stalls + now.misses - (before.stalls + before.misses if before else 0)
+    found["offload/stalls"] = stalled
+    found["offload/stall_seconds"] = now.stall_seconds - (before.stall_seconds if before else 0.0)
+    for link in ("nvme_read", "nvme_write"):
+        size_bytes = now.links[link].bytes - (before.links[link].bytes if before else 0)
+        seconds = now.links[link].seconds - (before.links[link].seconds if before else 0.0)
+        found[f"offload/{link}_gb_s"] = size_bytes / seconds / 1e9 if seconds > 0 else 0.0
+    found["offload/nvme_written_bytes"] = now.links["nvme_write"].bytes
+    return found
+
+
+class OffloadTrainer(OffloadTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` through an engine: ``OffloadTrainer(model=..., args=..., offload={...})``."""

@@ -1,0 +1,231 @@
+"""The door of Lightning: a strategy that trains a LightningModule through an engine.
+
+Owns who does what: Lightning divides the loss, runs the hooks and keeps the loops; the engine has the module, steps,
+and saves. A checkpoint is a folder, with the engine's checkpoint and Lightning's own values beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.config import Config
+from offload.engine import Engine
+from offload.errors import ConfigError
+from offload.integrations.libraries import refuse_two_sides, require, trains_float16
+from offload.run_state import drawn_so_far, set_drawn
+
+require("lightning", "2.4", door="offload.lightning")
+from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
+from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+FILE = "trainer.ckpt"  # what Lightning keeps, inside a checkpoint's folder
+
+
+class OffloadStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+    """Trains through an engine: ``Trainer(strategy=OffloadStrategy(max_memory=..., nvme_path=...))``.
+
+    The engine is made around the whole LightningModule and its optimizer when ``fit`` begins, and stays until it is
+    closed: ``trainer.strategy.engine.close()`` gives the module back. Without ``fit``, it only evaluates.
+
+    Attributes:
+        engine: the engine; None before it is made.
+    """
+
+    strategy_name = "offload"
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            config: options of the engine, as :class:`offload.Config`, dict or JSON file. The trainer gives
+                `gradient_accumulation_steps` and `gradient_reduction`, and clips, unless it has no
+                `gradient_clip_val`. `device` is the trainer's accelerator, if it is not given.
+            accelerator: as of other strategies.
+            checkpoint_io: as of other strategies.
+            precision_plugin: as of other strategies.
+            **options: options, on top of `config`.
+
+        Raises:
+            ConfigError: an option is unknown or out of its range.
+        """
+        self._options = Config.load(config, **options)
+        self._folder: str | None = None  # of the checkpoint that is being restored
+        self.engine: Engine | None = None
+        device = "cpu" if self._options.device is None else self._options.device
+        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The engine's device."""
+        if self._options.device is not None or self.accelerator is None or isinstance(self.accelerator, CPUAccelerator):
+            return torch.device(self._options.device or "cpu")
+        found: torch.device = self.accelerator.get_parallel_devices([0])[0]
+        return found
+
+    # --- beginning and ending ---------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether checkpoints are loaded into the engine, and so after it was made."""
+        return True
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as ever, and make the engine where ``fit`` has not.
+
+        Raises:
+            ConfigError: both sides accumulate or clip, or there are several optimizers.
+        """
+        super().setup(trainer)
+        if self.engine is None or self.engine.module is not self.model:
+            self._open(None, trainer)
+
+    def model_to_device(self) -> None:
+        """Leave the module where it is: the engine moves its parameters."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Let the module make its optimizer, and an engine that takes it over."""
+        if self.engine is not None:
+            self.engine.close(restore=True)  # each fit begins with a fresh optimizer
+            self.engine = None
+        super().setup_optimizers(trainer)
+        made = [each for each in super().optimizers if any(group["params"] for group in each.param_groups)]
+        if len(made) != 1:
+            raise ConfigError(
+                f"configure_optimizers: expected one optimizer but got {len(made)}; return one, with a "
+                "parameter group for each part of the model"
+            )
+        self.optimizers = [self._open(made[0], trainer).optimizer]
+
+    def _open(self, optimizer: Any, trainer: Any) -> Engine:
+        """Make the engine."""
+        options = self._options
+        refuse_two_sides(
+            options,
+            accumulates=f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+            clips=f"gradient_clip_val={trainer.gradient_clip_val}" if trainer.gradient_clip_val else None,
+        )
+        config = dataclasses.replace(
+            options,
+            device=str(self.root_device),
+            gradient_accumulation_steps=trainer.accumulate_grad_batches,
+            gradient_reduction="sum",  # Lightning has divided the loss
+        )
+        assert self.model is not None
+        self.engine = Engine(self.model, optimizer, config)
+        return self.engine
+
+    def teardown(self) -> None:
+        """End what is not the engine's: it keeps the module's parameters."""
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run backward; of float16, from the loss times the engine's loss scale."""
+        engine, module = self.engine, self.lightning_module
+        if engine is None or module is None or not trains_float16(module):
+            loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+            return loss
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        engine.backward(loss, **kwargs)
+        loss = self.precision_plugin.post_backward(loss, module)
+        return loss
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision plugin, which clips values parameter by parameter."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        chosen = None if plugin is None else _clipping_by_parameter(plugin, self)
+        SingleDeviceStrategy.precision_plugin.fset(self, chosen)
+
+    def clip_values(self, optimizer: Any, most: float) -> None:
+        """Clip the elements of an optimizer's gradients, one parameter at a time.
+
+        Args:
+            optimizer: whose.
+            most: the largest magnitude afterwards.
+        """
+        assert self.engine is not None
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    with self.engine.gather_gradients(parameter, modify=True):
+                        parameter.grad.clamp_(-most, most)
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return nothing: the engine's checkpoint has the weights."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return nothing: the engine's checkpoint has the states."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a folder with the engine's checkpoint; without an optimizer's state, a file of Lightning's as ever."""
+        if "optimizer_states" not in checkpoint or self.engine is None:
+            assert self.lightning_module is not None
+            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self.engine.save_checkpoint(filepath, keep=1)
+        super().save_checkpoint(checkpoint, os.path.join(filepath, FILE), storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read what Lightning keeps; :meth:`load_model_state_dict` reads the rest."""
+        self._folder = str(checkpoint_path) if os.path.isdir(checkpoint_path) else None
+        path = checkpoint_path if self._folder is None else os.path.join(self._folder, FILE)
+        found: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load parameters, and with the engine's checkpoint everything else that decides on the next step."""
+        if self._folder is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        assert self.engine is not None and self.lightning_module is not None
+        drawn = drawn_so_far()
+        self.engine.load_checkpoint(self._folder, strict=strict)
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            set_drawn(drawn)  # a run that looks at a checkpoint goes on with its own random numbers
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state, unless the engine's checkpoint had it."""
+        if self._folder is None:
+            super().load_optimizer_state_dict(checkpoint)
+
+
+def _clipping_by_parameter(plugin: Any, strategy: OffloadStrategy) -> Any:
+    """Return a precision plugin that clips values where the gradients are."""
+
+    class ByParameter(type(plugin)):  # type: ignore[misc]
+        def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+            strategy.clip_values(optimizer, clip_val)
+
+    ByParameter.__qualname__ = type(plugin).__qualname__  # the key of its state in checkpoints
+    made = copy.copy(plugin)
+    made.__class__ = ByParameter
+    return made

@@ -1,0 +1,174 @@
+"""The door of Accelerate: what a loop logs is what it logs without an engine, whole and resumed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from harness import host, nvme
+from torch import nn
+from trainers import LR, Log, adam, assert_close, model, rows
+
+import offload
+from offload import AdamW, Engine
+from offload.errors import ConfigError
+from offload.integrations.accelerate import prepare
+
+pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
+
+Prepare = Callable[[accelerate.Accelerator, nn.Module, Any], Any]
+
+
+def accelerator(**more: Any) -> accelerate.Accelerator:
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    return accelerate.Accelerator(cpu=True, **more)
+
+
+def schedule_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+
+
+def train(
+    made: accelerate.Accelerator, prepared: Any, *, first: int, count: int, step_of: Callable[[], int] | None = None
+) -> Log:
+    """Train on batches from the `first` of the loader; clips, accumulates and schedules."""
+    module, optimizer, loader, schedule = prepared
+    log = Log()
+    for number, batch in enumerate(made.skip_first_batches(loader, first)):
+        if number == count:
+            break
+        with made.accumulate(module):
+            loss = module(**batch).loss
+            made.backward(loss)
+            if made.sync_gradients:
+                log.norms.append(float(made.clip_grad_norm_(module.parameters(), 0.5)))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            log.losses.append(loss.item())
+    return log
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(rows(), batch_size=2)
+
+
+def plain(made: accelerate.Accelerator) -> Any:
+    module = model()
+    optimizer = adam(module)
+    return made.prepare(module, optimizer, loader(), schedule_of(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("steps", "precision"),
+    [(1, "no"), (2, "no"), pytest.param(1, "bf16", marks=pytest.mark.nightly)],
+)
+def test_trains_as_without(steps: int, precision: str, tmp_path: Path) -> None:
+    """Twenty batches; saved and loaded in the middle."""
+    arguments = {"gradient_accumulation_steps": steps, "mixed_precision": precision}
+    made = accelerator(**arguments)
+    prepared = plain(made)
+    truth = train(made, prepared, first=0, count=20)
+    found = []
+    for place in (nvme, host):
+        made, module = accelerator(**arguments), model()
+        options = place(module, tmp_path) if place is nvme else place(module)
+        with Engine(module, adam(module), **options) as engine:
+            given = (loader(), engine, schedule_of(engine.optimizer))
+            data, *trained, schedule = prepare(made, *given)
+            prepared = (*trained, data, schedule)
+            first = train(made, prepared, first=0, count=10)
+            made.save_state(str(tmp_path / place.__name__))
+            second = train(made, prepared, first=10, count=10)
+            found.append((first, second, engine.digests()))
+            assert engine.stats().step == 20 // steps
+            made.load_state(str(tmp_path / place.__name__))
+            again = train(made, prepared, first=10, count=10)
+            assert (again, engine.digests()) == (second, found[0][2])
+    assert found[0] == found[1]
+    names = {file.name for file in (tmp_path / "nvme").iterdir()}
+    assert "offload" in names and not {"model.safetensors", "pytorch_model.bin"} & names
+    assert (tmp_path / "nvme" / "optimizer.bin").stat().st_size < 4096  # says that there is nothing in it
+    exact = precision == "no"
+    compared = None if exact else 5  # rounding to bf16 adds up
+    assert_close((first.losses + second.losses)[:compared], truth.losses[:compared], 1e-4 if exact else 2e-3)
+    assert_close((first.norms + second.norms)[:compared], truth.norms[:compared], 1e-4 if exact else 8e-3)
+
+
+def test_float16_is_scaled(tmp_path: Path) -> None:
+    made, module = accelerator(), model(torch.float16)
+    options = nvme(module, tmp_path, initial_loss_scale=2.0**24, loss_scale_hysteresis=1)
+    with Engine(module, AdamW(lr=LR), **options) as engine:
+        schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1000)
+        trained, optimizer, data, schedule = prepare(made, engine, loader(), schedule)
+        log = train(made, (trained, optimizer, data, schedule), first=0, count=12)
+        stats = engine.stats()
+        assert stats.skipped_steps > 0 and stats.step + stats.skipped_steps == 12 and engine.loss_scale < 2.0**24
+        assert schedule.scheduler.last_epoch == stats.step
+    assert len(log.losses) == 12 and all(loss < 10 for loss in log.losses)
+
+
+def test_the_engine_may_be_made_after_prepare(tmp_path: Path) -> None:
+    """An optimizer that was prepared before is taken over, without what accelerate has put around it."""
+    made, module = accelerator(), model()
+    prepared, optimizer, data = made.prepare(module, adam(module), loader())
+    with Engine(prepared, optimizer, **nvme(module, tmp_path)) as engine:
+        schedule = schedule_of(engine.optimizer)
+        ours = train(made, (prepared, optimizer, data, schedule), first=0, count=4)
+        assert engine.stats().step == 4
+    made = accelerator()
+    assert_close(ours.losses, train(made, plain(made), first=0, count=4).losses, 1e-4)
+
+
+def test_refuses(tmp_path: Path) -> None:
+    made, module = accelerator(gradient_accumulation_steps=2), model()
+    with pytest.raises(ConfigError, match=r"expected one engine with an optimizer but got 0 engines"):
+        prepare(made, module)
+    with Engine(module, AdamW(), **nvme(module, tmp_path, gradient_accumulation_steps=2)) as engine:
+        with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 beside gradient_accumulation_steps=2 of"):
+            prepare(made, engine)
+    with Engine(module, **nvme(module, tmp_path, offload_optimizer="auto")) as engine:
+        with pytest.raises(ConfigError, match=r"one that only evaluates; pass offload\.Engine\(model, optimizer"):
+            prepare(made, engine)
+
+
+def test_models_are_kept_where_the_door_looks_for_them() -> None:
+    """The list is accelerate's own, without a public name."""
+    made, module = accelerator(), nn.Linear(2, 2)
+    made.prepare(module)
+    assert made._models == [module]
+
+
+def test_the_door_is_a_name_of_the_package() -> None:
+    assert offload.accelerate.prepare is prepare
+
+
+SCRIPT = """
+import accelerate, torch, offload
+accelerator = accelerate.Accelerator(cpu=True)
+model = torch.nn.Linear(4, 4)
+engine = offload.Engine(model, offload.AdamW(), device="cpu", max_memory={"device": "64MiB", "cpu": "64MiB"})
+model, optimizer = offload.accelerate.prepare(accelerator, engine)
+accelerator.backward(model(torch.ones(2, 4)).sum())
+optimizer.step()
+print("steps:", engine.stats().step)
+"""
+
+
+@pytest.mark.nightly
+def test_accelerate_launch(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(script)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, "HOME": str(tmp_path)}
+    )
+    assert "steps: 1" in done.stdout

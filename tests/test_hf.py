@@ -1,0 +1,557 @@
+"""The door of Hugging Face: what each trainer logs is what it logs without an engine, whole and resumed.
+
+Each trainer runs from the same seed with the plain model, with everything in host memory, with parameters and states on
+NVMe, and once more on NVMe from the checkpoint in the middle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import safetensors.torch
+import torch
+import transformers as hf
+import trl
+from harness import host, nvme
+from models import VOCABULARY
+from torch import nn
+from trainers import LR, arguments, assert_close, logged, model, rows, word_tokenizer
+
+from offload import AdamW, Engine
+from offload.errors import ConfigError, StateError
+from offload.integrations import hf as door_of_hf
+from offload.integrations import libraries
+from offload.integrations.hf import OffloadCallback, OffloadTrainer, OffloadTrainerMixin
+
+pytestmark = [
+    pytest.mark.usefixtures("single_torch_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_rest() -> Iterator[None]:
+    """Accelerate collects garbage in each call of ``train()``: without what the libraries have made, that is quick."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class SFT(OffloadTrainerMixin, trl.SFTTrainer):
+    pass
+
+
+class DPO(OffloadTrainerMixin, trl.DPOTrainer):
+    pass
+
+
+class GRPO(OffloadTrainerMixin, trl.GRPOTrainer):
+    pass
+
+
+class Reward(OffloadTrainerMixin, trl.RewardTrainer):
+    pass
+
+
+class Seq2Seq(OffloadTrainerMixin, hf.Seq2SeqTrainer):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Door:
+    """A trainer, and how to make it.
+
+    Attributes:
+        plain: the trainer without an engine.
+        ours: the one with.
+        config: class of its arguments.
+        model: makes a model.
+        given: returns its other keyword arguments.
+        options: of its arguments.
+        refers: it has a reference model.
+    """
+
+    plain: Any
+    ours: Any
+    config: Any
+    model: Callable[[Path], nn.Module]
+    given: Callable[[Path], dict[str, Any]]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    refers: bool = False
+
+    def arguments(self, path: Path, **more: Any) -> Any:
+        return arguments(path, self.config, **{**self.options, **more})
+
+    def make(self, path: Path, place: Callable[..., dict[str, Any]] | None = None, **more: Any) -> Any:
+        """Return a trainer: the plain one, or ours with its engine where `place` says."""
+        given = {"model": self.model(path), "args": self.arguments(path, **more), **self.given(path)}
+        if place is None:
+            return self.plain(**given)
+        given["offload"] = placed(place, given["model"], path)
+        if self.refers:
+            given["offload_reference"] = placed(place, given["model"], path)
+        return self.ours(**given)
+
+
+def placed(place: Callable[..., dict[str, Any]], module: nn.Module, path: Path) -> dict[str, Any]:
+    options: dict[str, Any] = place(module, path) if place is nvme else place(module)
+    del options["device"]
+    return options
+
+
+def sentence(row: dict[str, torch.Tensor], *, begin: int = 0) -> str:
+    return " ".join(f"w{int(number)}" for number in row["input_ids"][begin:])
+
+
+def texts(*names: str) -> datasets.Dataset:
+    """Return a data set with a text per name; a text's neighbours are others'."""
+    given = rows()
+    found = [
+        {name: sentence(given[(number + 7 * place) % len(given)], begin=6) for place, name in enumerate(names)}
+        for number in range(len(given))
+    ]
+    return datasets.Dataset.from_list(found)
+
+
+def even_words(completions: list[str], **_: Any) -> list[float]:
+    """Reward completions for words with even numbers."""
+    return [sum(int(word[1:]) % 2 == 0 for word in text.split()) / 8 for text in completions]
+
+
+def small(path: Path) -> nn.Module:
+    return model()
+
+
+def saved(path: Path) -> nn.Module:
+    """Return a model that trainers can load again from its own folder, as they load reference models."""
+    made = model()
+    made.save_pretrained(path / "model")
+    made.config._name_or_path = str(path / "model")
+    return made
+
+
+def t5(path: Path) -> nn.Module:
+    torch.manual_seed(0)
+    config = hf.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def judge(path: Path) -> nn.Module:
+    torch.manual_seed(0)
+    config = model().config
+    config.num_labels, config.pad_token_id = 1, 0
+    return hf.LlamaForSequenceClassification(config)
+
+
+def prompts(path: Path) -> dict[str, Any]:
+    return {
+        "train_dataset": texts("prompt"),
+        "processing_class": word_tokenizer(path),
+        "reward_funcs": even_words,
+    }
+
+
+NIGHTLY = pytest.mark.nightly
+QUIET = {"gradient_checkpointing": False}
+DOORS = {
+    "Trainer": Door(
+        hf.Trainer,
+        OffloadTrainer,
+        hf.TrainingArguments,
+        small,
+        lambda path: {"train_dataset": rows()},
+        {
+            "gradient_accumulation_steps": 3,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 3,
+            "weight_decay": 0.1,
+            "accelerator_config": {"use_seedable_sampler": False},  # the order of rows is drawn where training begins
+        },
+    ),
+    "Seq2Seq": Door(
+        hf.Seq2SeqTrainer, Seq2Seq, hf.Seq2SeqTrainingArguments, t5, lambda path: {"train_dataset": rows()}
+    ),
+    "SFT": Door(
+        trl.SFTTrainer,
+        SFT,
+        trl.SFTConfig,
+        small,
+        lambda path: {"train_dataset": texts("text"), "processing_class": word_tokenizer(path)},
+        {**QUIET, "max_length": 16},
+    ),
+    "DPO": Door(
+        trl.DPOTrainer,
+        DPO,
+        trl.DPOConfig,
+        small,
+        lambda path: {
+            "ref_model": model(),
+            "train_dataset": texts("prompt", "chosen", "rejected"),
+            "processing_class": word_tokenizer(path),
+        },
+        QUIET,
+        refers=True,
+    ),
+    "GRPO": Door(
+        trl.GRPOTrainer,
+        GRPO,
+        trl.GRPOConfig,
+        saved,
+        prompts,
+        {**QUIET, "max_completion_length": 6, "num_generations": 2, "beta": 0.1},
+        refers=True,
+    ),
+    "Reward": Door(
+        trl.RewardTrainer,
+        Reward,
+        trl.RewardConfig,
+        judge,
+        lambda path: {"train_dataset": texts("chosen", "rejected"), "processing_class": word_tokenizer(path)},
+        QUIET,
+    ),
+}
+
+
+QUICK = ("Trainer", "DPO", "GRPO")
+
+
+@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=NIGHTLY) for name in DOORS])
+def test_door(name: str, steps: int, tmp_path: Path) -> None:
+    door, middle = DOORS[name], steps // 2
+    plain = door.make(tmp_path, max_steps=steps)
+    plain.train()
+    truth = logged(plain)
+    assert max(map(abs, truth.losses)) > 1e-3 and len(set(truth.norms)) > 1
+    saves = {"save_strategy": "steps", "save_steps": middle}
+    found = []
+    for place, resume in ((nvme, None), (host, None), (nvme, f"checkpoint-{middle}")):
+        trainer = door.make(tmp_path, place, max_steps=steps, **(saves if place is nvme else {}))
+        folder = Path(trainer.args.output_dir)
+        trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+        with trainer.engine as engine:
+            assert engine.stats().step == steps
+            found.append((logged(trainer), engine.digests()))
+        assert (trainer.reference is not None) == door.refers
+        if trainer.reference is not None:
+            trainer.reference.close()
+        assert (folder / f"checkpoint-{middle}" / "offload" / "latest").is_file()
+        assert not (folder / f"checkpoint-{middle}" / "optimizer.pt").exists()
+    (ours, digests), (other, placed_otherwise), (resumed, digests_again) = found
+    assert_close(ours.losses, truth.losses, 1e-4)
+    assert_close(ours.norms, truth.norms, 1e-4)
+    assert (ours, digests) == (other, placed_otherwise)
+    assert (ours, digests) == (resumed, digests_again)
+
+
+# --- around training --------------------------------------------------------------------------------------------------
+
+
+def simple(path: Path, module: nn.Module | None = None, *, options: dict[str, Any] | None = None, **more: Any) -> Any:
+    """Return an `OffloadTrainer` of three steps; `more` are arguments of the trainer or of its `TrainingArguments`."""
+    module = model() if module is None else module
+    own = inspect.signature(hf.Trainer.__init__).parameters
+    given = {name: more.pop(name) for name in [*more] if name in own}
+    return OffloadTrainer(
+        model=given.pop("model", module),
+        args=arguments(path, **{"max_steps": 3, "per_device_eval_batch_size": 2, **more}),
+        **{"train_dataset": rows(), "eval_dataset": rows(4), **given},
+        offload={**placed(nvme, module, path), **(options or {})},
+    )
+
+
+def test_evaluates_predicts_and_generates_between_steps(tmp_path: Path) -> None:
+    plain = hf.Trainer(model=model(), args=arguments(tmp_path, max_steps=3), train_dataset=rows())
+    before = plain.evaluate(rows(4))["eval_loss"]
+    plain.train()
+    trainer = simple(tmp_path)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-5)
+    trainer.train()
+    with trainer.engine:
+        after = trainer.evaluate()["eval_loss"]
+        assert after == pytest.approx(plain.evaluate(rows(4))["eval_loss"], rel=1e-5) and after != before
+        ours, truth = trainer.predict(rows(4)), plain.predict(rows(4))
+        assert ours.predictions == pytest.approx(truth.predictions, abs=1e-4)
+        ids = rows(1)[0]["input_ids"][None]
+        options = {"max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(trainer.model.generate(ids, **options), plain.model.generate(ids, **options))
+        trainer.train()  # once more, with the engine that is there
+        assert trainer.engine.stats().step == 6
+
+
+def test_only_evaluates(tmp_path: Path) -> None:
+    trainer = simple(tmp_path, train_dataset=None)
+    truth = hf.Trainer(model=model(), args=arguments(tmp_path), eval_dataset=rows(4)).evaluate()["eval_loss"]
+    with_engine = trainer.evaluate()["eval_loss"]
+    assert with_engine == pytest.approx(truth, rel=1e-5)
+    engine = trainer.engine
+    assert engine.optimizer is None
+    trainer.train_dataset = rows()  # there is something to train now
+    trainer.train()
+    with trainer.engine:
+        assert trainer.engine is not engine and trainer.engine.stats().step == 3
+
+
+def test_logs_what_the_engine_does(tmp_path: Path) -> None:
+    trainer = simple(tmp_path, callbacks=[OffloadCallback()])
+    trainer.train()
+    with trainer.engine as engine:
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        assert len(logs) == 3
+        written = [entry["offload/nvme_written_bytes"] for entry in logs]
+        assert 0 < written[0] < written[1] < written[2] <= engine.stats().links["nvme_write"].bytes
+        assert all(entry["offload/nvme_read_gb_s"] > 0 for entry in logs[1:])
+        for tier, budget in engine.stats().budget_bytes.items():
+            assert 0 <= logs[-1][f"offload/{tier}_bytes"] <= logs[-1][f"offload/{tier}_peak_bytes"] <= budget
+        assert logs[-1]["offload/stalls"] >= 0 and logs[-1]["offload/stall_seconds"] >= 0
+
+
+def test_logs_what_an_engine_of_the_users_does(tmp_path: Path) -> None:
+    module = model()
+    with Engine(module, AdamW(lr=LR), **nvme(module, tmp_path)) as engine:
+        trainer = hf.Trainer(
+            model=module,
+            args=arguments(tmp_path, max_steps=1),
+            train_dataset=rows(),
+            optimizers=(engine.optimizer, None),
+            callbacks=[OffloadCallback(engine)],
+        )
+        trainer.train()
+        assert trainer.state.log_history[0]["offload/nvme_written_bytes"] > 0
+
+
+def test_loads_the_best_model(tmp_path: Path) -> None:
+    both = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = simple(tmp_path, load_best_model_at_end=True, greater_is_better=True, **both)
+    trainer.train()
+    with trainer.engine as engine:
+        best = trainer.state.best_model_checkpoint
+        assert best.endswith("checkpoint-1")
+        truth = hf.LlamaForCausalLM.from_pretrained(best).state_dict()
+        assert all(torch.equal(value, truth[name]) for name, value in engine.state_dict().items())
+
+
+def test_loads_the_best_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    both = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = simple(tmp_path, adapted, load_best_model_at_end=True, greater_is_better=True, learning_rate=3.0, **both)
+    trainer.train()
+    with trainer.engine as engine:
+        best = trainer.state.best_model_checkpoint
+        saved_as = safetensors.torch.load_file(f"{best}/adapter_model.safetensors")
+        found = peft.get_peft_model_state_dict(adapted, state_dict=engine.state_dict())
+    assert not best.endswith("checkpoint-3") and saved_as.keys() == found.keys()
+    assert all(torch.equal(value, found[name]) for name, value in saved_as.items())
+
+
+def test_resumes_what_the_plain_trainer_has_saved(tmp_path: Path) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 2}
+    plain = hf.Trainer(model=model(), args=arguments(tmp_path, max_steps=3, **saves), train_dataset=rows())
+    plain.train()
+    trainer = simple(tmp_path, **saves)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    trainer.engine.close()
+    assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
+
+
+def test_float16_keeps_its_loss_scale(tmp_path: Path) -> None:
+    """The first steps overflow; a schedule does not advance in them, as with torch's scaler."""
+    saves = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "lr_scheduler_type": "linear"}
+    options = {"initial_loss_scale": 2.0**24, "loss_scale_window": 2, "loss_scale_hysteresis": 1}
+    found = []
+    for resume in (None, str(tmp_path / "out" / "checkpoint-4")):
+        module = model(torch.float16)
+        trainer = simple(tmp_path, module, options=options, **saves)
+        trainer.train(resume_from_checkpoint=resume)
+        with trainer.engine as engine:
+            skipped = engine.stats().skipped_steps
+            assert 0 < skipped < 8 == engine.stats().step + skipped
+            assert trainer.lr_scheduler.last_epoch == engine.stats().step
+            found.append((engine.loss_scale, logged(trainer).losses, engine.digests()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_resume_from_the_files_of_the_trainer(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A checkpoint has the adapters, not the frozen model."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for resume in (None, str(tmp_path / "out" / "checkpoint-2")):
+        adapted = peft.get_peft_model(model(dtype), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=True))
+        trainer = simple(tmp_path, adapted, save_strategy="steps", save_steps=2, max_steps=4, max_grad_norm=0)
+        trainer.train(resume_from_checkpoint=resume)
+        with trainer.engine as engine:
+            found.append((logged(trainer), engine.digests()))
+    names = {file.name for file in (tmp_path / "out" / "checkpoint-2").iterdir()}
+    assert {"adapter_model.safetensors", "optimizer.pt"} <= names and "offload" not in names
+    assert found[0] == found[1]
+
+
+def test_a_model_per_call(tmp_path: Path) -> None:
+    """``model_init`` makes another model in each call of ``train()``; each gets an engine."""
+    trainer = simple(tmp_path, model=None, model_init=model)
+    first = trainer.train().training_loss
+    engine = trainer.engine
+    assert trainer.train().training_loss == first
+    assert trainer.engine is not engine and engine._manager is None
+    trainer.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["torch's", "ours"])
+def test_takes_the_optimizer_that_it_is_given(kind: str, tmp_path: Path) -> None:
+    truth_of = model()
+    optimizer = torch.optim.AdamW(truth_of.parameters(), lr=LR, weight_decay=0.0)
+    plain = hf.Trainer(
+        model=truth_of, args=arguments(tmp_path, max_steps=3), train_dataset=rows(), optimizers=(optimizer, None)
+    )
+    plain.train()
+    module = model()
+    ours: Any = AdamW(lr=LR, weight_decay=0.0)
+    if kind == "torch's":
+        ours = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=0.0)
+    trainer = simple(tmp_path, module, optimizers=(ours, None))
+    trainer.train()
+    trainer.engine.close()
+    assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
+
+
+def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:
+    door = DOORS["DPO"]
+    options = {"max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    plain, ours = door.make(tmp_path, **options), door.make(tmp_path, nvme, **options)
+    plain.train()
+    ours.train()
+    with ours.engine, ours.reference as reference:
+        truth, found = plain.ref_model.state_dict(), reference.state_dict()
+    for name, value in model().state_dict().items():
+        assert torch.allclose(found[name], truth[name], atol=1e-5) and not torch.equal(found[name], value), name
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"gradient_accumulation_steps": 2}, {}, r"offload: expected one side that accumulates.*leave it out"),
+        ({"gradient_reduction": "mean"}, {}, r"offload: expected one side that accumulates"),
+        ({"max_grad_norm": 1.0}, {}, r"offload: expected one side that clips.*pass 0 to the trainer"),
+        ({"device": "meta"}, {}, r"device: expected the trainer's, cpu, but got meta; leave it out"),
+        (
+            {"run_dir": ".", "nvme_path": None, "offload_param": "auto"},
+            {},
+            r"run_dir: .*let the trainer save",
+        ),
+        ({"unit_byte": 1}, {}, r"unknown option 'unit_byte' \(did you mean 'unit_bytes'"),
+        ({}, {"torch_compile": True}, r"torch_compile: .*leave it out"),
+        ({}, {"bf16_full_eval": True}, r"bf16_full_eval: .*pass offload="),
+        ({}, {"load_best_model_at_end": True, "save_strategy": "no"}, r"load_best_model_at_end: .*save_strategy"),
+    ],
+)
+def test_refuses(options: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        simple(tmp_path, options=options, **more)
+
+
+def test_the_engine_clips_if_the_trainer_does_not(tmp_path: Path) -> None:
+    plain = hf.Trainer(model=model(), args=arguments(tmp_path, max_steps=3), train_dataset=rows())
+    plain.train()
+    trainer = simple(tmp_path, options={"max_grad_norm": 1.0}, max_grad_norm=0)
+    trainer.train()
+    trainer.engine.close()
+    assert min(logged(plain).norms) > 1.0
+    assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
+    assert_close(logged(trainer).norms, logged(plain).norms, 1e-4)
+
+
+def test_refuses_several_devices(tmp_path: Path) -> None:
+    trainer = simple(tmp_path)
+    trainer.args._n_gpu = 2
+    with pytest.raises(ConfigError, match=r"n_gpu: expected one device but got 2.*CUDA_VISIBLE_DEVICES"):
+        trainer.create_accelerator_and_postprocess()
+
+
+def test_refuses_models_that_device_map_has_spread(tmp_path: Path) -> None:
+    module = model()
+    module.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    with pytest.raises(StateError, match=r"hf_device_map.*load the model without device_map"):
+        simple(tmp_path, module).train()
+
+
+def test_refuses_a_schedule_of_another_optimizer(tmp_path: Path) -> None:
+    module = model()
+    one, other = (torch.optim.AdamW(module.parameters()) for _ in range(2))
+    schedule = torch.optim.lr_scheduler.ConstantLR(other)
+    with pytest.raises(ConfigError, match=r"scheduler of the optimizer beside it.*ConstantLR.*pass None"):
+        simple(tmp_path, module, optimizers=(one, schedule)).train()
+
+
+def test_refuses_a_model_that_has_an_engine(tmp_path: Path) -> None:
+    module = model()
+    with Engine(module, AdamW(), **nvme(module, tmp_path)):
+        with pytest.raises(StateError, match=r"already wrapped by another engine"):
+            simple(tmp_path, module).train()
+
+
+def test_a_data_set_without_labels(tmp_path: Path) -> None:
+    """Transformers names it; the engine is left usable."""
+    trainer = simple(tmp_path, train_dataset=[{"input_ids": row["input_ids"]} for row in rows()])
+    with pytest.raises(ValueError, match="did not return a loss"):
+        trainer.train()
+    trainer.engine.close()
+
+
+def test_refuses_a_reference_model_without_memory(tmp_path: Path) -> None:
+    door = DOORS["DPO"]
+    given = {"model": model(), "args": door.arguments(tmp_path), **door.given(tmp_path)}
+    with pytest.raises(ConfigError, match=r"ref_model: expected memory of its own.*offload_reference="):
+        DPO(**given, offload=placed(nvme, given["model"], tmp_path))
+
+
+def test_a_reference_model_in_an_engine_of_the_users(tmp_path: Path) -> None:
+    door, reference = DOORS["DPO"], model()
+    given = {"model": model(), "args": door.arguments(tmp_path), **door.given(tmp_path)}
+    with Engine(reference, **nvme(reference, tmp_path)) as engine:
+        given["ref_model"] = engine.module
+        assert DPO(**given, offload=placed(nvme, given["model"], tmp_path)).reference is None
+
+
+@pytest.mark.parametrize(("version", "message"), [("4.2.1", "but got 4.2.1"), (None, "but it is not installed")])
+def test_refuses_a_library_that_is_old_or_missing(
+    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    with pytest.raises(ConfigError, match=rf"offload.hf: expected transformers 4.56 or later {message}; pip install"):
+        libraries.require("transformers", "4.56", door="offload.hf")
+    libraries.require("transformers", "4.2", door="offload.hf") if version else None
+
+
+def test_private_methods_are_still_what_they_were() -> None:
+    """A release that removes or changes one must not change what the mixin does without a word."""
+    for name, parameters in door_of_hf.PRIVATE.items():
+        assert tuple(inspect.signature(getattr(hf.Trainer, name)).parameters) == parameters, name
+        assert name in vars(OffloadTrainerMixin)
+    private = {name for name in vars(OffloadTrainerMixin) if hasattr(hf.Trainer, name) and name[:2] != "__"}
+    assert {name for name in private if name.startswith("_")} == set(door_of_hf.PRIVATE)
+    for trainer in (trl.DPOTrainer, trl.GRPOTrainer):  # they assign ref_model, and add a callback that mixes
+        assert "self.ref_model = " in inspect.getsource(trainer)
+    assert "self.ref_model" not in inspect.getsource(hf.Trainer)
+    sync = inspect.getsource(trl.trainer.callbacks.SyncRefModelCallback)
+    assert "ref_model_sync_steps" in sync and "ref_model_mixup_alpha" in sync

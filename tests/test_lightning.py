@@ -1,0 +1,173 @@
+"""The door of Lightning: what a module logs is what it logs without an engine, whole and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import host, nvme
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from trainers import Log, adam, assert_close, lightning_module, lightning_trainer, loader, model, rows
+
+from offload.errors import ConfigError
+from offload.integrations.lightning import OffloadStrategy
+
+pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
+
+
+def scheduled(core: nn.Module) -> Any:
+    optimizer = adam(core)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def strategy(place: Callable[..., dict[str, Any]], path: Path, **more: Any) -> OffloadStrategy:
+    options = place(model(), path) if place is nvme else place(model())
+    del options["device"]
+    return OffloadStrategy(options, **more)
+
+
+def keep(path: Path, **more: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=path / "kept", save_top_k=-1, filename="{step}", **more)
+
+
+def fit(
+    path: Path, door: OffloadStrategy | None = None, *, ckpt_path: str | None = None, batches: int = 10, **more: Any
+) -> tuple[Any, Log]:
+    """Train a fresh model; returns the trainer and what was logged."""
+    log = Log()
+    make = more.pop("make", scheduled)
+    trainer = lightning_trainer(path, **({} if door is None else {"strategy": door}), **more)
+    trainer.fit(lightning_module(model(), make, log), loader(2 * batches), ckpt_path=ckpt_path)
+    return trainer, log
+
+
+NIGHTLY = pytest.mark.nightly
+CLIPS: dict[str, dict[str, Any]] = {
+    "by norm": {"gradient_clip_val": 0.1},
+    "by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    "accumulates": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5},
+    "mixed": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("steps", [8, pytest.param(20, marks=NIGHTLY)])
+@pytest.mark.parametrize("name", [name if name != "mixed" else pytest.param(name, marks=NIGHTLY) for name in CLIPS])
+def test_fits_as_without(name: str, steps: int, tmp_path: Path) -> None:
+    """Two epochs. Where three batches are a step, the last one of an epoch has one."""
+    more, middle = {**CLIPS[name], "max_steps": steps}, f"step={steps // 2}.ckpt"
+    more["batches"] = 3 * (steps // 2) - 2 if "accumulate_grad_batches" in more else steps // 2
+
+    def both(path: Path, place: Callable[..., dict[str, Any]] | None) -> tuple[Log, Log, Any]:
+        """Return what a run and the rest of it from its middle have logged, and the digests at the end."""
+        logs, digests = [], None
+        for resume in (None, str(path / "kept" / middle)):
+            door = None if place is None else strategy(place, tmp_path)
+            saves = {"callbacks": [keep(path, save_on_train_epoch_end=True)], "enable_checkpointing": True}
+            trainer, log = fit(path, door, ckpt_path=resume, **more, **({} if resume else saves))
+            logs.append(log)
+            if door is not None:
+                with door.engine as engine:
+                    assert engine.stats().step == steps
+                    digests = engine.digests()
+        return logs[0], logs[1], digests
+
+    truth, ours = both(tmp_path / "plain", None), both(tmp_path / "nvme", nvme)
+    assert ours == both(tmp_path / "host", host)
+    if name == "mixed":  # rounding to bf16 adds up
+        assert_close(ours[0].losses[:4], truth[0].losses[:4], 2e-3)
+        assert_close(ours[0].norms[:4], truth[0].norms[:4], 8e-3)
+        return
+    for log, other in zip(ours[:2], truth[:2], strict=True):
+        assert_close(log.losses, other.losses, 1e-4)
+        assert_close(log.norms, other.norms, 1e-4)
+
+
+def test_resumes_to_the_bit(tmp_path: Path) -> None:
+    """Lightning itself repeats batches where it resumes, so all batches are the same here."""
+    found = []
+    for resume in (None, str(tmp_path / "kept" / "step=2.ckpt")):
+        door, log = strategy(nvme, tmp_path), Log()
+        saves = {"callbacks": [keep(tmp_path, every_n_train_steps=2)], "enable_checkpointing": True}
+        trainer = lightning_trainer(tmp_path, strategy=door, max_steps=4, **({} if resume else saves))
+        batches = torch.utils.data.DataLoader(rows(1) * 16, batch_size=2)
+        trainer.fit(lightning_module(model(), scheduled, log), batches, ckpt_path=resume)
+        with door.engine as engine:
+            found.append((log.losses[-2:], log.norms[-2:], engine.digests()))
+    assert found[0] == found[1]
+
+
+def test_validates_checkpoints_with_a_live_engine(tmp_path: Path) -> None:
+    saves = {"callbacks": [keep(tmp_path, every_n_train_steps=1)], "enable_checkpointing": True, "max_steps": 2}
+    trainer, _ = fit(tmp_path, strategy(nvme, tmp_path), make=adam, **saves)
+    first = str(tmp_path / "kept" / "step=1.ckpt")
+    with trainer.strategy.engine as engine:
+        torch.manual_seed(1)
+        last = trainer.validate(trainer.lightning_module, loader(), verbose=False)[0]["val_loss"]
+        drawn = torch.get_rng_state()
+        torch.manual_seed(1)
+        again = trainer.validate(trainer.lightning_module, loader(), ckpt_path=first, verbose=False)[0]["val_loss"]
+        assert trainer.strategy.engine is engine and engine.stats().step == 1
+        assert again != last and torch.equal(torch.get_rng_state(), drawn)
+    alone = lightning_trainer(tmp_path, strategy=strategy(nvme, tmp_path))  # a process that only evaluates
+    module = lightning_module(model(), adam, Log())
+    assert alone.validate(module, loader(), ckpt_path=first, verbose=False)[0]["val_loss"] == again
+    with alone.strategy.engine as engine:
+        assert engine.optimizer is None
+
+
+def test_reads_and_writes_weights_in_files_of_lightnings(tmp_path: Path) -> None:
+    """A checkpoint of another strategy is resumed; one of weights alone is a file that others read."""
+    saves = {"callbacks": [keep(tmp_path, every_n_train_steps=2)], "enable_checkpointing": True, "max_steps": 4}
+    fit(tmp_path, make=adam, **saves)
+    middle = {"make": adam, "max_steps": 4, "ckpt_path": str(tmp_path / "kept" / "step=2.ckpt")}
+    _, truth = fit(tmp_path, **middle)
+    trainer, resumed = fit(tmp_path, strategy(nvme, tmp_path), **middle)
+    assert_close(resumed.losses, truth.losses, 1e-4)
+    with trainer.strategy.engine as engine:
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+        found = torch.load(tmp_path / "weights.ckpt", weights_only=False)["state_dict"]
+        truth_of = engine.state_dict()
+    assert found.keys() == truth_of.keys()
+    assert all(torch.equal(value, truth_of[name]) for name, value in found.items())
+
+
+def test_float16_is_scaled(tmp_path: Path) -> None:
+    door = strategy(nvme, tmp_path, initial_loss_scale=2.0**24, loss_scale_hysteresis=1)
+    trainer, log = fit(tmp_path, door, precision="16-true", max_steps=8, make=adam)
+    with trainer.strategy.engine as engine:
+        assert engine.stats().skipped_steps > 0 and engine.loss_scale < 2.0**24
+    assert log.losses[-1] < log.losses[0]
+
+
+def test_fits_twice(tmp_path: Path) -> None:
+    """Each begins with a fresh optimizer, as without an engine."""
+
+    def twice(**more: Any) -> tuple[Any, Log]:
+        log = Log()
+        trainer, module = lightning_trainer(tmp_path, max_steps=2, **more), lightning_module(model(), adam, log)
+        trainer.fit(module, loader())
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(module, loader())
+        return trainer, log
+
+    trainer, ours = twice(strategy=strategy(nvme, tmp_path))
+    trainer.strategy.engine.close()
+    assert_close(ours.losses, twice()[1].losses, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"max_grad_norm": 1.0}, {"gradient_clip_val": 0.1}, r"max_grad_norm=1.0 beside gradient_clip_val=0.1.*leave"),
+        ({"gradient_accumulation_steps": 2}, {}, r"beside accumulate_grad_batches=1.*leave it out"),
+        ({}, {"make": lambda core: None}, r"expected one optimizer but got 0; return one"),
+    ],
+)
+def test_refuses(options: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, strategy(nvme, tmp_path, **options), **more)
