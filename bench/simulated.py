@@ -6,8 +6,9 @@ deterministic. docs/architecture.md says what the clock shows and what it cannot
 
 Most cases have a batch near break-even: so many rows that the device computes as long as the lane with the most work
 besides. Compute is a line through two small batches. The other lanes may depend on rows, so the batch is sought again
-with the work that was seen, until it stays. Where such a batch does not fit, several micro-batches make it up. Then the drive has work for updates
-from the last backward to the next forward only, so two cases have the largest micro-batch that fits, and nothing else.
+with the work that was seen, until it stays. Where such a batch does not fit, several micro-batches make it up. Then the
+drive has work for updates from the last backward to the next forward only, so two cases have the largest micro-batch
+that fits, and nothing else.
 
 Bounds: R is the work of the busiest lane over the time of a step (bound: 1), U the share of the time in which the
 device computes, `ahead` how many units the host has given to the device that it has not begun. To reach: U of 0.90 with
