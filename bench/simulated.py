@@ -4,9 +4,11 @@ An 8 B Llama in bf16 with gradient checkpointing trains in a dry run: every oper
 write has a cost from a description of the machine (``offload/planning/hardware.py``), and nothing has bytes. The run is
 deterministic. docs/architecture.md says what the clock shows and what it cannot.
 
-Each case has a batch near break-even: so many rows that the device computes as long as the lane with the most work
+Most cases have a batch near break-even: so many rows that the device computes as long as the lane with the most work
 besides. Compute is a line through two small batches. The other lanes may depend on rows, so the batch is sought again
-with the work that was seen, until it stays. Where such a batch does not fit, several micro-batches make it up.
+with the work that was seen, until it stays. Where such a batch does not fit, several micro-batches make it up. Then the
+drive has work for updates from the last backward to the next forward only, so two cases have the largest micro-batch
+that fits, and nothing else.
 
 Bounds: R is the work of the busiest lane over the time of a step (bound: 1), U the share of the time in which the
 device computes, `ahead` how many units the host has given to the device that it has not begun. To reach: U of 0.90 with
@@ -48,6 +50,7 @@ SEQUENCE = 2048
 LOSS_TOKENS = 2048  # whose logits are there at once
 HEADROOM = 0.95  # of device and host memory
 MOST_MICRO_BATCHES = 16
+MOST_LEFT = int(3.1 * 2**30)  # of the device for parameters: the three largest units take 2.4 GiB
 
 FULL = {
     "hidden_size": 4096,
@@ -66,6 +69,8 @@ class Case:
 
     Attributes:
         gathers: DeepSpeed's parameters come from the host for each pass; else they stay on the device.
+        rows: of one micro-batch that makes up a step, the most that fit; None: a batch near break-even.
+        working_bytes: of the device for working copies of parameters, all else is left to activations; None: half.
     """
 
     name: str
@@ -73,6 +78,8 @@ class Case:
     param: str
     optimizer: str
     gathers: bool = True
+    rows: int | None = None
+    working_bytes: int | None = None
 
 
 CASES = (
@@ -81,6 +88,8 @@ CASES = (
     Case("states in host memory", "gh200", "cpu", "cpu"),
     Case("states on NVMe", "desktop", "cpu", "nvme"),
     Case("parameters and states on NVMe", "desktop", "nvme", "nvme"),
+    Case("states on NVMe, one micro-batch", "desktop", "cpu", "nvme", rows=14, working_bytes=MOST_LEFT),
+    Case("parameters and states on NVMe, one micro-batch", "desktop", "nvme", "nvme", rows=14, working_bytes=MOST_LEFT),
 )
 
 
@@ -132,6 +141,8 @@ def engine(case: Case, hardware: Hardware, sizes: dict[str, int], micro_batches:
     memory = {"device": int(hardware.device_bytes * HEADROOM), "cpu": int(hardware.host_bytes * HEADROOM)}
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"offload_param": case.param, "offload_optimizer": case.optimizer}
+        if case.working_bytes is not None:
+            options |= {"activation_memory": memory["device"] - case.working_bytes}
         if "nvme" in (case.param, case.optimizer):
             options |= {"nvme_path": folder}
         budgets = memory if "nvme_path" not in options else {**memory, "nvme": "1TB"}
@@ -228,6 +239,7 @@ def run_case(case: Case, sizes: dict[str, int], rows: int | None) -> dict[str, A
     """Measure a case, near break-even or with so many rows, print it and return its figures."""
     began = time.perf_counter()
     print(f"{case.name}, {case.machine}")
+    rows = case.rows if rows is None else rows
     if rows is None:
         batch, figures = near_break_even(case, sizes)
     else:

@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offload import deepspeed
     from offload.config import Config
     from offload.engine import Engine
     from offload.errors import (
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
         StateError,
     )
     from offload.initialisation import init
+    from offload.integrations import accelerate as accelerate
+    from offload.integrations import deepspeed as deepspeed
+    from offload.integrations import hf as hf
+    from offload.integrations import lightning as lightning
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.plan import Plan
     from offload.pretrained import load_pretrained

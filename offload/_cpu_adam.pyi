@@ -21,6 +21,7 @@ def step(
     seed: int,
     number: int,
     offset: int,
+    targets: tuple[int, int, int, int, int] = ...,
 ) -> None: ...
 def lamb_moments(
     *,

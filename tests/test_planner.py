@@ -121,6 +121,21 @@ def exact_size(plan: Plan, unit: Unit, numel: int, *roles: Role) -> int:
     return sum(int(numel * per_element[role]) for role in roles if unit.trainable or role is Role.PARAM)
 
 
+def updated_beside(plan: Plan, unit: Unit, homes: Homes) -> tuple[int, int]:
+    """Return what a unit's update beside the old content takes in host memory and on NVMe: 0 where there is none."""
+    request = plan.request
+    may = unit.trainable and request.own is None and homes.grad is Tier.HOST
+    if request.device_is_host:
+        may = may and homes.param is homes.states is Tier.NVME
+    in_memory = on_drive = 0
+    for home, roles in ((homes.param, [Role.PARAM]), (homes.states, STATE_ROLES)) if may else ():
+        if home is Tier.NVME:
+            on_drive += records_of(plan, unit, roles)
+        else:
+            in_memory += size(plan, unit, *roles)
+    return in_memory, on_drive
+
+
 def check_plan(plan: Plan) -> None:
     request = plan.request
     units = request.units
@@ -149,31 +164,33 @@ def check_plan(plan: Plan) -> None:
     staging = plan.staging_slots * plan.staging_slot_bytes
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
-    spare = {unit.index: size(plan, unit, Role.PARAM, *STATE_ROLES) for unit in units if unit.index in plan.spare_units}
-    assert plan.spare_bytes == sum(spare.values())
+    beside = [updated_beside(plan, unit, homes) for unit, homes in zip(units, plan.homes, strict=True)]
+    spare = [in_memory for unit, (in_memory, _) in zip(units, beside, strict=True) if unit.index in plan.spare_units]
+    assert plan.spare_bytes == sum(spare) and all(spare)
     assert plan.arena_bytes[Tier.HOST] == at(Tier.HOST) + staging + plan.grad_pool_bytes + transit + plan.spare_bytes
-    left = request.budgets[Tier.HOST] - plan.arena_bytes[Tier.HOST] - plan.wide_bytes.get(Tier.HOST, 0)
-    for unit, homes in zip(units, plan.homes, strict=True):
-        may = homes.states is homes.grad is Tier.HOST and homes.param is not Tier.NVME and request.own is None
-        if request.device_is_host or not may:
-            assert unit.index not in plan.spare_units
-        elif unit.index not in plan.spare_units:  # what is left is too little for it
-            assert size(plan, unit, Role.PARAM, *STATE_ROLES) > left - request.own_bytes
     slack = NVME_SLACK_CHUNKS * (plan.staging_slot_bytes + PAGE_BYTES)
     records = 0
     for unit, homes in zip(units, plan.homes, strict=True):
         for home, roles in ((homes.param, [Role.PARAM]), (homes.grad, [Role.GRAD]), (homes.states, STATE_ROLES)):
             if home is Tier.NVME:
                 records += records_of(plan, unit, roles)
-    aside = 0  # the new content of what is updated during backward, as long as the old one is there
-    for unit, homes in zip(units, plan.homes, strict=True):
-        eligible = unit.trainable and homes == Homes(Tier.NVME, Tier.HOST, Tier.NVME) and request.own is None
-        room = records_of(plan, unit, [Role.PARAM]) + records_of(plan, unit, STATE_ROLES)
-        assert plan.aside_bytes(unit) == (room if eligible else 0)
-        aside += plan.aside_bytes(unit)
     certain = records + slack if records else 0
-    assert plan.early_bytes == min(aside, (request.budgets[Tier.NVME] - certain) // PAGE * PAGE)
+    free = {
+        Tier.HOST: request.budgets[Tier.HOST] - plan.arena_bytes[Tier.HOST] - plan.wide_bytes.get(Tier.HOST, 0),
+        Tier.NVME: (request.budgets[Tier.NVME] - certain) // PAGE * PAGE,
+    }
+    aside = 0  # the new content of what is updated during backward, as long as the old one is there
+    for unit, (in_memory, on_drive) in reversed(list(zip(units, beside, strict=True))):
+        assert plan.aside_bytes(unit) == on_drive
+        if in_memory and unit.index not in plan.spare_units:  # what is left is too little for it
+            assert in_memory > free[Tier.HOST] - request.own_bytes or aside + on_drive > free[Tier.NVME]
+            continue
+        assert plan.updates_early(unit) == (in_memory + on_drive > 0)
+        aside += on_drive
+    assert plan.early_bytes == min(aside, free[Tier.NVME])
     assert plan.arena_bytes[Tier.NVME] == certain + plan.early_bytes
+    in_flight = NVME_SLACK_CHUNKS + plan.early_bytes // (plan.staging_slot_bytes + PAGE_BYTES)
+    assert plan.staging_slots <= max(in_flight, 4), "each may be on its way, beside what it replaces"
     own = request.own
     if own is not None:  # whole pages
         assert request.own_bytes == pages(own.kept_bytes + own.step_bytes)

@@ -76,14 +76,18 @@ def loss_of(forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tens
 
 
 def placed(home: str, model: nn.Module, path: Path, *, unit_bytes: int = LINEAR_BYTES, **more: Any) -> dict[str, Any]:
-    """Options: parameters and states at `home`; unless that is the device, it has room for three units."""
+    """Options: parameters and states at `home`, with "mixed" the states on NVMe and the parameters in host memory.
+
+    Unless `home` is the device, it has room for three units.
+    """
     memory: dict[str, Any] = {"device": "16MiB", "cpu": "16MiB"}
     options: dict[str, Any] = {"device": "sim", "max_memory": memory, "unit_bytes": unit_bytes, **more}
     if home == "device":
         return {**options, "offload_param": "none", "offload_optimizer": "cpu"}
     memory["device"] = MIB + working_bytes(model, unit_bytes=unit_bytes)
-    options |= {"activation_memory": MIB, "offload_param": home, "offload_optimizer": home}
-    if home == "nvme":
+    param, states = ("cpu", "nvme") if home == "mixed" else (home, home)
+    options |= {"activation_memory": MIB, "offload_param": param, "offload_optimizer": states}
+    if states == "nvme":
         memory["nvme"] = "64MiB"
         options["nvme_path"] = path
     return options
@@ -156,7 +160,7 @@ def on_cpu(outcome: Outcome) -> Outcome:
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("home", [*HOMES, "mixed"])
 def test_bits_are_the_cpus_under_every_schedule(home: str, checkpointing: bool | None, tmp_path: Path) -> None:
     truth = run_net("truth", tmp_path, checkpointing=checkpointing)
     for schedule in SCHEDULES:

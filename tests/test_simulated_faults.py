@@ -79,7 +79,7 @@ def stride(*, quick: int, nightly: int) -> Any:
 
 @stride(quick=59, nightly=2)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("home", ["cpu", "nvme", "mixed"])
 @pytest.mark.parametrize("schedule", [LAZY, pytest.param(EAGER, marks=pytest.mark.nightly)], **named)
 def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int, tmp_path: Path) -> None:
     """Once: the engine goes on, with the right bits, or says that a step is lost."""

@@ -35,15 +35,22 @@ constexpr void fill_modes(Kernels& k) {
     fill_step<Adam, States, Mode::kStep, G>(modes[static_cast<int>(Mode::kStep)][g]);
     fill_step<Adam, States, Mode::kEmit, G>(modes[static_cast<int>(Mode::kEmit)][g]);
     fill_step<Adam, States, Mode::kCommitAndEmit, G>(modes[static_cast<int>(Mode::kCommitAndEmit)][g]);
+    fill_step<Adam, States, Mode::kApart, G>(modes[static_cast<int>(Mode::kApart)][g]);
+}
+
+template <typename R, Dtype G>
+constexpr void fill_rule(StepKernel (&modes)[2][kDtypes][kMasters]) {
+    fill_step<R, Float32States, Mode::kStep, G>(modes[0][static_cast<int>(G)]);
+    fill_step<R, Float32States, Mode::kApart, G>(modes[1][static_cast<int>(G)]);
 }
 
 template <Dtype G>
 constexpr void fill_other(Kernels& k) {
     constexpr int g = static_cast<int>(G);
-    fill_step<Sgd, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kSgd)][g]);
-    fill_step<Momentum, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kMomentum)][g]);
-    fill_step<Lion, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kLion)][g]);
-    fill_step<Adagrad, Float32States, Mode::kStep, G>(k.other[static_cast<int>(Rule::kAdagrad)][g]);
+    fill_rule<Sgd, G>(k.other[static_cast<int>(Rule::kSgd)]);
+    fill_rule<Momentum, G>(k.other[static_cast<int>(Rule::kMomentum)]);
+    fill_rule<Lion, G>(k.other[static_cast<int>(Rule::kLion)]);
+    fill_rule<Adagrad, G>(k.other[static_cast<int>(Rule::kAdagrad)]);
     k.lamb_moments[g][static_cast<int>(Master::kSplit)] = lamb_moments_range<G, Master::kSplit>;
     constexpr Master kFull[] = {Master::kFloat32, Master::kEmitBfloat16, Master::kEmitFloat16};
     for (const Master m : kFull) {

@@ -53,6 +53,7 @@ void for_chunks(std::size_t numel, Subnormals subnormals, Body&& body) {
 }
 
 using Constants = std::array<double, kConstants>;
+using Targets = std::array<Address, 5>;  // parameter, master, two states, units; zeros but for Mode::kApart
 
 void set_constants(float (&to)[kConstants], const Constants& from) {
     const FloatEnv env(Subnormals::kKeep);  // the rounding of the constants is the environment's too
@@ -72,14 +73,15 @@ StepKernel step_kernel(int rule, int state_kind, int mode, int grad_dtype, int m
         return kernels.adam[s][m][g][w];
     }
     checked(state_kind, 1, "state_kind of a rule other than Adam");
-    checked(mode, 1, "mode of a rule other than Adam");
-    return kernels.other[r][g][w];
+    const bool apart = m == static_cast<int>(Mode::kApart);
+    checked(apart ? 0 : mode, 1, "mode of a rule other than Adam");
+    return kernels.other[r][apart][g][w];
 }
 
 void step(int rule, int state_kind, int mode, std::size_t numel, Address grad, int grad_dtype,
           Address pending, Address param, Address master, int master_kind, Address state0, Address state1,
           Address units, Address emit, const Constants& constants, const Constants& pending_constants,
-          std::uint64_t seed, std::uint64_t number, std::uint64_t offset) {
+          std::uint64_t seed, std::uint64_t number, std::uint64_t offset, const Targets& targets) {
     const StepKernel kernel = step_kernel(rule, state_kind, mode, grad_dtype, master_kind);
     StepArgs args{};
     args.grad = at<const void>(grad);
@@ -90,6 +92,10 @@ void step(int rule, int state_kind, int mode, std::size_t numel, Address grad, i
     args.states[1] = at<void>(state1);
     args.units = at<BlockUnits>(units);
     args.emit = at<void>(emit);
+    args.target = {at<std::uint16_t>(targets[0]),
+                   at<void>(targets[1]),
+                   {at<void>(targets[2]), at<void>(targets[3])},
+                   at<BlockUnits>(targets[4])};
     args.seed = seed;
     args.step = number;
     args.offset = offset;
@@ -311,7 +317,7 @@ PYBIND11_MODULE(_cpu_adam, m) {
           py::arg("numel"), py::arg("grad"), py::arg("grad_dtype"), py::arg("pending"), py::arg("param"),
           py::arg("master"), py::arg("master_kind"), py::arg("state0"), py::arg("state1"), py::arg("units"),
           py::arg("emit"), py::arg("constants"), py::arg("pending_constants"), py::arg("seed"),
-          py::arg("number"), py::arg("offset"), Release());
+          py::arg("number"), py::arg("offset"), py::arg("targets") = Targets{}, Release());
     m.def("lamb_moments", &lamb_moments, py::kw_only(), py::arg("numel"), py::arg("grad"),
           py::arg("grad_dtype"), py::arg("param"), py::arg("master"), py::arg("master_kind"),
           py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("constants"), py::arg("param_squares"),

@@ -12,7 +12,8 @@ constexpr Dtype kEmitDtype = M == Master::kFloat32       ? Dtype::kFloat32
                                                          : Dtype::kBfloat16;
 // Whether a mode writes a parameter beside the master.
 template <Master M, Mode kMode>
-constexpr bool kEmits = kMode != Mode::kStep || M == Master::kEmitBfloat16 || M == Master::kEmitFloat16;
+constexpr bool kEmits = kMode == Mode::kEmit || kMode == Mode::kCommitAndEmit || M == Master::kEmitBfloat16 ||
+                        M == Master::kEmitFloat16;
 
 // What one pass over a group does with its results.
 enum class Write { kStates, kEmission, kBoth };
@@ -134,6 +135,30 @@ std::size_t elements_to_line(const T* p) {
     return (64 - reinterpret_cast<std::uintptr_t>(p) % 64) % 64 / sizeof(T);
 }
 
+// Numbers of a group that are worked on beside those in memory; nothing where the array is absent.
+template <bool kPresent, typename T, std::size_t kSize>
+struct Copied {
+    alignas(64) T data[kSize];
+    explicit Copied(const T* from) { __builtin_memcpy(data, from, sizeof(data)); }
+    T* at() { return data; }
+    void leave(T* to) const {
+        if constexpr (sizeof(data) % 64 == 0) {
+            for (std::size_t line = 0; line < sizeof(data); line += 64) {
+                Vec::stream_line(reinterpret_cast<char*>(to) + line,
+                                 reinterpret_cast<const char*>(data) + line);
+            }
+        } else {
+            __builtin_memcpy(to, data, sizeof(data));
+        }
+    }
+};
+template <typename T, std::size_t kSize>
+struct Copied<false, T, kSize> {
+    explicit Copied(const T*) {}
+    T* at() { return nullptr; }
+    void leave(T*) const {}
+};
+
 template <typename Rule, typename States, Mode kMode, Dtype G, Master M>
 void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     using P = Pass<Rule, States, G, M>;
@@ -142,10 +167,11 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     constexpr bool kBlocks = States::kKind == StateKind::kInt8;
     constexpr bool kEmission = kEmits<M, kMode>;
     constexpr bool kStreams = kEmission && sizeof(Emission) == 2;
-    constexpr Access kAccess = kMode == Mode::kEmit ? Access::kRead : Access::kUpdate;
-    constexpr Write kWrite = kMode != Mode::kStep ? Write::kEmission
-                             : kEmission          ? Write::kBoth
-                                                  : Write::kStates;
+    constexpr bool kApart = kMode == Mode::kApart;
+    constexpr Access kAccess = kMode == Mode::kEmit || kApart ? Access::kRead : Access::kUpdate;
+    constexpr Write kWrite = kMode != Mode::kStep && !kApart ? Write::kEmission
+                             : kEmission                     ? Write::kBoth
+                                                             : Write::kStates;
 
     const Rule rule(args.constants);
     const Rule pending_rule(args.pending_constants);
@@ -158,6 +184,27 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     std::conditional_t<kMode == Mode::kCommitAndEmit, Input<Storage<G>>, Absent<const Storage<G>>> pending;
     const Input<Storage<G>> grad{static_cast<const Storage<G>*>(args.grad)};
     const Array<MasterStorage<M>, kAccess> master{static_cast<MasterStorage<M>*>(args.master)};
+    std::conditional_t<kApart && kSplits<M>, Output<std::uint16_t>, Absent<std::uint16_t>> param_to;
+    std::conditional_t<kApart, Output<MasterStorage<M>>, Absent<MasterStorage<M>>> master_to;
+    std::conditional_t<kApart && (Rule::kStates > 0), Output<State>, Absent<State>> first_to;
+    std::conditional_t<kApart && (Rule::kStates > 1), Output<State>, Absent<State>> second_to;
+    std::conditional_t<kApart && kBlocks, Array<BlockUnits, Access::kWrite, kStateBlock>, Absent<BlockUnits>>
+        units_to;
+    if constexpr (kApart) {
+        master_to.base = static_cast<MasterStorage<M>*>(args.target.master);
+        if constexpr (kSplits<M>) {
+            param_to.base = args.target.param;
+        }
+        if constexpr (Rule::kStates > 0) {
+            first_to.base = static_cast<State*>(args.target.states[0]);
+        }
+        if constexpr (Rule::kStates > 1) {
+            second_to.base = static_cast<State*>(args.target.states[1]);
+        }
+        if constexpr (kBlocks) {
+            units_to.base = args.target.units;
+        }
+    }
     if constexpr (kSplits<M>) {
         param.base = args.param;
     }
@@ -178,9 +225,9 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
     }
 
     const auto segment = [&](std::size_t from, std::size_t to, const Random& random, std::uint64_t place) {
-        const auto group = [&](std::size_t i, const Storage<G>* g, const Storage<G>* g_pending,
-                               std::uint16_t* h, MasterStorage<M>* w, State* s0, State* s1, BlockUnits* u,
-                               Emission* out) {
+        const auto run_group = [&](std::size_t i, const Storage<G>* g, const Storage<G>* g_pending,
+                                   std::uint16_t* h, MasterStorage<M>* w, State* s0, State* s1, BlockUnits* u,
+                                   Emission* out) {
             if constexpr (kMode == Mode::kCommitAndEmit) {
                 P::template run<Write::kStates>(pending_rule, random, place + i, g_pending, h, w, s0, s1, u,
                                                 nullptr);
@@ -195,23 +242,47 @@ void step_range(const StepArgs& args, std::size_t begin, std::size_t end) {
             }
             P::template run<kWrite>(rule, random, place + i, g, h, w, s0, s1, u, out);
         };
-        if constexpr (!kBlocks && kStreams) {
-            const std::size_t head = elements_to_line(emit.at(from));
+        const auto group = [&](std::size_t i, const Storage<G>* g, const Storage<G>* g_pending,
+                               std::uint16_t* h, MasterStorage<M>* w, State* s0, State* s1, BlockUnits* u,
+                               Emission* out, std::uint16_t* h_to, MasterStorage<M>* w_to, State* s0_to,
+                               State* s1_to, BlockUnits* u_to) {
+            if constexpr (kApart) {
+                Copied<kSplits<M>, std::uint16_t, P::kSize> new_h(h);
+                Copied<true, MasterStorage<M>, P::kSize> new_w(w);
+                Copied<(Rule::kStates > 0), State, P::kSize> new_s0(s0);
+                Copied<(Rule::kStates > 1), State, P::kSize> new_s1(s1);
+                Copied<kBlocks, BlockUnits, 1> new_u(u);
+                run_group(i, g, g_pending, new_h.at(), new_w.at(), new_s0.at(), new_s1.at(), new_u.at(), out);
+                new_h.leave(h_to);
+                new_w.leave(w_to);
+                new_s0.leave(s0_to);
+                new_s1.leave(s1_to);
+                new_u.leave(u_to);
+            } else {
+                run_group(i, g, g_pending, h, w, s0, s1, u, out);
+            }
+        };
+        const auto walk = [&](auto&& over) {
+            over(group, grad, pending, param, master, first, second, units, emit, param_to, master_to,
+                 first_to, second_to, units_to);
+        };
+        if constexpr (!kBlocks && (kStreams || kApart)) {
+            const std::size_t head =
+                kApart ? (P::kSize - from % P::kSize) % P::kSize : elements_to_line(emit.at(from));
             if (head != 0) {
                 const std::size_t n = head < to - from ? head : to - from;
-                for_partial<P::kSize>(from, n, group, grad, pending, param, master, first, second, units,
-                                      emit);
+                walk([&](const auto&... arrays) { for_partial<P::kSize>(from, n, arrays...); });
                 from += n;
             }
         }
-        for_groups<P::kSize>(from, to, group, grad, pending, param, master, first, second, units, emit);
+        walk([&](const auto&... arrays) { for_groups<P::kSize>(from, to, arrays...); });
     };
     if constexpr (States::kKind == StateKind::kFloat32 || Rule::kStates == 0) {
         segment(begin, end, Random(0, 0, 0), 0);
     } else {
         for_segments(args.seed, args.step, args.offset, begin, end, segment);
     }
-    if constexpr (kStreams) {
+    if constexpr (kStreams || kApart) {
         Vec::fence();
     }
 }

@@ -92,5 +92,11 @@ struct Vec {
         acc[1] = _mm256_fmadd_pd(high, high, acc[1]);
     }
     static void store_d(double* p, D x) { _mm256_storeu_pd(p, x); }
+    static void stream_line(void* to, const void* from) {  // 64 bytes, both aligned to them
+        const __m256i* x = static_cast<const __m256i*>(from);
+        __m256i* y = static_cast<__m256i*>(to);
+        _mm256_stream_si256(y, _mm256_load_si256(x));
+        _mm256_stream_si256(y + 1, _mm256_load_si256(x + 1));
+    }
     static void fence() { _mm_sfence(); }
 };

@@ -83,5 +83,8 @@ struct Vec {
         acc[1] = _mm512_fmadd_pd(high, high, acc[1]);
     }
     static void store_d(double* p, D x) { _mm512_storeu_pd(p, x); }
+    static void stream_line(void* to, const void* from) {  // 64 bytes, both aligned to them
+        _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_load_si512(from));
+    }
     static void fence() { _mm_sfence(); }
 };

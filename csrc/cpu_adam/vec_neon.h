@@ -81,5 +81,6 @@ struct Vec {
         acc[1] = vfmaq_f64(acc[1], high, high);
     }
     static void store_d(double* p, D x) { vst1q_f64(p, x); }
+    static void stream_line(void* to, const void* from) { __builtin_memcpy(to, from, 64); }
     static void fence() {}
 };

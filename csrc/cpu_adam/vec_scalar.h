@@ -89,5 +89,6 @@ struct Vec {
     // The square of a float32 is exact in float64: one rounding, fused or not.
     static void add_squares(D* acc, F x) { acc[0] += static_cast<double>(x) * static_cast<double>(x); }
     static void store_d(double* p, D x) { *p = x; }
+    static void stream_line(void* to, const void* from) { __builtin_memcpy(to, from, 64); }
     static void fence() {}
 };

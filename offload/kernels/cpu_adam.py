@@ -25,16 +25,28 @@ from __future__ import annotations
 
 from offload.kernels.extension import _cpu_adam
 from offload.kernels.ranges import STATE_BLOCK, Dtype, MasterKind, Range, StateKind, check, checked_numel
-from offload.kernels.step import StepArrays, emit, lamb_apply, lamb_moments, load_states, save_states, step
+from offload.kernels.step import (
+    LINE_BYTES,
+    StepArrays,
+    StepTarget,
+    emit,
+    lamb_apply,
+    lamb_moments,
+    load_states,
+    save_states,
+    step,
+)
 from offload.spec import Hyper
 
 __all__ = [
+    "LINE_BYTES",
     "STATE_BLOCK",
     "Dtype",
     "Hyper",
     "MasterKind",
     "StateKind",
     "StepArrays",
+    "StepTarget",
     "available_isas",
     "convert",
     "emit",

@@ -6,12 +6,31 @@ Owns what a step needs and may not be given; the arithmetic is in ``csrc/cpu_ada
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.kernels.extension import _cpu_adam
 from offload.kernels.optimizers import LAMB, AdamW
 from offload.kernels.ranges import Dtype, MasterKind, Range, StateKind, check, checked_numel, state_ranges
 from offload.spec import Hyper
+
+LINE_BYTES = 64  # of memory, which a step that writes elsewhere fills as a whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTarget:
+    """Where a step writes that leaves the old content as it is: addresses of as many elements, at multiples of 64 B.
+
+    What lies at the same address as the old content is changed in place.
+
+    Attributes:
+        master, param, states, units: As in :class:`StepArrays`; units may be anywhere.
+    """
+
+    master: int
+    states: tuple[int, ...]
+    param: int = 0
+    units: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +55,7 @@ class StepArrays:
         offset: Global index of the first element, the same for the same element in every step, different for every
             element: random numbers depend on it. For ``StateKind.INT8`` a multiple of 128; blocks begin there, and a
             range that ends inside a block ends the block (nothing of it may be in another range).
+        target: Where :func:`step` writes instead, but for LAMB; None: in place.
     """
 
     numel: int
@@ -51,10 +71,11 @@ class StepArrays:
     emit_dtype: Dtype | None = None
     seed: int = 0
     offset: int = 0
+    target: StepTarget | None = None
 
 
 def step(arrays: StepArrays, hyper: Hyper) -> None:
-    """Update master weights and states in place, in one pass over memory.
+    """Update master weights and states, in one pass over memory: in place, or to ``arrays.target``.
 
     Constants are computed in float64 and rounded once; elements in float32 with fma. The formulas are those of the
     optimizers' classes. LAMB, whose step depends on all of a parameter, takes the arrays for one.
@@ -66,7 +87,7 @@ def step(arrays: StepArrays, hyper: Hyper) -> None:
         lamb_apply(arrays, hyper, hyper.spec.step_size(*lamb_moments(arrays, hyper)))
         return
     _check_emission(arrays)
-    _run(arrays, hyper, 0, None, _STEP)
+    _run(arrays, hyper, 0, None, _STEP if arrays.target is None else _APART)
 
 
 def emit(arrays: StepArrays, hyper: Hyper, *, pending: int = 0, pending_hyper: Hyper | None = None) -> None:
@@ -98,6 +119,7 @@ def emit(arrays: StepArrays, hyper: Hyper, *, pending: int = 0, pending_hyper: H
         )
     if bool(pending) != (pending_hyper is not None) and arrays.numel:
         raise ValueError("pending: expected an address and pending_hyper but got only one; pass both or neither")
+    _refuse_target(arrays, "emit")
     _run(arrays, hyper, pending, pending_hyper, _EMIT if pending_hyper is None else _COMMIT_AND_EMIT)
 
 
@@ -127,7 +149,50 @@ def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | 
         seed=arrays.seed,
         number=written.step,
         offset=arrays.offset,
+        targets=_addresses(arrays.target),
     )
+
+
+def _addresses(target: StepTarget | None) -> tuple[int, int, int, int, int]:
+    if target is None:
+        return 0, 0, 0, 0, 0
+    first, second = (*target.states, 0, 0)[:2]
+    return target.param, target.master, first, second, target.units
+
+
+def _refuse_target(arrays: StepArrays, what: str) -> None:
+    if arrays.target is not None:
+        raise ValueError(f"target: expected None for {what}, which works in place; copy the arrays first")
+
+
+def _target_ranges(arrays: StepArrays, old: Sequence[Range]) -> list[Range]:
+    """Return the ranges that a step writes beside `old` ones.
+
+    Raises:
+        ValueError: One is superfluous, or does not begin where a line of 64 bytes does.
+    """
+    target = arrays.target
+    if target is None:
+        return []
+    if len(target.states) != len(arrays.states):
+        raise ValueError(f"target: expected {len(arrays.states)} states but got {len(target.states)}; pass as many")
+    named = {"master": target.master, "param": target.param, "units": target.units}
+    named |= {item.name: at for item, at in zip(old, target.states, strict=False)}
+    found = []
+    for name, address in named.items():
+        item = next((item for item in old if item.name == name), None)
+        if item is None and address:
+            raise ValueError(f"target {name}: expected 0 but got {address:#x}; the step has none")
+        if item is None:
+            continue
+        if address % LINE_BYTES and name != "units":
+            raise ValueError(
+                f"target {name}: expected an address that is a multiple of {LINE_BYTES} but got {address:#x}; start "
+                "the range at a line"
+            )
+        if address != item.address:
+            found.append(Range(f"target {name}", address, item.entries, item.itemsize))
+    return found
 
 
 def _check_emission(arrays: StepArrays) -> None:
@@ -161,7 +226,7 @@ def _checked_count(arrays: StepArrays, hyper: Hyper, *more: Range) -> int:
             ranges.append(Range("param", arrays.param, count, 2))
         if arrays.emit_dtype is not None:
             ranges.append(Range("emit", arrays.emit, count, arrays.emit_dtype.itemsize))
-        check(*ranges, *more)
+        check(*ranges, *_target_ranges(arrays, ranges), *more)
     return count
 
 
@@ -186,6 +251,7 @@ def lamb_moments(arrays: StepArrays, hyper: Hyper, *, before: tuple[float, float
         ValueError: A range is missing, superfluous, misaligned or overlaps another, or a dtype does not fit.
     """
     _check_emission(arrays)
+    _refuse_target(arrays, "LAMB")
     if not _checked_count(arrays, hyper):
         return before
     return _cpu_adam.lamb_moments(
@@ -318,6 +384,6 @@ def _recode(
 
 
 # Codes of csrc/cpu_adam/kernels.h.
-_STEP, _EMIT, _COMMIT_AND_EMIT = range(3)
+_STEP, _EMIT, _COMMIT_AND_EMIT, _APART = range(4)
 _SPLIT = 0
 _FLOAT32_MASTERS: dict[Dtype | None, int] = {None: 1, Dtype.FLOAT32: 1, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 3}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offload.kernels import cpu_adam
+from offload.kernels.optimizers import LAMB
 from offload.labels import labelled
 from offload.memory.budget import Claim
 from offload.optim.probe import OwnClass, OwnHyper
@@ -24,7 +25,7 @@ from offload.optim.torch_class import Records
 from offload.planning.roles import Role, States
 from offload.planning.units import Unit, Where
 from offload.shards.gradients import KERNEL_DTYPE
-from offload.shards.stream import ALL_STATES, Chunk
+from offload.shards.stream import ALL_STATES, Chunk, copy_sources
 from offload.shards.tiers import Tiers
 
 
@@ -148,6 +149,8 @@ class Recipe:
         """Update a chunk of a unit that :meth:`ranges` was asked for."""
         begin = time.perf_counter()
         tiers, done = self._tiers, 0
+        if chunk.sources and not self._steps_apart(chunk):
+            copy_sources(tiers, chunk)
         for segment in self._ranges[chunk.unit.index]:
             start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
             if start < stop:
@@ -163,6 +166,18 @@ class Recipe:
             for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
         )
         tiers.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
+
+    def _steps_apart(self, chunk: Chunk) -> bool:
+        """Tell whether a kernel writes all of a chunk beside the old content, without a copy of it."""
+        position = chunk.begin
+        for segment in self._ranges[chunk.unit.index]:
+            if isinstance(segment.hyper, OwnHyper) or isinstance(segment.hyper.spec, LAMB):
+                return False
+            if segment.end > chunk.begin and segment.begin > position:
+                return False
+            position = max(position, segment.end)
+        written = (address for role, address in chunk.addresses.items() if role not in (Role.GRAD, Role.SCALES))
+        return position >= chunk.end and not any(address % cpu_adam.LINE_BYTES for address in written)
 
     @property
     def _states(self) -> States:
@@ -183,12 +198,24 @@ class Recipe:
 def _update_range(
     chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, grad_dtype: cpu_adam.Dtype
 ) -> None:
+    assert not isinstance(segment.hyper, OwnHyper)
+    arrays = _arrays(chunk, start, stop, segment, states, grad_dtype=grad_dtype)
+    if chunk.sources:
+        target = cpu_adam.StepTarget(master=arrays.master, param=arrays.param, states=arrays.states, units=arrays.units)
+        old = _arrays(chunk.before(), start, stop, segment, states, grad_dtype=grad_dtype)
+        arrays = dataclasses.replace(old, emit=arrays.emit, target=target)
+    cpu_adam.step(arrays, segment.hyper)  # all of a parameter is here where that matters: see Rule.whole
+
+
+def _arrays(
+    chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, grad_dtype: cpu_adam.Dtype
+) -> cpu_adam.StepArrays:
     unit = chunk.unit
     dtype = KERNEL_DTYPE[unit.dtype]
     param = chunk.at(Role.PARAM, start, unit.itemsize)
     split, half = dtype is cpu_adam.Dtype.BFLOAT16, dtype is cpu_adam.Dtype.FLOAT16
     found, scales = chunk.states_at(start, states)
-    arrays = cpu_adam.StepArrays(
+    return cpu_adam.StepArrays(
         numel=stop - start,
         grad=chunk.at(Role.GRAD, start, grad_dtype.itemsize),
         grad_dtype=grad_dtype,
@@ -203,5 +230,3 @@ def _update_range(
         seed=STATE_SEED,
         offset=start + segment.shift,
     )
-    assert not isinstance(segment.hyper, OwnHyper)
-    cpu_adam.step(arrays, segment.hyper)  # all of a parameter is here where that matters: see Rule.whole

@@ -172,27 +172,34 @@ class Request:
         return total
 
     def aside_bytes(self, unit: Unit, homes: Homes, chunk_numel: int) -> int:
-        """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none.
-
-        There is where parameters and states are at home on NVMe, and the gradient waits for the step in memory.
-        """
-        if self.own is not None:  # what its class keeps in host memory cannot be put aside
+        """Return the bytes in the swap files of a unit's update beside the old content; 0 where it needs none."""
+        if not self._updates_early(unit, homes):
             return 0
-        if not (unit.trainable and homes == Homes(Tier.NVME, Tier.HOST, Tier.NVME)):
-            return 0
-        return self.record_bytes(unit, (Role.PARAM,), chunk_numel) + self.record_bytes(unit, STATE_ROLES, chunk_numel)
+        records = [roles for tier, roles in homes.updated() if tier is Tier.NVME]
+        return sum(self.record_bytes(unit, roles, chunk_numel) for roles in records)
 
     def spare_bytes(self, unit: Unit, homes: Homes) -> int:
-        """Return the host memory of a unit's update beside the old content; 0 where there is none.
+        """Return the host memory of a unit's update beside the old content; 0 where it needs none."""
+        if not self._updates_early(unit, homes):
+            return 0
+        in_memory = [role for tier, roles in homes.updated() if tier is not Tier.NVME for role in roles]
+        return sum(self.role_bytes(unit, role) for role in in_memory)
 
-        There is beside an accelerator, where the states are at home in host memory and the gradient waits there.
-        Where the device is the CPU, its cores are busy during backward.
+    def _updates_early(self, unit: Unit, homes: Homes) -> bool:
+        """Tell whether a unit may be updated beside the old content: its gradient waits for the step in memory.
+
+        Where the device is the CPU, its cores are busy during backward: there, for what the drive has to do anyway.
         """
-        if self.own is not None or self.device_is_host or not unit.trainable or homes.param is Tier.NVME:
-            return 0
-        if homes.grad is not Tier.HOST or homes.states is not Tier.HOST:
-            return 0
-        return sum(self.role_bytes(unit, role) for role in (Role.PARAM, *STATE_ROLES))
+        if self.own is not None or not unit.trainable or homes.grad is not Tier.HOST:
+            return False  # what its own class keeps in host memory cannot be put aside
+        if self.device_is_host:
+            return homes.param is homes.states is Tier.NVME
+        return homes.states in (Tier.HOST, Tier.NVME)
+
+
+def most_in_flight(slot_bytes: int, early_bytes: int) -> int:
+    """Return for how many chunks on their way to NVMe the swap files have room."""
+    return NVME_SLACK_CHUNKS + early_bytes // (slot_bytes + PAGE_BYTES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,6 +209,10 @@ class Homes:
     param: Tier
     grad: Tier | None
     states: Tier | None
+
+    def updated(self) -> tuple[tuple[Tier | None, Sequence[Role]], ...]:
+        """Return what an update writes, with its home: on NVMe, each is a record."""
+        return (self.param, (Role.PARAM,)), (self.states, STATE_ROLES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -248,8 +259,7 @@ class Plan:
     @property
     def most_slots(self) -> int:
         """Slots that the optimizer's pipeline may have: the swap files have room for a new version of each chunk."""
-        size = self.staging_slot_bytes + PAGE_BYTES
-        return min(NVME_SLACK_CHUNKS + self.early_bytes // size, MOST_SLOTS)
+        return max(min(most_in_flight(self.staging_slot_bytes, self.early_bytes), MOST_SLOTS), self.staging_slots)
 
     @property
     def spare_bytes(self) -> int:
@@ -258,8 +268,14 @@ class Plan:
         return sum(self.request.spare_bytes(unit, self.homes[unit.index]) for unit in units)
 
     def aside_bytes(self, unit: Unit) -> int:
-        """Return the bytes in the swap files of a unit's update beside the old content; 0 where there is none."""
+        """Return the bytes in the swap files of a unit's update beside the old content; 0 where it needs none."""
         return self.request.aside_bytes(unit, self.homes[unit.index], self.chunk_numel)
+
+    def updates_early(self, unit: Unit) -> bool:
+        """Tell whether there is host memory for a unit's update beside the old content, if it needs any."""
+        if self.request.spare_bytes(unit, self.homes[unit.index]):
+            return unit.index in self.spare_units
+        return self.aside_bytes(unit) > 0
 
     def stays(self, unit: Unit) -> bool:
         """Tell whether everything of a unit is on the device: then there is nothing that its update would wait for."""

@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 
 from offload.errors import BudgetError, ConfigError
 from offload.memory.budget import Tier
-from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request
+from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request, most_in_flight
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.sizes import PAGE_BYTES, format_bytes, round_up, whole_pages
 
-MOST_STAGING_SLOTS = 16  # where host memory is left: the more, the longer the drive goes on while nobody passes by
+MOST_STAGING_SLOTS = 16
 GRAD_POOL_BUFFERS = 2  # spilled gradients: one filling, one leaving
 MOST_GRADS_IN_FLIGHT = 3  # units leaving a GPU, where host memory is left: made, copied, used
 MIN_CHUNK_NUMEL = 64 * 1024
@@ -36,6 +36,7 @@ MAX_CHUNK_NUMEL = 2 * 1024 * 1024
 STAGING_SHARE = 0.2  # bytes of staging per trainable parameter that are worth their room
 FROZEN_STAGING_SHARE = 0.01  # the same per frozen one, which passes through when it is loaded
 MOST_STAGING_SHARE = 0.27  # the same where host memory is left
+APART_STAGING_SHARE = 1.2  # the same beside an accelerator: who starts transfers waits for units of its backward
 ACTIVATION_SHARE = 0.5
 SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
@@ -145,19 +146,20 @@ class Planner:
         committed = self._committed_bytes(buffers)
         held = self._held_bytes(homes, buffers)
         nvme = self._nvme_bytes(homes, buffers, committed + held)
-        align, chunk = PAGE_BYTES, buffers.chunk_numel
-        aside = sum(request.aside_bytes(unit, home, chunk) for unit, home in zip(request.units, homes, strict=True))
-        # What a durable run writes early is what the step writes: the last commit keeps the versions before.
-        early = aside if request.commit else min(aside, request.budgets[Tier.NVME] - nvme) // align * align
+        chunk = buffers.chunk_numel
         arenas = {
             Tier.DEVICE: self._bytes_at(Tier.DEVICE) + self._working_bytes,
             Tier.HOST: self._bytes_at(Tier.HOST) + buffers.total_bytes,
-            Tier.NVME: nvme + (0 if request.commit else early),
+            Tier.NVME: nvme,
         }
         wide = self._widening(homes, arenas)
         left = request.budgets[Tier.HOST] - request.own_bytes - arenas[Tier.HOST] - wide.get(Tier.HOST, 0)
-        spare = self._spare(homes, left)
-        arenas[Tier.HOST] += sum(spare.values())
+        # What a durable run writes early is what the step writes: the last commit keeps the versions before.
+        left_on_drive = _ENOUGH_BYTES if request.commit else request.budgets[Tier.NVME] - nvme
+        spare, early = self._beside(homes, chunk, left, left_on_drive)
+        left -= sum(spare.values())
+        arenas[Tier.HOST] += sum(spare.values()) + self._add_slots(buffers, left, early)
+        arenas[Tier.NVME] += 0 if request.commit else early
         return Plan(
             request=request,
             homes=homes,
@@ -368,18 +370,46 @@ class Planner:
             raise _TooSmall(Tier.NVME, what)
         return total
 
-    def _spare(self, homes: Sequence[Homes], left: int) -> dict[int, int]:
-        """Return the units, with their bytes, that have room in `left` for an update beside the old content.
+    def _beside(
+        self, homes: Sequence[Homes], chunk_numel: int, left: int, left_on_drive: int
+    ) -> tuple[dict[int, int], int]:
+        """Return what updates beside the old content take: of host memory by unit, and in the swap files together.
 
-        The last ones come first: so do their gradients, and the others have less of backward left to be updated in.
+        Where host memory has no room for all of them, those that have it are spread over the model: so have those that
+        are left to the next forward, which comes to them one by one. Units that need none of it share what there is in
+        the swap files.
         """
-        request, found = self._request, dict[int, int]()
-        for unit, home in zip(reversed(request.units), reversed(homes), strict=True):
-            size = request.spare_bytes(unit, home)
-            if 0 < size <= left:
+        request, found, early = self._request, dict[int, int](), 0
+        sizes = {unit.index: request.spare_bytes(unit, homes[unit.index]) for unit in request.units}
+        total, room, passed = sum(sizes.values()), left, 0
+        due = []
+        for unit in reversed(request.units):  # gradients come in this order
+            passed += sizes[unit.index]
+            if passed * room >= total * (room - left + sizes[unit.index]) and sizes[unit.index] <= left:
+                due.append(unit)
+                left -= sizes[unit.index]
+        left = room
+        for unit in (*due, *(unit for unit in reversed(request.units) if unit not in due)):
+            size = sizes[unit.index]
+            aside = request.aside_bytes(unit, homes[unit.index], chunk_numel)
+            if 0 < size <= left and early + aside <= left_on_drive:
                 found[unit.index] = size
                 left -= size
-        return found
+            elif size:
+                continue
+            early += aside
+        return found, min(early, left_on_drive // PAGE_BYTES * PAGE_BYTES)
+
+    def _add_slots(self, buffers: _Buffers, left: int, early: int) -> int:
+        """Add slots beside an accelerator, as the swap files have room for what leaves them; returns their bytes."""
+        if self._request.device_is_host or not early:
+            return 0
+        size = buffers.slot_bytes
+        worth = int(self._trainable_numel() * APART_STAGING_SHARE) // size
+        more = max(min(worth, most_in_flight(size, early)) - buffers.slots, 0)
+        more = max(min(more, left // size), 0)
+        buffers.slots += more
+        return more * size
 
     def _widening(self, homes: Sequence[Homes], arenas: Mapping[Tier, int]) -> dict[Tier, int]:
         """Return per tier what gradients of 16 bits take more once they are fp32; nothing if there is no room."""

@@ -36,6 +36,7 @@ from offload.shards.updates import Pace, Update, Updates
 logger = logging.getLogger(__name__)
 
 LARGEST_SHARE_KEPT = 1 / 3  # of the working region
+MOST_QUEUED = 3  # units in host memory that a worker has at once
 
 
 class Recipe(Protocol):
@@ -57,6 +58,12 @@ class _Guess(Update):
     """An update that may be undone."""
 
     made_from: object = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the worker has come to its end."""
+        task = self.chunks[-1].task
+        return task is not None and task.done()
 
     @property
     def was_begun(self) -> bool:
@@ -240,8 +247,8 @@ class BackwardUpdates(Updates[_Guess]):
             self._recipe = guess()
         tiers = self._tiers
         unit = tiers.units[index]
-        size, in_memory = tiers.plan.aside_bytes(unit), index in tiers.plan.spare_units
-        if self._recipe is None or not (in_memory or 0 < size <= self._room_bytes):
+        size = tiers.plan.aside_bytes(unit)
+        if self._recipe is None or not tiers.plan.updates_early(unit) or size > self._room_bytes:
             return
         if not tiers.gradients.is_whole(index):
             return
@@ -265,7 +272,10 @@ class BackwardUpdates(Updates[_Guess]):
         One whose parameters the next forward reads in any case is passed over.
         """
         tiers = self._tiers
+        queued = sum(not update.takes_slots and not update.is_over for update in self._open)
         while self._waiting and pace is not Pace.OPEN:
+            if queued >= MOST_QUEUED and not self._pipeline.takes_slots(self._waiting[-1].unit):
+                return False  # a better one may come before the worker needs it
             update = self._waiting.pop()
             param = tiers.param(update.unit.index)
             if tiers.updates_in_place(param) and param.state is not State.RESIDENT:

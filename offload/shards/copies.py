@@ -123,7 +123,7 @@ class Copies:
                     shard.home_buffer = arenas[home].take(plan.room_bytes(unit, role))
                     if role is not Role.PARAM:  # room for fp32 gradients stays untouched until it is needed
                         touch(shard.home_buffer, plan.chunk_bytes(unit, role, unit.numel))
-                if unit.index in plan.spare_units and role is not Role.GRAD:
+                if unit.index in plan.spare_units and role is not Role.GRAD and home is not Tier.NVME:
                     shard.spare_buffer = arenas[Tier.HOST].take(size)
                     touch(shard.spare_buffer)
         rooms = ((Role.PARAM, Tier.DEVICE, plan.working_bytes), (Role.GRAD, Tier.HOST, plan.grad_pool_bytes))

@@ -46,8 +46,13 @@ class Chunk:
     writing: list[Ticket] = dataclasses.field(default_factory=list)
     writing_param: list[Ticket] = dataclasses.field(default_factory=list)  # of `writing`
     staged: frozenset[Role] = frozenset()
-    sources: dict[Role, int] | None = None  # addresses that it is copied from first: it is to be beside the content
+    sources: dict[Role, int] = dataclasses.field(default_factory=dict)  # of the content, where that stays as it is
+    spare: frozenset[Role] = frozenset()  # in spare memory, where they belong
     task: Task | None = None  # its arithmetic, once a worker has it
+
+    def before(self) -> Chunk:
+        """Return the chunk as it was before a visit that works beside the content: with the old content's addresses."""
+        return dataclasses.replace(self, addresses=self.addresses | self.sources, sources={})
 
     @property
     def numel(self) -> int:
@@ -63,6 +68,15 @@ class Chunk:
         found = tuple(self.at(role, element, states.kind.itemsize) for role, _ in states.roles())
         scales = self.addresses.get(Role.SCALES)
         return found, 0 if scales is None else scales + states.kind.units_bytes(element - self.begin)
+
+
+def copy_sources(tiers: Tiers, chunk: Chunk) -> None:
+    """Copy what lies elsewhere to the chunk's addresses, to be worked on in place."""
+    for role, source in chunk.sources.items():
+        size = tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+        word = cpu_adam.Dtype.FLOAT32
+        cpu_adam.convert(source, word, chunk.addresses[role], word, size // word.itemsize)
+    chunk.sources = {}
 
 
 def stream(
@@ -176,7 +190,7 @@ class Pipeline:
         if not self._tiers.worker.apart:
             return True
         if self._aside:
-            return unit.index not in self._tiers.plan.spare_units
+            return self._tiers.plan.aside_bytes(unit) > 0
         wanted = _roles(self._tiers, unit, self._reads | self._writes)
         return any(self._tiers.copies.of(unit.index, role).home is not Tier.HOST for role in wanted)
 
@@ -196,46 +210,48 @@ class Pipeline:
         They come before what is not `urgent`, as long as no write has to make room.
         """
         tiers, unit = self._tiers, chunk.unit
-        if self._aside and unit.index in tiers.plan.spare_units:
-            self._start_in_memory(chunk)
-            return
-        staged = []
+        staged, from_device = [], []
         for role in _roles(tiers, unit, self._reads | self._writes):
             base = chunk.access.addresses.get(role)
-            if base is None:
+            if self._aside and tiers.copies.of(unit.index, role).spare_buffer is not None:
+                from_device += [role] if self._put_beside(chunk, role) else []
+            elif base is None:
                 staged.append(role)
             else:
                 chunk.addresses[role] = base + tiers.chunk_bytes(unit, role, 0, chunk.begin)
-        if not staged:
-            return
+        chunk.staged = frozenset(staged + from_device)
+        if staged:
+            urgent = self._take_slot(chunk, staged, urgent=urgent)
+        if chunk.staged:
+            self.read(chunk, urgent=urgent)
+
+    def _take_slot(self, chunk: Chunk, staged: Sequence[Role], *, urgent: bool) -> bool:
+        """Give roles of the chunk their addresses in a slot; returns whether it was free at once, if `urgent`."""
+        tiers = self._tiers
         for ticket in self.leaving():  # the slot's previous user was worked on long ago
             ticket.wait(tiers.deadline_s)
-        chunk.staged = frozenset(staged)
         urgent = urgent and bool(self._free)
         address = self._free.popleft() if self._free else self._taken.popleft()[1]
         self._taken.append((chunk, address))
         for role in staged:
             chunk.addresses[role] = address
-            address += tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
-        self.read(chunk, urgent=urgent)
+            address += tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+        return urgent
 
-    def _start_in_memory(self, chunk: Chunk) -> None:
-        """Give the chunk its addresses beside the content; start the read of parameters at home on the device."""
-        tiers, unit = self._tiers, chunk.unit
-        chunk.sources = {}
-        for role in _roles(tiers, unit, self._reads | self._writes):
-            shard, offset = tiers.copies.of(unit.index, role), tiers.chunk_bytes(unit, role, 0, chunk.begin)
-            if shard.spare_buffer is None:
-                chunk.addresses[role] = chunk.access.addresses[role] + offset
-                continue
-            chunk.addresses[role] = shard.spare_buffer.address + offset
-            if shard.home is Tier.DEVICE:
-                chunk.staged = frozenset({role})
-            elif role is Role.PARAM or not chunk.access.fresh_states:
-                assert shard.home_buffer is not None
-                chunk.sources[role] = shard.home_buffer.address + offset
-        if chunk.staged:
-            self.read(chunk)
+    def _put_beside(self, chunk: Chunk, role: Role) -> bool:
+        """Give a role of the chunk its address in spare memory; returns whether it is to be read from the device."""
+        shard, offset = (
+            self._tiers.copies.of(chunk.unit.index, role),
+            self._tiers.chunk_bytes(chunk.unit, role, 0, chunk.begin),
+        )
+        assert shard.spare_buffer is not None and shard.home_buffer is not None
+        chunk.addresses[role] = shard.spare_buffer.address + offset
+        chunk.spare |= {role}
+        if shard.home is Tier.DEVICE:
+            return True
+        if role is Role.PARAM or not chunk.access.fresh_states:
+            chunk.sources[role] = shard.home_buffer.address + offset
+        return False
 
     def read(self, chunk: Chunk, *, urgent: bool = False) -> None:
         """Start the reads of a chunk that has its addresses."""
@@ -269,20 +285,15 @@ class Pipeline:
 
     def compute(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
         """Call `visit` with a chunk whose reads are over; in any thread."""
-        for role, source in (chunk.sources or {}).items():
-            size = self._tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
-            word = cpu_adam.Dtype.FLOAT32
-            cpu_adam.convert(source, word, chunk.addresses[role], word, size // word.itemsize)
         if chunk.access.fresh_states:
+            copy_sources(self._tiers, chunk)
             _initialise_states(self._tiers, chunk)
         visit(chunk)
 
     @labelled("write_back")
     def write(self, chunk: Chunk) -> None:
         """Start the writes of a chunk that was worked on."""
-        if chunk.sources is not None:  # it is where it belongs
-            return
-        tiers, unit, writes = self._tiers, chunk.unit, self._writes
+        tiers, unit, writes = self._tiers, chunk.unit, self._writes - chunk.spare
         for role in (Role.PARAM, Role.GRAD):
             if role not in writes or role not in chunk.addresses:
                 continue

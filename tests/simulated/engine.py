@@ -192,7 +192,7 @@ def _itemsize(kind: Any) -> int:
 
 
 def _step_bytes(**arguments: Any) -> float:
-    """Return what a step reads and writes: gradient once; parameter, master and states twice."""
+    """Return what a step reads and writes: gradient once; parameter, master and states twice, wherever it writes."""
     split = arguments["master_kind"] == 0
     state = next(kind for kind in StateKind if kind.code == arguments["state_kind"])
     states = sum(1 for name in ("state0", "state1") if arguments[name])

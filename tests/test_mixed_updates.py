@@ -1,0 +1,139 @@
+"""Updates during backward where a unit's parameters and states live in different places: taken or dropped as one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import LINEAR_BYTES, apart, assert_same_tensors, everything_on_device, host, one_torch_thread
+from hypothesis import given
+from hypothesis import strategies as st
+from test_host_updates import arrive, early, everything, make, train
+
+from offload import AdamW, Engine
+from offload.memory.budget import Tier
+from swap import Fault, FaultTarget, SwapError
+
+HOMES = [("cpu", "nvme"), ("none", "nvme"), ("nvme", "cpu")]
+
+
+def mixed(homes: tuple[str, str], path: Path) -> dict[str, Any]:
+    """Options: parameters and states there, room for a second version of all."""
+    where = host(make(), unit_bytes=LINEAR_BYTES) | {"nvme_path": path}
+    where["max_memory"] = where["max_memory"] | {"nvme": "256MiB"}
+    if homes[0] == "none":
+        where["max_memory"]["device"] = "64MiB"
+    return where | {"offload_param": homes[0], "offload_optimizer": homes[1]}
+
+
+@pytest.mark.parametrize("homes", HOMES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype", "accumulation"),
+    [(torch.bfloat16, "float32", 1), (torch.bfloat16, "int8", 2), (torch.float16, "float32", 1)],
+    ids=str,
+)
+@pytest.mark.usefixtures("single_torch_thread")
+def test_guesses_right_and_wrong_change_no_bit(
+    dtype: torch.dtype, state_dtype: str, accumulation: int, homes: tuple[str, str], tmp_path: Path
+) -> None:
+    """Gradients of every fourth batch are 1000 times as large: that step clips, or overflows in fp16."""
+    scales = {"initial_loss_scale": 2.0**8} if dtype is torch.float16 else {}
+
+    def run(**where: Any) -> tuple[dict[str, torch.Tensor], tuple[int, int], int]:
+        options = {"max_grad_norm": 50.0, "gradient_accumulation_steps": accumulation, "state_dtype": state_dtype}
+        with Engine(make(dtype), AdamW(lr=1e-2), **options, **scales, **where) as engine:
+            for number in range(8 * accumulation):
+                train(engine, number, 1000.0 if number // accumulation % 4 == 3 else 1.0)
+                if (number + 1) % accumulation == 0:
+                    arrive(engine)
+                engine.step()
+                engine._manager.check()
+            assert engine.stats().peak_bytes["cpu"] <= engine.stats().budget_bytes["cpu"]
+            return everything(engine), early(engine), engine.stats().skipped_steps
+
+    truth, none, skipped = run(**everything_on_device())
+    with apart():
+        ours, (taken, dropped), our_skipped = run(**mixed(homes, tmp_path))
+    assert_same_tensors(ours, truth)
+    assert our_skipped == skipped and none == (0, 0) and taken >= 8 and dropped >= 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", [FaultTarget.READS, FaultTarget.WRITES])
+@pytest.mark.usefixtures("single_torch_thread")
+def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_path: Path) -> None:
+    """Fail the n-th: neither half of the unit's update counts, and the step makes it, bit for bit the same."""
+
+    def run(fail: int | None, **where: Any) -> tuple[dict[str, torch.Tensor], bool]:
+        with Engine(make(), AdamW(lr=1e-2), **where) as engine:
+            train(engine, 0)
+            engine.step()
+            engine.drain()
+            store = engine._manager.tiers.store
+            if store is not None and fail is not None:
+                store.inject(Fault(nth=fail, target=target))
+            train(engine, 1)
+            if store is not None:
+                with contextlib.suppress(SwapError):  # whoever needs what has failed meets the error
+                    arrive(engine)
+                    store.drain()
+                engine._manager.advance_updates(engine._step.guess)
+                store.clear_faults()
+            engine.step()
+            engine._manager.check()
+            return everything(engine), early(engine)[1] > 0
+
+    truth, _ = run(None, **everything_on_device())
+    dropped = 0
+    with apart():
+        for fail in range(1, 5):
+            ours, some = run(fail, **mixed(HOMES[0], tmp_path))
+            assert_same_tensors(ours, truth)
+            dropped += some
+    assert dropped, "an early update was among what failed"
+
+
+@given(
+    actions=st.lists(st.sampled_from(["calm", "clip", "read", "twice"]), min_size=1, max_size=4),
+    homes=st.sampled_from(HOMES),
+    waits=st.booleans(),
+    nvme=st.sampled_from(["256MiB", "17MiB"]),
+)
+def test_any_sequence_gives_the_same(
+    actions: list[str], homes: tuple[str, str], waits: bool, nvme: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    def run(**where: Any) -> list[dict[str, torch.Tensor]]:
+        seen = []
+        with Engine(make(), AdamW(lr=1e-2), max_grad_norm=50.0, **where) as engine:
+            for number, action in enumerate(actions):
+                train(engine, number, 1000.0 if action == "clip" else 1.0)
+                if waits:
+                    arrive(engine)
+                if action == "read":
+                    seen.append(everything(engine))
+                elif action == "twice":
+                    train(engine, number + 100)
+                engine.step()
+                engine._manager.check()
+            return [*seen, everything(engine)]
+
+    with one_torch_thread():
+        truth = run(**everything_on_device())
+        where = mixed(homes, tmp_path_factory.mktemp("swap", numbered=True))
+        where["max_memory"]["nvme"] = nvme
+        with apart():
+            for ours, theirs in zip(run(**where), truth, strict=True):
+                assert_same_tensors(ours, theirs)
+
+
+def test_the_plan_counts_both_versions(tmp_path: Path) -> None:
+    with apart(), Engine(make(), AdamW(), **mixed(HOMES[0], tmp_path)) as engine:
+        plan = engine.plan
+        units = plan.request.units
+        assert plan.spare_bytes == sum(unit.param_bytes for unit in units)
+        assert plan.early_bytes == sum(plan.aside_bytes(unit) for unit in units) > 0
+        assert all(plan.updates_early(unit) for unit in units)
+        assert plan.arena_bytes[Tier.HOST] == engine.stats().peak_bytes["cpu"]
