@@ -158,6 +158,8 @@ class Recipe:
                 else:
                     _update_range(chunk, start, stop, segment, self._states, grad_dtype=grad_dtype)
                 done += stop - start
+        if tiers.plan.on_device(chunk.unit):
+            return
         size = sum(
             tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
             for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
@@ -204,4 +206,4 @@ def _update_range(
         offset=start + segment.shift,
     )
     assert not isinstance(segment.hyper, OwnHyper)
-    cpu_adam.step(arrays, segment.hyper)  # all of a parameter is here where that matters: see Rule.whole
+    chunk.kernels.step(arrays, segment.hyper)  # all of a parameter is here where that matters: see Rule.whole

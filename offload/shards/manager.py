@@ -28,6 +28,7 @@ from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe
 from offload.shards.commits import RECORD_KEYS, Commits, Record
 from offload.shards.copies import Lease
+from offload.shards.device_updates import DeviceUpdates
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.schedule import Schedule
 from offload.shards.shard import Shard, State
@@ -50,6 +51,7 @@ class Manager:
         tiers: the memory, and its parts: `copies`, `working`, `gradients`, `counters`, `units`.
         forward: updates that the last step has left to do.
         backward: updates that the next step may have no need to do.
+        on_device: updates that the device makes.
         commits: of a durable run; None where nothing is committed.
         schedule: of the pass that is under way.
         hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
@@ -93,6 +95,7 @@ class Manager:
         self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
         self.forward = ForwardUpdates(self.tiers, safe_point)
         self.backward = BackwardUpdates(self.tiers, safe_point)
+        self.on_device = DeviceUpdates(self.tiers)
         self.commits: Commits | None = None
         if store is not None and record is not None:
             self.commits = Commits(store, record, safe_point, counters)
