@@ -11,8 +11,8 @@ with the work that was seen, until it stays. Where such a batch does not fit, se
 Bounds: R is the work of the busiest lane over the time of a step (bound: 1), U the share of the time in which the
 device computes, `ahead` how many units the host has given to the device that it has not begun. To reach: U of 0.90 with
 states in host memory, R of 0.90 with states on NVMe, one unit ahead, and 1.02 of plain torch with everything resident.
-Plain torch makes its steps by the fused AdamW, with bf16 moments and without masters. Ours are fp32. If states live on
-the device, it has kernels for updates, which no GPU has yet.
+Plain torch makes its steps by the fused AdamW, with bf16 moments and without masters. Ours have masters, and fp32
+moments unless a case says bf16. If states live on the device, it has kernels for updates, which no GPU has yet.
 
 Beside it stands DeepSpeed's schedule, as a bound for these machines and not as a run. Assumed in its favour: gathers
 and gradients are hidden behind compute as far as they go, the CPU's step reaches the same bytes per second as ours, its
@@ -69,6 +69,7 @@ class Case:
     Attributes:
         gathers: DeepSpeed's parameters come from the host for each pass; else they stay on the device.
         rows: in one micro-batch; None for a batch near break-even, which there is if a lane beside compute has work.
+        state_dtype: of our moments.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Case:
     optimizer: str
     gathers: bool = True
     rows: int | None = None
+    state_dtype: str = "float32"
 
 
 CASES = (
@@ -86,6 +88,7 @@ CASES = (
     Case("states on NVMe", "desktop", "cpu", "nvme"),
     Case("parameters and states on NVMe", "desktop", "nvme", "nvme"),
     Case("all resident", "h200", "none", "none", gathers=False, rows=6),
+    Case("all resident, bf16 moments", "h200", "none", "none", gathers=False, rows=6, state_dtype="bfloat16"),
     Case("all resident, most of the device", "h200", "none", "none", gathers=False, rows=14),
 )
 
@@ -138,6 +141,7 @@ def engine(case: Case, hardware: Hardware, sizes: dict[str, int], micro_batches:
     memory = {"device": int(hardware.device_bytes * HEADROOM), "cpu": int(hardware.host_bytes * HEADROOM)}
     with tempfile.TemporaryDirectory() as folder:
         options: dict[str, Any] = {"offload_param": case.param, "offload_optimizer": case.optimizer}
+        options["state_dtype"] = case.state_dtype
         if "nvme" in (case.param, case.optimizer):
             options |= {"nvme_path": folder}
         budgets = memory if "nvme_path" not in options else {**memory, "nvme": "1TB"}
