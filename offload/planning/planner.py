@@ -25,6 +25,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.memory.budget import Tier
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request
 from offload.planning.roles import STATE_ROLES, Role, role_bytes
+from offload.planning.traffic import saved_s, step_bytes
 from offload.planning.units import Unit
 from offload.sizes import PAGE_BYTES, format_bytes, round_up, whole_pages
 
@@ -37,7 +38,6 @@ STAGING_SHARE = 0.2  # bytes of staging per trainable parameter that are worth t
 FROZEN_STAGING_SHARE = 0.01  # the same per frozen one, which passes through when it is loaded
 MOST_STAGING_SHARE = 0.27  # the same where host memory is left
 ACTIVATION_SHARE = 0.5
-LINK_BYTES_S, HOST_BYTES_S = 25e9, 60e9  # of any machine: what counts is which unit gains most by staying on a device
 SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
 _ENOUGH_BYTES = 1 << 60
@@ -182,7 +182,7 @@ class Planner:
             staging_slots=buffers.slots,
             staging_slot_bytes=buffers.slot_bytes,
             arena_bytes=arenas,
-            step_bytes=_step_bytes(request, homes, chunk),
+            step_bytes=step_bytes(request, homes, chunk),
             totals_bytes=self._totals_bytes,
             committed_bytes=committed,
             early_bytes=early,
@@ -236,7 +236,7 @@ class Planner:
         """
         request = self._request
         size = {unit.index: self._states.sizes[unit.index] + request.wide_bytes(unit) for unit in units}
-        units = sorted(units, key=lambda unit: -_saved_s(request, unit) / size[unit.index])
+        units = sorted(units, key=lambda unit: -saved_s(request, unit) / size[unit.index])
         kept: list[Unit] = []
         for unit in units:
             left = room - size[unit.index]
@@ -431,42 +431,6 @@ class Planner:
             Tier.HOST: request.budgets[Tier.HOST] - request.own_bytes - arenas[Tier.HOST],
         }
         return more if all(size <= spare.get(tier, 0) for tier, size in more.items()) else {}
-
-
-def _saved_s(request: Request, unit: Unit) -> float:
-    """Return about how many seconds of a step a unit saves that is updated on the device: of the link and the CPU."""
-    own = request.owned_numel(unit, Role.MASTER)
-    grad = request.role_bytes(unit, Role.GRAD)
-    updated = sum(request.chunk_bytes(unit, role, own) for role in (Role.PARAM, *STATE_ROLES)) + grad
-    return (2 * unit.param_bytes + grad) / LINK_BYTES_S + updated / HOST_BYTES_S
-
-
-def _step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int) -> dict[str, int]:
-    """Predict bytes per link for one optimizer step with one micro-batch, working copies never surviving."""
-    read = write = h2d = adam = d2h = 0
-    for unit, home in zip(request.units, homes, strict=True):
-        own = request.owned_numel(unit, Role.MASTER)
-        states = sum(request.chunk_bytes(unit, role, own) for role in STATE_ROLES)
-        grad = request.role_bytes(unit, Role.GRAD)
-        passes = 2 if unit.trainable else 1
-        if home.param is Tier.NVME:
-            read += passes * unit.param_bytes
-            if unit.trainable:
-                write += unit.param_bytes
-                read += 0 if request.device_is_host else unit.param_bytes  # else what forward fetches is updated
-        if home.param is not Tier.DEVICE and not (request.device_is_host and home.param is Tier.NVME):
-            h2d += passes * unit.param_bytes
-        if home.states is Tier.NVME:
-            record = request.record_bytes(unit, STATE_ROLES, chunk_numel)
-            read += record
-            write += record
-        if home.grad is Tier.NVME:
-            read += grad
-            write += grad
-        if unit.trainable and not request.on_device(home):
-            adam += request.chunk_bytes(unit, Role.PARAM, own) + grad + states
-            d2h += unit.param_bytes if not request.device_is_host else 0
-    return {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
 
 
 def _refusal(request: Request, short: _TooSmall) -> BudgetError:
