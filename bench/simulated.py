@@ -13,6 +13,8 @@ that fits, and nothing else.
 Bounds: R is the work of the busiest lane over the time of a step (bound: 1), U the share of the time in which the
 device computes, `ahead` how many units the host has given to the device that it has not begun. To reach: U of 0.90 with
 states in host memory, R of 0.90 with states on NVMe, one unit ahead, and 1.02 of plain torch with everything resident.
+Plain torch makes its steps by the fused AdamW, with bf16 moments and without masters. Ours have masters, and fp32
+moments unless a case says bf16. If states live on the device, it has kernels for updates, which no GPU has yet.
 
 Beside it stands DeepSpeed's schedule, as a bound for these machines and not as a run. Assumed in its favour: gathers
 and gradients are hidden behind compute as far as they go, the CPU's step reaches the same bytes per second as ours, its
@@ -69,8 +71,10 @@ class Case:
 
     Attributes:
         gathers: DeepSpeed's parameters come from the host for each pass; else they stay on the device.
-        rows: of one micro-batch that makes up a step, the most that fit; None: a batch near break-even.
+        rows: of one micro-batch that makes up a step; None for a batch near break-even, which there is if a lane beside
+            compute has work.
         working_bytes: of the device for working copies of parameters, all else is left to activations; None: half.
+        state_dtype: of our moments.
     """
 
     name: str
@@ -80,6 +84,7 @@ class Case:
     gathers: bool = True
     rows: int | None = None
     working_bytes: int | None = None
+    state_dtype: str = "float32"
 
 
 CASES = (
@@ -90,6 +95,9 @@ CASES = (
     Case("parameters and states on NVMe", "desktop", "nvme", "nvme"),
     Case("states on NVMe, one micro-batch", "desktop", "cpu", "nvme", rows=14, working_bytes=MOST_LEFT),
     Case("parameters and states on NVMe, one micro-batch", "desktop", "nvme", "nvme", rows=14, working_bytes=MOST_LEFT),
+    Case("all resident", "h200", "none", "none", gathers=False, rows=6),
+    Case("all resident, bf16 moments", "h200", "none", "none", gathers=False, rows=6, state_dtype="bfloat16"),
+    Case("all resident, most of the device", "h200", "none", "none", gathers=False, rows=14),
 )
 
 
@@ -143,6 +151,7 @@ def engine(case: Case, hardware: Hardware, sizes: dict[str, int], micro_batches:
         options: dict[str, Any] = {"offload_param": case.param, "offload_optimizer": case.optimizer}
         if case.working_bytes is not None:
             options |= {"activation_memory": memory["device"] - case.working_bytes}
+        options["state_dtype"] = case.state_dtype
         if "nvme" in (case.param, case.optimizer):
             options |= {"nvme_path": folder}
         budgets = memory if "nvme_path" not in options else {**memory, "nvme": "1TB"}
@@ -164,7 +173,10 @@ def engine(case: Case, hardware: Hardware, sizes: dict[str, int], micro_batches:
 def of_engine(case: Case, sizes: dict[str, int], batch: Batch, steps: int = 2) -> Figures:
     """Return what steps of the engine take."""
     hardware = PRESETS[case.machine]
-    with engine_clock(hardware, dry=True) as watch, engine(case, hardware, sizes, batch.micro_batches) as ours:
+    with (
+        engine_clock(hardware, dry=True, updates=case.optimizer == "none") as watch,
+        engine(case, hardware, sizes, batch.micro_batches) as ours,
+    ):
         ids = torch.zeros(batch.rows, SEQUENCE, dtype=torch.int64, device="sim")
 
         def step() -> None:
@@ -258,7 +270,7 @@ def run_case(case: Case, sizes: dict[str, int], rows: int | None) -> dict[str, A
         "bound_s": figures.bound_s,
         "binding": figures.binding,
         "ahead": {"median": ahead[len(ahead) // 2], "share without": ahead.count(0) / len(ahead)},
-        "deepspeed_s": theirs,
+        "deepspeed_s": None if case.optimizer == "none" else theirs,  # which does not offload then
     }
     print(
         f"  {batch.tokens} tokens in {batch.micro_batches} micro-batches: step {figures.step_s:.2f} s, bound "
@@ -266,9 +278,11 @@ def run_case(case: Case, sizes: dict[str, int], rows: int | None) -> dict[str, A
         f"  ahead {result['ahead']['median']} units in the median, none in {result['ahead']['share without']:.0%} of "
         f"uses; device memory {figures.peak_bytes / 1e9:.1f} GB\n"
         f"  the device waits for: {most(dict(figures.idle_s['compute']), figures.step_s)}\n"
-        f"  work: {', '.join(f'{lane} {seconds:.2f} s' for lane, seconds in figures.work_s.items())}\n"
-        f"  DeepSpeed's schedule: {theirs['total']:.2f} s at least, {theirs['total'] / figures.step_s:.2f} of ours"
+        f"  work: {', '.join(f'{lane} {seconds:.2f} s' for lane, seconds in figures.work_s.items())}"
     )
+    if case.optimizer != "none":
+        total = theirs["total"]
+        print(f"  DeepSpeed's schedule: {total:.2f} s at least, {total / figures.step_s:.2f} of ours")
     if case.param == "none":
         plain = of_plain_torch(case.machine, sizes, batch)
         result |= {"plain_s": plain.step_s, "of_plain": figures.step_s / plain.step_s}

@@ -307,6 +307,7 @@ def _plan(
         optimizer_tier=_FORCED[config.offload_optimizer] if run is None else Tier.NVME,
         accumulate=config.gradient_accumulation_steps > 1,
         device_is_host=device.addressable,
+        updates_on_device=device.kernels is not None,
         activation_bytes=config.bytes_of("activation_memory"),
         chunk_numel=config.chunk_numel if facts is None else facts.chunk_numel,
         states=rule.states(cpu_adam.StateKind(config.state_dtype)) if rule else ADAM_STATES,

@@ -57,21 +57,26 @@ states = st.builds(States, kind=st.sampled_from(StateKind)) | st.builds(States, 
 def requests(draw: st.DrawFn) -> Request:
     device_is_host = draw(st.booleans())
     tiers = [None, None, Tier.DEVICE, Tier.HOST, Tier.NVME]
-    optimizer_tiers = tiers if device_is_host else [None, Tier.HOST, Tier.NVME]
+    updates_on_device = not device_is_host and draw(st.booleans())
+    own = draw(st.none() | st.builds(OwnBytes, st.just("Muon"), st.integers(0, MIB), st.integers(0, 20 * MIB)))
+    param_tier = draw(st.sampled_from(tiers))
+    stays = updates_on_device and own is None and param_tier in (None, Tier.DEVICE)
+    optimizer_tiers = tiers if device_is_host or stays else [None, Tier.HOST, Tier.NVME]
     units = draw(unit_lists())
     world_size = draw(st.just(1) | st.integers(2, 4))
     return Request(
         units=units,
         budgets=budgets(draw(sizes_in_bytes), draw(sizes_in_bytes), draw(st.just(0) | sizes_in_bytes | st.just(GIB))),
-        param_tier=draw(st.sampled_from(tiers)),
+        param_tier=param_tier,
         optimizer_tier=draw(st.sampled_from(optimizer_tiers)),
         accumulate=draw(st.booleans()),
         device_is_host=device_is_host,
+        updates_on_device=updates_on_device,
         activation_bytes=draw(st.none() | st.integers(0, 30 * MIB)),
         chunk_numel=draw(st.none() | st.integers(1, 300_000)),
         states=draw(states),
         held_together=draw(st.lists(st.frozensets(st.integers(0, len(units) - 1)), max_size=3)),
-        own=draw(st.none() | st.builds(OwnBytes, st.just("Muon"), st.integers(0, MIB), st.integers(0, 20 * MIB))),
+        own=own,
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
     )
@@ -150,8 +155,11 @@ def check_plan(plan: Plan) -> None:
         for role, home in ((Role.PARAM, homes.param), (Role.GRAD, homes.grad), (Role.EXP_AVG, homes.states)):
             assert plan.home(unit, role) is home
             assert plan.role_bytes(unit, role) == size(plan, unit, role)
-        if not request.device_is_host:
-            assert Tier.DEVICE not in (homes.grad, homes.states)
+        if not request.device_is_host and Tier.DEVICE in (homes.grad, homes.states):  # all of it, or nothing
+            assert request.updates_on_device and request.own is None
+            assert homes == Homes(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE) and plan.on_device(unit)
+        else:
+            assert not plan.on_device(unit)
 
     def at(tier: Tier) -> int:
         total = 0
@@ -162,7 +170,9 @@ def check_plan(plan: Plan) -> None:
         return total
 
     staging = plan.staging_slots * plan.staging_slot_bytes
-    assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes
+    totals = pages(16 * sum(len(unit.slots) for unit in units if plan.on_device(unit)))
+    assert plan.totals_bytes == totals
+    assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes + totals
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
     beside = [updated_beside(plan, unit, homes) for unit, homes in zip(units, plan.homes, strict=True)]
     spare = [in_memory for unit, (in_memory, _) in zip(units, beside, strict=True) if unit.index in plan.spare_units]
@@ -232,17 +242,19 @@ def check_plan(plan: Plan) -> None:
         worth = min(MOST_STAGING_SHARE * sum(u.numel for u in units if u.trainable), request.budgets[Tier.HOST])
         extra = (plan.staging_slots - STAGING_SLOTS) * plan.staging_slot_bytes
         assert extra == 0 or plan.staging_slots * plan.staging_slot_bytes <= worth
-        gradients = (Role.GRAD,) if plan.grad_pool_bytes else ()
+        may_stay = request.updates_on_device and request.optimizer_tier in (None, Tier.DEVICE)
+        gradients = (Role.GRAD,) if plan.grad_pool_bytes and not may_stay else ()
         every = (Role.PARAM, *gradients, *STATE_ROLES)
+        longest = [(unit, unit.chunk_limit(plan.chunk_numel)) for unit in units]
         assert plan.staging_slot_bytes == pages(
-            max(exact_size(plan, u, u.chunk_limit(plan.chunk_numel), *every) for u in units)
+            max(exact_size(plan, u, n, *every) + 4 * n * (may_stay and u.trainable) for u, n in longest)
         )
     spilled = [size(plan, u, Role.GRAD) for u in units if plan.homes[u.index].grad is Tier.NVME]
     assert plan.grad_pool_bytes >= 2 * max(spilled, default=0)
     through = [u.param_bytes for u in units if plan.homes[u.index].param is Tier.NVME]
     if not request.device_is_host:
         assert plan.fetch_staging_bytes >= 2 * max(through, default=0)
-        largest = max((u.param_bytes for u in units if u.trainable), default=0)
+        largest = max((u.param_bytes for u in units if u.trainable and not plan.on_device(u)), default=0)
         assert plan.grad_staging_bytes in (largest, 2 * largest, 3 * largest)
     else:
         assert plan.fetch_staging_bytes == plan.grad_staging_bytes == 0
@@ -266,6 +278,32 @@ def enlarged(request: Request) -> Request:
     """Return the request with budgets that just do, where its own do not."""
     error = refused(request)
     return request if error is None else dataclasses.replace(request, budgets=request.budgets | named_budgets(error))
+
+
+@given(requests())
+def test_states_on_the_device_save_what_the_link_and_the_cpu_would_carry(request: Request) -> None:
+    """Where the plan chooses: no link carries more in a step than without kernels on the device."""
+    request = dataclasses.replace(request, device_is_host=False, own=None, world_size=1, rank=0)
+    if request.optimizer_tier is Tier.DEVICE:
+        request = dataclasses.replace(request, optimizer_tier=None)
+    plans = [dataclasses.replace(request, updates_on_device=there) for there in (True, False)]
+    if any(refused(one) for one in plans):
+        return
+    there, elsewhere = map(make_plan, plans)
+    assert all(there.step_bytes[link] <= elsewhere.step_bytes[link] for link in ("h2d", "d2h", "cpu_adam"))
+    kept = [unit for unit in request.units if there.on_device(unit)]
+    saved = sum(
+        exact_size(there, unit, unit.numel, Role.PARAM, *STATE_ROLES) + there.role_bytes(unit, Role.GRAD)
+        for unit in kept
+    )
+    assert there.step_bytes["cpu_adam"] == elsewhere.step_bytes["cpu_adam"] - saved
+    if request.optimizer_tier is None:  # what was left out has no room
+        room = there.activation_bytes - (request.activation_bytes or 0)
+        for unit in request.units:
+            if unit.trainable and there.homes[unit.index].param is Tier.DEVICE and unit not in kept:
+                if request.activation_bytes is not None:
+                    fp32 = pages(4 * unit.numel)
+                    assert size(there, unit, *STATE_ROLES) + fp32 + PAGE > room
 
 
 @given(requests())
@@ -361,7 +399,7 @@ def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
     assert plan.spare_bytes == 8 * 12 * MIB
     assert plan.arena_bytes[Tier.HOST] == 8 * 12 * MIB + 4 * 12 * plan.chunk_numel + 3 * 2 * MIB + plan.spare_bytes
     for budget in (0, MIB, GIB):  # no budget would do
-        with pytest.raises(ConfigError, match='offload_optimizer="none".*cannot stay on a GPU.*use "auto"'):
+        with pytest.raises(ConfigError, match='offload_optimizer="none".*no kernel.*use "auto"'):
             make_plan(Request(BLOCKS, budgets(budget, budget), optimizer_tier=Tier.DEVICE, device_is_host=False))
     frozen = [make_unit(0, MIB, trainable=False)]
     assert make_plan(Request(frozen, budgets(GIB, GIB), optimizer_tier=Tier.DEVICE, device_is_host=False))

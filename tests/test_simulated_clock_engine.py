@@ -107,13 +107,15 @@ def digest() -> str:
     return hashlib.sha256(repr(trained("nvme", None, 1, dry=True)).encode()).hexdigest()
 
 
-def engine_figures(sizes: dict[str, Any], tokens: int, home: str, *, updates: bool, trains: bool = True) -> Figures:
-    """Return the figures of an engine, with parameters on the device or in host memory."""
-    with engine_clock(H200, dry=True) as watch:
+def engine_figures(
+    sizes: dict[str, Any], tokens: int, home: str, *, updates: bool, trains: bool = True, states: str = "cpu"
+) -> Figures:
+    """Return the figures of an engine, with parameters and states on the device ("none") or in host memory."""
+    with engine_clock(H200, dry=True, updates=states == "none") as watch:
         model = untouched(llama(**sizes))
         memory = {"device": int(H200.device_bytes * 0.9), "cpu": int(H200.host_bytes * 0.9)}
         options: dict[str, Any] = {"device": "sim", "max_memory": memory, "offload_param": home}
-        with Engine(model, AdamW(lr=1e-3), offload_optimizer="cpu", **options) as engine:
+        with Engine(model, AdamW(lr=1e-3), offload_optimizer=states, **options) as engine:
             ids = torch.zeros(1, tokens, dtype=torch.int64, device="sim")
 
             def step() -> None:
@@ -149,6 +151,13 @@ def test_an_evaluation_of_what_is_resident_takes_what_plain_torch_takes() -> Non
     plain = plain_figures(MIDDLE, 32768, trains=False)
     assert ours.busy_s["compute"] == pytest.approx(plain.busy_s["compute"])
     assert ours.step_s <= 1.02 * plain.step_s
+
+
+def test_with_states_on_the_device_it_waits_for_nothing() -> None:
+    """Compute, what updates read and write, and the copy of what was measured; no more."""
+    figures = engine_figures(MIDDLE, 32768, "none", updates=True, states="none")
+    assert figures.used > 0.99
+    assert set(figures.moved_bytes) == {"compute", "d2h"} and figures.moved_bytes["d2h"] < 4096
 
 
 @pytest.mark.parametrize("home", ["none", "cpu"])

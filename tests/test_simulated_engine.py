@@ -42,6 +42,7 @@ pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
 MIB = 1 << 20
 SCHEDULES = fixed(3)  # a mover makes a stream for downloads, then two for uploads
+PARTLY_BYTES = 100 << 10  # for states and gradients of three of :class:`Net`'s units
 HOMES = ["device", "cpu", "nvme"]
 CHECKPOINTING = [None, False, True]  # none, non-reentrant, reentrant
 MAIN = ["llama", "gpt2", "t5", "bert"]
@@ -76,14 +77,20 @@ def loss_of(forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tens
 
 
 def placed(home: str, model: nn.Module, path: Path, *, unit_bytes: int = LINEAR_BYTES, **more: Any) -> dict[str, Any]:
-    """Options: parameters and states at `home`, with "mixed" the states on NVMe and the parameters in host memory.
+    """Options: parameters and states at `home`; unless that is the device, it has room for three units.
 
-    Unless `home` is the device, it has room for three units.
+    "device" has states in host memory, "mixed" on NVMe, with the parameters in host memory. If the device has kernels
+    (see simulated.kernels), states are on it for "resident", and those of some units for "partly".
     """
     memory: dict[str, Any] = {"device": "16MiB", "cpu": "16MiB"}
     options: dict[str, Any] = {"device": "sim", "max_memory": memory, "unit_bytes": unit_bytes, **more}
     if home == "device":
         return {**options, "offload_param": "none", "offload_optimizer": "cpu"}
+    if home == "resident":
+        return {**options, "offload_param": "none", "offload_optimizer": "none"}
+    if home == "partly":
+        memory["device"] = MIB + working_bytes(model, units=100, unit_bytes=unit_bytes) + PARTLY_BYTES
+        return {**options, "offload_param": "none", "activation_memory": MIB}
     memory["device"] = MIB + working_bytes(model, unit_bytes=unit_bytes)
     param, states = ("cpu", "nvme") if home == "mixed" else (home, home)
     options |= {"activation_memory": MIB, "offload_param": param, "offload_optimizer": states}

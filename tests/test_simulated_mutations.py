@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import test_simulated_engine as engine
 import test_simulated_mover as mover
+import test_simulated_states as states
 from harness import assert_equal
 from simulated import Schedule, fixed, running
+from simulated.kernels import updating
 
 import offload
 
@@ -52,7 +54,9 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
         f"{MEMORY}.ordering", "Ordering.use",
         "if arrival is None or number in arrival.behind:", "if arrival is None or arrival.behind:",
     ),
-    "a move behind those who read": (f"{MEMORY}.ordering", "Ordering.move", "current.wait_stream(stream)", "pass"),
+    "a move behind those who read": (
+        f"{MEMORY}.ordering", "Ordering.begin_alone", "current.wait_stream(stream)", "pass"
+    ),
     "those who read behind a move": (
         f"{MEMORY}.accelerator", "AcceleratorMover.move", "stream.wait_stream(self._device.current_stream())", "pass"
     ),
@@ -92,11 +96,40 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
         "FutureTransfer(self._waiter.submit(self._event.synchronize), self._subject).wait(timeout_s)", "pass",
     ),
 }  # fmt: skip
+# likewise, where the device updates units by itself
+WAITS_OF_UPDATES: dict[str, tuple[str, str, str, str]] = {
+    "what is alone on the device behind all that compute": (
+        f"{MEMORY}.ordering", "Ordering.begin_alone", "current.wait_stream(stream)", "pass"
+    ),
+    "all that compute behind what is alone": (
+        f"{MEMORY}.ordering", "Ordering.end_alone", "stream.wait_stream(self._alone)", "pass"
+    ),
+    "a stream that comes later, likewise": (
+        f"{MEMORY}.ordering", "Ordering._compute", "stream.wait_stream(self._alone)", "pass"
+    ),
+    "updates are alone": (
+        f"{SHARDS}.device_updates", "DeviceUpdates.make", "with self._tiers.mover.alone():", "if True:"
+    ),
+    "a gradient that is taken is alone": (
+        f"{SHARDS}.gradients", "Gradients.add", "with self._mover.alone():", "if True:"
+    ),
+    "what was measured is read alone": (
+        f"{SHARDS}.gradients", "Gradients._read_sums", "with self._mover.alone():", "if True:"
+    ),
+    "states that are loaded behind updates": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.upload",
+        "self._follow(self._urgent, self._ordering.computed())", "pass",
+    ),
+    "states that are read behind updates": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.download",
+        "self._follow(stream, self._ordering.computed())", "pass",
+    ),
+}  # fmt: skip
 
 
-def leave_out(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def leave_out(wait: tuple[str, str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace a function by one without a wait."""
-    place, path, text, instead = WAITS[wait]
+    place, path, text, instead = wait
     module = importlib.import_module(place)
     *owners, name = path.split(".")
     owner: Any = module
@@ -189,7 +222,7 @@ def programs(tmp_path: Path) -> dict[str, Program]:
 def test_a_wait_of_the_mover_that_is_left_out_is_seen(
     wait: str, tmp_path: Path, programs: dict[str, Program], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leave_out(wait, monkeypatch)
+    leave_out(WAITS[wait], monkeypatch)
     seen = missed_by_the_mover() or next(missed_by_an_engine(tmp_path, programs), None)
     assert seen, "nothing has missed it"
     print(f"without {wait}: {seen}")
@@ -198,3 +231,24 @@ def test_a_wait_of_the_mover_that_is_left_out_is_seen(
 def test_with_all_waits_nothing_is_wrong(tmp_path: Path, programs: dict[str, Program]) -> None:
     assert missed_by_the_mover() is None
     assert list(missed_by_an_engine(tmp_path, programs)) == []
+
+
+@pytest.fixture
+def programs_of_updates(tmp_path: Path) -> Iterator[dict[str, Program]]:
+    runs = (states.run_on_new_streams, states.run_on_changing_streams, states.run_added, states.run_reloaded)
+    with updating():
+        yield {run.__name__: trained(run, "resident", tmp_path) for run in runs}
+
+
+@pytest.mark.parametrize("wait", WAITS_OF_UPDATES)
+def test_a_wait_of_updates_on_the_device_that_is_left_out_is_seen(
+    wait: str, tmp_path: Path, programs_of_updates: dict[str, Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out(WAITS_OF_UPDATES[wait], monkeypatch)
+    seen = next(missed_by_an_engine(tmp_path, programs_of_updates), None)
+    assert seen, "nothing has missed it"
+    print(f"without {wait}: {seen}")
+
+
+def test_with_all_waits_of_updates_nothing_is_wrong(tmp_path: Path, programs_of_updates: dict[str, Program]) -> None:
+    assert list(missed_by_an_engine(tmp_path, programs_of_updates)) == []

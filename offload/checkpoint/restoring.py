@@ -324,6 +324,11 @@ class Restorer:
                 stored = _GRADIENTS[entry.dtype]
                 address = gradients.restore(index, slot, stored, int(passes[entry.name]["passes"]))
                 mine = gradients.dtype(unit)
+                if gradients.is_there(index):
+                    value = torch.empty(entry.numel, dtype=getattr(torch, DTYPES[entry.dtype]), device="cpu")
+                    reader.take(GRADIENT, value.data_ptr(), entry.size_bytes)
+                    gradients.overwrite(index, slot, value)
+                    continue
                 if mine is stored:
                     reader.take(GRADIENT, address, entry.size_bytes)
                     continue

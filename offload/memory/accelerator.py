@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from offload.errors import BudgetError
+from offload.kernels.on_device import DeviceKernels
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.device_memory import DeviceFullError, device_full
@@ -32,6 +33,7 @@ class AcceleratorDevice:
     """An accelerator of torch. See :class:`offload.memory.device.Device`."""
 
     addressable = False
+    kernels: DeviceKernels | None = None  # none was compared with the CPU's yet
 
     def __init__(self, place: torch.device) -> None:
         """Use the accelerator at `place`, which has an index."""
@@ -266,6 +268,15 @@ class AcceleratorMover:
         for stream in others:
             stream.wait_stream(self._device.current_stream())
         self._ordering.moved(source, target)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the current stream wait for all that compute, and these for it."""
+        others = self._ordering.begin_alone()
+        try:
+            yield
+        finally:
+            self._ordering.end_alone(others)
 
     # --- chunks of what is at home on the device --------------------------------------------------------------------
 

@@ -61,6 +61,11 @@ class Arena:
         self._memory = memory
         self._end = 0
 
+    @property
+    def addressable(self) -> bool:
+        """Whether the host can read and write it."""
+        return self.place == HOST
+
     def take(self, size_bytes: int) -> Buffer:
         """Hand out the next `size_bytes` for the life of the arena.
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import torch
 
+from offload.kernels.on_device import DeviceKernels
 from offload.memory import machine
 from offload.memory.arena import HOST, Arena, Buffer, HostArena
 from offload.memory.budget import Tier
@@ -25,6 +26,7 @@ class CpuDevice:
     """The CPU. See :class:`offload.memory.device.Device`."""
 
     addressable = True
+    kernels: DeviceKernels | None = None  # the host's do
 
     def __init__(self) -> None:
         self.place = HOST
@@ -114,6 +116,10 @@ class CpuMover:
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Copy."""
         ctypes.memmove(target.address, source.address, size_bytes)
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to order."""
+        return contextlib.nullcontext()
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
         """Use the tensor where it is."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from offload.errors import BudgetError
+from offload.kernels.on_device import DeviceKernels
 from offload.memory.arena import Arena
 from offload.memory.transfer import Mover, MoverNeeds
 
@@ -32,10 +33,13 @@ class Device(Protocol):
     Attributes:
         place: torch's device, with its index as tensors have it.
         addressable: whether the host can read and write its memory, so that device and host share one.
+        kernels: arithmetic on its memory, where the host cannot do it; None where there is none whose bits were
+            compared with the CPU's.
     """
 
     place: torch.device
     addressable: bool
+    kernels: DeviceKernels | None
 
     def name(self) -> str:
         """Return what its maker calls it."""

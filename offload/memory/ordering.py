@@ -8,6 +8,7 @@ plain modules may be read on any stream. Next: :mod:`offload.memory.accelerator`
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -54,12 +55,11 @@ class Ordering:
         self._used: set[int] = set()  # addresses of buffers that were used since the last release
         self._arrivals: dict[int, _Arrival] = {}
         self._releases: dict[int, _Release] = {}
+        self._alone: torch.Stream | None = None  # the last one that was alone
 
     def use(self, buffer: Buffer) -> None:
         """Let the streams that compute wait for what has arrived in `buffer`; the current one is one from now on."""
-        stream = self._streams.current_stream()
-        number = stream.stream_id
-        self._computing[number] = stream
+        number = self._compute().stream_id
         self._used.add(buffer.address)
         arrival = self._arrivals.get(buffer.address)
         if arrival is None or number in arrival.behind:
@@ -111,11 +111,30 @@ class Ordering:
     def move(self, source: Buffer) -> list[torch.Stream]:
         """Order the current stream, which is about to move bytes, behind all others; returns these."""
         self.use(source)
-        current = self._streams.current_stream()
+        return self.begin_alone()
+
+    def begin_alone(self) -> list[torch.Stream]:
+        """Order the current stream behind all others that compute; returns these."""
+        current = self._compute()
         others = [stream for stream in self._computing.values() if stream != current]
         for stream in others:
             current.wait_stream(stream)
         return others
+
+    def end_alone(self, others: Sequence[torch.Stream]) -> None:
+        """Order all that compute, `others` and those that come later, behind the current stream."""
+        self._alone = self._streams.current_stream()
+        for stream in others:
+            stream.wait_stream(self._alone)
+
+    def _compute(self) -> torch.Stream:
+        """Return the current stream, which is one that computes from now on."""
+        stream = self._streams.current_stream()
+        if stream.stream_id not in self._computing:
+            self._computing[stream.stream_id] = stream
+            if self._alone is not None:
+                stream.wait_stream(self._alone)
+        return stream
 
     def moved(self, source: Buffer, target: Buffer) -> None:
         """Note that the current stream has been given the move, and that all others that compute wait for it."""

@@ -186,6 +186,12 @@ class Mover(Protocol):
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Move bytes on the device, to a lower address; the two may overlap. What compute is given next sees them."""
 
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Let what the device is given in the ``with`` block follow all compute so far, and all that comes follow it.
+
+        The block belongs to the stream that is current.
+        """
+
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
         """Call `use(address)` with the contiguous bytes of a device `tensor` in host memory, now or later, in order.
 

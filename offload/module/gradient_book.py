@@ -284,5 +284,6 @@ class GradientBook:
         content = self._gradients.content(*where)
         if not content.numel():
             return 0.0
-        norms = [torch.linalg.vector_norm(part.float(), order) for part in content.split(NORM_NUMEL)]
+        parts = (part.cpu().float() for part in content.split(NORM_NUMEL))  # the same bits wherever it waits
+        norms = [torch.linalg.vector_norm(part, order) for part in parts]
         return float(torch.linalg.vector_norm(torch.stack(norms), order)) if order else float(sum(norms))

@@ -161,6 +161,8 @@ class Recipe:
                 else:
                     _update_range(chunk, start, stop, segment, self._states, grad_dtype=grad_dtype)
                 done += stop - start
+        if tiers.plan.on_device(chunk.unit):
+            return
         size = sum(
             tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
             for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
@@ -204,7 +206,7 @@ def _update_range(
         target = cpu_adam.StepTarget(master=arrays.master, param=arrays.param, states=arrays.states, units=arrays.units)
         old = _arrays(chunk.before(), start, stop, segment, states, grad_dtype=grad_dtype)
         arrays = dataclasses.replace(old, emit=arrays.emit, target=target)
-    cpu_adam.step(arrays, segment.hyper)  # all of a parameter is here where that matters: see Rule.whole
+    chunk.kernels.step(arrays, segment.hyper)  # all of a parameter is here where that matters: see Rule.whole
 
 
 def _arrays(

@@ -225,13 +225,15 @@ class Step:
         counted = {unit.index: recipe.updated(unit) for unit in updated}
         manager.tiers.refuse_in_use(updated)
         taken = manager.backward.reconcile(recipe)
-        left = [unit for unit in updated if unit.index not in taken]
+        here = [unit for unit in updated if manager.on_device.makes(unit)]
+        left = [unit for unit in updated if unit.index not in taken and unit not in here]
         order, stays = manager.order_of_use(), manager.tiers.plan.stays
         left.sort(key=lambda unit: (not stays(unit), order[unit.index]))
         try:
+            manager.on_device.make(here, recipe.visit)
             manager.forward.begin(left, recipe.visit)
         except BaseException as error:
-            if taken:
+            if taken or here:
                 manager.forward.lose(error)
             raise
         for index, slots in counted.items():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from offload.kernels.on_device import TOTAL_BYTES
 from offload.kernels.ranges import StateKind
 from offload.memory.budget import Tier
 from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes
@@ -81,6 +82,7 @@ class Request:
         accumulate: gradients are kept in fp32 (several micro-batches per step).
         device_is_host: the compute device is the CPU: states may live on DEVICE, and NVMe reads reach it directly.
         activation_bytes: part of the device budget for activations, None for the default.
+        updates_on_device: a device that is not the CPU has kernels for updates, so that states may live on DEVICE.
         chunk_numel: optimizer chunk, None for the default.
         states: what the optimizer remembers of each element, and in which format.
         held_together: sets of units (their indices) that nested forwards have in use at once.
@@ -97,6 +99,7 @@ class Request:
     optimizer_tier: Tier | None = None
     accumulate: bool = False
     device_is_host: bool = True
+    updates_on_device: bool = False
     activation_bytes: int | None = None
     chunk_numel: int | None = None
     states: States = ADAM_STATES
@@ -106,6 +109,14 @@ class Request:
     holds: bool = False
     rank: int = 0
     world_size: int = 1
+
+    def on_device(self, homes: Homes) -> bool:
+        """Tell whether a unit is updated by a device that is not the CPU: all of it is at home there."""
+        return not self.device_is_host and homes.states is Tier.DEVICE
+
+    def total_bytes(self, units: Iterable[Unit]) -> int:
+        """Return the device memory for what is measured of gradients of `units` that wait there, whole pages."""
+        return whole_pages(TOTAL_BYTES * sum(len(unit.slots) for unit in units))
 
     @property
     def own_bytes(self) -> int:
@@ -230,6 +241,7 @@ class Plan:
         chunk_numel, staging_slots, staging_slot_bytes: the optimizer's pipeline buffers in HOST.
         arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
+        totals_bytes: region of DEVICE for what is measured of gradients that wait there.
         committed_bytes: room in NVME for the versions that the last commit needs, beside those that a step writes.
         held_bytes: room in NVME for the versions that a checkpoint holds while it is copied.
         early_bytes: room in NVME for updates that are made before it is known whether they count.
@@ -250,6 +262,7 @@ class Plan:
     staging_slot_bytes: int
     arena_bytes: Mapping[Tier, int]
     step_bytes: Mapping[str, int]
+    totals_bytes: int = 0
     committed_bytes: int = 0
     held_bytes: int = 0
     early_bytes: int = 0
@@ -276,6 +289,10 @@ class Plan:
         if self.request.spare_bytes(unit, self.homes[unit.index]):
             return unit.index in self.spare_units
         return self.aside_bytes(unit) > 0
+
+    def on_device(self, unit: Unit) -> bool:
+        """Tell whether a unit is updated by a device that is not the CPU; see :meth:`Request.on_device`."""
+        return self.request.on_device(self.homes[unit.index])
 
     def stays(self, unit: Unit) -> bool:
         """Tell whether everything of a unit is on the device: then there is nothing that its update would wait for."""
@@ -321,7 +338,7 @@ class Plan:
             kinds = ((Role.PARAM,), (Role.GRAD,), STATE_ROLES)
             at_home = [sum(self._bytes_at(tier, role) for role in roles) for roles in kinds]
             arena = self.arena_bytes[tier]
-            buffers = self.working_bytes if tier is Tier.DEVICE else arena - sum(at_home)
+            buffers = self.working_bytes + self.totals_bytes if tier is Tier.DEVICE else arena - sum(at_home)
             own = request.own_bytes if tier is Tier.HOST else 0
             sizes = (*at_home, buffers + own, arena + own, request.budgets[tier])
             rows.append((tier.value, *(format_bytes(size) if size else "-" for size in sizes)))
@@ -341,6 +358,11 @@ class Plan:
             yield f"optimizer: torch's own {request.own.name} on fp32 tensors in host memory, slower than a kernel"
             yield f"outside the tiers, in the cpu budget: {request.own}"
         yield f"activations and temporaries: {format_bytes(self.activation_bytes)} of the device budget"
+        trained = [unit for unit in request.units if unit.trainable]
+        if not request.device_is_host and trained:
+            many = sum(map(self.on_device, trained))
+            why = "" if request.updates_on_device else ": it has no kernel whose bits were compared with the CPU's"
+            yield f"updates on the device: {many} of {len(trained)} units{why}"
         if not request.device_is_host:
             yield f"page-locked for copies to and from the device: {format_bytes(self.arena_bytes[Tier.HOST])} of cpu"
         if self.grad_staging_bytes:
@@ -356,9 +378,8 @@ class Plan:
             room = format_bytes(self.early_bytes)
             yield f"updates during backward: {room} of the nvme buffers, beside the old content"
         if self.spare_units:
-            trained = sum(unit.trainable for unit in request.units)
             room = f"{format_bytes(self.spare_bytes)} of the cpu buffers, beside the old content"
-            yield f"updates during backward: {room} of {len(self.spare_units)} of {trained} units"
+            yield f"updates during backward: {room} of {len(self.spare_units)} of {len(trained)} units"
         if request.commit:
             manifest = format_bytes(request.manifest_bytes(self.chunk_numel))
             record, kept = format_bytes(request.commit.record_bytes), format_bytes(self.committed_bytes)

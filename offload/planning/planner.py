@@ -24,7 +24,8 @@ from collections.abc import Mapping, Sequence
 from offload.errors import BudgetError, ConfigError
 from offload.memory.budget import Tier
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request, most_in_flight
-from offload.planning.roles import STATE_ROLES, Role
+from offload.planning.roles import STATE_ROLES, Role, role_bytes
+from offload.planning.traffic import saved_s, step_bytes
 from offload.planning.units import Unit
 from offload.sizes import PAGE_BYTES, format_bytes, round_up, whole_pages
 
@@ -47,18 +48,29 @@ def make_plan(request: Request) -> Plan:
     """Choose homes and sizes.
 
     Raises:
-        ConfigError: optimizer states are to stay on a GPU, which they cannot yet, whatever the budgets.
+        ConfigError: optimizer states are to stay on a device that cannot update them, whatever the budgets.
         BudgetError: the model cannot be trained within the budgets; names the tier, the bytes, and the smallest budget
             that would do with the other budgets as they are (or the smallest combination, where one is not enough).
     """
     if request.optimizer_tier is Tier.DEVICE and not request.device_is_host and any(u.trainable for u in request.units):
-        raise ConfigError(
-            'offload_optimizer="none": optimizer states cannot stay on a GPU yet; use "auto", "cpu" or "nvme"'
-        )
+        _refuse_states_on_device(request)
     try:
         return Planner(request).plan()
     except _TooSmall as short:
         raise _refusal(request, short) from None
+
+
+def _refuse_states_on_device(request: Request) -> None:
+    """Refuse states that are to stay on a device where nothing could update them."""
+    if not request.updates_on_device:
+        why = "cannot stay on this device: it has no kernel whose bits were compared with the CPU's"
+    elif request.own is not None:
+        why = f"cannot stay on this device: {request.own.name} makes its steps in host memory"
+    elif request.param_tier not in (None, Tier.DEVICE):
+        why = 'stay on a device only with the parameters, but offload_param is not "none" or "auto"'
+    else:
+        return
+    raise ConfigError(f'offload_optimizer="none": optimizer states {why}; use "auto", "cpu" or "nvme"')
 
 
 class _TooSmall(Exception):
@@ -131,6 +143,7 @@ class Planner:
         self._states = _Shards("optimizer states", states, request.optimizer_tier)
         self._activation_bytes = 0
         self._working_bytes = 0
+        self._totals_bytes = 0
 
     def plan(self) -> Plan:
         """Return the plan.
@@ -148,7 +161,7 @@ class Planner:
         nvme = self._nvme_bytes(homes, buffers, committed + held)
         chunk = buffers.chunk_numel
         arenas = {
-            Tier.DEVICE: self._bytes_at(Tier.DEVICE) + self._working_bytes,
+            Tier.DEVICE: self._bytes_at(Tier.DEVICE) + self._working_bytes + self._totals_bytes,
             Tier.HOST: self._bytes_at(Tier.HOST) + buffers.total_bytes,
             Tier.NVME: nvme,
         }
@@ -172,7 +185,8 @@ class Planner:
             staging_slots=buffers.slots,
             staging_slot_bytes=buffers.slot_bytes,
             arena_bytes=arenas,
-            step_bytes=_step_bytes(request, homes, chunk),
+            step_bytes=step_bytes(request, homes, chunk),
+            totals_bytes=self._totals_bytes,
             committed_bytes=committed,
             held_bytes=held,
             early_bytes=early,
@@ -185,12 +199,14 @@ class Planner:
     def _fill_device(self) -> None:
         """Keep everything there if it fits; else small units, and the rest of the room holds working copies.
 
-        Optimizer states and gradients may stay only where the device is host memory.
+        Optimizer states and gradients may stay where the device is host memory, or updates units by itself.
         """
         request = self._request
         widest = request.widest(request.units)
         states_stay = request.optimizer_tier is Tier.DEVICE
-        resident = self._grads.total_bytes + self._states.total_bytes
+        trained = [unit for unit in request.units if unit.trainable]
+        totals = 0 if request.device_is_host else request.total_bytes(trained)
+        resident = self._grads.total_bytes + self._states.total_bytes + totals
         params_stay = request.param_tier is Tier.DEVICE
         needed = self._params.total_bytes if params_stay else sum(unit.param_bytes for unit in widest)
         self._activation_bytes = self._activations(needed + (resident if states_stay else 0))
@@ -205,9 +221,36 @@ class Planner:
             room -= self._params.total_bytes
         else:
             room = self._share_device(room, widest)
+        if request.updates_on_device and not states_stay:
+            if request.optimizer_tier is None and request.own is None:
+                self._keep_units([unit for unit in trained if self._params.homes.get(unit.index)], room)
+        elif states_stay and not request.device_is_host and trained:
+            if any(unit.index not in self._params.homes for unit in trained):
+                raise _TooSmall(Tier.DEVICE, 'parameters and optimizer states (offload_optimizer="none")')
+            self._totals_bytes = totals
         if states_stay or (request.optimizer_tier is None and request.device_is_host and resident <= room):
             self._grads.put_all(Tier.DEVICE)
             self._states.put_all(Tier.DEVICE)
+
+    def _keep_units(self, units: Sequence[Unit], room: int) -> None:
+        """Let the states and gradients of units whose parameters are on the device stay there, as far as there is room.
+
+        The units come first that save the most seconds per byte, and of equals those that the next forward needs first.
+        Gradients have room to become fp32.
+        """
+        request = self._request
+        size = {unit.index: self._states.sizes[unit.index] + request.wide_bytes(unit) for unit in units}
+        # A rank may have none of a unit, which takes no room then.
+        units = sorted(units, key=lambda unit: -saved_s(request, unit) / max(size[unit.index], 1))
+        kept: list[Unit] = []
+        for unit in units:
+            left = room - size[unit.index]
+            if left >= request.total_bytes([*kept, unit]):
+                kept.append(unit)
+                room = left
+        for unit in kept:
+            self._grads.homes[unit.index] = self._states.homes[unit.index] = Tier.DEVICE
+        self._totals_bytes = request.total_bytes(kept)
 
     def _activations(self, needed_bytes: int) -> int:
         """Return the bytes for activations: what is asked for, else a share that leaves what is needed."""
@@ -268,7 +311,7 @@ class Planner:
         if nvme and waiting and sum(waiting) > left:  # gradients pass through the slots, too
             left += buffers.total_bytes
             buffers.pool_bytes = GRAD_POOL_BUFFERS * max(waiting)
-            buffers.slot_bytes = self._slot_bytes(buffers.chunk_numel)
+            buffers.slot_bytes = max(buffers.slot_bytes, self._slot_bytes(buffers.chunk_numel))
             left -= buffers.total_bytes
         if left < 0:
             pipeline = "the buffers of the NVMe pipeline" if buffers.slot_bytes else "buffers"
@@ -297,12 +340,13 @@ class Planner:
         request, params = self._request, self._params.sizes
         buffers = _Buffers(self._chunk_numel())
         if nvme or not request.device_is_host:  # parameters of a GPU pass through staging, too
-            buffers.slot_bytes = self._slot_bytes(buffers.chunk_numel, gradients=False)
+            may_stay = request.updates_on_device and request.optimizer_tier in (None, Tier.DEVICE)
+            buffers.slot_bytes = self._slot_bytes(buffers.chunk_numel, gradients=may_stay, wide=may_stay)
             buffers.slots = STAGING_SLOTS if buffers.slot_bytes else 0
         if nvme and not request.device_is_host:
             buffers.fetch_bytes = 2 * max(params.values())
         if not request.device_is_host:
-            buffers.grad_bytes = max((params[index] for index in self._grads.sizes), default=0)
+            buffers.grad_bytes = max((params[index] for index in self._grads.homeless()), default=0)
         return buffers
 
     def _chunk_numel(self) -> int:
@@ -316,12 +360,19 @@ class Planner:
         worth = int(self._trainable_numel() * STAGING_SHARE + frozen * FROZEN_STAGING_SHARE) // smallest
         return max(min(worth, min(MAX_CHUNK_NUMEL, largest) // MIN_CHUNK_NUMEL), 1) * MIN_CHUNK_NUMEL
 
-    def _slot_bytes(self, chunk_numel: int, *, gradients: bool = True) -> int:
-        """Return bytes of one staging slot: a chunk in every role that may have to pass through it."""
+    def _slot_bytes(self, chunk_numel: int, *, gradients: bool = True, wide: bool = False) -> int:
+        """Return bytes of one staging slot: a chunk in every role that may have to pass through it.
+
+        With `wide`, gradients may have become fp32.
+        """
         request = self._request
         roles = (Role.PARAM, Role.GRAD, *STATE_ROLES) if gradients else (Role.PARAM, *STATE_ROLES)
         longest = [(unit, unit.chunk_limit(chunk_numel)) for unit in request.units]
-        sizes = (sum(request.chunk_bytes(unit, role, numel) for role in roles) for unit, numel in longest)
+        accumulate = wide or request.accumulate
+        sizes = (
+            sum(role_bytes(unit, role, numel, accumulate=accumulate, states=request.states) for role in roles)
+            for unit, numel in longest
+        )
         return whole_pages(max(sizes, default=0))
 
     def _trainable_numel(self) -> int:
@@ -424,34 +475,6 @@ class Planner:
             Tier.HOST: request.budgets[Tier.HOST] - request.own_bytes - arenas[Tier.HOST],
         }
         return more if all(size <= spare.get(tier, 0) for tier, size in more.items()) else {}
-
-
-def _step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int) -> dict[str, int]:
-    """Predict bytes per link for one optimizer step with one micro-batch, working copies never surviving."""
-    read = write = h2d = adam = d2h = 0
-    for unit, home in zip(request.units, homes, strict=True):
-        own = request.owned_numel(unit, Role.MASTER)
-        states = sum(request.chunk_bytes(unit, role, own) for role in STATE_ROLES)
-        grad = request.role_bytes(unit, Role.GRAD)
-        passes = 2 if unit.trainable else 1
-        if home.param is Tier.NVME:
-            read += passes * unit.param_bytes
-            if unit.trainable:
-                write += unit.param_bytes
-                read += 0 if request.device_is_host else unit.param_bytes  # else what forward fetches is updated
-        if home.param is not Tier.DEVICE and not (request.device_is_host and home.param is Tier.NVME):
-            h2d += passes * unit.param_bytes
-        if home.states is Tier.NVME:
-            record = request.record_bytes(unit, STATE_ROLES, chunk_numel)
-            read += record
-            write += record
-        if home.grad is Tier.NVME:
-            read += grad
-            write += grad
-        if unit.trainable:
-            adam += request.chunk_bytes(unit, Role.PARAM, own) + grad + states
-            d2h += unit.param_bytes if not request.device_is_host else 0
-    return {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
 
 
 def _refusal(request: Request, short: _TooSmall) -> BudgetError:

@@ -121,7 +121,9 @@ class Copies:
                 shard = self._table[unit.index, role] = Shard(unit, role, home, size)
                 if home is not Tier.NVME:
                     shard.home_buffer = arenas[home].take(plan.room_bytes(unit, role))
-                    if role is not Role.PARAM:  # room for fp32 gradients stays untouched until it is needed
+                    if (
+                        role is not Role.PARAM and arenas[home].addressable
+                    ):  # room for fp32 gradients stays untouched until it is needed
                         touch(shard.home_buffer, plan.chunk_bytes(unit, role, unit.numel))
                 if unit.index in plan.spare_units and role is not Role.GRAD and home is not Tier.NVME:
                     shard.spare_buffer = arenas[Tier.HOST].take(size)

@@ -9,22 +9,24 @@ them. Next: :mod:`offload.module.handles` stands for them in ``.grad``, :mod:`of
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 
 from offload.errors import InternalError, StateError
 from offload.kernels import cpu_adam
-from offload.memory.arena import Buffer, view_at
+from offload.memory.arena import HOST, Buffer, view_at
 from offload.memory.budget import Tier
 from offload.memory.transfer import Mover, TicketGroup
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit, Where
 from offload.shards.copies import Copies
+from offload.shards.gradients_on_device import GradientsOnDevice
 from offload.shards.shard import Event, Shard, State
-from offload.torch_private import storage_at
+from offload.torch_private import no_dispatch, no_functions, storage_at
 
 WIDEN_NUMEL = 1 << 20  # elements that are widened at once
 
@@ -92,7 +94,11 @@ class Gradients:
             them out.
     """
 
-    def __init__(self, plan: Plan, copies: Copies, mover: Mover, *, deadline_s: float) -> None:
+    def __init__(
+        self, plan: Plan, copies: Copies, mover: Mover, there: GradientsOnDevice | None = None, *, deadline_s: float
+    ) -> None:
+        """Begin with none; `there` computes on those that wait on the device, where the host cannot."""
+        self._there = there
         self._copies = copies
         self._mover = mover
         self._accumulate = plan.request.accumulate
@@ -129,6 +135,10 @@ class Gradients:
         known.passes[slot] = (backward_pass, count + 1 if another or not count else count)
         known.final_adds += final
         known.handed_over = (known.handed_over + 1) % len(known.arrived)
+        if self.is_there(index):
+            with self._mover.alone():
+                self._add(index, slot, gradient.contiguous().data_ptr(), final=final, widen=widen)
+            return
         self._mover.read_tensor(
             gradient.contiguous(),
             lambda address: self._add(index, slot, address, final=final, widen=widen),
@@ -141,7 +151,10 @@ class Gradients:
         if widen:
             self._widen(shard)
         unit, dtype = shard.unit, self.dtype(shard.unit)
-        total = cpu_adam.take_gradient(
+        take: Callable[..., tuple[float, int] | None] = cpu_adam.take_gradient
+        if self._there is not None and index in self._there:
+            take = functools.partial(self._there.take, (index, slot))
+        total = take(
             src=source,
             src_dtype=KERNEL_DTYPE[unit.dtype],
             dst=self._address(shard, slot, dtype),
@@ -192,6 +205,8 @@ class Gradients:
         gradient = self._gradients[index]
         if not gradient.arrived[slot]:
             return None
+        if gradient.sums[slot] is None and self.is_there(index):
+            self._read_sums()
         total = gradient.sums[slot]
         if total is None:
             shard = self._copies.of(index, Role.GRAD)
@@ -200,6 +215,23 @@ class Gradients:
             total = cpu_adam.sum_of_squares(self._address(shard, slot, dtype), dtype, numel)
             gradient.sums[slot] = total
         return total
+
+    def _read_sums(self) -> None:
+        """Wait for what the device has measured, and have it measure the rest."""
+        assert self._there is not None
+        with self._mover.alone():
+            for index, gradient in self._gradients.items():
+                shard = self._copies.of(index, Role.GRAD)
+                for slot, known in enumerate(gradient.sums):
+                    if index in self._there and gradient.arrived[slot] and known is None:
+                        numel, dtype = shard.unit.slots[slot].numel, self.dtype(shard.unit)
+                        self._there.measure((index, slot), self._address(shard, slot, dtype), dtype, numel)
+            for (index, slot), total in self._there.read().items():
+                self._gradients[index].sums[slot] = total
+
+    def is_there(self, index: int) -> bool:
+        """Tell whether a unit's gradient waits on a device that the host cannot address."""
+        return self._there is not None and index in self._there
 
     def arrived(self, index: int) -> list[bool]:
         """Return per slot whether a gradient has arrived since the last step."""
@@ -216,45 +248,56 @@ class Gradients:
         """Return a view of what has arrived of a parameter's gradient, as long as no other one is asked for.
 
         Returns:
-            (numel,) in :meth:`dtype`, in host memory: the sum over micro-batches, with the loss scale in it.
+            (numel,) in :meth:`dtype`, where it waits: the sum over micro-batches, with the loss scale in it.
         """
         self.await_copies()
-        shard = self._copies.of(index, Role.GRAD)
-        dtype = torch.float32 if self._is_fp32(shard.unit) else getattr(torch, shard.unit.dtype)
-        numel = shard.unit.slots[slot].numel
-        address = self._address(shard, slot, self.dtype(shard.unit))
-        storage = storage_at(address, numel * dtype.itemsize, torch.device("cpu"))
-        return view_at(storage, dtype, 0, (numel,))
+        with self._mover.alone():  # what others have given the device comes first, and they see what is done next
+            shard = self._copies.of(index, Role.GRAD)
+            dtype = torch.float32 if self._is_fp32(shard.unit) else getattr(torch, shard.unit.dtype)
+            numel = shard.unit.slots[slot].numel
+            address = self._address(shard, slot, self.dtype(shard.unit))
+            storage = storage_at(address, numel * dtype.itemsize, self._place(index))
+            return view_at(storage, dtype, 0, (numel,))
 
     def overwrite(self, index: int, slot: int, content: torch.Tensor | float) -> None:
         """Let a parameter's gradient be `content`: (numel,) of any dtype on any device, or one number for all."""
         self.await_copies()
         gradient = self._gradients[index]
         gradient.arrived[slot] = True
-        gradient.sums[slot] = None
+        self._spoil(index, slot)
         view = self.content(index, slot)
-        view.copy_(content) if isinstance(content, torch.Tensor) else view.fill_(content)
+        with self._mover.alone():
+            view.copy_(content) if isinstance(content, torch.Tensor) else view.fill_(content)
 
     def multiply(self, index: int, slot: int, factor: float) -> None:
         """Multiply what has arrived of a parameter's gradient."""
-        self._gradients[index].sums[slot] = None
-        self.content(index, slot).mul_(factor)
+        self._spoil(index, slot)
+        view = self.content(index, slot)
+        with self._mover.alone():
+            view.mul_(factor)
 
     def forget(self, index: int, slot: int) -> None:
         """Forget what has arrived of a parameter's gradient."""
         self.await_copies()
+        self._spoil(index, slot)
         gradient = self._gradients[index]
-        gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = False, None, (-1, 0)
+        gradient.arrived[slot], gradient.passes[slot] = False, (-1, 0)
 
     def count(self, index: int, slot: int) -> int:
         """Return how many backward passes have brought a parameter's gradient since the last step."""
         return self._gradients[index].passes[slot][1]
 
+    def _spoil(self, index: int, slot: int) -> None:
+        """Note that a parameter's gradient has become another one: what was measured is of no use."""
+        self._gradients[index].sums[slot] = None
+        if self._there is not None:
+            self._there.forget((index, slot))
+
     def restore(self, index: int, slot: int, dtype: cpu_adam.Dtype, count: int) -> int:
         """Let a parameter have a gradient of `count` backward passes, whose elements somebody writes.
 
         Returns:
-            Where to, in host memory, until another one is asked for: (numel,) in `dtype`.
+            Where to, until another one is asked for: (numel,) in `dtype`; see :meth:`is_there`.
 
         Raises:
             StateError: this engine stores it in fewer bits, and has no room for more.
@@ -264,8 +307,9 @@ class Gradients:
             if not self._may_widen:
                 raise StateError(self._refusal(shard.unit, slot))
             self._widen(shard)
+        self._spoil(index, slot)
         gradient = self._gradients[index]
-        gradient.arrived[slot], gradient.sums[slot], gradient.passes[slot] = True, None, (-1, count)
+        gradient.arrived[slot], gradient.passes[slot] = True, (-1, count)
         gradient.missing = set(range(len(shard.unit.slots)))
         return self._address(shard, slot, self.dtype(shard.unit))
 
@@ -278,6 +322,8 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients that have arrived since the last step."""
         self.await_copies()
+        if self._there is not None:
+            self._there.forget_all()
         self.completed.clear()
         for index in self._gradients:
             shard = self._copies.of(index, Role.GRAD)
@@ -340,18 +386,23 @@ class Gradients:
     def _is_fp32(self, unit: Unit) -> bool:
         return self._accumulate or unit.dtype == "float32" or unit.index in self._wide
 
+    def _place(self, index: int) -> torch.device:
+        """Return torch's device of what has arrived of a unit."""
+        return HOST if self._there is None or index not in self._there else self._there.place
+
     def _widen(self, shard: Shard) -> None:
         """Let a unit's gradient be fp32 from now on, where it is: the last elements move first."""
         unit = shard.unit
         if self._is_fp32(unit):  # another of its parameters was here before
             return
         buffer = self._at_home(shard)
-        memory = storage_at(buffer.address, unit.numel * 4, torch.device("cpu"))
+        memory = storage_at(buffer.address, unit.numel * 4, self._place(unit.index))
         narrow = view_at(memory, getattr(torch, unit.dtype), 0, (unit.numel,))
         wide = view_at(memory, torch.float32, 0, (unit.numel,))
-        for end in range(unit.numel, 0, -WIDEN_NUMEL):
-            begin = max(end - WIDEN_NUMEL, 0)
-            wide[begin:end] = narrow[begin:end].float()
+        with no_functions(), no_dispatch():
+            for end in range(unit.numel, 0, -WIDEN_NUMEL):
+                begin = max(end - WIDEN_NUMEL, 0)
+                wide[begin:end] = narrow[begin:end].float()
         self._wide.add(unit.index)
 
     @staticmethod
@@ -364,7 +415,7 @@ class Gradients:
         )
 
     def _address(self, shard: Shard, slot: int, dtype: cpu_adam.Dtype) -> int:
-        """Return where a parameter's gradient, which is stored in `dtype`, may be read and written now, on the host."""
+        """Return where a parameter's gradient in `dtype` may be read and written now, by the host or where it waits."""
         buffer = self._at_home(shard) if shard.home_buffer is not None else self._in_pool(shard)
         return buffer.address + shard.unit.slots[slot].offset_numel * dtype.itemsize
 

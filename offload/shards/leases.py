@@ -44,10 +44,11 @@ class Leases:
         self._reading: list[Lease] = []
         self._writing: list[WriteLease] = []
 
-    def open(self, unit: Unit, *, reads: frozenset[Role], writes: frozenset[Role]) -> Access:
+    def open(self, unit: Unit, *, reads: frozenset[Role], writes: frozenset[Role], on_device: bool = False) -> Access:
         """Lease the shards of `unit` until :meth:`close` or :meth:`abandon`.
 
-        PARAM, GRAD and the state roles may be asked for; state roles go together.
+        PARAM, GRAD and the state roles may be asked for; state roles go together. With `on_device`, all of the unit is
+        at home on a device, whose addresses are wanted; else those of the host.
 
         Raises:
             StateError: content that is to be read was lost, or has never been there.
@@ -69,10 +70,12 @@ class Leases:
             if role is Role.PARAM:
                 if shard.state is State.EMPTY and role in reads:
                     raise StateError(f"parameters of {unit.name}: expected content but nothing was loaded yet")
-                write_through = self._open_param(shard, role in writes, addresses)
-                continue
+                if not on_device:
+                    write_through = self._open_param(shard, role in writes, addresses)
+                    continue
             if shard.home_buffer is not None:
-                addresses[role] = shard.home_buffer.address
+                if on_device or self._is_addressable(shard):
+                    addresses[role] = shard.home_buffer.address
             elif role is Role.GRAD:
                 self._copies.wait(shard)
                 if shard.work_buffer is not None:
@@ -84,6 +87,9 @@ class Leases:
             elif shard.state is not State.EMPTY:
                 self._reading.append(self._copies.lease(shard))
         return Access(addresses, fresh, write_through)
+
+    def _is_addressable(self, shard: Shard) -> bool:
+        return shard.home is Tier.HOST or self._tiers.device.addressable
 
     def _open_param(self, shard: Shard, write: bool, addresses: dict[Role, int]) -> int:
         """Lease PARAM; returns the home address to write a changed working copy through to."""
@@ -102,7 +108,7 @@ class Leases:
                 return 0
             self._writing.append(self._copies.lease_to_write(shard, Event.MODIFY))
             return home.address if home is not None else 0
-        if home is not None and (addressable or shard.home is Tier.HOST):
+        if home is not None and self._is_addressable(shard):
             addresses[Role.PARAM] = home.address
             if write:
                 self._tiers.mover.await_source(home.address)
@@ -190,7 +196,7 @@ class Leases:
     ) -> Ticket | None:
         """Start bringing chunk `number` to host `address`, before what is not urgent; None if it was never written.
 
-        The state roles are one record per chunk, named by :attr:`Role.MASTER`.
+        On NVMe, the state roles are one record per chunk, named by :attr:`Role.MASTER`.
         """
         shard = self._record(unit, role)
         if shard.home is Tier.DEVICE:

@@ -28,6 +28,7 @@ from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe
 from offload.shards.commits import RECORD_KEYS, Commits, Record
 from offload.shards.copies import Lease
+from offload.shards.device_updates import DeviceUpdates
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.held import Held
 from offload.shards.schedule import Schedule
@@ -52,6 +53,7 @@ class Manager:
         tiers: the memory, and its parts: `copies`, `working`, `gradients`, `counters`, `units`.
         forward: updates that the last step has left to do.
         backward: updates that the next step may have no need to do.
+        on_device: updates that the device makes.
         commits: of a durable run; None where nothing is committed.
         schedule: of the pass that is under way.
         hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
@@ -97,6 +99,7 @@ class Manager:
         self.backward = BackwardUpdates(self.tiers, safe_point)
         self._away: list[int] | None = None  # while memory is given back: units that are at home on the device
         self._held: Held | None = None  # what somebody has asked to hold last
+        self.on_device = DeviceUpdates(self.tiers)
         self.commits: Commits | None = None
         if store is not None and record is not None:
             self.commits = Commits(store, record, safe_point, counters)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from offload.kernels import cpu_adam
+from offload.kernels.on_device import Stepper
 from offload.labels import labelled
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
@@ -46,6 +47,7 @@ class Chunk:
     writing: list[Ticket] = dataclasses.field(default_factory=list)
     writing_param: list[Ticket] = dataclasses.field(default_factory=list)  # of `writing`
     staged: frozenset[Role] = frozenset()
+    kernels: Stepper = cpu_adam  # what steps on its addresses
     sources: dict[Role, int] = dataclasses.field(default_factory=dict)  # of the content, where that stays as it is
     spare: frozenset[Role] = frozenset()  # in spare memory, where they belong
     task: Task | None = None  # its arithmetic, once a worker has it
@@ -275,13 +277,27 @@ class Pipeline:
                 ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size, urgent=urgent)
                 if ticket is not None:
                     chunk.reading.append(ticket)
-        record = [role for role in STATE_ROLES if role in chunk.staged and role in self._reads]
-        if record and not access.fresh_states:
-            size = whole_pages(sum(tiers.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
-            address = chunk.addresses[record[0]]
-            ticket = chunk.leases.read_chunk(unit, Role.MASTER, chunk.number, address, size, urgent=urgent)
+        for role, size in () if access.fresh_states else self._records(chunk, self._reads):
+            address = chunk.addresses[role]
+            name = role if tiers.plan.on_device(unit) else Role.MASTER
+            ticket = chunk.leases.read_chunk(unit, name, chunk.number, address, size, urgent=urgent)
             if ticket is not None:
                 chunk.reading.append(ticket)
+
+    def _records(self, chunk: Chunk, wanted: frozenset[Role]) -> list[tuple[Role, int]]:
+        """Return what of a chunk's states comes and goes in one piece: the first role of each, and its bytes.
+
+        That is all of them on NVMe, and each role on a device.
+        """
+        tiers, unit = self._tiers, chunk.unit
+        sizes = [
+            (role, tiers.chunk_bytes(unit, role, chunk.begin, chunk.end))
+            for role in STATE_ROLES
+            if role in chunk.staged and role in wanted
+        ]
+        if not sizes or tiers.plan.on_device(unit):
+            return sizes
+        return [(sizes[0][0], whole_pages(sum(size for _, size in sizes)))]
 
     def compute(self, chunk: Chunk, visit: Callable[[Chunk], None]) -> None:
         """Call `visit` with a chunk whose reads are over; in any thread."""
@@ -310,13 +326,9 @@ class Pipeline:
             elif role is Role.PARAM and chunk.access.write_through:
                 target = chunk.access.write_through + tiers.chunk_bytes(unit, role, 0, chunk.begin)
                 ctypes.memmove(target, chunk.addresses[role], size)
-        record = [role for role in STATE_ROLES if role in chunk.staged and role in writes]
-        if record:
-            size = whole_pages(sum(tiers.chunk_bytes(unit, role, chunk.begin, chunk.end) for role in record))
-            address = chunk.addresses[record[0]]
-            chunk.writing.append(
-                chunk.leases.write_chunk(unit, Role.MASTER, chunk.number, address, size, aside=self._aside)
-            )
+        for role, size in self._records(chunk, writes):
+            name, address = role if tiers.plan.on_device(unit) else Role.MASTER, chunk.addresses[role]
+            chunk.writing.append(chunk.leases.write_chunk(unit, name, chunk.number, address, size, aside=self._aside))
 
 
 def _roles(tiers: Tiers, unit: Unit, wanted: frozenset[Role]) -> list[Role]:

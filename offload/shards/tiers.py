@@ -22,6 +22,7 @@ from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Copies, touch
 from offload.shards.gradients import Gradients
+from offload.shards.gradients_on_device import GradientsOnDevice
 from offload.shards.shard import Shard, State
 from offload.shards.worker import Caller, Worker, WorkerThread
 from offload.shards.working_set import Binder, WorkingSet
@@ -105,7 +106,11 @@ class Tiers:
                 reclaim,
             )
             self.worker: Worker = Caller() if device.addressable else WorkerThread()
-            self.gradients = Gradients(plan, self.copies, self.mover, deadline_s=deadline_s)
+            there = None
+            if device.kernels is not None:
+                totals = arena.take(plan.totals_bytes)
+                there = GradientsOnDevice(plan, device.kernels, device.place, totals)
+            self.gradients = Gradients(plan, self.copies, self.mover, there, deadline_s=deadline_s)
             # Registering page-locks: not for the region, which gives memory back.
             if store is not None and host.size_bytes:
                 store.register_buffer(host.base_address, host.size_bytes)

@@ -42,6 +42,17 @@ double flops_of(const std::string& name, const torch::jit::Stack& in, const torc
 
 }  // namespace
 
+namespace {
+
+// Whether an argument counts twice: it is read and written, and no result stands for it. Fused optimizers
+// write gradients only where they unscale them.
+bool is_updated(const c10::FunctionSchema& schema, const c10::Argument& argument) {
+    bool fused = schema.name().rfind("aten::_fused_", 0) == 0 && argument.name() == "grads";
+    return schema.returns().empty() && argument.alias_info() && argument.alias_info()->isWrite() && !fused;
+}
+
+}  // namespace
+
 Work work_of(const c10::FunctionSchema& schema, const torch::jit::Stack& arguments,
              const torch::jit::Stack& results) {
     const Costs& costs = the_clock().costs();
@@ -58,6 +69,7 @@ Work work_of(const c10::FunctionSchema& schema, const torch::jit::Stack& argumen
         const c10::Argument& argument = schema.arguments()[i];
         bool target = argument.kwarg_only() && argument.alias_info() && argument.alias_info()->isWrite();
         if (!target) map_tensors(arguments[i], add, SIM);  // of `out=`, which is not read, the result counts
+        if (is_updated(schema, argument)) map_tensors(arguments[i], add, SIM);
     }
     for (const c10::IValue& result : results) map_tensors(result, add, SIM);
     double compute =

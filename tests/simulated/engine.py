@@ -45,6 +45,7 @@ from simulated.clock import (
     operations,
     wait_for_all,
 )
+from simulated.kernels import UpdatingDevice, on_device
 from swap import SwapStats, SwapStore
 
 PIECE_BYTES = 64 << 20  # of a kernel on the CPU, after which others may have a turn
@@ -179,6 +180,8 @@ class CpuKernels:
             return real
 
         def priced(*args: Any, **kwargs: Any) -> Any:
+            if on_device():
+                return real(*args, **kwargs)
             self._cpu.run(name, price(*args, **kwargs))
             if not self._dry:
                 return real(*args, **kwargs)
@@ -262,6 +265,10 @@ class AddressDevice(AcceleratorDevice):
         return AddressArena(Tier.HOST, size_bytes)
 
 
+class UpdatingAddressDevice(AddressDevice, UpdatingDevice):
+    """The same with kernels for updates."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Use:
     """A module with parameters was called: when, and when the device will have done all that was given before."""
@@ -291,12 +298,19 @@ class Watch:
 
 
 @contextlib.contextmanager
-def engine_clock(hardware: Hardware, *, dry: bool) -> Iterator[Watch]:
-    """Let engines that are made in the body go by the clock, on a machine of this kind."""
+def engine_clock(hardware: Hardware, *, dry: bool, updates: bool = False) -> Iterator[Watch]:
+    """Let engines that are made in the body go by the clock, on a machine of this kind.
+
+    Args:
+        hardware: the machine.
+        dry: see :func:`simulated.clock.clock`.
+        updates: the device has kernels for updates.
+    """
     watch = Watch()
     with clock(costs_of(hardware), dry=dry), contextlib.ExitStack() as undo:
         cpu = Cpu(hardware)
-        device = AddressDevice if dry else AcceleratorDevice
+        plain, updating = (AddressDevice, UpdatingAddressDevice) if dry else (AcceleratorDevice, UpdatingDevice)
+        device = updating if updates else plain
         kernels = CpuKernels(cpu, importlib.import_module("offload._cpu_adam"))
         moments = types.SimpleNamespace(perf_counter=simulated.load().now, monotonic=simulated.load().now)
         stand_ins: dict[str, tuple[Any, Any]] = {

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "cost.h"
 #include "device.h"
 #include "dispatch.h"
 #include "faults.h"
@@ -19,6 +20,33 @@ struct Quiet {
 };
 
 char* address(uint64_t number) { return reinterpret_cast<char*>(number); }
+
+// A kernel that Python calls with addresses of the shadow; nobody knows in which thread it runs.
+std::function<void()> kernel_of(py::function call) {
+    auto held = std::shared_ptr<py::function>(new py::function(std::move(call)), [](py::function* own) {
+        py::gil_scoped_acquire acquired;
+        delete own;
+    });
+    return [held] {
+        py::gil_scoped_acquire acquired;
+        (*held)();
+    };
+}
+
+using Ranges = std::vector<std::tuple<uint64_t, size_t, bool>>;
+
+// Gives a kernel to the stream that is current on `device`.
+void launch(int device, const std::string& name, py::function call, const Ranges& ranges, uint64_t bytes) {
+    std::function<void()> run = kernel_of(std::move(call));
+    py::gil_scoped_release released;
+    the_clock().spend(the_clock().costs().operator_s);
+    std::vector<Span> spans;
+    for (const auto& [begin, size, write] : ranges)
+        spans.push_back({memory().shadow(address(begin)), size, write});
+    int stream = current_stream(device);
+    machine().count(stream, "kernels");
+    machine().push(stream, name, std::move(run), spans, copy_on_device(bytes));
+}
 
 void add_clock(py::module_& m) {
     py::class_<Costs>(m, "Costs")
@@ -110,6 +138,8 @@ PYBIND11_MODULE(_simulated, m) {
         memory().usage(device).limit = std::min(size, RANGE);
     });
     add_clock(m);
+    m.def("launch", &launch);
+    m.def("shadow", [](uint64_t at) { return reinterpret_cast<uint64_t>(memory().shadow(address(at))); });
     m.def("reset_peak", [](int device) {
         Quiet quiet;
         memory().usage(device).peak = memory().usage(device).used;

@@ -1,5 +1,7 @@
 #include "streams.h"
 
+#include <Python.h>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -10,6 +12,13 @@
 namespace simulated {
 namespace {
 constexpr double POLL_S = 1e-6;  // of the host, by the clock, to ask whether something is done
+}
+
+Lock::Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
+    if (mutex_.try_lock()) return;
+    PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    mutex_.lock();
+    if (state) PyEval_RestoreThread(state);
 }
 
 Machine& machine() {

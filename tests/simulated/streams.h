@@ -71,8 +71,7 @@ struct Schedule {
 
 class Machine {
   public:
-    // Held by whoever looks at queues or memory. Its holder must not want Python's lock: some calls of torch
-    // come with that one taken.
+    // Held by whoever looks at queues or memory, by way of a Lock.
     std::recursive_mutex mutex;
     Checker checker;
 
@@ -122,7 +121,17 @@ class Machine {
     std::map<std::string, Seconds> idle_;  // by lane
 };
 
-using Lock = std::lock_guard<std::recursive_mutex>;
+// Holds the machine's mutex. Who waits for it does so without Python's lock: its holder may run a kernel that
+// wants that one.
+class Lock {
+  public:
+    explicit Lock(std::recursive_mutex& mutex);
+    ~Lock() { mutex_.unlock(); }
+    Lock(const Lock&) = delete;
+
+  private:
+    std::recursive_mutex& mutex_;
+};
 
 Machine& machine();
 

@@ -1,0 +1,49 @@
+"""What a device that the host cannot address computes by itself: the same arithmetic, on its own addresses.
+
+Owns the questions. A device answers them only if its bits were compared with those of
+:mod:`offload.kernels.cpu_adam`, which define every result. Next: :mod:`offload.memory.device` says where they come
+from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from offload.kernels.ranges import Dtype
+from offload.kernels.step import StepArrays
+from offload.spec import Hyper
+
+TOTAL_BYTES = 16  # of what is measured of a range: a float64, and an int64
+
+
+class Stepper(Protocol):
+    """Makes optimizer steps on addresses that it knows. :mod:`offload.kernels.cpu_adam` is one."""
+
+    def step(self, arrays: StepArrays, hyper: Hyper) -> None:
+        """Update master weights and states in place; see :func:`offload.kernels.cpu_adam.step`."""
+
+
+class DeviceKernels(Stepper, Protocol):
+    """Arithmetic on addresses of a device, given to the stream that is current; nobody waits for it.
+
+    Results have the bits of the functions of the same names in :mod:`offload.kernels.cpu_adam`.
+    """
+
+    def take_gradient(
+        self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, total: int
+    ) -> None:
+        """Copy a gradient, or add it to what is there.
+
+        The arguments are those of the function in ``cpu_adam``, but for `total`: the address of :data:`TOTAL_BYTES` for
+        the sum of squares and the number of elements that are not finite; 0 where nothing is measured.
+        """
+
+    def sum_of_squares(self, address: int, dtype: Dtype, numel: int, *, total: int) -> None:
+        """Measure a range; `total` as in :meth:`take_gradient`."""
+
+    def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
+        """Convert a range to another dtype."""
+
+    def read_totals(self, addresses: Sequence[int]) -> list[tuple[float, int]]:
+        """Wait for what was measured, and return it."""

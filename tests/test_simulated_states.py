@@ -1,0 +1,336 @@
+"""States on the simulated device, updated by its own kernels: the bits of every other placement, and who waits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import WIDTH, Outcome, assert_equal, assert_same_tensors, batch, everything_on_device
+from harness import run as train
+from simulated import EAGER, LAZY, at_random, first, fixed, running
+from simulated.faults import WORK, failing
+from simulated.kernels import updating
+from test_checkpoints import assert_same, directory, seed
+from test_simulated_checkpoints import SimulatedRun
+from test_simulated_engine import MIB, loss_of, net, on_cpu, placed, run_net, seen_now
+
+from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion
+from offload.errors import BudgetError, ConfigError, NonFiniteError, StateError
+
+pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread", "kernels")
+
+SCHEDULES = [LAZY, EAGER, first(0), at_random(0)]
+HERE = ["resident", "partly"]
+
+
+@pytest.fixture
+def kernels() -> Iterator[None]:
+    with updating():
+        yield
+
+
+def on_device(engine: Engine) -> int:
+    """Return how many units the device updates."""
+    return sum(engine.plan.on_device(unit) for unit in engine.plan.request.units)
+
+
+def trained(home: str, make: Callable[[], Any], dtype: torch.dtype = torch.float32, **more: Any) -> Outcome:
+    """Train for three steps of clipping; at home "truth" everything is on the CPU."""
+    model = net(dtype=dtype)
+    options = everything_on_device() if home == "truth" else placed(home, model, Path())
+    place = options["device"]
+    data = [batch(number).to(place, dtype) for number in range(3)]
+    return train(model, data, optimizer=make(), loss_of=loss_of, max_grad_norm=0.5, **options, **more)
+
+
+def test_the_plan_says_what_is_updated_where() -> None:
+    for home, most in (("resident", 6), ("partly", 3), ("device", 0)):
+        with Engine(net(), AdamW(), **placed(home, net(), Path())) as engine:
+            units = on_device(engine)
+            assert most - 1 <= units <= most and (units == most or home == "partly")
+            assert f"updates on the device: {units} of 6 units" in str(engine.plan)
+    assert "no kernel" not in str(engine.plan)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "home"),
+    [(torch.float32, "resident"), (torch.bfloat16, "resident"), (torch.bfloat16, "partly"), (torch.float16, "partly")],
+)
+def test_bits_are_the_cpus_under_every_schedule(dtype: torch.dtype, home: str, tmp_path: Path) -> None:
+    truth = run_net("truth", tmp_path, dtype=dtype)
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            ours = run_net(home, tmp_path, dtype=dtype)
+        assert_equal(on_cpu(ours), truth)
+        assert seen.races == [], schedule.name
+        assert (ours.stats.links["cpu_adam"].bytes > 0) == (home == "partly")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Adam(lr=1e-2, weight_decay=0.1),
+        lambda: SGD(lr=1e-2),
+        lambda: SGD(lr=1e-2, momentum=0.9, nesterov=True),
+        lambda: Lion(lr=1e-3),
+        lambda: LAMB(lr=1e-2),
+        lambda: Adagrad(lr=1e-2),
+    ],
+)
+def test_every_optimizer_with_a_kernel(make: Callable[[], Any]) -> None:
+    truth = trained("truth", make, torch.bfloat16)
+    with running(LAZY) as seen:
+        assert_equal(on_cpu(trained("resident", make, torch.bfloat16)), truth)
+    assert seen.races == []
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_compressed_states(kind: str) -> None:
+    truth = trained("truth", AdamW, torch.bfloat16, state_dtype=kind)
+    with running(LAZY) as seen:
+        assert_equal(on_cpu(trained("partly", AdamW, torch.bfloat16, state_dtype=kind)), truth)
+    assert seen.races == []
+
+
+@pytest.mark.parametrize("home", HERE)
+def test_accumulation(home: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "dtype": torch.bfloat16}
+    truth = run_net("truth", tmp_path, **options)
+    with running(LAZY) as seen:
+        assert_equal(on_cpu(run_net(home, tmp_path, **options)), truth)
+    assert seen.races == []
+
+
+def second_pass(home: str) -> dict[str, torch.Tensor]:
+    """Return the parameters after steps of two backward passes that nobody announced; one gradient is changed."""
+    model = net(dtype=torch.bfloat16)
+    options = everything_on_device() if home == "truth" else placed(home, model, Path())
+    with Engine(model, AdamW(lr=1e-2), **options) as engine:
+        weight = model.blocks[0].weight  # type: ignore[index,union-attr]
+        for number in range(2):
+            for part in range(2):
+                x = batch(2 * number + part).to(engine.device, torch.bfloat16)
+                engine.backward(loss_of(engine, x))
+            with engine.gather_gradients(weight, modify=True):
+                weight.grad.mul_(0.5)  # type: ignore[union-attr]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            engine.step()
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize("home", ["resident", "partly"])
+def test_gradients_become_fp32_and_are_looked_at(home: str) -> None:
+    truth = second_pass("truth")
+    for schedule in (LAZY, EAGER):
+        with running(schedule) as seen:
+            assert_same_tensors(second_pass(home), truth)
+        assert seen.races == [], schedule.name
+
+
+@pytest.mark.parametrize("home", HERE)
+def test_an_overflow_skips_the_step_and_what_is_not_finite_is_refused(home: str, tmp_path: Path) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        model = net(dtype=dtype)
+        options = placed(home, model, tmp_path, **({"initial_loss_scale": 2.0**40} if dtype is torch.float16 else {}))
+        with running(LAZY) as seen, Engine(model, AdamW(lr=1e-3), **options) as engine:
+            before = {name: value.clone() for name, value in engine.state_dict().items()}
+            loss = loss_of(engine, batch(0).to("sim", dtype))
+            if dtype is torch.float16:
+                engine.backward(loss)
+                assert not engine.step()
+            else:
+                (loss * torch.inf).backward()
+                with pytest.raises(NonFiniteError, match="expected finite values"):
+                    engine.step()
+            assert_same_tensors(engine.state_dict(), before)
+            engine.backward(loss_of(engine, batch(1).to("sim", dtype)))
+            engine.zero_grad()
+        assert seen.races == []
+
+
+def run_on_changing_streams(home: str, path: Path) -> Outcome:
+    """Train with forward, backward and step on a stream each: plain modules allow it."""
+    model = net()
+    options = everything_on_device() if home == "truth" else placed(home, model, path)
+    losses = []
+    with Engine(model, AdamW(lr=1e-2), max_grad_norm=0.5, **options) as engine:
+        streams = [contextlib.nullcontext() if home == "truth" else torch.Stream("sim:0") for _ in range(3)]
+        forward, backward, step = streams
+        data = [batch(number).to(engine.device) for number in range(4)]
+        for x in data:
+            with forward:
+                loss = loss_of(engine, x)
+            with backward:
+                engine.backward(loss)
+            losses.append(loss.detach())
+            with step:
+                engine.step()
+        return _outcome(engine, losses)
+
+
+def run_on_new_streams(home: str, path: Path) -> Outcome:
+    """Evaluate behind each step on a stream that was never used before, and wait for none of it."""
+    model = net()
+    options = everything_on_device() if home == "truth" else placed(home, model, path)
+    losses = []
+    with Engine(model, AdamW(lr=1e-2), **options) as engine:
+        for number in range(3):
+            x = batch(number).pin_memory().to(engine.device, non_blocking=True)
+            loss = loss_of(engine, x)
+            new = contextlib.nullcontext() if home == "truth" else torch.Stream("sim:0")
+            with new, torch.no_grad():
+                losses.append(loss_of(engine, batch(number).pin_memory().to(engine.device, non_blocking=True)))
+            engine.backward(loss)
+            with new, torch.no_grad():
+                losses.append(loss_of(engine, batch(number).pin_memory().to(engine.device, non_blocking=True)))
+            engine.step()
+        return _outcome(engine, losses)
+
+
+def run_added(home: str, path: Path) -> Outcome:
+    """Let gradients come on a stream on which nothing was ever computed, and be measured on another."""
+    model, norms = net(), []
+    options = everything_on_device() if home == "truth" else placed(home, model, path)
+    with Engine(model, AdamW(lr=1e-2), **options) as engine:
+        gradients = engine._manager.gradients
+        stream = contextlib.nullcontext() if home == "truth" else torch.Stream("sim:0")
+        for unit in engine.plan.request.units:
+            with stream:
+                for slot, known in enumerate(unit.slots):
+                    source = batch(unit.index, known.numel).pin_memory()
+                    gradients.add(unit.index, slot, source.to(engine.device, non_blocking=True) * 2, final=True)
+        gradients.await_copies()
+        for unit in engine.plan.request.units:
+            norms += [total[0] for total in gradients.sums(unit.index) if total is not None]
+        gradients.drop()
+        return Outcome([], norms, {}, {}, [], engine.stats(), engine.plan)
+
+
+def _outcome(engine: Engine, losses: list[torch.Tensor]) -> Outcome:
+    parameters = engine.state_dict()
+    if engine.device.type != "cpu":
+        torch.accelerator.synchronize()
+    return Outcome([loss.cpu() for loss in losses], [], parameters, {}, [], engine.stats(), engine.plan)
+
+
+@pytest.mark.parametrize("run", [run_on_changing_streams, run_on_new_streams, run_added])
+def test_streams_of_the_user(run: Callable[[str, Path], Outcome], tmp_path: Path) -> None:
+    truth = run("truth", tmp_path)
+    for schedule in fixed(4):
+        with running(schedule) as seen:
+            ours = run("partly", tmp_path)
+        assert_equal(ours, truth)
+        assert seen.races == [], schedule.name
+
+
+@pytest.mark.parametrize(("first", "second"), [("resident", "nvme"), ("cpu", "resident"), ("resident", "partly")])
+def test_resumed_elsewhere(first: str, second: str, tmp_path: Path) -> None:
+    """With a gradient that waits: it is saved and loaded, too."""
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    with running(LAZY) as seen:
+        seed()
+        whole = SimulatedRun(placed(first, net(), directory(tmp_path, "a")), **options)
+        with whole.engine:
+            whole.train(range(3))
+            whole.engine.save_checkpoint(tmp_path / "saved", client_state=whole.client_state())
+            digests = whole.engine.digests()
+            whole.train(range(3, 6))
+            truth = whole.outcome()
+        after = SimulatedRun(placed(second, net(), directory(tmp_path, "b")), **options)
+        with after.engine:
+            after.schedule.load_state_dict(after.engine.load_checkpoint(tmp_path / "saved")["schedule"])
+            assert after.engine.digests() == digests
+            after.train(range(3, 6))
+            assert all(torch.equal(a, b) for a, b in zip(after.losses, whole.losses[3:], strict=True))
+            assert_same(after.outcome(), truth)
+    assert seen.races == []
+
+
+def run_reloaded(home: str, path: Path) -> Outcome:
+    """Load states and parameters by the optimizer's and the module's dicts, and write a parameter in place."""
+    model = net()
+    weight: Any = model.blocks[1].weight  # type: ignore[index,union-attr]
+    options = everything_on_device() if home == "truth" else placed(home, model, path)
+    with Engine(model, AdamW(lr=1e-2), **options) as engine:
+        assert engine.optimizer is not None
+        x = batch(0).to(engine.device)
+        for number in range(3):
+            engine.backward(loss_of(engine, x))
+            engine.step()
+            if number == 0:
+                parameters, states = engine.state_dict(), engine.optimizer.state_dict()
+        engine.load_state_dict(parameters)
+        engine.optimizer.load_state_dict(states)
+        with engine.gather(weight, modify=True), torch.no_grad():
+            weight.mul_(2)
+        engine.backward(loss_of(engine, x))
+        engine.step()
+        return Outcome([], [], engine.state_dict(), engine.optimizer.state_dict()["state"], [], engine.stats(), None)
+
+
+@pytest.mark.parametrize("home", HERE)
+def test_what_is_loaded_or_written_is_what_the_next_step_starts_from(home: str, tmp_path: Path) -> None:
+    truth = run_reloaded("truth", tmp_path)
+    for schedule in (LAZY, EAGER):
+        with running(schedule) as seen:
+            assert_equal(run_reloaded(home, tmp_path), truth)
+        assert seen.races == [], schedule.name
+
+
+def test_the_host_waits_once_per_step(tmp_path: Path) -> None:
+    """For what is measured of all gradients; nothing else goes to the host, nothing comes from it."""
+    waits = ("synchronizations", "event_synchronizations", "device_synchronizations", "d2h_copies", "h2d_copies")
+    with running(LAZY):
+        model = net()
+        with Engine(model, AdamW(lr=1e-2), max_grad_norm=0.5, **placed("resident", model, tmp_path)) as engine:
+            data = [batch(number).pin_memory().to("sim", non_blocking=True) for number in range(4)]
+            before = {what: seen_now(what) for what in waits}
+            for x in data:
+                torch.tanh(engine(x)).sum().backward()
+                engine.step()
+            seen = {what: seen_now(what) - before[what] for what in waits}
+    assert seen == {**dict.fromkeys(waits, 0), "synchronizations": 4, "d2h_copies": 4}
+
+
+def test_a_kernel_that_fails_loses_the_step_and_says_so(tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(lr=1e-2), **placed("resident", model, tmp_path)) as engine:
+        engine.backward(loss_of(engine, batch(0).to("sim")))
+        with pytest.raises(torch.AcceleratorError), failing(3, WORK):  # the copy of the sums, an update, another one
+            engine.step()
+        with pytest.raises(StateError, match="half way|lost"):
+            engine.step() or engine(batch(0).to("sim"))
+
+
+def test_what_cannot_be_there_is_refused_by_name(tmp_path: Path) -> None:
+    model = net()
+    options = placed("resident", model, tmp_path)
+    with pytest.raises(ConfigError, match="only with the parameters"):
+        Engine(model, AdamW(), **{**options, "offload_param": "cpu"})
+    with pytest.raises(ConfigError, match="Muon|RMSprop"):
+        Engine(model, torch.optim.RMSprop(model.parameters()), **options)
+    with pytest.raises(BudgetError, match="device budget"):
+        Engine(model, AdamW(), **{**options, "max_memory": {"device": "100KiB", "cpu": "16MiB"}})
+
+
+def test_budgets_hold_as_torch_counts_them(tmp_path: Path) -> None:
+    """All of a device budget that just does: gradients that wait take no more than the plan has counted."""
+    model, rows = net(), 4
+    options = placed("resident", model, tmp_path, activation_memory=MIB)
+    with pytest.raises(BudgetError) as refused:
+        Engine(model, AdamW(), **{**options, "max_memory": {"device": MIB, "cpu": "16MiB"}})
+    least = int(str(refused.value).split("that would do is ")[1].split()[0])
+    options["max_memory"] = {"device": least, "cpu": "16MiB"}
+    device = torch.get_device_module("sim")
+    before = device.memory_allocated(0)
+    device.reset_peak_memory_stats(0)
+    with running(LAZY), Engine(model, AdamW(lr=1e-3), **options) as engine:
+        for number in range(2):
+            engine.backward(loss_of(engine, batch(number, rows, WIDTH).to("sim")))
+            engine.step()
+        assert device.max_memory_allocated(0) - before <= least
+        assert engine.stats().peak_bytes["device"] <= least
