@@ -40,7 +40,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("life", "optimizer"),
     ("build",),
-    ("closing", "importing", "snapshot", "run_state", "durable", "training"),
+    ("closing", "importing", "converting", "snapshot", "run_state", "durable", "training"),
     ("checkpoints",),
     ("engine",),
     ("pretrained", "initialisation"),

@@ -125,7 +125,7 @@ class ModuleTensors:
                 f"state dict: expected a mapping of names to tensors but got a value of type "
                 f"{type(state_dict).__name__}; load what state_dict() returned"
             )
-        own = self.by_name()
+        own = tensors_by_name(self._module)
         missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys(), key=str)
         if strict and (missing or unexpected):
             raise ConfigError(
@@ -300,18 +300,19 @@ class ModuleTensors:
         unit = self._tree.units[where[0]]
         return unit.slots[where[1]].numel * unit.itemsize
 
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Return what a state dict holds, without reading parameters."""
-        tensors: dict[str, torch.Tensor] = {}
-        for path, module in self._module.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    tensors[prefix + name] = parameter
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    tensors[prefix + name] = buffer
-        return tensors
+
+def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a module's state dict holds, without reading parameters."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                tensors[prefix + name] = parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                tensors[prefix + name] = buffer
+    return tensors
 
 
 class _Seen:
