@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser, parser_class: Any) -> None:
     texts = {
         "ls": "which checkpoints are there?",
         "verify": "is every byte what was written?",
-        "export": "write the weights for Hugging Face, or everything for torch.load",
+        "export": "write the weights for Hugging Face, or everything for torch.load or torch.distributed.checkpoint",
     }
     for name, text in texts.items():
         command = what.add_parser(name, allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}")
@@ -29,8 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser, parser_class: Any) -> None:
             command.add_argument("--tag", metavar="TAG", help="which one (default: the latest)")
         if name == "export":
             command.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write to")
-            formats = "safetensors: sharded weights, as save_pretrained writes them; torch: state dicts in one file"
-            command.add_argument("--format", choices=["safetensors", "torch"], default="safetensors", help=formats)
+            formats = (
+                "safetensors: sharded weights, as save_pretrained writes them; torch: state dicts in one file; "
+                "dcp: all of it for torch.distributed.checkpoint"
+            )
+            kinds = ["safetensors", "torch", "dcp"]
+            command.add_argument("--to", "--format", dest="format", choices=kinds, default=kinds[0], help=formats)
             command.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights")
     _add_import(what)
 

@@ -77,6 +77,10 @@ def _export(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--max-shard-size: expected bytes such as 5GB but got {arguments.max_shard_size!r}")
     if arguments.format == "torch":
         files = [export_torch(path, index, arguments.output, DEADLINE_S)]
+    elif arguments.format == "dcp":
+        from offload.cli.checkpoint.export_dcp import export_dcp
+
+        files = export_dcp(path, index, arguments.output, DEADLINE_S)
     else:
         files = export_weights(path, index, arguments.output, limit, DEADLINE_S)
     for file in files:
