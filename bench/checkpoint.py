@@ -33,6 +33,7 @@ from swap.io.aio import preallocate
 
 SIZES = {  # layers, hidden size, vocabulary, device and host budget
     "large": (20, 2048, 32000, "1GiB", "1.5GiB"),
+    "medium": (14, 1536, 32000, "512MiB", "768MiB"),
     "small": (6, 768, 8000, "96MiB", "100MiB"),
 }
 
@@ -194,11 +195,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
     parser.add_argument("--smoke", action="store_true", help="50 M parameters, one round")
+    parser.add_argument("--size", choices=SIZES, default="large", help="1.07, 0.47 or 0.05 B parameters")
     parser.add_argument("--no-torch", action="store_true", help="without torch.save, which wants all in memory")
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--one", choices=list(RUNS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    name = "small" if arguments.smoke else "large"
+    name = "small" if arguments.smoke else arguments.size
     if arguments.one:
         print(json.dumps(RUNS[arguments.one](name, Path(arguments.path))))
         return
@@ -208,10 +210,8 @@ def main() -> None:
         for run in RUNS if not arguments.no_torch else ["ours"]:
             folder = Path(tempfile.mkdtemp(dir=arguments.path))
             try:
-                command = [sys.executable, __file__, "--one", run, "--path", str(folder)]
-                done = subprocess.run(
-                    command + ["--smoke"] * arguments.smoke, stdout=subprocess.PIPE, text=True, check=True
-                )
+                command = [sys.executable, __file__, "--one", run, "--path", str(folder), "--size", name]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             finally:
                 shutil.rmtree(folder)
             found[run] = json.loads(done.stdout.splitlines()[-1])

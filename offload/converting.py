@@ -101,8 +101,10 @@ def convert(
     fitting, made, groups = _fit(source, model, guesses, optimizer, weights_only=weights_only)
     states = () if made is None else made.rule.names
     by_name = _states_by_name(fitting, groups)
+    members = {name for group in groups for name in group}  # what is in no group was frozen
     rows = [
-        _Row.of(name, p, fitting.weights[name], by_name.get(name, {}), made) for name, p in model.named_parameters()
+        _Row.of(name, p, fitting.weights[name], by_name.get(name, {}), made if name in members else None)
+        for name, p in model.named_parameters()
     ]
     encoder = Encoder()
     contents, left_out = _contents(encoder, rows, fitting, made, groups)
@@ -246,11 +248,10 @@ class _Row:
     def of(
         cls, name: str, parameter: nn.Parameter, value: Source, states: Mapping[str, Any], made: _Optimizer | None
     ) -> _Row:
-        """Return the row of a parameter."""
+        """Return the row of a parameter; `made` is the optimizer that trains it."""
         dtype = str(parameter.dtype).removeprefix("torch.")
         slots, numel = lay_out([(name, tuple(parameter.shape))])
-        trained = made is not None and parameter.requires_grad
-        unit = Unit(0, name, dtype, parameter.element_size(), trained, numel, slots)
+        unit = Unit(0, name, dtype, parameter.element_size(), made is not None, numel, slots)
         updates = int(float(made.rule.with_step(states)["step"])) if states and made is not None else 0
         return cls(unit, value, states, updates)
 

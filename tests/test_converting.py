@@ -14,7 +14,7 @@ import pytest
 import torch
 from foreign import deepspeed_recorder as zero
 from harness import everything_on_device, nvme
-from test_import_foreign import OPTIMIZERS, SAVES, Net, begun, fresh, save_torch, train
+from test_import_foreign import OPTIMIZERS, SAVES, Net, begun, fresh, save_dcp_by_name, save_torch, train
 from torch import nn
 
 import offload
@@ -94,6 +94,17 @@ def check(make: Any, source: Path, run: Path, **options: Any) -> None:
         for a, b in zip(train(one, one.optimizer, range(3, 5)), train(two, two.optimizer, range(3, 5)), strict=True):
             assert torch.equal(a, b)
         assert one.digests() == two.digests()
+
+
+def thawed_net() -> nn.Module:
+    """Return a model that does not know what was frozen, as one that is made of a config."""
+    return Net().requires_grad_()
+
+
+def test_what_is_in_no_group_was_frozen(tmp_path: Path) -> None:
+    source = save_dcp_by_name(*begun(OPTIMIZERS["AdamW"]), tmp_path)
+    assert convert(source, tmp_path / "run", model=f"{__name__}:thawed_net") == 0
+    check(OPTIMIZERS["AdamW"], source, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "RMSprop"])

@@ -49,9 +49,10 @@ def _configured(path: Path) -> nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True)
         kind: Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+        dtype = getattr(config, "dtype", None)
         make = getattr(kind, "_from_config", None) or kind.from_config
         with torch.device("meta"):
-            made: nn.Module = make(config, dtype=config.dtype) if config.dtype is not None else make(config)
+            made: nn.Module = make(config, dtype=dtype) if dtype is not None else make(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--model: {file}: expected the config of a model of transformers but got: {error}"
