@@ -37,7 +37,8 @@ from swap.io.aio import preallocate
 
 SIZES = {  # layers, hidden size, vocabulary, device and host budget
     "large": (20, 2048, 32000, "1GiB", "1.5GiB"),
-    "medium": (12, 1024, 16000, "256MiB", "320MiB"),
+    "medium": (14, 1536, 32000, "512MiB", "768MiB"),
+    "background": (12, 1024, 16000, "256MiB", "320MiB"),
     "small": (6, 768, 8000, "96MiB", "100MiB"),
 }
 
@@ -273,9 +274,9 @@ def main() -> None:
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--one", choices=list(RUNS), help=argparse.SUPPRESS)
     parser.add_argument("--background", action="store_true", help="copied while training goes on")
-    parser.add_argument("--size", choices=list(SIZES), help="of the model")
+    parser.add_argument("--size", choices=list(SIZES), help="1.07, 0.47, 0.17 or 0.05 B parameters")
     arguments = parser.parse_args()
-    name = arguments.size or ("small" if arguments.smoke else "medium" if arguments.background else "large")
+    name = arguments.size or ("small" if arguments.smoke else "background" if arguments.background else "large")
     if arguments.background:
         with tempfile.TemporaryDirectory(dir=arguments.path) as made:
             result = run_background(name, Path(made), 1 if arguments.smoke else arguments.rounds)
@@ -291,8 +292,8 @@ def main() -> None:
         for run in RUNS if not arguments.no_torch else ["ours"]:
             folder = Path(tempfile.mkdtemp(dir=arguments.path))
             try:
-                command = [sys.executable, __file__, "--one", run, "--path", str(folder)]
-                done = subprocess.run(command + ["--size", name], stdout=subprocess.PIPE, text=True, check=True)
+                command = [sys.executable, __file__, "--one", run, "--path", str(folder), "--size", name]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             finally:
                 shutil.rmtree(folder)
             found[run] = json.loads(done.stdout.splitlines()[-1])

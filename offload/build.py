@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.activations.ledger import Activations
 from offload.activations.rss import open_rss
+from offload.checkpoint.dict_memory import DictMemory
 from offload.checkpoint.loading import Loader, open_tiers
 from offload.checkpoint.module_state import ModuleTensors
 from offload.checkpoint.optimizer_state import OptimizerStates
@@ -198,7 +199,8 @@ def build(
         hooks = Hooks(model, binding, forwards, changes, manager, activations, book, place, asked)
         undo.callback(hooks.detach)
         hooks.attach()
-        tensors = ModuleTensors(model, hooks, changes, life.require_open)
+        memory = DictMemory(budgets[Tier.HOST], config.paths())
+        tensors = ModuleTensors(model, hooks, changes, life.require_open, memory)
         undo.callback(tensors.detach)
         tensors.attach()
         loader.move_buffers(place, hooks.saved)
@@ -268,7 +270,8 @@ def _steps(
     counts = StepCounts(tree.units, own)
     if optimizer is None or rule is None:
         return Steps(run, counts)
-    states = OptimizerStates(rule, calls.life.require_open, binding, changes, counts)
+    memory = DictMemory(manager.tiers.budgets[Tier.HOST], config.paths())
+    states = OptimizerStates(rule, calls.life.require_open, binding, changes, counts, memory)
     face = OffloadOptimizer(list(model.parameters()), optimizer, rule, run, states, calls.optimizer)
     return Steps(run, counts, states, face, Step(manager, config, rule, counts, run, _groups_of(face, tree)))
 

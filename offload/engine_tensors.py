@@ -27,7 +27,10 @@ class EngineTensors:
     _life: Life
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's state dict with real tensors: parameters as CPU copies, buffers as they are."""
+        """Return the module's state dict with real tensors: parameters as CPU copies, buffers as they are.
+
+        Copies that do not fit the host budget are on the drive, as those of ``optimizer.state_dict()``.
+        """
         return self._parts.tensors.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:

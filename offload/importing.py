@@ -1,8 +1,8 @@
-"""Loads what another program has saved of a run into a live engine.
+"""Compares what another program has saved of a run with a model and an optimizer, and loads it into a live engine.
 
-Owns the comparison of both: which names, shapes, states and groups must fit. All of it is compared before anything is
-written. The bytes then go through the loading of state dicts, range by range. Next:
-:mod:`offload.checkpoint.foreign.opening`, which reads the files.
+Owns the comparison: which names, shapes, states and groups must fit. All of it is compared before anything is written.
+The bytes then go through the loading of state dicts, range by range. Next:
+:mod:`offload.checkpoint.foreign.opening`, which reads the files; :mod:`offload.converting` writes them as a checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,45 +18,92 @@ from torch import nn
 from offload.build import Parts
 from offload.checkpoint.foreign.found import Facts, Found
 from offload.checkpoint.foreign.opening import open_foreign
+from offload.checkpoint.module_state import tensors_by_name
 from offload.checkpoint.sources import PIECE_NUMEL, Converted, Source, numel_of, whole
 from offload.errors import ConfigError
-from offload.optimizer import OffloadOptimizer
+from offload.optim.rules import Rule
 from offload.shards.manager import Manager
 
 _MOST_NAMED = 5  # names in an error
 
 
+class Trained(Protocol):
+    """An optimizer that goes on.
+
+    Attributes:
+        param_groups: with the model's parameters.
+        rule: of its steps.
+        is_adamw: weight decay is decoupled.
+    """
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]: ...  # noqa: D102
+    @property
+    def rule(self) -> Rule: ...  # noqa: D102
+    @property
+    def is_adamw(self) -> bool: ...  # noqa: D102
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fitting:
+    """A checkpoint that fits a model and an optimizer.
+
+    Attributes:
+        weights: what the module is to be loaded with, by first names: masters where there are any, else weights; fp32
+            for what is trained in 16 bits.
+        packed: the optimizer's state dict, with numbers in the order of its groups; None where there is none to load.
+        facts: the rest.
+    """
+
+    weights: dict[str, Any]
+    packed: dict[str, Any] | None
+    facts: Facts
+
+
 def import_checkpoint(path: str | Path, module: nn.Module, parts: Parts, manager: Manager, *, strict: bool) -> Facts:
     """Load a checkpoint; see ``Engine.import_checkpoint``."""
     optimizer = parts.steps.optimizer
-    names = _Names(module, parts)
-    found = open_foreign(path, [] if optimizer is None else names.by_group(optimizer))
+    trained = {
+        id(parameter): unit.dtype
+        for unit, members in zip(parts.tree.units, parts.tree.parameters, strict=True)
+        for parameter in (members if unit.trainable else ())
+    }
+    names = Names(module, trained)
+    found = open_foreign(path, [] if optimizer is None else names.by_group(optimizer.param_groups))
+    fitting = fit(names, found, optimizer, strict=strict)
+    manager.tiers.refuse_leased(manager.units)
+    if optimizer is not None and fitting.packed is not None:
+        optimizer.load_state_dict(fitting.packed)  # it refuses before it writes
+    parts.tensors.load(fitting.weights, strict=False)
+    return fitting.facts
+
+
+def fit(names: Names, found: Found, optimizer: Trained | None, *, strict: bool) -> Fitting:
+    """Return what of a checkpoint is to be loaded; see ``Engine.import_checkpoint``.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
     found = names.unprefixed(found)
     weights = names.weights(found, strict=strict)
     packed = None if optimizer is None else _packed(names, optimizer, found, strict=strict)
-    manager.tiers.refuse_leased(manager.units)
-    if optimizer is not None and packed is not None:
-        optimizer.load_state_dict(packed)  # it refuses before it writes
-    parts.tensors.load(weights, strict=False)
-    return found.facts
+    return Fitting(weights, packed, found.facts)
 
 
-class _Names:
+class Names:
     """Parameters and buffers of a module by all of their names."""
 
-    def __init__(self, module: nn.Module, parts: Parts) -> None:
+    def __init__(self, module: nn.Module, trained: Mapping[int, str]) -> None:
+        """Look at a module; `trained` has the dtypes of parameters that are trained, by identity."""
         self._aliases: dict[int, list[str]] = {}  # by parameter
         self._parameters: dict[str, nn.Parameter] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._aliases.setdefault(id(parameter), []).append(name)
             self._parameters[name] = parameter
         self._buffers = {
-            name: tensor for name, tensor in parts.tensors.by_name().items() if name not in self._parameters
+            name: tensor for name, tensor in tensors_by_name(module).items() if name not in self._parameters
         }
-        self._trained: dict[str, str] = {}  # what is trained, with its dtype
-        for unit, members in zip(parts.tree.units, parts.tree.parameters, strict=True):
-            for parameter in members if unit.trainable else ():
-                self._trained[self._aliases[id(parameter)][0]] = unit.dtype
+        self._trained = {self._aliases[number][0]: dtype for number, dtype in trained.items()}
 
     def first(self, name: str) -> str:
         """Return the first name of a parameter, or the name that is no parameter's."""
@@ -67,9 +114,9 @@ class _Names:
         """Return a parameter's first name."""
         return self._aliases[id(parameter)][0]
 
-    def by_group(self, optimizer: OffloadOptimizer) -> list[list[str]]:
-        """Return the names of the optimizer's parameters, in its order."""
-        return [[self.of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    def by_group(self, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """Return the names of an optimizer's parameters, in its order."""
+        return [[self.of(parameter) for parameter in group["params"]] for group in groups]
 
     def unprefixed(self, found: Found) -> Found:
         """Return a checkpoint without what a wrapper of the model has put before all of its names."""
@@ -126,13 +173,13 @@ class _Names:
             )
         return values
 
-    def states(self, found: Found, optimizer: OffloadOptimizer, *, strict: bool) -> dict[str, dict[str, Any]]:
+    def states(self, found: Found, optimizer: Trained, *, strict: bool) -> dict[str, dict[str, Any]]:
         """Return the optimizer's states by first names.
 
         Raises:
             ConfigError: they are of another optimizer, or of parameters that this one has not.
         """
-        trained = {name for group in self.by_group(optimizer) for name in group}
+        trained = {name for group in self.by_group(optimizer.param_groups) for name in group}
         result: dict[str, dict[str, Any]] = {}
         unexpected = []
         for name, state in found.states.items():
@@ -158,7 +205,7 @@ class _Names:
         return result
 
 
-def _packed(names: _Names, optimizer: OffloadOptimizer, found: Found, *, strict: bool) -> dict[str, Any] | None:
+def _packed(names: Names, optimizer: Trained, found: Found, *, strict: bool) -> dict[str, Any] | None:
     """Return an optimizer's state dict, with numbers as the engine's has them; None where there is none to load.
 
     Raises:
@@ -174,7 +221,8 @@ def _packed(names: _Names, optimizer: OffloadOptimizer, found: Found, *, strict:
     states = names.states(found, optimizer, strict=strict)
     options_of = {names.first(name): group.options for group in found.groups for name in group.names}
     groups, packed, number = [], {}, 0
-    for position, (group, members) in enumerate(zip(optimizer.param_groups, names.by_group(optimizer), strict=True)):
+    by_group = names.by_group(optimizer.param_groups)
+    for position, (group, members) in enumerate(zip(optimizer.param_groups, by_group, strict=True)):
         saved = [options_of[name] for name in members if name in options_of]
         for one in saved[1:]:
             if one is not saved[0] and dict(one) != dict(saved[0]):
@@ -199,9 +247,7 @@ def _packed(names: _Names, optimizer: OffloadOptimizer, found: Found, *, strict:
     return result
 
 
-def _options(
-    path: str, optimizer: OffloadOptimizer, group: Mapping[str, Any], saved: Mapping[str, Any]
-) -> dict[str, Any]:
+def _options(path: str, optimizer: Trained, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's options: the saved ones that mean something here, the group's own for the rest.
 
     Raises:
@@ -221,9 +267,7 @@ def _options(
     return own | {key: value for key, value in saved.items() if key in known}
 
 
-def _refuse_kind(
-    path: str, name: str, state: Mapping[str, Any], optimizer: OffloadOptimizer, shape: Sequence[int]
-) -> None:
+def _refuse_kind(path: str, name: str, state: Mapping[str, Any], optimizer: Trained, shape: Sequence[int]) -> None:
     """Refuse a parameter's state that is another optimizer's."""
     rule = optimizer.rule
     expected, got = set(rule.names), state.keys() - {"step"}

@@ -10,8 +10,6 @@ Owns the context. Next: :mod:`offload.engine` takes the model.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import os
 import tempfile
 import threading
@@ -24,15 +22,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from offload.checkpoint.mapped import TOUCHED_BYTES, MappedFiles, memory_of
 from offload.errors import ConfigError
-from offload.memory.machine import mount_of
 from offload.module.binding import Binding
 from offload.nested import tensors_in
-from offload.sizes import MIB, format_bytes
+from offload.sizes import MIB
 
 SMALLEST_BYTES = 1 * MIB  # of a parameter that is made on the drive
-TOUCHED_BYTES = 64 * MIB  # after which pages are returned
-_IN_MEMORY = ("tmpfs", "ramfs")
 _HOST = torch.device("cpu")
 
 
@@ -51,12 +47,13 @@ def init(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
 
     Raises:
         ConfigError: the folder does not exist, or is in memory itself.
-        OSError: the drive is full or fails.
+        swap.SwapFullError: the drive is full.
+        swap.SwapError: the drive fails.
     """
     folder = Path(tempfile.gettempdir() if path is None else path)
-    mount = mount_of(folder)
-    if not folder.is_dir() or (mount is not None and mount.file_system in _IN_MEMORY):
-        got = f"{mount.file_system}, which is memory" if folder.is_dir() and mount is not None else "no folder there"
+    in_memory = memory_of(folder)
+    if not folder.is_dir() or in_memory is not None:
+        got = f"{in_memory}, which is memory" if folder.is_dir() else "no folder there"
         raise ConfigError(f"init: expected {folder} to be a folder on a drive but got {got}; pass path=")
     making = _Making(folder)
     hook = register_module_parameter_registration_hook(making.move)
@@ -73,7 +70,7 @@ class _Making(TorchFunctionMode):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder = folder
+        self._files = MappedFiles(folder, "init", "pass path= with more room")
         self._thread = threading.get_ident()
         self._made: dict[int, torch.Tensor] = {}  # by address, which is theirs as long as they are here
         self._touched_bytes = 0
@@ -87,28 +84,13 @@ class _Making(TorchFunctionMode):
         if parameter.data_ptr() in self._made:
             return  # tied
         with torch.no_grad():
-            there = self._take(parameter, f"{type(module).__name__}.{name}")
+            there = self._files.empty(parameter.shape, parameter.dtype, f"{type(module).__name__}.{name}")
             self._made[there.data_ptr()] = there
             old, new = parameter.detach().view(-1), there.view(-1)
             step = TOUCHED_BYTES // parameter.element_size()
             for begin in range(0, old.numel(), step):
                 new[begin : begin + step] = old[begin : begin + step]
         Binding.rebind(parameter, there)
-
-    def _take(self, like: torch.Tensor, name: str) -> torch.Tensor:
-        """Return a tensor in a new file."""
-        descriptor = os.open(self._folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                os.posix_fallocate(descriptor, 0, like.nbytes)  # a page that has no room later ends the process
-            except OSError as error:
-                text = f"init: {name} needs {format_bytes(like.nbytes)} on the drive: {error.strerror}"
-                raise OSError(error.errno, f"{text}; pass path= with more room", str(self._folder)) from error
-            file = f"/proc/self/fd/{descriptor}"
-            flat = torch.from_file(file, shared=True, size=like.numel(), dtype=like.dtype)
-        finally:
-            os.close(descriptor)
-        return flat.view(like.shape)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -121,9 +103,7 @@ class _Making(TorchFunctionMode):
 
     def release(self) -> None:
         """Return the pages of all files to the kernel's cache; nothing is lost, for the mappings are shared."""
-        advise = ctypes.CDLL(None, use_errno=True).madvise
-        for address, tensor in self._made.items():
-            advise(ctypes.c_void_p(address), ctypes.c_size_t(tensor.nbytes), mmap.MADV_DONTNEED)
+        self._files.release(self._made.values())
         self._touched_bytes = 0
 
     def close(self) -> None:

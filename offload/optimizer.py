@@ -246,10 +246,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         are beside the states, in ``masters``, which torch ignores; None where the parameter itself is the master. So is
         ``run``: steps taken and skipped, and float16's loss scale.
 
-        Unlike torch's, the tensors are copies: the optimizer sees changes of them after :meth:`load_state_dict`.
+        Unlike torch's, the tensors are copies: the optimizer sees changes of them after :meth:`load_state_dict`. Where
+        the host budget has no room for them they lie in files without a name on the NVMe path, which vanish with them:
+        ``torch.save`` holds no memory then.
+
+        Raises:
+            swap.SwapFullError: the drive has no room for them, either.
 
         Warns:
-            UserWarning: all that takes more memory than the host budget.
+            UserWarning: all that takes more memory than the host budget, and there is no NVMe path.
         """
         packed = super().state_dict()
         positions = {parameter: position for position, parameter in enumerate(self._parameters())}

@@ -226,8 +226,10 @@ def drawn_so_far() -> dict[str, Any]:
     return {"torch": random_states(), "python": random.getstate(), "numpy": drawn}
 
 
-def set_drawn(states: Mapping[str, Any]) -> None:
-    """Put what :func:`drawn_so_far` returned."""
+def set_drawn(states: Mapping[str, Any] | None) -> None:
+    """Put what :func:`drawn_so_far` returned; None, of a checkpoint that was imported, changes nothing."""
+    if states is None:
+        return
     left = set_random_states(states["torch"])
     if left:
         warnings.warn(

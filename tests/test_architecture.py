@@ -40,7 +40,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("life", "optimizer"),
     ("build",),
-    ("background", "closing", "importing", "snapshot", "run_state", "sleeping", "durable", "training"),
+    ("background", "closing", "importing", "converting", "snapshot", "run_state", "sleeping", "durable", "training"),
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
     ("pretrained", "initialisation"),

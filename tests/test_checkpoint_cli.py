@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import json
+import os
 import shutil
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import assert_same_tensors, everything_on_device, tight
 from test_checkpoints import Run, directory, net, optimizer_of
+from torch import nn
 
 from offload import Engine
 from offload.checkpoint.format.index import Index
 from offload.checkpoint.format.reader import Source
 from offload.cli import main as cli
+from offload.cli.checkpoint import export_dcp
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -125,6 +132,117 @@ def test_export_of_an_own_class(tmp_path: Path) -> None:
         for number, state in engine.optimizer.state_dict()["state"].items():
             assert_same_tensors(state, packed["state"][number])
     shutil.rmtree(tmp_path / "pt")
+
+
+def dcp_template(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what torch.distributed.checkpoint loads into: a fresh model's and optimizer's dicts, by name."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": states}
+
+
+def test_export_for_dcp(tmp_path: Path) -> None:
+    """Torch's own loader puts it into a plain model and optimizer, which go on as from the state dicts."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    run = Run(tight(net(), directory(tmp_path, "swap")))
+    run.train(range(3))
+    run.engine.save_checkpoint(tmp_path / "saved", client_state={"note": [1, "two"]})
+    words = ["checkpoint", "export", str(tmp_path / "saved"), "--to", "dcp", "--output", str(tmp_path / "dcp")]
+    assert cli.main(words) == 0
+    packed = run.engine.optimizer.state_dict()
+    models = []
+    for _ in range(2):
+        model = net()
+        groups = [
+            {**group, "params": [dict(model.named_parameters())[name] for name in names]} for group, names in named(run)
+        ]
+        models.append((model, torch.optim.AdamW(groups)))
+    (plain, optimizer), (other, truth) = models
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one process
+        state = dcp_template(plain, optimizer)
+        dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        set_state_dict(plain, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    other.load_state_dict(run.engine.state_dict())
+    truth.load_state_dict(copy.deepcopy(packed))  # it keeps the tensors of steps
+    assert_same_tensors(plain.state_dict(), other.state_dict())
+    for model, stepped in models:
+        model.eval()
+        model(torch.ones(4, 32)).sum().backward()
+        stepped.step()
+    assert_same_tensors(plain.state_dict(), other.state_dict())
+    model = net()
+    with Engine(model, optimizer_of(model), **everything_on_device()) as engine:  # and our own reader takes it
+        facts = engine.import_checkpoint(tmp_path / "dcp")
+        assert facts.global_step == 3 and engine.optimizer is not None
+        assert_same_tensors(engine.state_dict(), run.engine.state_dict())
+        for number, entry in engine.optimizer.state_dict()["state"].items():
+            assert_same_tensors(entry, packed["state"][number])
+
+
+def named(run: Run) -> list[tuple[dict[str, Any], list[str]]]:
+    """Return the options of each param group, with the names of its parameters."""
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    groups = run.engine.optimizer.param_groups
+    return [
+        ({k: v for k, v in group.items() if k in ("lr", "betas")}, [names[id(p)] for p in group["params"]])
+        for group in groups
+    ]
+
+
+def test_export_for_dcp_of_16_bits_and_8_bit_states(saved: tuple[Run, Path], tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    run, path = saved
+    assert cli.main(["checkpoint", "export", str(path), "--to", "dcp", "--output", str(tmp_path / "dcp")]) == 0
+    dcp_to_torch_save(str(tmp_path / "dcp"), str(tmp_path / "whole.pt"))
+    found = torch.load(tmp_path / "whole.pt", weights_only=False)
+    packed = run.engine.optimizer.state_dict()
+    assert_same_tensors(found["model"], run.engine.state_dict())
+    assert found["client_state"] == run.client_state() and found["run"] == packed["run"]
+    flat = [name for _, names in named(run) for name in names]
+    assert [name for group in found["optimizer"]["param_groups"] for name in group["params"]] == flat
+    for number, entry in packed["state"].items():
+        master = entry.pop("master", None)
+        ours = found["optimizer"]["state"].get(flat[number], {})
+        assert_same_tensors(ours, entry)
+        if master is not None:
+            assert torch.equal(found["masters"][flat[number]], master)
+
+
+def test_an_export_for_dcp_is_whole_or_not_there(
+    saved: tuple[Run, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved[1]
+
+    def refused(output: Path) -> str:
+        assert cli.main(["checkpoint", "export", str(path), "--to", "dcp", "--output", str(output)]) == 1
+        return capsys.readouterr().err
+
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").write_text("")
+    assert "there: is there already; name another folder" in refused(tmp_path / "there")
+    assert "cannot be written to" in refused(tmp_path / "there" / "file" / "below")
+    before = sorted(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(export_dcp, "free_space", lambda _: 10)
+        assert "but 10 bytes are free (ENOSPC" in refused(tmp_path / "dcp")
+
+    def broken(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.filesystem._write_item", broken)
+        assert "dcp: cannot be written to (ENOSPC 28" in refused(tmp_path / "dcp")
+    file = next(path.rglob("step-00000003/tensors-00002.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert "tensors-00002.safetensors" in refused(tmp_path / "dcp")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_commands_are_quick_and_say_what_they_want(capsys: pytest.CaptureFixture[str]) -> None:

@@ -217,6 +217,7 @@ def test_training_lowers_the_held_out_loss_and_counts_only_steps(accumulation: i
         ({"save_every": 2}, "save_every: no output folder"),
         ({"resume": True}, "resume: no output folder"),
         ({"save_every": -1, "output": Path("o")}, "save_every: expected whole numbers >= 0"),
+        ({"resume": "maybe", "output": Path("o")}, 'resume: expected True, False or "auto" but got'),
         ({"keep_checkpoints": 0}, "keep_checkpoints: expected a whole number >= 1"),
     ],
 )
@@ -499,7 +500,8 @@ def test_every_engine_option_reaches_the_engine(tmp_path: Path) -> None:
     made = settings_of(cli.build_parser().parse_args([*REQUIRED, *words, "--config", str(tmp_path / "config")]))
     budgets = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_memory"}
     plain = {name: name for name in names if name not in budgets.values()}
-    expected = {"threads": 3, **plain, switch: True, "nvme_path": [Path("nvme_path")], "max_memory": budgets}
+    paths = {name: [Path(name)] for name in ("nvme_path", "run_dir")}
+    expected = {"threads": 3, **plain, switch: True, **paths, "max_memory": budgets}
     assert made.engine_options == expected
 
 
@@ -681,3 +683,67 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     assert kept == [".lock", "latest", "step-00000004", "step-00000006"]
     with pytest.raises(FinetuneError, match="has taken 6 of 6 steps; ask for more"):
         run("parts", resume=True)
+
+
+def test_a_durable_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
+    """Interrupted inside the fifth of six steps, between commits; ``--resume auto`` begins, and goes on."""
+    pytest.importorskip("transformers")
+    make_model_folder(tmp_path / "model")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+
+    def run(name: str, *words: str, steps: int = 6) -> tuple[int, Any]:
+        line = ["finetune", "--model", str(tmp_path / "model"), "--text", str(tmp_path / "text"), "--save-model"]
+        line += ["--output", str(tmp_path / name), "--sequence-length", "32", "--lr", "1e-2", "--sample-tokens", "4"]
+        line += ["--steps", str(steps), "--gradient-accumulation-steps", "2", "--warmup-steps", "2"]
+        line += ["--evaluations", "2", "--evaluation-sequences", "2"]
+        line += [
+            "--device",
+            "cpu",
+            "--device-memory",
+            "16MiB",
+            "--cpu-memory",
+            "16MiB",
+            "--nvme-memory",
+            "64MiB",
+            *words,
+        ]
+        code = cli.main(line)
+        found = tmp_path / name / "report.json"
+        return code, json.loads(found.read_text()) if found.is_file() else None
+
+    where = ["--run-dir", str(tmp_path / "run")]
+    assert run("none", *where, "--resume")[0] == 1  # there is nothing to go on with
+    code, whole = run("whole", "--nvme-path", str(tmp_path), "--offload-param", "nvme", "--offload-optimizer", "nvme")
+    assert code == 0
+    real = Progress.step
+
+    def interrupted(self: Progress, record: report.StepRecord, *args: Any) -> None:
+        if record.step == 5:
+            raise KeyboardInterrupt
+        real(self, record, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "step", interrupted)
+        assert run("parts", *where, "--resume", "auto") == (130, None)
+    assert run("parts", *where) == (1, None)  # a run is there, and nobody said to go on with it
+    assert run("parts", *where, "--resume", "--seed", "1") == (1, None)
+    code, resumed = run("parts", *where, "--resume", "auto")
+    assert code == 0
+    for name in ("evaluations", "sample_before", "sample_after"):
+        assert resumed[name] == whole[name], name
+    kept = ("step", "loss", "lr")
+    assert [[row[key] for key in kept] for row in resumed["steps"]] == [
+        [row[key] for key in kept] for row in whole["steps"]
+    ]
+    weights = [tmp_path / name / "model" / "model.safetensors" for name in ("whole", "parts")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert run("parts", *where, "--resume", "auto")[0] == 1  # it has taken all steps
+
+
+def test_records_of_a_long_run_are_thinned() -> None:
+    steps = [report.StepRecord(number, 1.0, None, 0.1, 1.0) for number in range(1, 5001)]
+    few = report.thinned(steps)
+    assert len(few) <= 1026 and (few[0].step, few[-1].step) == (1, 5000)
+    assert report.thinned(steps[:1000]) == steps[:1000]
+    again = report.thinned([*few, *(report.StepRecord(number, 1.0, None, 0.1, 1.0) for number in range(5001, 9001))])
+    assert len(again) <= 2000 and again[-1].step == 9000

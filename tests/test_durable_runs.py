@@ -24,6 +24,7 @@ from torch import nn
 
 import offload
 from offload.memory.budget import Tier
+from offload.planning.roles import Role
 from swap import Fault, FaultTarget, SwapCorruptError, SwapError, SwapFullError, SwapLockedError
 from swap.durable.disk import Disk
 
@@ -383,6 +384,58 @@ def test_the_plan_counts_both_versions_and_tells_what_a_commit_costs(tmp_path: P
     assert plan.arena_bytes[Tier.NVME] - ordinary == plan.committed_bytes
     with pytest.raises(offload.BudgetError, match=r"nvme budget: .* twice those of parameters and states \(run_dir"):
         durable(tmp_path / "small", max_memory={**engine.config.max_memory, "nvme": "14MiB"})
+
+
+def test_frozen_units_are_there_twice_only_where_the_drive_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step writes them. Whoever does, and has no room for it, is told so; the run goes on."""
+    monkeypatch.setattr("offload.build.RECORD_BYTES", 1 << 16)  # so that frozen units are more than all that is spare
+    monkeypatch.setattr("offload.planning.planner.NVME_SLACK_CHUNKS", 1)
+
+    def make(name: str, nvme: int | str) -> Any:
+        model = Net(layers=102)
+        for layer in model.layers[:100]:
+            layer.requires_grad_(False)
+            for parameter in layer.parameters():
+                parameter.mul_(0.01)  # so that so many of them give a finite loss
+        torch.manual_seed(7)
+        random.seed(7)
+        given = options(model, tmp_path / name)
+        return offload.Engine(model, adamw(), **{**given, "max_memory": {**given["max_memory"], "nvme": nvme}})
+
+    losses: dict[int, float] = {}
+    with make("ample", "256MiB") as engine:
+        plan, truth = engine.plan, {name: value.clone() for name, value in engine.state_dict().items()}
+        frozen = sum(
+            plan.request.record_bytes(unit, (Role.PARAM,), plan.chunk_numel)
+            for unit in plan.request.units
+            if not unit.trainable
+        )
+        for _ in events(engine, losses, until=3):
+            pass
+        engine.load_state_dict(truth)  # all of it, beside the last commit
+    once = plan.arena_bytes[Tier.NVME] - frozen
+    assert frozen > 0
+    with pytest.raises(offload.BudgetError, match=rf'max_memory\["nvme"\] that would do is {once} bytes'):
+        make("small", once - 4096)
+    engine = make("tight", once)
+    assert (engine.plan.arena_bytes[Tier.NVME], engine.plan.committed_bytes) == (once, plan.committed_bytes - frozen)
+    engine.load_state_dict(truth)  # there is no commit yet
+    for _ in events(engine, losses, until=3):
+        pass
+    engine.drain()
+    before = {name: value.clone() for name, value in engine.state_dict().items()}
+    with pytest.raises(SwapFullError):
+        engine.load_state_dict(truth)
+    die(engine)
+    with make("tight", once) as engine:
+        assert position(engine) >= 2
+        for _ in events(engine, losses, until=3):
+            pass
+        engine.drain()
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, before[name]), name
 
 
 class CountingDisk(Disk):

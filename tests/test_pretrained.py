@@ -452,3 +452,35 @@ def test_a_file_that_is_larger_than_the_host_budget_warns(tmp_path: Path) -> Non
         assert not [w for w in caught if "save_pretrained" in str(w.message)]
     with pytest.warns(UserWarning, match=r"takes up to 6.00 MiB .* budget of 5.00 MiB; pass a smaller"):
         warn_of_shard("50GB", 6 << 20, 5 << 20)
+
+
+_SAVING = """
+import sys, torch, transformers, offload
+from offload.activations.rss import reset_high_water, status_bytes
+config = transformers.LlamaConfig(hidden_size=1024, intermediate_size=1024, num_hidden_layers=6, vocab_size=512,
+                                  num_attention_heads=8, num_key_value_heads=8)
+with torch.device("meta"):
+    model = transformers.LlamaForCausalLM(config)
+model.model.rotary_emb = type(model.model.rotary_emb)(config)
+engine = offload.Engine(model, None, device="cpu", nvme_path=sys.argv[1], unit_bytes="4MiB", offload_param="nvme",
+                        max_memory={"device": "64MiB", "cpu": "32MiB", "nvme": "1GiB"}, activation_memory="32MiB")
+engine.save_pretrained(sys.argv[2] + "/first", max_shard_size="4MB")  # imports and caches
+for folder, shard in (("small", "16MB"), ("whole", "1GB")):
+    before = status_bytes("VmRSS")
+    reset_high_water()
+    engine.save_pretrained(f"{sys.argv[2]}/{folder}", max_shard_size=shard)
+    print(status_bytes("VmHWM") - before)
+print(sum(parameter.numel() for parameter in model.parameters()) * 4)
+"""
+
+
+def test_saving_holds_one_file_at_a_time(tmp_path: Path) -> None:
+    """As measured: a model of 170 MiB in files of 16 MB, and in one, which shows that the measure sees it."""
+    command = [sys.executable, "-c", _SAVING, str(tmp_path), str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    small, whole, size = map(int, done.stdout.split())
+    assert size > 160 << 20
+    assert small < (2 * 16 + 16) << 20, "one file, and what the allocator keeps of it"
+    assert whole > size // 2
+    assert len(list((tmp_path / "saved" / "small").glob("*.safetensors"))) > 8

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.dict_memory import DictMemory
 from offload.checkpoint.sources import Source
 from offload.checkpoint.unread_state import deferred_state, warn_of_shard
 from offload.classes import is_a
@@ -37,7 +38,12 @@ class ModuleTensors:
     """Tensors of one engine's module. See the module's text."""
 
     def __init__(
-        self, module: nn.Module, hooks: Hooks, changes: OutsideChanges, manager: Callable[[], Manager]
+        self,
+        module: nn.Module,
+        hooks: Hooks,
+        changes: OutsideChanges,
+        manager: Callable[[], Manager],
+        memory: DictMemory,
     ) -> None:
         """Prepare; :meth:`attach` registers the hooks.
 
@@ -46,6 +52,7 @@ class ModuleTensors:
             hooks: of its parameters.
             changes: what others have written to them.
             manager: returns the owner of the shards, or raises where it is not to be used any more.
+            memory: of state dicts.
         """
         self._module = module
         self._tree = hooks.binding.tree
@@ -53,6 +60,7 @@ class ModuleTensors:
         self._hooks = hooks
         self._changes = changes
         self._manager = manager
+        self._memory = memory
         self._handles: list[RemovableHandle] = []
         self._gathered: Counter[Where] = Counter()  # by blocks that are under way
 
@@ -117,7 +125,7 @@ class ModuleTensors:
                 f"state dict: expected a mapping of names to tensors but got a value of type "
                 f"{type(state_dict).__name__}; load what state_dict() returned"
             )
-        own = self.by_name()
+        own = tensors_by_name(self._module)
         missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys(), key=str)
         if strict and (missing or unexpected):
             raise ConfigError(
@@ -282,8 +290,8 @@ class ModuleTensors:
         self._changes.adopt()
         manager.working.refuse_changes()
         size_bytes = sum(self._bytes(where) for where in set(names.values()))
-        checkpoint.warn_of_size("state_dict", size_bytes, manager.tiers.budgets[Tier.HOST].limit_bytes)
-        values = checkpoint.gather_parameters(manager, set(names.values()))
+        with self._memory.open("state_dict", size_bytes) as memory:
+            values = checkpoint.gather_parameters(manager, set(names.values()), memory)
         for name, where in names.items():
             state[name] = values[where]
         self._changes.note_copies({name: values[where] for name, where in names.items()})
@@ -292,18 +300,19 @@ class ModuleTensors:
         unit = self._tree.units[where[0]]
         return unit.slots[where[1]].numel * unit.itemsize
 
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Return what a state dict holds, without reading parameters."""
-        tensors: dict[str, torch.Tensor] = {}
-        for path, module in self._module.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    tensors[prefix + name] = parameter
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    tensors[prefix + name] = buffer
-        return tensors
+
+def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what a module's state dict holds, without reading parameters."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                tensors[prefix + name] = parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                tensors[prefix + name] = buffer
+    return tensors
 
 
 class _Seen:

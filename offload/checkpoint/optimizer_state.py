@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from offload.checkpoint import values as checkpoint
+from offload.checkpoint.dict_memory import DictMemory
 from offload.errors import StateError
-from offload.memory.budget import Tier
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
 from offload.optim.recipe import StepCounts
@@ -36,6 +36,7 @@ class OptimizerStates:
         binding: Binding,
         changes: OutsideChanges,
         counts: StepCounts,
+        memory: DictMemory,
     ) -> None:
         """Prepare.
 
@@ -45,6 +46,7 @@ class OptimizerStates:
             binding: units and parameters of the model.
             changes: what others have written to parameters.
             counts: updates that each parameter has had.
+            memory: of state dicts.
         """
         self._rule = rule
         self._manager = manager
@@ -52,19 +54,22 @@ class OptimizerStates:
         self._binding = binding
         self._changes = changes
         self._counts = counts
+        self._memory = memory
 
     def gather(self) -> tuple[StatesOf, MastersOf]:
-        """Return states and masters as tensors in host memory.
+        """Return states and masters as tensors on the CPU; see :class:`DictMemory` for where they lie.
+
+        Raises:
+            swap.SwapFullError: neither the host budget nor the drive has room.
 
         Warns:
-            UserWarning: they take more memory than the host budget.
+            UserWarning: they take more memory than the host budget, and there is no drive.
         """
         self._changes.adopt()
         manager, counts, parameters = self._manager(), self._counts, self._tree.parameters
-        limit = manager.tiers.budgets[Tier.HOST].limit_bytes
-        checkpoint.warn_of_size("optimizer.state_dict", checkpoint.states_bytes(manager, counts), limit)
-        states = checkpoint.gather_states(manager, counts)
-        masters = checkpoint.gather_masters(manager, states)
+        with self._memory.open("optimizer.state_dict", checkpoint.states_bytes(manager, counts)) as memory:
+            states = checkpoint.gather_states(manager, counts, memory)
+            masters = checkpoint.gather_masters(manager, states, memory)
         return (
             {parameters[index][slot]: state for (index, slot), state in states.items()},
             {parameters[index][slot]: master for (index, slot), master in masters.items()},

@@ -1,19 +1,19 @@
 """Reads and writes real tensors through the tiers: state dicts, loading, restoring.
 
 Owns the translation between named tensors and shards. Everything goes through :func:`offload.shards.stream.stream`, so
-that a parameter's home is of no interest here. Tensors come out on the CPU, contiguous, in ordinary memory.
+that a parameter's home is of no interest here. Tensors come out on the CPU, contiguous.
 """
 
 from __future__ import annotations
 
 import ctypes
 import numbers
-import warnings
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from offload.checkpoint.dict_memory import ORDINARY, Memory
 from offload.checkpoint.sources import PIECE_NUMEL, Source, elements, on_cpu
 from offload.classes import is_a, package_of
 from offload.errors import ConfigError
@@ -28,18 +28,20 @@ from offload.planning.units import Slot, Unit, Where
 from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
-from offload.sizes import format_bytes
 from offload.torch_private import storage_at
 
 MOST_UPDATES = 1 << 53  # which a float counts exactly
 
 
-def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dict[Where, torch.Tensor]:
+def gather_parameters(
+    manager: Manager, wanted: set[Where] | None = None, memory: Memory = ORDINARY
+) -> dict[Where, torch.Tensor]:
     """Return parameters as tensors of their shape and stored dtype.
 
     Args:
         manager: owner of the shards.
         wanted: which ones; None for all.
+        memory: of the tensors.
     """
     result: dict[Where, torch.Tensor] = {}
     units = _units_of(manager, wanted)
@@ -47,7 +49,7 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
         dtype = getattr(torch, unit.dtype)
         for index, slot in enumerate(unit.slots):
             if wanted is None or (unit.index, index) in wanted:
-                result[unit.index, index] = torch.empty(slot.shape, dtype=dtype, device="cpu")
+                result[unit.index, index] = memory.empty(slot.shape, dtype, slot.name)
 
     def visit(chunk: Chunk) -> None:
         size = chunk.unit.itemsize
@@ -56,6 +58,7 @@ def gather_parameters(manager: Manager, wanted: set[Where] | None = None) -> dic
             if tensor is not None:
                 target = tensor.data_ptr() + (start - slot.offset_numel) * size
                 ctypes.memmove(target, chunk.at(Role.PARAM, start, size), (stop - start) * size)
+                memory.touch([tensor], (stop - start) * size)
 
     manager.stream(units, visit, reads=frozenset({Role.PARAM}))
     return result
@@ -187,7 +190,7 @@ def _set_masters(chunk: Chunk, start: int, numel: int, source: int, *, all_of_th
 
 
 def gather_states(
-    manager: Manager, counts: StepCounts, wanted: Container[Where] | None = None
+    manager: Manager, counts: StepCounts, memory: Memory = ORDINARY, *, wanted: Container[Where] | None = None
 ) -> dict[Where, dict[str, Any]]:
     """Return per parameter ``step`` (0-dim fp32) and the optimizer's states by name (fp32, parameter's shape).
 
@@ -203,8 +206,10 @@ def gather_states(
         unit = manager.units[index]
         names = [name for name, value in entry.items() if value is Placed.MARK]
         names += ["master"] * (unit.dtype != "float32")
-        shape = unit.slots[position].shape
-        moved[index, position] = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name in names}
+        slot = unit.slots[position]
+        moved[index, position] = {
+            name: memory.empty(slot.shape, torch.float32, f"{name} of {slot.name}") for name in names
+        }
         entry.update(moved[index, position])
     units = _units_of(manager, set(result))
 
@@ -218,13 +223,14 @@ def gather_states(
             _move_states(chunk, slot, start, stop, states, addresses, save_at_step=None)
             if "master" in addresses:
                 read_master(chunk, start, stop - start, addresses["master"])
+            memory.touch(tensors.values(), (stop - start) * 4 * len(tensors))
 
     manager.stream(units, visit, reads=ALL_STATES | {Role.PARAM})
     return result
 
 
 def gather_masters(
-    manager: Manager, updated: Container[Where], wanted: Container[Where] | None = None
+    manager: Manager, updated: Container[Where], memory: Memory = ORDINARY, *, wanted: Container[Where] | None = None
 ) -> dict[Where, torch.Tensor | None]:
     """Return the fp32 masters of 16-bit parameters that are not among `updated`; None where it is the parameter itself.
 
@@ -244,7 +250,7 @@ def gather_masters(
                 continue
             result[where] = None
             if _has_masters(manager, unit):
-                found[where] = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
+                found[where] = memory.empty(slot.shape, torch.float32, f"master of {slot.name}")
 
     def visit(chunk: Chunk) -> None:
         for index, slot, start, stop in overlaps(chunk):
@@ -258,6 +264,7 @@ def gather_masters(
             values = view_at(stored, getattr(torch, chunk.unit.dtype), 0, (part.numel(),)).float()
             if not torch.allclose(part, values, rtol=0.0, atol=0.0, equal_nan=True):
                 result[where] = found[where]
+            memory.touch([found[where]], part.nbytes)
 
     manager.stream(_units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM})
     return result
@@ -273,17 +280,6 @@ def states_bytes(manager: Manager, counts: StepCounts) -> int:
                 names = [value for value in found.get((unit.index, position), {}).values() if value is Placed.MARK]
                 size_bytes += 4 * slot.numel * (len(names) + (unit.dtype != "float32"))
     return size_bytes
-
-
-def warn_of_size(subject: str, size_bytes: int, budget_bytes: int) -> None:
-    """Warn where real tensors take more memory than the user wants the host to give."""
-    if size_bytes > budget_bytes:
-        warnings.warn(
-            f"{subject}: takes {format_bytes(size_bytes)} of host memory beside what the engine has there, more than "
-            f"the host budget of {format_bytes(budget_bytes)}; make sure that the machine has the room, or read "
-            "parameters in parts with engine.gather or engine.apply",
-            stacklevel=3,
-        )
 
 
 def _has_masters(manager: Manager, unit: Unit) -> bool:

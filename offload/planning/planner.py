@@ -159,6 +159,8 @@ class Planner:
         committed = self._committed_bytes(buffers)
         held = self._held_bytes(homes, buffers)
         nvme = self._nvme_bytes(homes, buffers, committed + held)
+        rewritten = min(self._frozen_bytes(buffers), request.budgets[Tier.NVME] - nvme) // PAGE_BYTES * PAGE_BYTES
+        committed, nvme = committed + rewritten, nvme + rewritten
         chunk = buffers.chunk_numel
         arenas = {
             Tier.DEVICE: self._bytes_at(Tier.DEVICE) + self._working_bytes + self._totals_bytes,
@@ -390,10 +392,20 @@ class Planner:
         if request.commit is None:
             return 0
         numel = buffers.chunk_numel
+        trained = [unit for unit in request.units if unit.trainable]
         shards = sum(
-            request.record_bytes(unit, roles, numel) for unit in request.units for roles in ((Role.PARAM,), STATE_ROLES)
+            request.record_bytes(unit, roles, numel) for unit in trained for roles in ((Role.PARAM,), STATE_ROLES)
         )
         return shards + 2 * whole_pages(request.commit.record_bytes)  # two versions of the record
+
+    def _frozen_bytes(self, buffers: _Buffers) -> int:
+        """Return the bytes in the swap files that a durable run needs where somebody writes all frozen parameters.
+
+        No step does, so it is no more than good to have.
+        """
+        request = self._request
+        frozen = [unit for unit in request.units if request.commit is not None and not unit.trainable]
+        return sum(request.record_bytes(unit, (Role.PARAM,), buffers.chunk_numel) for unit in frozen)
 
     def _held_bytes(self, homes: Sequence[Homes], buffers: _Buffers) -> int:
         """Return the bytes in the swap files that a checkpoint holds, beside the versions that training writes."""

@@ -25,6 +25,10 @@ _SCHEDULER_KEYS = ("scheduler_state_dict", "lr_scheduler", "scheduler", "lr_sche
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # each may be in several files, which an index lists
 
 
+class NamesError(ConfigError):
+    """An optimizer's parameters are numbered, and the names that were given are none, or not theirs."""
+
+
 def read_file(path: Path, names: Sequence[Sequence[str]] | None) -> Found:
     """Return what a file of ``torch.save`` holds: a state dict, or a dict with those of a model and an optimizer.
 
@@ -185,13 +189,13 @@ def _by_name(
     if all(found is not None for found in own):
         names = [found for found in own if found is not None]
     if names is None:
-        raise ConfigError(
+        raise NamesError(
             f"{path}: expected names of the optimizer's parameters, which it numbers, but there are none; import it "
             "into an engine whose optimizer has the same groups, or make the optimizer with model.named_parameters()"
         )
     expected, got = [len(group) for group in names], [len(group["params"]) for group in saved]
     if expected != got:
-        raise ConfigError(
+        raise NamesError(
             f"{path}: expected param groups of {expected} parameters but got {got}; make the engine's optimizer with "
             "the groups that it was saved with, frozen parameters included"
         )

@@ -77,6 +77,10 @@ def _export(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--max-shard-size: expected bytes such as 5GB but got {arguments.max_shard_size!r}")
     if arguments.format == "torch":
         files = [export_torch(path, index, arguments.output, DEADLINE_S)]
+    elif arguments.format == "dcp":
+        from offload.cli.checkpoint.export_dcp import export_dcp
+
+        files = export_dcp(path, index, arguments.output, DEADLINE_S)
     else:
         files = export_weights(path, index, arguments.output, limit, DEADLINE_S)
     for file in files:
@@ -89,4 +93,35 @@ def _find(arguments: argparse.Namespace) -> tuple[Path, Index]:
     return path, Index.read(path / FILE_NAME)
 
 
-OPERATIONS: dict[str, Callable[[argparse.Namespace], None]] = {"ls": _list, "verify": _verify, "export": _export}
+def _import(arguments: argparse.Namespace) -> None:
+    from offload.cli.checkpoint.skeleton import make_skeleton, usual_groups
+    from offload.converting import convert
+
+    model = make_skeleton(arguments.model, arguments.dtype)
+    done = convert(
+        arguments.source,
+        model,
+        arguments.directory,
+        guesses=usual_groups(model),
+        optimizer=arguments.optimizer,
+        weights_only=arguments.weights_only,
+        tag=arguments.tag,
+    )
+    optimizer = done.index.contents["optimizer"]
+    trained = "weights alone"
+    if optimizer is not None:
+        members = [len(group["params"]) for group in optimizer["groups"]]
+        trained = f"{optimizer['class']}, param groups of {members} parameters"
+    size = format_bytes(done.index.size_bytes)
+    print(f"{done.kind}: {len(done.index.entries)} tensors, {size}; step {done.index.contents['step']}; {trained}")
+    for reason in done.left_out:
+        print(f"left out: {reason}")
+    print(f"wrote {done.path}")
+
+
+OPERATIONS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "ls": _list,
+    "verify": _verify,
+    "export": _export,
+    "import": _import,
+}

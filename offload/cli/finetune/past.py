@@ -1,4 +1,4 @@
-"""What of a fine-tuning run is over: kept with its checkpoints, so that a resumed run ends with the whole report.
+"""What of a fine-tuning run is over: kept with its checkpoints and commits, so that a resumed run has the whole report.
 
 Owns the way of it into a checkpoint and back. Next: :mod:`offload.cli.finetune.run`.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.cli.finetune.report import StepRecord
+from offload.cli.finetune.report import StepRecord, thinned
 from offload.cli.finetune.settings import FinetuneError, Settings
 
 
@@ -32,11 +32,16 @@ class Past:
     sample_before: str | None = None
     schedule: Mapping[str, Any] | None = None
 
-    def to_state(self, settings: Settings, schedule: Mapping[str, Any]) -> dict[str, Any]:
-        """Return it as the user's part of a checkpoint."""
+    @property
+    def done(self) -> int:
+        """Steps that were taken."""
+        return self.steps[-1].step if self.steps else 0
+
+    def to_state(self, settings: Settings, schedule: Mapping[str, Any], *, small: bool = False) -> dict[str, Any]:
+        """Return it as the user's part of a checkpoint; `small`, with some of the steps, as that of a commit."""
         return {
             "data": _data_of(settings),
-            "steps": [dataclasses.asdict(record) for record in self.steps],
+            "steps": [dataclasses.asdict(record) for record in (thinned(self.steps) if small else self.steps)],
             "evaluations": self.evaluations,
             "seconds": self.seconds,
             "sample_before": self.sample_before,
@@ -60,11 +65,12 @@ class Past:
                     "on it, so resume with what the run was begun with"
                 )
         steps = [StepRecord(**record) for record in state["steps"]]
-        if len(steps) >= settings.steps:
+        past = cls(steps, list(state["evaluations"]), state["seconds"], state["sample_before"], state["schedule"])
+        if past.done >= settings.steps:
             raise FinetuneError(
-                f"resume: the checkpoint has taken {len(steps)} of {settings.steps} steps; ask for more with --steps"
+                f"resume: the run has taken {past.done} of {settings.steps} steps; ask for more with --steps"
             )
-        return cls(steps, list(state["evaluations"]), state["seconds"], state["sample_before"], state["schedule"])
+        return past
 
 
 def checkpoints_of(settings: Settings) -> Path:

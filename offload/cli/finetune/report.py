@@ -61,6 +61,14 @@ class LinkReport:
     seconds_per_step: float
 
 
+def thinned(steps: Sequence[StepRecord], most: int = 1024) -> list[StepRecord]:
+    """Return about `most` of the records at most, evenly spread, with the first and the last: for a long run's plot."""
+    apart = 1
+    while len(steps) // apart > most:
+        apart *= 2
+    return [record for record in steps if record.step % apart == 0 or record is steps[0] or record is steps[-1]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
     """Result of a fine-tuning run."""
@@ -86,7 +94,12 @@ class Report:
     @property
     def tokens_per_second(self) -> float:
         """Training speed, first step included."""
-        return len(self.steps) * self.tokens_per_step / self.train_seconds if self.train_seconds > 0 else 0.0
+        return self.taken * self.tokens_per_step / self.train_seconds if self.train_seconds > 0 else 0.0
+
+    @property
+    def taken(self) -> int:
+        """Steps of the run; the records of some may be left out."""
+        return self.steps[-1].step if self.steps else 0
 
     @property
     def loss_before(self) -> float:
@@ -153,7 +166,7 @@ def render(report: Report) -> str:
     rows = [("held-out loss", f"{before:.4f} before, {after:.4f} after ({perplexities})")]
     if report.steps:
         rows.append(("train loss", f"{report.steps[0].loss:.4f} first step, {report.steps[-1].loss:.4f} last"))
-    took = f"{len(report.steps)} steps of {report.tokens_per_step} tokens in {duration_text(report.train_seconds)}"
+    took = f"{report.taken} steps of {report.tokens_per_step} tokens in {duration_text(report.train_seconds)}"
     whole = f"the whole run {duration_text(report.total_seconds)}"
     rows.append(("speed", f"{report.tokens_per_second:.0f} tokens/s; {took}; {whole}"))
     rows.append(("memory", _memory_text(report.memory)))
@@ -161,7 +174,7 @@ def render(report: Report) -> str:
         budget = report.budget_bytes.get(tier)
         rows.append((f"  {tier}", f"peak {short_bytes(peak)}" + (f" of {short_bytes(budget)}" if budget else "")))
     rows.append(("per step", f"bound by {report.binding_link}"))
-    step_seconds = report.train_seconds / len(report.steps) if report.steps else 0.0
+    step_seconds = report.train_seconds / report.taken if report.steps else 0.0
     for name, link in report.links.items():
         if link.bytes_per_step or link.seconds_per_step:
             moved = f"{short_bytes(link.bytes_per_step):>9} in" if link.bytes_per_step else " " * 12

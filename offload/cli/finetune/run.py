@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from offload.activations.rss import trim_heap
+from offload.checkpoint.format.folder import Folder
 from offload.cli.finetune.past import Past, checkpoints_of
 from offload.cli.finetune.progress import LinkMeter, Progress, RssMeter
 from offload.cli.finetune.report import MemoryReport, Report, StepRecord, render, write_json, write_plot
@@ -103,7 +104,7 @@ def train(
         for group, rate in zip(engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate  # making a scheduler has set the first one
     supply = batches(windows.train, settings, device)
-    for _ in range(len(past.steps) * settings.gradient_accumulation_steps):
+    for _ in range(past.done * settings.gradient_accumulation_steps):
         next(supply)
     meter = LinkMeter()
     after = {round(settings.steps * (i + 1) / settings.evaluations) for i in range(settings.evaluations)}
@@ -113,7 +114,7 @@ def train(
         progress.note(f"held-out loss {loss:.4f} before training")
     trim_heap()  # sequences of growing length leave holes of every size
     engine.train()
-    for number in range(len(past.steps) + 1, settings.steps + 1):
+    for number in range(past.done + 1, settings.steps + 1):
         before, begin = engine.stats(), clock()
         losses = []
         rate = float(engine.optimizer.param_groups[0]["lr"])
@@ -140,6 +141,8 @@ def train(
             if number == settings.steps:
                 progress.close()
             progress.note(f"held-out loss {loss:.4f} after step {number}")
+        if settings.is_durable:
+            engine.client_state = past.to_state(settings, scheduler.state_dict(), small=True)
         if settings.save_every and (number % settings.save_every == 0 or number == settings.steps):
             state = past.to_state(settings, scheduler.state_dict())
             folder, keep = checkpoints_of(settings), settings.keep_checkpoints
@@ -231,6 +234,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         settings.engine_options,
         max_grad_norm=settings.max_grad_norm,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        **_durable_options(settings),
     )
     tokenizer, windows = _tokenized(settings)
     from transformers import AutoModelForCausalLM  # noqa: F401 (counts to the baseline)
@@ -255,7 +259,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         if past.sample_before is None:
             past.sample_before = sample()
         trim_heap()
-        done = len(past.steps)
+        done = past.done
         showing = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
         with contextlib.closing(showing) as progress:
             training = train(engine, windows, settings, progress, device, past=past)
@@ -295,12 +299,30 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
     return report
 
 
+def _durable_options(settings: Settings) -> dict[str, Any]:
+    """Return what a durable run's engine is to look for."""
+    if not settings.is_durable:
+        return {}
+    checkpoints = checkpoints_of(settings) if settings.resume and settings.output is not None else None
+    return {"resume": settings.resume, "checkpoint_dir": checkpoints}
+
+
 def _past(engine: Engine, settings: Settings, out: TextIO) -> Past:
-    """Return what is over of the run: of a resumed one, what its latest checkpoint has."""
-    if not settings.resume:
+    """Return what is over of the run: of a resumed one, what its last commit or its latest checkpoint has.
+
+    Raises:
+        CheckpointError, FinetuneError: there is none, or it is of another run.
+    """
+    if settings.is_durable:
+        if engine.resumed is None:
+            return Past()
+        state = engine.resumed.client_state
+    elif settings.resume is True or (settings.resume and Folder(checkpoints_of(settings)).tags()):
+        state = engine.load_checkpoint(checkpoints_of(settings))
+    else:
         return Past()
-    past = Past.of_state(engine.load_checkpoint(checkpoints_of(settings)), settings)
-    print(f"resumed after step {len(past.steps)}", file=out, flush=True)
+    past = Past.of_state(state, settings)
+    print(f"resumed after step {past.done}", file=out, flush=True)
     return past
 
 

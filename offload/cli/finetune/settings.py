@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offload.errors import ConfigError, OffloadError
 
@@ -49,7 +49,10 @@ class Settings:
         default=0, metadata=_data("checkpoint in OUTPUT/checkpoints every N steps and at the end; 0: none", "N")
     )
     keep_checkpoints: int = field(default=2, metadata=_data("checkpoints that stay", "N"))
-    resume: bool = field(default=False, metadata=_data("go on from the latest checkpoint in OUTPUT/checkpoints"))
+    resume: bool | Literal["auto"] = field(
+        default=False,
+        metadata=_data("go on with the run in RUN_DIR, or the latest checkpoint in OUTPUT/checkpoints; auto: if any"),
+    )
     save_model: bool = field(default=False, metadata=_data("also write the trained model to OUTPUT/model"))
     steps: int = field(default=100, metadata=_training("optimizer steps", "N"))
     lr: float = field(default=2e-5, metadata=_training("learning rate of AdamW; it falls to a tenth", "RATE"))
@@ -78,9 +81,16 @@ class Settings:
             raise FinetuneError(f"held_out: expected a share in (0, 1) but got {self.held_out}")
         if min(self.sample_tokens, self.warmup_steps, self.save_every) < 0:
             raise FinetuneError("sample_tokens, warmup_steps and save_every: expected whole numbers >= 0")
-        for name in ("save_model", "save_every", "resume"):
+        for name in ("save_model", "save_every", *(() if self.is_durable else ("resume",))):
             if getattr(self, name) and self.output is None:
                 raise FinetuneError(f"{name}: no output folder is given")
+        if self.resume not in (True, False, "auto"):
+            raise FinetuneError(f'resume: expected True, False or "auto" but got {self.resume!r}')
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether each step is committed to a run directory."""
+        return self.engine_options.get("run_dir") is not None
 
     @property
     def tokens_per_step(self) -> int:
@@ -101,6 +111,9 @@ class EngineSettings:
     cpu_memory: str | None = field(default=None, metadata=_memory("of the host", "SIZE"))
     nvme_memory: str | None = field(default=None, metadata=_memory("of the drive", "SIZE"))
     nvme_path: list[Path] | None = field(default=None, metadata=_memory("folder on the drive; repeatable", "DIR"))
+    run_dir: list[Path] | None = field(
+        default=None, metadata=_memory("the same, for a durable run: each step is committed there", "DIR")
+    )
     offload_param: str | None = field(
         default=None, metadata=_memory("auto, none, cpu or nvme: force where parameters live", "TIER")
     )
@@ -151,8 +164,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
             how: dict[str, Any] = {"default": default}
-            kind, *_ = typing.get_args(kinds[option.name]) or [kinds[option.name]]  # of `int | None`: int
-            if kind is bool:
+            kind, *others = typing.get_args(kinds[option.name]) or [kinds[option.name]]  # of `int | None`: int
+            if kind is bool and others:  # a flag that takes a word, too
+                how |= {"nargs": "?", "const": True, "choices": typing.get_args(others[0])}
+            elif kind is bool:
                 how["action"] = "store_true"
             elif typing.get_origin(kind) is list:
                 how |= {"action": "append", "type": typing.get_args(kind)[0], "metavar": option.metadata["metavar"]}

@@ -31,7 +31,7 @@ class FullValues:
         found = self._states(manager, where).get("master" if state is None else state) if unit.trainable else None
         if found is None and state is None:
             if unit.trainable and unit.dtype != "float32":
-                found = checkpoint.gather_masters(manager, (), {where})[where]
+                found = checkpoint.gather_masters(manager, (), wanted={where})[where]
             if found is None:
                 with self._parts.tensors.gather(parameter, modify=False):
                     found = parameter.detach().float().clone()
@@ -58,4 +58,4 @@ class FullValues:
 
     def _states(self, manager: Manager, where: Where) -> dict[str, Any]:
         """Return the states of a parameter; nothing where there are none, or not yet."""
-        return checkpoint.gather_states(manager, self._parts.steps.counts, {where}).get(where, {})
+        return checkpoint.gather_states(manager, self._parts.steps.counts, wanted={where}).get(where, {})
