@@ -52,6 +52,10 @@ _HOMES = {
     "load_pretrained": "pretrained",
 }
 
+_DOORS = {  # modules, which import the library that they are named after
+    "peft": "integrations.peft",
+}
+
 __all__ = [
     "LAMB",
     "SGD",
@@ -77,10 +81,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _DOORS:
+        return importlib.import_module(f"offload.{_DOORS[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
     return getattr(importlib.import_module(f"offload.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_DOORS])

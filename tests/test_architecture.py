@@ -44,6 +44,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
     ("pretrained", "initialisation"),
+    ("integrations",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,1 @@
+"""Doors: one file per library whose scripts run here with three lines changed."""
