@@ -22,7 +22,7 @@ from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.module.binding import Binding, stand_in
-from offload.module.quantized import FourBitModules
+from offload.module.quantized import EightBitModules, FourBitModules
 from offload.module.saved import SavedTensors
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
@@ -113,6 +113,7 @@ class Loader:
             for members in tree.parameters
         ]
         self._four_bit = FourBitModules(module)
+        self._eight_bit = EightBitModules(module)
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []  # that have been moved, with where they were
 
     def load(self, manager: Manager) -> None:
@@ -122,6 +123,7 @@ class Loader:
             ConfigError: something is on the meta device and gets no values; a file was cut off meanwhile.
             OSError: a file cannot be read.
         """
+        self._eight_bit.release()
         meta_buffers = self._materialise_buffers()
         for unit in self._tree.units:
             members = self._tree.parameters[unit.index]
@@ -146,6 +148,7 @@ class Loader:
             swap.SwapCorruptError: the store lacks a part of the content.
         """
         manager.take_up(frozenset(record["sides"]))
+        self._eight_bit.release()
         meta_buffers = self._materialise_buffers()
         made = {id(buffer) for buffer in meta_buffers.values()}
         for unit in self._tree.units:
@@ -203,10 +206,12 @@ class Loader:
             buffer = part._buffers.get(name)
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
+        self._eight_bit.detach()
 
     def move_buffers(self, device: torch.device, saved: SavedTensors) -> None:
         """Move the buffers of all modules to the device, where compute wants them, and what is like them."""
         self._four_bit.attach(device, saved)
+        self._eight_bit.attach(device)
         for part in self._module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.device != device and not buffer.is_meta:

@@ -86,10 +86,10 @@ def _adapted(module: nn.Module) -> Any:
             "save_pretrained; call engine.module.merge_and_unload(), and save its state_dict()"
         )
     for name, parameter in base.named_parameters():
-        if is_a(parameter, "bitsandbytes", "Params4bit"):
+        if is_a(parameter, "bitsandbytes", "Params4bit") or is_a(parameter, "bitsandbytes", "Int8Params"):
             raise ConfigError(
-                f"merge_and_save: expected weights that adapters can be added to exactly but {name} has 4 bits per "
-                f"element; {LOAD_PLAIN}"
+                f"merge_and_save: expected weights that adapters can be added to exactly but {name} is quantized by "
+                f"bitsandbytes; {LOAD_PLAIN}"
             )
     return base
 
