@@ -108,6 +108,7 @@ class Loader:
         self._weights = weights
         self._originals: dict[Where, torch.Tensor] = {}  # in whose place came what files have
         self._loaded: list[int] = []
+        self._half_loaded: dict[Where, Unread | torch.Tensor] = {}  # what a unit had when loading it failed
         self._devices = [
             [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
             for members in tree.parameters
@@ -131,7 +132,11 @@ class Loader:
             if any(parameter.is_meta for parameter in members):
                 self._materialise(unit.index)
             values = {(unit.index, slot): given.pop(slot, p.data) for slot, p in enumerate(members)}
-            checkpoint.scatter_parameters(manager, values)
+            try:
+                checkpoint.scatter_parameters(manager, values)
+            except BaseException:
+                self._half_loaded = values
+                raise
             del values
             if unit.index not in manager.working:
                 self._binding.unbind(unit)
@@ -199,6 +204,9 @@ class Loader:
         for index in self._loaded:
             if index not in unloaded:
                 self._binding.mark_lost(index)
+        for (index, slot), value in self._half_loaded.items():
+            if isinstance(value, torch.Tensor):
+                self._binding.rebind(self._tree.parameters[index][slot], value)
         for (index, slot), original in self._originals.items():
             if index in unloaded or index not in self._loaded:
                 _exchange(self._tree.parameters[index][slot], original)
