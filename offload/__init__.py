@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from offload.integrations import deepspeed as deepspeed
     from offload.integrations import hf as hf
     from offload.integrations import lightning as lightning
+    from offload.integrations import peft as peft
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.plan import Plan
     from offload.pretrained import load_pretrained
@@ -56,7 +57,7 @@ _HOMES = {
     "load_pretrained": "pretrained",
 }
 
-_DOORS = ("accelerate", "deepspeed", "hf", "lightning")  # of other libraries' scripts
+_DOORS = ("accelerate", "deepspeed", "hf", "lightning", "peft")  # of other libraries' scripts
 
 __all__ = [
     "LAMB",

@@ -33,6 +33,17 @@ class EngineTensors:
         """
         return self._parts.tensors.state_dict()
 
+    def deferred_state_dict(self, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
+        """Return a state dict whose parameters are read from their homes when somebody needs their bytes.
+
+        For writers of files that are larger than memory: names, joins, casts and parts of such tensors read nothing,
+        ``data_ptr()`` does. What is read is the content of that moment.
+
+        Args:
+            module: a part of the module; None for all of it.
+        """
+        return self._parts.tensors.deferred_state(self.module if module is None else module)
+
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Load parameters and buffers by name; masters follow the given values, moments are kept.
 

@@ -230,6 +230,26 @@ def test_what_fails_after_loading_leaves_the_model_as_it_was(place: Callable[...
     step_on_plain(model)
 
 
+@pytest.mark.parametrize("unit", [0, 2])
+def test_a_unit_that_fails_while_it_is_loaded_is_as_it_was(unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been bound to memory that is freed then."""
+    from offload.checkpoint import values
+
+    model, given = net(), values.scatter_parameters
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def fails(manager: Any, of: Any) -> None:
+        given(manager, of)
+        if (unit, 0) in of:
+            raise OSError("none left")
+
+    monkeypatch.setattr(values, "scatter_parameters", fails)
+    for options in (everything_on_device(), host(model)):
+        with pytest.raises(OSError, match="none left"):
+            Engine(model, AdamW(), **options)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_a_failed_way_back_leaves_nothing_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drive fails while the model is loaded, and again when what was loaded is to come back."""
 

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-ELSEWHERE = ("common", "deepspeed_")  # what the others share; test_deepspeed.py
+ELSEWHERE = ("common", "deepspeed_", "qlora")  # what the others share; test_deepspeed.py, test_example_qlora.py
 
 
 @pytest.mark.parametrize(

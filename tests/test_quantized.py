@@ -1,4 +1,4 @@
-"""Models with 4-bit weights of bitsandbytes: as in plain torch, whatever they have been through, wherever they live."""
+"""Models with weights of bitsandbytes: as in plain torch, whatever they have been through, wherever they live."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ BLOCKS = 8
 class Block(nn.Module):
     """A frozen layer of 4-bit weights with an adapter beside it."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, bits: int = 4, **options: Any) -> None:
         super().__init__()
-        self.base = bnb.nn.Linear4bit(WIDTH, WIDTH, quant_type="nf4", **options).requires_grad_(False)
+        if bits == 8:
+            self.base = bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False, threshold=options.pop("threshold", 0))
+            self.base.requires_grad_(False)
+        else:
+            self.base = bnb.nn.Linear4bit(WIDTH, WIDTH, quant_type="nf4", **options).requires_grad_(False)
         self.down = nn.Linear(WIDTH, 4, bias=False)
         self.up = nn.Linear(4, WIDTH, bias=False)
 
@@ -54,7 +58,7 @@ class Net(nn.Module):
 def net(**options: Any) -> Net:
     """Return a net whose weights have not been quantized yet."""
     torch.manual_seed(0)
-    return Net(**{"compute_dtype": torch.float32, **options})
+    return Net(**(options if options.get("bits") == 8 else {"compute_dtype": torch.float32, **options}))
 
 
 def loss_of(forward: Callable[[torch.Tensor], torch.Tensor], number: int) -> torch.Tensor:
@@ -275,11 +279,18 @@ def test_what_cannot_be_had_is_refused() -> None:
     model.blocks[2].base.weight.quant_state = None
     with pytest.raises(ConfigError, match=r"^parameter blocks\.2\.base\.weight: .*with their scales but got none"):
         Engine(model, AdamW(), **everything_on_device())
-    eight = nn.Sequential(nn.Linear(WIDTH, WIDTH), bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False))
-    for past in PASTS.values():
-        text = r"^parameter 1\.weight: .*got bitsandbytes Int8Params, .*; load the model with 4-bit modules$"
-        with pytest.raises(ConfigError, match=text):
-            Engine(past(eight), AdamW(), **everything_on_device())
+    eight = net(bits=8)
+    eight.blocks[1].base.weight.requires_grad_()
+    with pytest.raises(ConfigError, match=r"^parameter blocks\.1\.base\.weight: .*frozen but got requires_grad=True"):
+        Engine(eight, AdamW(), **everything_on_device())
+    eight = after_forward(net(bits=8))
+    eight.blocks[2].base.state.SCB = None
+    with pytest.raises(ConfigError, match=r"^parameter blocks\.2\.base\.weight: .*with their scales but got none"):
+        Engine(eight, AdamW(), **everything_on_device())
+    words = nn.Sequential(bnb.nn.Embedding8bit(100, 64).requires_grad_(False), nn.Linear(64, 100)).to("cpu")
+    text = r"^parameter 0\.weight: .*Int8Params outside a Linear8bitLt; load the model with 4-bit modules$"
+    with pytest.raises(ConfigError, match=text):
+        Engine(words, AdamW(), **everything_on_device())
 
 
 def test_a_budget_that_will_not_do_leaves_a_model_that_can_be_used(truth: Any) -> None:
@@ -309,6 +320,71 @@ def test_scales_are_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -
     assert moves == [torch.device("cuda", 1)] * BLOCKS + [torch.device("cpu")] * BLOCKS
     four_bit.detach()
     assert len(moves) == 2 * BLOCKS
+
+
+EIGHT_BYTES = 80 << 10  # a unit of one layer
+
+
+@pytest.mark.parametrize("threshold", [0.0, 6.0])
+@pytest.mark.parametrize("past", PASTS)
+def test_eight_bits(past: str, threshold: float, tmp_path: Path) -> None:
+    """As with four, and with as many bits the same wherever the model lives; it has its weights again afterwards."""
+    options: dict[str, Any] = {"bits": 8, "threshold": threshold}
+    truth = plain_run(net(**options).to("cpu"))
+    ours = engine_run(PASTS[past](net(**options)), **everything_on_device())
+    assert_close(ours, truth)
+    sizes = net(**options).to("cpu")
+    for place in (host(sizes, unit_bytes=EIGHT_BYTES), nvme(sizes, tmp_path, unit_bytes=EIGHT_BYTES)):
+        model = PASTS[past](net(**options))
+        other = engine_run(model, **place)
+        assert [torch.equal(a, b) for a, b in zip(ours[0], other[0], strict=True)] == [True] * 4
+        assert_same_tensors(other[1], ours[1])
+        with torch.no_grad():
+            assert torch.equal(loss_of(model, 3), other[0][3])
+        for block in model.blocks:
+            assert type(block.base.weight) is bnb.nn.Int8Params
+            assert type(block.base.state) is bnb.MatmulLtState
+            assert block.base.state.CB.data_ptr() == block.base.weight.data_ptr()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_eight_bits_with_checkpointing(reentrant: bool, tmp_path: Path) -> None:
+    truth = engine_run(net(bits=8), **everything_on_device())
+    model = net(bits=8, reentrant=reentrant)
+    ours = engine_run(model, **nvme(net(bits=8).to("cpu"), tmp_path, unit_bytes=EIGHT_BYTES))
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], truth[0], strict=True))
+    assert_same_tensors(ours[1], truth[1])
+
+
+def test_an_engine_that_is_not_made_leaves_eight_bits_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a module keep the memory of its weight while units are loaded."""
+    from offload.checkpoint import values
+
+    model, given = net(bits=8).to("cpu"), values.scatter_parameters
+    truth = loss_of(model, 0)
+    last = model.blocks[-1].base
+
+    def fails(manager: Any, of: Any) -> None:
+        if any(value.data_ptr() == last.weight.data_ptr() for value in of.values()):
+            assert not any("CB" in vars(block.base.state) for block in model.blocks)
+            raise OSError("none left")
+        given(manager, of)
+
+    monkeypatch.setattr(values, "scatter_parameters", fails)
+    with pytest.raises(OSError, match="none left"):
+        Engine(model, adamw(model), **everything_on_device())
+    assert torch.equal(loss_of(model, 0), truth)
+    assert type(last.state) is bnb.MatmulLtState and last.state.CB is not None
+
+
+def test_eight_bits_that_are_lost_are_not_read_as_others() -> None:
+    model = net(bits=8)
+    engine = Engine(model, adamw(model), **everything_on_device())
+    engine.close(restore=False)
+    with pytest.raises(StateError, match="expected content but it has none"):
+        loss_of(model, 0)
+    with pytest.raises(StateError, match="expected content but it has none"):
+        _ = model.blocks[0].base.state.CB
 
 
 class Words(nn.Module):

@@ -22,7 +22,7 @@ from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.module.binding import Binding, stand_in
-from offload.module.quantized import FourBitModules
+from offload.module.quantized import EightBitModules, FourBitModules
 from offload.module.saved import SavedTensors
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
@@ -108,11 +108,13 @@ class Loader:
         self._weights = weights
         self._originals: dict[Where, torch.Tensor] = {}  # in whose place came what files have
         self._loaded: list[int] = []
+        self._half_loaded: dict[Where, Unread | torch.Tensor] = {}  # what a unit had when loading it failed
         self._devices = [
             [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
             for members in tree.parameters
         ]
         self._four_bit = FourBitModules(module)
+        self._eight_bit = EightBitModules(module)
         self._buffers: list[tuple[nn.Module, str, torch.device]] = []  # that have been moved, with where they were
 
     def load(self, manager: Manager) -> None:
@@ -122,6 +124,7 @@ class Loader:
             ConfigError: something is on the meta device and gets no values; a file was cut off meanwhile.
             OSError: a file cannot be read.
         """
+        self._eight_bit.release()
         meta_buffers = self._materialise_buffers()
         for unit in self._tree.units:
             members = self._tree.parameters[unit.index]
@@ -129,7 +132,11 @@ class Loader:
             if any(parameter.is_meta for parameter in members):
                 self._materialise(unit.index)
             values = {(unit.index, slot): given.pop(slot, p.data) for slot, p in enumerate(members)}
-            checkpoint.scatter_parameters(manager, values)
+            try:
+                checkpoint.scatter_parameters(manager, values)
+            except BaseException:
+                self._half_loaded = values
+                raise
             del values
             if unit.index not in manager.working:
                 self._binding.unbind(unit)
@@ -146,6 +153,7 @@ class Loader:
             swap.SwapCorruptError: the store lacks a part of the content.
         """
         manager.take_up(frozenset(record["sides"]))
+        self._eight_bit.release()
         meta_buffers = self._materialise_buffers()
         made = {id(buffer) for buffer in meta_buffers.values()}
         for unit in self._tree.units:
@@ -196,6 +204,9 @@ class Loader:
         for index in self._loaded:
             if index not in unloaded:
                 self._binding.mark_lost(index)
+        for (index, slot), value in self._half_loaded.items():
+            if isinstance(value, torch.Tensor):
+                self._binding.rebind(self._tree.parameters[index][slot], value)
         for (index, slot), original in self._originals.items():
             if index in unloaded or index not in self._loaded:
                 _exchange(self._tree.parameters[index][slot], original)
@@ -203,10 +214,12 @@ class Loader:
             buffer = part._buffers.get(name)
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
+        self._eight_bit.detach()
 
     def move_buffers(self, device: torch.device, saved: SavedTensors) -> None:
         """Move the buffers of all modules to the device, where compute wants them, and what is like them."""
         self._four_bit.attach(device, saved)
+        self._eight_bit.attach(device)
         for part in self._module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.device != device and not buffer.is_meta:

@@ -31,6 +31,7 @@ from offload.module.refusals import unreadable
 from offload.planning.units import Where
 from offload.shards.manager import Manager
 
+_ADAPTED = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")  # what PEFT puts in the place of modules
 SWAP_NUMEL = 1 << 20  # elements that change places at once
 
 
@@ -106,16 +107,28 @@ class ModuleTensors:
                 f"save_pretrained: {type(self._module).__name__} is not a Hugging Face model; "
                 "use torch.save(engine.state_dict(), path)"
             )
+        if is_a(getattr(self._module, "base_model", None), "peft", "BaseTuner") and not any(
+            is_a(part, "peft", kind) for part in self._module.modules() for kind in _ADAPTED
+        ):
+            raise StateError(
+                "save_pretrained: expected adapters but they are merged and unloaded, so that nothing would be saved; "
+                "save what merge_and_unload() returned with its own save_pretrained"
+            )
         known = is_a(self._module, "transformers", "PreTrainedModel") or is_a(self._module, "peft", "PeftModel")
         if not known or not kwargs.get("safe_serialization", True):
             save(directory, state_dict=self.state_dict(), **kwargs)
             return
-        self._changes.adopt()
-        manager.working.refuse_changes()
         if is_a(self._module, "transformers", "PreTrainedModel"):  # adapters are small
             total = sum(unit.param_bytes for unit in self._tree.units)
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
-        save(directory, state_dict=deferred_state(self._module, self._binding, manager), **kwargs)
+        save(directory, state_dict=self.deferred_state(self._module), **kwargs)
+
+    def deferred_state(self, module: nn.Module) -> dict[str, Any]:
+        """Return a module's state dict with deferred tensors; see ``Engine.deferred_state_dict``."""
+        manager = self._manager()
+        self._changes.adopt()
+        manager.working.refuse_changes()
+        return deferred_state(module, self._binding, manager)
 
     def load(self, state_dict: Mapping[str, torch.Tensor | Source], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""

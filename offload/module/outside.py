@@ -134,9 +134,10 @@ class OutsideAccess:
             viewed = self._binding.unit_at(address_of(value)) is not None
         if not mine:
             if viewed or self._manager.working.borrowed(where[0]):
+                graph = "or compute the value under torch.no_grad(), " if value.requires_grad else ""
                 raise StateError(
                     f"{name}: expected no other tensor that views it, or parameters beside it, when "
-                    "its .data is replaced, for that tensor would change, too; drop it, or take a copy with "
+                    f"its .data is replaced, for that tensor would change, too; drop it, {graph}or take a copy with "
                     "parameter.detach().clone()"
                 )
             self._changes.write({where: value})

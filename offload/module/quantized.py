@@ -1,12 +1,14 @@
-"""Modules of bitsandbytes with 4-bit weights: made ready for an engine, and given back.
+"""Modules of bitsandbytes with weights of 4 or 8 bits: made ready for an engine, and given back.
 
 Owns what such modules would do to their weights by themselves - quantize them when they are moved, pack them anew for a
-processor, cast a bias, keep weights until backward - which has to happen before the engine has them, or not at all. No
-library is imported: modules are known by the class of their weights. Next: :mod:`offload.checkpoint.loading`.
+processor, cast a bias, keep weights beside the parameter or until backward - which has to happen before the engine has
+them, or not at all. No library is imported: modules are known by the class of their weights. Next:
+:mod:`offload.checkpoint.loading`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.classes import is_a
 from offload.errors import SAVE_FIRST, ConfigError, StateError
+from offload.module.absent import is_lost
 from offload.module.binding import Binding
 from offload.module.saved import SavedTensors
 
@@ -35,7 +38,18 @@ def make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
         ConfigError: a 4-bit weight is to be trained, has no scales or would be cast, or a bias gets another dtype than
             its module computes in. Nothing was changed.
     """
-    found = list(_four_bit(model))
+    found, eight = list(_four_bit(model)), list(_eight_bit(model))
+    for name, module, weight in eight:
+        if weight.requires_grad:
+            raise ConfigError(
+                f"parameter {name}: expected 8-bit weights of bitsandbytes to be frozen but got requires_grad=True; "
+                "call requires_grad_(False) on it, and train adapters"
+            )
+        if weight.dtype == torch.int8 and weight.SCB is None and module.state.SCB is None:
+            raise ConfigError(
+                f"parameter {name}: expected 8-bit weights of bitsandbytes with their scales but got none; load the "
+                "model again"
+            )
     for name, module, weight in found:
         if weight.requires_grad:
             raise ConfigError(
@@ -65,6 +79,11 @@ def make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
         bias = _bias(module)
         if bias is not None and module.compute_dtype not in (None, bias.dtype):
             Binding.rebind(bias, bias.detach().to(module.compute_dtype))  # as its forward rebinds it
+    for _, module, weight in eight:
+        if weight.dtype != torch.int8:
+            weight.to(weight.device)  # in place
+        if weight.CB is not None:
+            module.init_8bit_state()
 
 
 class FourBitModules:
@@ -123,6 +142,63 @@ class FourBitModules:
                 return
 
 
+class EightBitModules:
+    """The 8-bit modules of one engine, as long as it has them: none keeps its weight beside the parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._handles: list[RemovableHandle] = []
+        self._states: list[tuple[Any, type, torch.device]] = []  # with what they were, and where their scales were
+
+    def release(self) -> None:
+        """Let modules and their backward ask for the weight where it is: its memory is about to be freed."""
+        for _, module, _ in _eight_bit(self._model):
+            kind: type = type(module.state)
+            self._states.append((module.state, kind, module.state.SCB.device))
+            vars(module.state).pop("CB", None)
+            vars(module.state)["of_module"] = module
+            module.state.__class__ = _without_weight(kind)
+
+    def attach(self, device: torch.device) -> None:
+        """Move scales to the device, where compute wants them, and keep modules from casting a bias."""
+        for name, module, _ in _eight_bit(self._model):
+            module.state.SCB = module.state.SCB.to(device)
+            if module.bias is not None:
+                self._handles.append(module.register_forward_pre_hook(_refuse_cast_bias(name), with_kwargs=True))
+
+    def detach(self) -> None:
+        """Undo both, when parameters have memory of their own again; what is lost is left. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        for state, kind, device in self._states:
+            weight = vars(state)["of_module"].weight
+            if not is_lost(weight):
+                state.__class__ = kind
+                state.CB = weight.data
+                del vars(state)["of_module"]
+            state.SCB = state.SCB.to(device)
+        self._handles, self._states = [], []
+
+
+class _WithoutWeight:
+    """Has no weight of its own: it is the module's, in a forward and in backward."""
+
+    @property
+    def CB(self) -> torch.Tensor:
+        """The weight as it is now."""
+        weight: torch.Tensor = vars(self)["of_module"].weight.data
+        return weight
+
+    @CB.setter
+    def CB(self, value: object) -> None:
+        pass  # a module that is moved moves its weight, too
+
+
+@functools.cache
+def _without_weight(kind: type) -> type:
+    return type(kind.__name__, (_WithoutWeight, kind), {})
+
+
 class _Waiting:
     """In the place of a function's own pair of nothing and a weight."""
 
@@ -144,6 +220,13 @@ def _four_bit(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
                 yield name, module, weight
 
 
+def _eight_bit(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the 8-bit weights of a model's linear layers with their names and modules."""
+    for path, module in model.named_modules():
+        if is_a(module, "bitsandbytes", "Linear8bitLt") and not module.weight.has_fp16_weights:
+            yield f"{path}.weight" if path else "weight", module, module.weight
+
+
 def _bias(module: Any) -> nn.Parameter | None:
     """Return the bias that a module casts to what it computes in."""
     return module.bias if is_a(module, "bitsandbytes", "Linear4bit") else None
@@ -154,7 +237,7 @@ def _refuse_cast_bias(name: str) -> Any:
 
     def refuse(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = args[0] if args else kwargs["x"]
-        computes = module.compute_dtype or values.dtype
+        computes = getattr(module, "compute_dtype", None) or values.dtype
         if module.bias.dtype != computes:
             raise StateError(
                 f"parameter {name.removesuffix('weight')}bias: expected {computes}, in which its module computes, but "

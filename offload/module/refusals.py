@@ -92,12 +92,13 @@ def refuse_model(model: nn.Module) -> None:
             )
         if next(module.parameters(), None) is not None:
             _refuse_called_by_others(module)
+    linear = {id(part.weight) for part in model.modules() if is_a(part, "bitsandbytes", "Linear8bitLt")}
     for name, parameter in model.named_parameters():
         _refuse_tensor(f"parameter {name}", parameter)
-        if is_a(parameter, "bitsandbytes", "Int8Params") and not getattr(parameter, "has_fp16_weights", False):
+        if is_a(parameter, "bitsandbytes", "Int8Params") and id(parameter) not in linear:
             raise ConfigError(
-                f"parameter {name}: expected one that nobody else keeps but got {_class_of(parameter)}, whose module "
-                "keeps its elements and restores them in every forward; load the model with 4-bit modules"
+                f"parameter {name}: expected one that nobody else keeps but got {_class_of(parameter)} outside a "
+                "Linear8bitLt; load the model with 4-bit modules"
             )
         if parameter.is_meta and type(parameter) is not nn.Parameter:
             raise ConfigError(
