@@ -1126,7 +1126,7 @@ def test_every_single_transfer_may_fail(
         # Staging (4 slots x 16 B x 64 Ki elements) and three gradients of a unit (16 KiB each): the others spill. Slots
         # without room for gradients would leave so much that none of such a small model has to.
         slot_bytes = Planner._slot_bytes
-        monkeypatch.setattr(Planner, "_slot_bytes", lambda self, chunk, *, gradients=True: slot_bytes(self, chunk))
+        monkeypatch.setattr(Planner, "_slot_bytes", lambda self, chunk, **_: slot_bytes(self, chunk))
         options["max_memory"]["cpu"] = 4 * 16 * 65536 + 3 * 16384
 
     def train(engine: Engine) -> int:

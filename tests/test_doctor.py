@@ -341,13 +341,13 @@ def test_what_an_installation_without_extensions_says() -> None:
     command = [sys.executable, "-c", WITHOUT_EXTENSIONS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 1, done.stderr
-    kernels, engines, again, *report = done.stdout.splitlines()
+    whichever, engines, kernels, *report = done.stdout.splitlines()
     remedy = "build them with 'pip install .' or 'make venv' in a checkout, which needs a C++20 compiler"
     missing = "No module named 'offload._cpu_adam'"
     assert kernels == f"offload._cpu_adam: expected the compiled optimizer kernels but got: {missing}; {remedy}"
-    assert again == kernels
     missing = "No module named 'swap._aio'"
     assert engines == f"swap._aio: expected the compiled I/O engines but got: {missing}; {remedy}"
+    assert whichever in (kernels, engines)
     for name in ("offload._cpu_adam", "swap._aio"):
         line = next(number for number, text in enumerate(report) if f"{name} cannot be loaded" in text)
         assert report[line].endswith(f"{name} cannot be loaded: No module named '{name}'")

@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 
 from offload.errors import BudgetError, ConfigError
 from offload.memory.budget import Tier
+from offload.planning import versions
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request, most_in_flight
 from offload.planning.roles import STATE_ROLES, Role, role_bytes
 from offload.planning.traffic import saved_s, step_bytes
@@ -156,10 +157,14 @@ class Planner:
         buffers = self._fill_host()
         params, grads, states = self._params.homes, self._grads.homes, self._states.homes
         homes = tuple(Homes(params[u.index], grads.get(u.index), states.get(u.index)) for u in request.units)
-        committed = self._committed_bytes(buffers)
-        held = self._held_bytes(homes, buffers)
+        committed = versions.committed_bytes(request, buffers.chunk_numel)
+        held = versions.held_bytes(request, homes, buffers.chunk_numel)
         nvme = self._nvme_bytes(homes, buffers, committed + held)
-        rewritten = min(self._frozen_bytes(buffers), request.budgets[Tier.NVME] - nvme) // PAGE_BYTES * PAGE_BYTES
+        rewritten = (
+            min(versions.frozen_bytes(request, buffers.chunk_numel), request.budgets[Tier.NVME] - nvme)
+            // PAGE_BYTES
+            * PAGE_BYTES
+        )
         committed, nvme = committed + rewritten, nvme + rewritten
         chunk = buffers.chunk_numel
         arenas = {
@@ -385,37 +390,6 @@ class Planner:
 
     def _bytes_at(self, tier: Tier) -> int:
         return sum(shards.bytes_at(tier) for shards in (self._params, self._grads, self._states))
-
-    def _committed_bytes(self, buffers: _Buffers) -> int:
-        """Return the bytes in the swap files that the last commit keeps, beside the versions that are current."""
-        request = self._request
-        if request.commit is None:
-            return 0
-        numel = buffers.chunk_numel
-        trained = [unit for unit in request.units if unit.trainable]
-        shards = sum(
-            request.record_bytes(unit, roles, numel) for unit in trained for roles in ((Role.PARAM,), STATE_ROLES)
-        )
-        return shards + 2 * whole_pages(request.commit.record_bytes)  # two versions of the record
-
-    def _frozen_bytes(self, buffers: _Buffers) -> int:
-        """Return the bytes in the swap files that a durable run needs where somebody writes all frozen parameters.
-
-        No step does, so it is no more than good to have.
-        """
-        request = self._request
-        frozen = [unit for unit in request.units if request.commit is not None and not unit.trainable]
-        return sum(request.record_bytes(unit, (Role.PARAM,), buffers.chunk_numel) for unit in frozen)
-
-    def _held_bytes(self, homes: Sequence[Homes], buffers: _Buffers) -> int:
-        """Return the bytes in the swap files that a checkpoint holds, beside the versions that training writes."""
-        request, numel = self._request, buffers.chunk_numel
-        return sum(
-            request.record_bytes(unit, roles, numel)
-            for unit, home in zip(request.units, homes, strict=True)
-            for tier, roles in ((home.param, (Role.PARAM,)), (home.states, STATE_ROLES))
-            if request.holds and unit.trainable and tier is Tier.NVME
-        )
 
     def _nvme_bytes(self, homes: Sequence[Homes], buffers: _Buffers, beside_bytes: int) -> int:
         """Return the bytes that the swap files need, `beside_bytes` of them for older versions."""

@@ -206,7 +206,7 @@ class Gradients:
         if not gradient.arrived[slot]:
             return None
         if gradient.sums[slot] is None and self.is_there(index):
-            self._read_sums()
+            self.read_sums()
         total = gradient.sums[slot]
         if total is None:
             shard = self._copies.of(index, Role.GRAD)
@@ -216,9 +216,10 @@ class Gradients:
             gradient.sums[slot] = total
         return total
 
-    def _read_sums(self) -> None:
-        """Wait for what the device has measured, and have it measure the rest."""
-        assert self._there is not None
+    def read_sums(self) -> None:
+        """Have what waits on the device measured there, and wait for it; nothing where none does."""
+        if self._there is None:
+            return
         with self._mover.alone():
             for index, gradient in self._gradients.items():
                 shard = self._copies.of(index, Role.GRAD)
@@ -228,6 +229,11 @@ class Gradients:
                         self._there.measure((index, slot), self._address(shard, slot, dtype), dtype, numel)
             for (index, slot), total in self._there.read().items():
                 self._gradients[index].sums[slot] = total
+
+    def move(self, by_bytes: int) -> None:
+        """Note that the device's memory is elsewhere; :meth:`read_sums` has been called before it was given back."""
+        if self._there is not None:
+            self._there.move(by_bytes)
 
     def is_there(self, index: int) -> bool:
         """Tell whether a unit's gradient waits on a device that the host cannot address."""

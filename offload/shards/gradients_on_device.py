@@ -79,6 +79,11 @@ class GradientsOnDevice:
         """Forget all that was measured."""
         self._measured.clear()
 
+    def move(self, by_bytes: int) -> None:
+        """Note that the device's memory is elsewhere, and forget all that was measured."""
+        self._address = {where: address + by_bytes for where, address in self._address.items()}
+        self.forget_all()
+
     def read(self) -> dict[Where, tuple[float, int]]:
         """Wait for the device; return the sum of squares and the number of non-finite elements of all measured."""
         wheres = sorted(self._measured)

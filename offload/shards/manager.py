@@ -381,6 +381,7 @@ class Manager:
             swap.SwapError: an I/O error.
         """
         self.finish_updates()
+        self.gradients.read_sums()
         if Tier.HOST in tiers:
             self.gradients.empty_pool()
         self._away = self.working.leave()

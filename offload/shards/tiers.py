@@ -227,6 +227,8 @@ class Tiers:
                     )
                 moved = arena.take_again(self.device.arena if tier is Tier.DEVICE else self.device.host_arena)
                 self.copies.move_homes(tier, moved)
+                if tier is Tier.DEVICE:
+                    self.gradients.move(moved)
                 if tier is Tier.HOST and self.store is not None and arena.size_bytes:
                     self.store.register_buffer(arena.base_address, arena.size_bytes)
         except BaseException:

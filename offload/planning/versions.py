@@ -1,0 +1,43 @@
+"""How many bytes of the swap files older versions take, which somebody still needs while training writes new ones.
+
+Owns who needs them: the last commit of a durable run, and a checkpoint that is copied meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.memory.budget import Tier
+from offload.planning.plan import Homes, Request
+from offload.planning.roles import STATE_ROLES, Role
+from offload.sizes import whole_pages
+
+
+def committed_bytes(request: Request, chunk_numel: int) -> int:
+    """Return what the last commit keeps, beside the versions that are current."""
+    if request.commit is None:
+        return 0
+    trained = [unit for unit in request.units if unit.trainable]
+    shards = sum(
+        request.record_bytes(unit, roles, chunk_numel) for unit in trained for roles in ((Role.PARAM,), STATE_ROLES)
+    )
+    return shards + 2 * whole_pages(request.commit.record_bytes)  # two versions of the record
+
+
+def frozen_bytes(request: Request, chunk_numel: int) -> int:
+    """Return what a durable run needs where somebody writes all frozen parameters.
+
+    No step does, so it is no more than good to have.
+    """
+    frozen = [unit for unit in request.units if request.commit is not None and not unit.trainable]
+    return sum(request.record_bytes(unit, (Role.PARAM,), chunk_numel) for unit in frozen)
+
+
+def held_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int) -> int:
+    """Return what a checkpoint holds, beside the versions that training writes."""
+    return sum(
+        request.record_bytes(unit, roles, chunk_numel)
+        for unit, home in zip(request.units, homes, strict=True)
+        for tier, roles in ((home.param, (Role.PARAM,)), (home.states, STATE_ROLES))
+        if request.holds and unit.trainable and tier is Tier.NVME
+    )
