@@ -248,6 +248,18 @@ class Engine(EngineTensors, EngineRuns):
         self.module.eval()
         return self
 
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's ``generate``, as models of transformers have it.
+
+        Raises:
+            StateError: the module has none, or the engine is closed or asleep.
+        """
+        self._require_open()
+        method = getattr(self.module, "generate", None)
+        if method is None:
+            raise StateError(f"generate: expected a module that has it but got {type(self.module).__name__}")
+        return method(*args, **kwargs)
+
     def stats(self) -> Stats:
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         return take_snapshot(self._parts, self._manager)
@@ -324,6 +336,11 @@ class Engine(EngineTensors, EngineRuns):
             "engine: cannot be copied or pickled; save engine.state_dict() and engine.optimizer.state_dict(), and load "
             "them into a new engine and its optimizer"
         )
+
+    def __repr__(self) -> str:
+        what = f"{type(self.module).__name__}: {self.plan.headline()}"
+        state = "closed" if self._life.closed else "asleep" if self._life.asleep else f"on {self.device}"
+        return f"<offload.Engine of {what}, {state}>"
 
     def __enter__(self) -> Engine:
         """Return the engine; leaving the block closes it."""

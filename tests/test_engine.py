@@ -976,8 +976,45 @@ def test_generate(name: str, tmp_path: Path) -> None:
         engine.backward(engine.train()(**BY_NAME[name].batch(0)).loss)
         assert engine.step()
         engine.eval()
-        engine.module.generate(ids, **wanted, num_beams=2)
+        assert engine.generate(ids, **wanted, num_beams=2).shape[0] == ids.shape[0]
         assert engine.stats().misses + engine.stats().stalls > 0
+
+
+def test_generate_is_the_modules(tmp_path: Path) -> None:
+    plain = BY_NAME["gpt2"].build().eval()
+    ids = BY_NAME["gpt2"].batch(0)["input_ids"]
+    wanted = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    with Engine(copy.deepcopy(plain), **everything_on_device()) as engine:
+        assert torch.equal(engine.generate(ids, **wanted), plain.generate(ids, **wanted))
+    with pytest.raises(offload.StateError, match="closed"):
+        engine.generate(ids)
+    with Engine(net(), **everything_on_device()) as engine:
+        with pytest.raises(offload.StateError, match="generate: expected a module that has it but got"):
+            engine.generate(ids)
+
+
+def test_an_engine_says_what_it_is() -> None:
+    model = net()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    engine = Engine(model, AdamW(), **everything_on_device())
+    what = f"<offload.Engine of {type(model).__name__}: {len(engine.plan.homes)} units, {count:,} trainable parameters"
+    assert repr(engine) == f"{what}, on cpu>"
+    engine.close()
+    assert repr(engine) == f"{what}, closed>"
+
+
+def test_a_plan_as_json(tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(), **nvme(model, tmp_path)) as engine:
+        plan = engine.plan
+    found = json.loads(json.dumps(plan.to_dict()))
+    assert [unit["name"] for unit in found["units"]] == [unit.name for unit in plan.request.units]
+    assert {unit["home"]["states"] for unit in found["units"] if unit["trainable"]} == {"nvme"}
+    for tier, size in plan.arena_bytes.items():
+        row = found["bytes"][tier.value]
+        assert row["total"] == size and row["budget"] == plan.request.budgets[tier]
+        assert row["total"] == row["parameters"] + row["gradients"] + row["states"] + row["buffers"]
+    assert found["step_bytes"] == dict(plan.step_bytes) and "\n".join(found["notes"]) in str(plan)
 
 
 @pytest.mark.cpu("its generator")

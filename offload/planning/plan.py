@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from offload.kernels.on_device import TOTAL_BYTES
 from offload.kernels.ranges import StateKind
@@ -24,6 +25,7 @@ STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
 NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
 MANIFEST_LINE_BYTES = 52  # what the store's manifest says of a chunk, checksums apart
 GRANULE_BYTES, CHECKSUM_DIGITS = 256 << 10, 8  # of a durable store
+_COLUMNS = ("parameters", "gradients", "states", "buffers", "total", "budget")
 MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
 
 
@@ -319,10 +321,32 @@ class Plan:
             return homes.param
         return homes.grad if role is Role.GRAD else homes.states
 
-    def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._table(), *self._notes()])
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, for JSON.
 
-    def _headline(self) -> str:
+        Returns:
+            ``units``: per unit its ``name``, ``trainable``, and per kind of shard the tier that is its ``home``;
+            ``bytes``: per tier those of parameters, gradients and states at home there, of buffers, in total, and of
+            the budget; ``activation_bytes`` of the device budget; ``step_bytes`` per link; ``notes``, as printed.
+        """
+        units = []
+        for unit, homes in zip(self.request.units, self.homes, strict=True):
+            kinds = (("parameters", homes.param), ("gradients", homes.grad), ("states", homes.states))
+            home = {kind: tier.value for kind, tier in kinds if tier is not None}
+            units.append({"name": unit.name, "trainable": unit.trainable, "home": home})
+        return {
+            "units": units,
+            "bytes": {tier.value: dict(zip(_COLUMNS, self._sizes(tier), strict=True)) for tier in Tier},
+            "activation_bytes": self.activation_bytes,
+            "step_bytes": dict(self.step_bytes),
+            "notes": list(self._notes()),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline(), *self._table(), *self._notes()])
+
+    def headline(self) -> str:
+        """Return how many units and parameters there are, in words."""
         frozen = self._numel(trainable=False)
         text = f"{len(self.request.units)} units, {self._numel(trainable=True):,} trainable parameters"
         return f"{text}, {frozen:,} frozen" if frozen else text
@@ -332,18 +356,20 @@ class Plan:
 
     def _table(self) -> list[str]:
         """Return a line per tier: what is at home there, and what is left of its arena for buffers."""
-        request = self.request
-        rows: list[tuple[str, ...]] = [("", "parameters", "gradients", "states", "buffers", "total", "budget")]
+        rows: list[tuple[str, ...]] = [("", *_COLUMNS)]
         for tier in Tier:
-            kinds = ((Role.PARAM,), (Role.GRAD,), STATE_ROLES)
-            at_home = [sum(self._bytes_at(tier, role) for role in roles) for roles in kinds]
-            arena = self.arena_bytes[tier]
-            buffers = self.working_bytes + self.totals_bytes if tier is Tier.DEVICE else arena - sum(at_home)
-            own = request.own_bytes if tier is Tier.HOST else 0
-            sizes = (*at_home, buffers + own, arena + own, request.budgets[tier])
-            rows.append((tier.value, *(format_bytes(size) if size else "-" for size in sizes)))
+            rows.append((tier.value, *(format_bytes(size) if size else "-" for size in self._sizes(tier))))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+    def _sizes(self, tier: Tier) -> tuple[int, ...]:
+        """Return the bytes of a tier, in the order of :data:`_COLUMNS`."""
+        kinds = ((Role.PARAM,), (Role.GRAD,), STATE_ROLES)
+        at_home = [sum(self._bytes_at(tier, role) for role in roles) for roles in kinds]
+        arena = self.arena_bytes[tier]
+        buffers = self.working_bytes + self.totals_bytes if tier is Tier.DEVICE else arena - sum(at_home)
+        own = self.request.own_bytes if tier is Tier.HOST else 0
+        return (*at_home, buffers + own, arena + own, self.request.budgets[tier])
 
     def _bytes_at(self, tier: Tier, role: Role) -> int:
         return sum(self.role_bytes(unit, role) for unit in self.request.units if self.home(unit, role) is tier)
