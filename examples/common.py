@@ -80,4 +80,5 @@ def rows(given: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     """Return the sentences as a model takes them."""
     words = tokenizer(given)
     found = [words(sentence, return_tensors="pt").input_ids[0] for sentence in sentences()]
-    return [{"input_ids": ids, "labels": ids} for ids in found]
+    length = min(map(len, found))  # a tokenizer of its own may not give all the same
+    return [{"input_ids": ids[:length], "labels": ids[:length]} for ids in found]

@@ -1,4 +1,4 @@
-"""Save a checkpoint, and go on from it in another engine with other budgets: the same bits."""
+"""Save a checkpoint, and go on from it in another engine with its states elsewhere: the same bits."""
 
 import common
 

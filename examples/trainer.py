@@ -11,7 +11,7 @@ arguments = transformers.TrainingArguments(
     max_steps=given.steps,
     learning_rate=1e-2,
     gradient_accumulation_steps=2,
-    save_steps=given.steps // 2,
+    save_steps=max(1, given.steps // 2),
     logging_steps=1,
     per_device_train_batch_size=2,
     report_to=[],
@@ -32,7 +32,7 @@ whole = trainer()
 whole.train()
 whole.engine.close()
 resumed = trainer()
-resumed.train(resume_from_checkpoint=f"{given.output}/checkpoint-{given.steps // 2}")
+resumed.train(resume_from_checkpoint=f"{given.output}/checkpoint-{max(1, given.steps // 2)}")
 print(resumed.evaluate(common.rows(given)[:4]))
 resumed.engine.close()
 

@@ -133,8 +133,14 @@ def test_refuses(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected one engine with an optimizer but got 0 engines"):
         prepare(made, module)
     with Engine(module, AdamW(), **nvme(module, tmp_path, gradient_accumulation_steps=2)) as engine:
-        with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=2 beside gradient_accumulation_steps=2 of"):
+        with pytest.raises(
+            ConfigError, match=r"gradient_accumulation_steps=2 without gradient_reduction=\"sum\"; pass both"
+        ):
             prepare(made, engine)
+    durable = {**nvme(module, tmp_path), "run_dir": tmp_path / "run"}
+    durable.pop("nvme_path")
+    with Engine(module, AdamW(), **durable) as engine, pytest.raises(ConfigError, match="run_dir: expected a run that"):
+        prepare(made, engine)
     with Engine(module, **nvme(module, tmp_path, offload_optimizer="auto")) as engine:
         with pytest.raises(ConfigError, match=r"one that only evaluates; pass offload\.Engine\(model, optimizer"):
             prepare(made, engine)

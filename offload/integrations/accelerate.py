@@ -17,7 +17,7 @@ import torch
 
 from offload.engine import Engine
 from offload.errors import ConfigError
-from offload.integrations.libraries import refuse_two_sides, require, trains_float16
+from offload.integrations.libraries import refuse_durable, require, trains_float16
 
 require("accelerate", "1.0", door="offload.accelerate")
 from accelerate import Accelerator  # noqa: E402
@@ -39,7 +39,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
         The prepared objects in their order; in the engine's place its module and its optimizer.
 
     Raises:
-        ConfigError: there is no engine that trains, or more than one, or both sides accumulate.
+        ConfigError: there is no engine that trains, or more than one, both sides average over micro-batches, or it is
+            a durable run.
     """
     engines = [each for each in objects if isinstance(each, Engine)]
     found = engines[0].optimizer if len(engines) == 1 else None
@@ -50,11 +51,13 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
             "in the place of the model and its optimizer"
         )
     engine = engines[0]
-    if engine.config.gradient_reduction != "sum":
-        refuse_two_sides(
-            dataclasses.replace(engine.config, max_grad_norm=None, run_dir=None, resume="auto", checkpoint_dir=None),
-            accumulates=f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps}",
-            clips=None,
+    options, steps = engine.config, accelerator.gradient_accumulation_steps
+    refuse_durable(options)
+    if options.gradient_reduction != "sum" and (options.gradient_reduction or options.gradient_accumulation_steps != 1):
+        raise ConfigError(
+            f"offload: expected an engine that adds, for the accelerator divides the loss by its "
+            f"gradient_accumulation_steps={steps}, but got gradient_accumulation_steps="
+            f'{options.gradient_accumulation_steps} without gradient_reduction="sum"; pass both, or neither'
         )
     if trains_float16(engine.module):
         accelerator.scaler = LossScaling(engine)

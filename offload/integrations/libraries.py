@@ -58,6 +58,15 @@ def refuse_two_sides(options: Config, *, accumulates: str, clips: str | None) ->
             f"offload: expected one side that clips but got max_grad_norm={options.max_grad_norm} beside {clips} of "
             "the trainer; leave it out of the engine's options, or pass 0 to the trainer"
         )
+    refuse_durable(options)
+
+
+def refuse_durable(options: Config) -> None:
+    """Refuse a durable run, which would go on without what the trainer knows.
+
+    Raises:
+        ConfigError: it is one.
+    """
     if options.run_dir is not None:
         raise ConfigError(
             "run_dir: expected a run that the trainer resumes but got a durable one, which would go on without the "
