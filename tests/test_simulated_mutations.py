@@ -114,7 +114,7 @@ WAITS_OF_UPDATES: dict[str, tuple[str, str, str, str]] = {
         f"{SHARDS}.gradients", "Gradients.add", "with self._mover.alone():", "if True:"
     ),
     "what was measured is read alone": (
-        f"{SHARDS}.gradients", "Gradients._read_sums", "with self._mover.alone():", "if True:"
+        f"{SHARDS}.gradients", "Gradients.read_sums", "with self._mover.alone():", "if True:"
     ),
     "states that are loaded behind updates": (
         f"{MEMORY}.accelerator", "AcceleratorMover.upload",
