@@ -14,9 +14,11 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt scripts/setup_venv.sh s
            $(shell find csrc -type f)
 CXX_SOURCES = $(shell find csrc tests/simulated -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' \))
 TYPED := $(wildcard offload swap scripts bench/nvme)
+# Tests start many processes: what one of them has compiled, the next ones read.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test simulated wheels gpu-check nightly sanitize finetune lint format bench clean distclean
+.PHONY: help venv test test-oldest simulated wheels gpu-check nightly sanitize finetune docs lint format bench clean distclean
 
 help:             ## what there is
 	@sed -n 's/^\([a-z-]*\): .*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null || grep '##' $(MAKEFILE_LIST)
@@ -30,17 +32,25 @@ $(STAMP): $(SOURCES)
 test: $(STAMP)    ## the tests, in two processes
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
+test-oldest: $(STAMP) ## the doors' tests with the oldest libraries that pyproject.toml allows, in an environment of their own
+	$(BIN)/python scripts/oldest.py $(ARGS)
+
 simulated: $(STAMP) ## build the simulated accelerator of the tests, which the first of them does otherwise
 	@$(BIN)/python tests/simulated/build.py
 
-wheels:           ## a source distribution and a wheel in dist, tried in a new environment (ARGS="--python python3.13")
-	$(PYTHON) scripts/wheels.py $(ARGS)
+wheels:           ## a source distribution and wheels in dist, tried in new environments (PYTHONS="3.10 3.13", or all)
+	$(PYTHON) scripts/wheels.py $(addprefix --python ,$(PYTHONS)) $(ARGS)
 
 gpu-check: $(STAMP) ## tests and measurements on this machine's GPU, in ten minutes; docs/gpu.md
 	$(BIN)/python scripts/gpu_check.py $(ARGS)
 
-nightly: $(STAMP) ## the tests with at least 10 000 hypothesis examples each (hours)
+nightly: $(STAMP) ## the tests with at least 10 000 hypothesis examples each (hours), all wheels, the oldest libraries
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q --timeout=0 $(ARGS)
+	$(MAKE) wheels PYTHONS=all ARGS=
+	$(MAKE) test-oldest ARGS=
+
+docs: $(STAMP)    ## the guide and the API reference in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet, it would not count warnings
 
 lint: $(STAMP)    ## ruff, mypy --strict and clang-format
 	$(BIN)/ruff check .

@@ -30,12 +30,12 @@ def _cache() -> Path:
 
 def text_windows(settings: Settings) -> Windows:
     """Return token windows of a text, cut by the model's own tokenizer."""
-    from offload.cli.finetune.run import load_tokenizer
     from offload.cli.finetune.text import make_windows, read_text
+    from offload.cli.models import load_tokenizer
 
     encode = load_tokenizer(settings.model)
     return make_windows(
-        lambda text: encode(text, add_special_tokens=False)["input_ids"], read_text(settings.text), settings
+        lambda text: encode(text, add_special_tokens=False)["input_ids"], read_text(settings.data), settings
     )
 
 
@@ -43,6 +43,7 @@ def text_windows(settings: Settings) -> Windows:
 _RANDOM = {
     "tiny": (64, 128, 3, 256, 1, True),
     "small": (256, 768, 12, 4096, 2, True),
+    "medium": (384, 1024, 12, 18432, 2, True),
     "real": (576, 1536, 30, 49152, 3, True),
     "large": (2048, 5632, 20, 32000, 16, False),
 }
@@ -56,7 +57,8 @@ def vocabulary_size(name: str) -> int:
 def load_model(name: str) -> tuple[torch.nn.Module, int]:
     """Return a bf16 model and its vocabulary size.
 
-    It is ``real`` (135 M), or a random Llama: ``tiny`` (0.1 M), ``small`` (11 M) or ``large`` (1.1 B).
+    It is ``real`` (135 M), or a random Llama: ``tiny`` (0.1 M), ``small`` (11 M), ``medium`` (26 M) or ``large``
+    (1.1 B).
 
     Where the real one has not been prepared, a random one of the same architecture takes its place.
     """

@@ -8,8 +8,11 @@ another one written, which is new for a save; and device + host budget + 64 MiB 
 Each in a process of its own; medians of rounds.
 
 ``--background`` asks instead how much a checkpoint that is copied in the background takes from training. Steps without
-and with one alternate in one process. The stall is the time of the call. Bounds: 5 % of a step and 100 ms; steps beside
-the copy take 1.25 times as long, by the medians of all.
+and with one alternate in one process. The stall is the time of the call. The updates that the last step has left to do
+are made before, as for every reader, and are missing from the next step. So it also says how far training is behind
+after the first step beside the copy. Bounds: 5 % of a step and 100 ms; steps beside the copy take 1.25 times as long,
+by the medians of all. ``--tokens 2`` makes of it a run that the drive holds up, if the drive is slow enough: it says
+which part of the drive's rate steps take by themselves, how busy its lanes are, and for how long computing waits.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from _common import emit
 from memory import SLACK_BYTES
 
 from offload.activations.rss import reset_high_water, status_bytes
-from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
+from offload.checkpoint.format.staging import BUFFER_BYTES, Staging
 from offload.sizes import MIB
 from swap.io.aio import preallocate
 
@@ -43,6 +46,7 @@ SIZES = {  # layers, hidden size, vocabulary, device and host budget
 }
 
 STEPS_ALONE = 4  # before each save
+DRIVE_BUFFERS = 32  # that are with the drive while it is measured
 
 
 def make_model(name: str) -> tuple[torch.nn.Module, int]:
@@ -75,7 +79,7 @@ def initialise(module: torch.nn.Module) -> None:
 def drive_seconds(folder: Path, size: int, *, fresh: bool) -> float:
     """Read `size` bytes of one file and write as many to another, `fresh` or not, at once; return the seconds."""
     paths = [folder / "read", folder / "written"]
-    with Staging(2 * BUFFERS, BUFFER_BYTES, deadline_s=600) as staging:
+    with Staging(DRIVE_BUFFERS, BUFFER_BYTES, deadline_s=600) as staging:
         files = []
         for path in paths:
             if path is paths[1] and fresh:
@@ -162,14 +166,18 @@ def run_ours(name: str, path: Path) -> dict[str, Any]:
     return result
 
 
-def run_background(name: str, path: Path, rounds: int) -> dict[str, Any]:
+def run_background(name: str, path: Path, rounds: int, tokens: int) -> dict[str, Any]:
     """Alternate steps alone and beside the copy of a checkpoint; returns the seconds of each."""
     import offload
 
     torch.manual_seed(0)
     model, vocabulary = make_model(name)
     device, cpu = SIZES[name][3:]
-    ids = torch.randint(0, vocabulary, (1, 64))
+    ids = torch.randint(0, vocabulary, (1, tokens))
+    size = (1 if name == "small" else 3) << 30
+    drive = 2 * size / drive_seconds(path, size, fresh=False)
+    for file in ("read", "written"):
+        (path / file).unlink()
     engine = offload.Engine(
         model,
         offload.AdamW(lr=1e-4),
@@ -188,11 +196,23 @@ def run_background(name: str, path: Path, rounds: int) -> dict[str, Any]:
         engine.step()
         return time.perf_counter() - begin
 
+    def moved() -> int:
+        links = engine.stats().links
+        return sum(links[link].bytes for link in ("nvme_read", "nvme_write"))
+
     for _ in range(3):
         step()
     found = []
     for _ in range(rounds):
+        before = moved()
         alone = [step() for _ in range(STEPS_ALONE)]
+        step_bytes, report = (moved() - before) // len(alone), engine.report()
+        rate = step_bytes * len(alone) / sum(alone)
+        shares = {lane: report.lanes[lane].seconds / report.seconds for lane in ("nvme_read", "nvme_write")}
+        shares["waited"] = report.waited_seconds / report.seconds
+        begin = time.perf_counter()
+        engine.drain()
+        drain_seconds = time.perf_counter() - begin
         begin = time.perf_counter()
         pending = engine.save_checkpoint(path / "saved", keep=1, wait=False)
         call_seconds = time.perf_counter() - begin
@@ -205,14 +225,21 @@ def run_background(name: str, path: Path, rounds: int) -> dict[str, Any]:
             {
                 "alone_seconds": alone,
                 "beside_seconds": beside,
+                "drain_seconds": drain_seconds,
                 "call_seconds": call_seconds,
                 "copy_seconds": copy_seconds,
                 "file_bytes": stored,
+                "of_drive": rate / drive,
+                "step_bytes": step_bytes,
+                **shares,
                 "others": os.getloadavg()[0],  # threads that want a core, ours included
             }
         )
         print(
-            f"call {call_seconds:.3f} s; {len(beside)} steps beside the copy of {stored / 1e9:.2f} GB in "
+            f"alone {step_bytes / 1e9:.2f} GB per step, {rate / drive:.2f} of the drive's {drive / 1e9:.2f} GB/s; "
+            f"{', '.join(f'{name} {share:.2f}' for name, share in shares.items())} of the time; "
+            f"updates left over {drain_seconds:.3f} s, call {call_seconds:.3f} s; "
+            f"{len(beside)} steps beside the copy of {stored / 1e9:.2f} GB in "
             f"{copy_seconds:.1f} s, {statistics.median(beside):.3f} s each, {statistics.median(alone):.3f} s alone",
             flush=True,
         )
@@ -223,7 +250,14 @@ def run_background(name: str, path: Path, rounds: int) -> dict[str, Any]:
     )
     return {
         "rounds": found,
+        "tokens": tokens,
+        "drive_gb_s": drive / 1e9,
+        **{name: statistics.median(one[name] for one in found) for name in ("of_drive", "step_bytes", *shares)},
         "step_seconds": alone,
+        "drain_seconds": statistics.median(one["drain_seconds"] for one in found),
+        "behind_seconds": statistics.median(
+            one["drain_seconds"] + one["call_seconds"] + one["beside_seconds"][0] - alone for one in found
+        ),
         "stall_seconds": statistics.median(one["call_seconds"] for one in found),
         "stall_bound_seconds": 0.05 * alone + 0.1,
         "step_ratio": beside / alone,
@@ -274,12 +308,13 @@ def main() -> None:
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--one", choices=list(RUNS), help=argparse.SUPPRESS)
     parser.add_argument("--background", action="store_true", help="copied while training goes on")
+    parser.add_argument("--tokens", type=int, default=64, help="of a step beside a copy")
     parser.add_argument("--size", choices=list(SIZES), help="1.07, 0.47, 0.17 or 0.05 B parameters")
     arguments = parser.parse_args()
     name = arguments.size or ("small" if arguments.smoke else "background" if arguments.background else "large")
     if arguments.background:
         with tempfile.TemporaryDirectory(dir=arguments.path) as made:
-            result = run_background(name, Path(made), 1 if arguments.smoke else arguments.rounds)
+            result = run_background(name, Path(made), 1 if arguments.smoke else arguments.rounds, arguments.tokens)
         print(json.dumps({key: value for key, value in result.items() if key != "rounds"}, indent=1))
         emit(arguments.json, result)
         return

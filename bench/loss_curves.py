@@ -19,8 +19,9 @@ from _common import emit, load_model, model_directory, text_file, text_windows
 
 import offload
 from offload.cli.finetune.run import learning_rate_factor
+from offload.cli.finetune.sequences import Cut, orders
 from offload.cli.finetune.settings import Settings
-from offload.cli.finetune.text import Windows, batches
+from offload.cli.finetune.text import Windows
 
 PLAIN = "plain PyTorch, fp32 masters"
 FORMATS = {"float32 states (exact)": "float32", "bfloat16 states": "bfloat16", "int8 states": "int8"}
@@ -131,10 +132,11 @@ def turns(settings: Settings, *, tiny: bool) -> Iterator[tuple[int, dict[str, fl
         windows = random_windows(vocabulary, settings)
     else:
         windows = text_windows(settings)
-    due = {round(settings.steps * i / settings.evaluations) for i in range(settings.evaluations + 1)}
-    supply = batches(windows.train, settings, CPU)
+    due = {0, *settings.evaluated_after}
+    train = Cut(windows.train)
+    order = orders(len(train), settings)
     for number in range(settings.steps + 1):
-        batch = next(supply) if number else {}
+        batch = train.batch(next(order)).inputs if number else {}
         losses = {name: step(batch) for name, step in steps.items()} if number else {}
         yield number, losses, {n: held_out_loss(m, windows) for n, m in models.items()} if number in due else None
 
@@ -155,7 +157,7 @@ def main() -> None:
         sys.exit(f"{model_directory()} and {arguments.text}: expected the real model and text; run make finetune first")
     settings = Settings(
         model=model_directory(),
-        text=arguments.text,
+        data=arguments.text,
         steps=arguments.steps,
         sequence_length=arguments.tokens,
         lr=arguments.lr,

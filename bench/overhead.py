@@ -16,14 +16,13 @@ import contextlib
 import copy
 import importlib
 import json
-import math
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ if "--serve" in sys.argv and (_TREE := Path(sys.argv[sys.argv.index("--serve") +
 
 import torch  # noqa: E402
 from _common import emit, load_model  # noqa: E402
+from _paired import Side, interval  # noqa: E402
 
 import offload  # noqa: E402
 
@@ -163,32 +163,9 @@ def serve(model_name: str, tokens: int) -> None:
         print(json.dumps(answers[line.strip()]()), flush=True)
 
 
-class Side:
-    """An engine in a process of its own."""
-
-    def __init__(self, root: Path, model_name: str, tokens: int) -> None:
-        words = [sys.executable, __file__, "--serve", str(root), "--model", model_name, "--tokens", str(tokens)]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._read("ready")
-
-    def ask(self, what: str) -> list[float]:
-        """Return what the process has measured."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(what + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._read("["))  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """End the process."""
-        with contextlib.suppress(OSError):
-            self._process.communicate()
-
-    def _read(self, beginning: str) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(beginning):
-                return line
-        raise RuntimeError("a process of the bench ended early; see its message above")
+def side(root: Path, model_name: str, tokens: int) -> Side:
+    """Return an engine in a process of its own."""
+    return Side(__file__, "--serve", str(root), "--model", model_name, "--tokens", str(tokens))
 
 
 @contextlib.contextmanager
@@ -210,24 +187,12 @@ def checked_out(revision: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", str(target)], cwd=ROOT, check=False)
 
 
-def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median, whatever the distribution: order statistics by the sign test."""
-    count, below, total = len(ratios), 0, 0.0
-    while below < count // 2:
-        total += math.comb(count, below) / 2**count
-        if total > 0.025:
-            break
-        below += 1
-    ordered = sorted(ratios)
-    return ordered[max(below - 1, 0)], ordered[min(count - below, count - 1)]
-
-
 def compare(revision: str, model_name: str, tokens: int, rounds: int) -> dict[str, Any]:
     """Let the engines of two commits take turns; returns the figures."""
     with checked_out(revision) as tree, contextlib.ExitStack() as open_sides:
-        sides = {"before": Side(tree, model_name, tokens), "now": Side(ROOT, model_name, tokens)}
-        for side in sides.values():
-            open_sides.callback(side.close)
+        sides = {"before": side(tree, model_name, tokens), "now": side(ROOT, model_name, tokens)}
+        for each in sides.values():
+            open_sides.callback(each.close)
         steps: dict[str, list[list[float]]] = {name: [] for name in sides}
         calls: dict[str, list[list[float]]] = {name: [] for name in sides}
         for number in range(rounds + 2):  # the first two rounds touch memory

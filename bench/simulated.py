@@ -13,11 +13,14 @@ that fits, and nothing else.
 Bounds: R is the work of the busiest lane over the time of a step (bound: 1), U the share of the time in which the
 device computes, `ahead` how many units the host has given to the device that it has not begun. To reach: U of 0.90 with
 states in host memory, R of 0.90 with states on NVMe, one unit ahead, and 1.02 of plain torch with everything resident.
+Where states are in host memory, `_host_updates.py` says which U is the most that any order of work could reach.
 Plain torch makes its steps by the fused AdamW, with bf16 moments and without masters. Ours have masters, and fp32
 moments unless a case says bf16. If states live on the device, it has kernels for updates, which no GPU has yet.
 
-Beside it stands DeepSpeed's schedule, as a bound for these machines and not as a run. Assumed in its favour: gathers
-and gradients are hidden behind compute as far as they go, the CPU's step reaches the same bytes per second as ours, its
+Beside it stands what ``offload.plan`` predicts, by a formula (docs/planning.md).
+
+So does DeepSpeed's schedule, as a bound for these machines and not as a run. Assumed in its favour: gathers and
+gradients are hidden behind compute as far as they go, the CPU's step reaches the same bytes per second as ours, its
 states pass the drive while the CPU works, and nothing else takes time. What remains is its order: the step begins when
 backward has ended, and the next forward when the step has. It moves fp32 masters and moments (12 B a parameter each
 way), and its step reads and writes 30 B a parameter.
@@ -43,10 +46,14 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import simulated
-from simulated.engine import Figures, engine_clock, untouched, watched
+from _host_updates import shortest
+from simulated.engine import engine_clock, untouched
+from simulated.figures import Figures, watched
 
 import offload
 from offload.planning.hardware import PRESETS, Hardware
+from offload.planning.timing import Timing, timing_of
+from offload.planning.work import work_of
 
 SEQUENCE = 2048
 LOSS_TOKENS = 2048  # whose logits are there at once
@@ -90,6 +97,7 @@ class Case:
 CASES = (
     Case("parameters resident, states in host memory", "h200", "none", "cpu", gathers=False),
     Case("states in host memory", "desktop", "cpu", "cpu"),
+    Case("states in host memory, a row more", "desktop", "cpu", "cpu", rows=4),
     Case("states in host memory", "gh200", "cpu", "cpu"),
     Case("states on NVMe", "desktop", "cpu", "nvme"),
     Case("parameters and states on NVMe", "desktop", "nvme", "nvme"),
@@ -187,6 +195,16 @@ def of_engine(case: Case, sizes: dict[str, int], batch: Batch, steps: int = 2) -
         return watched(watch, hardware, step, steps=steps)
 
 
+def predicted(case: Case, sizes: dict[str, int], batch: Batch) -> Timing:
+    """Return what ``offload.plan`` says of a step, by a formula."""
+    hardware = PRESETS[case.machine]
+    with engine_clock(hardware, dry=True, updates=case.optimizer == "none"):
+        with engine(case, hardware, sizes, batch.micro_batches) as ours:
+            plan = ours.plan
+    work = work_of(made(sizes), [torch.empty(batch.rows, SEQUENCE, dtype=torch.int64, device="meta")])
+    return timing_of(plan, work, hardware, micro_batches=batch.micro_batches, clips=False)
+
+
 def of_plain_torch(machine: str, sizes: dict[str, int], batch: Batch) -> Figures:
     """Return what steps of plain torch take, everything on the device, with torch's fused AdamW."""
     hardware = PRESETS[machine]
@@ -241,6 +259,25 @@ def of_deepspeed(case: Case, numel: int, compute_s: float, micro_batches: int) -
     return {"forward and backward": before_s, "step": step_s, "total": before_s + step_s}
 
 
+def of_host_updates(figures: Figures, hardware: Hardware) -> dict[str, Any]:
+    """Print the bound of U where updates are made in host memory, and return it with the way of each unit."""
+    bound = shortest(figures.turns, figures.busy_s["compute"], hardware)
+    most_used = figures.busy_s["compute"] / bound.step_s
+    print(
+        f"  U at most {most_used:.3f}, step at least {bound.step_s:.2f} s: {figures.used / most_used:.3f} of it\n"
+        "  where it would be reached, in s: unit, gradient made, in host memory, updated, on the device, needed"
+    )
+    for way in bound.ways:
+        if way in bound.ways[:2] + bound.ways[-4:] or way.unit == len(bound.ways) // 2:
+            print(
+                "   ",
+                " ".join(
+                    f"{value:7.3f}" if isinstance(value, float) else f"{value:3}" for value in dataclasses.astuple(way)
+                ),
+            )
+    return {"U at most": most_used, "ways": [dataclasses.asdict(way) for way in bound.ways]}
+
+
 def most(seconds: dict[str, float], total_s: float, many: int = 3) -> str:
     """Return the largest parts as shares of the total."""
     found = sorted(seconds.items(), key=lambda item: -item[1])[:many]
@@ -264,7 +301,7 @@ def run_case(case: Case, sizes: dict[str, int], rows: int | None) -> dict[str, A
         **dataclasses.asdict(case),
         **dataclasses.asdict(batch),
         "tokens": batch.tokens,
-        **dataclasses.asdict(figures),
+        **{name: value for name, value in dataclasses.asdict(figures).items() if name != "turns"},
         "U": figures.used,
         "R": figures.reached,
         "bound_s": figures.bound_s,
@@ -280,6 +317,11 @@ def run_case(case: Case, sizes: dict[str, int], rows: int | None) -> dict[str, A
         f"  the device waits for: {most(dict(figures.idle_s['compute']), figures.step_s)}\n"
         f"  work: {', '.join(f'{lane} {seconds:.2f} s' for lane, seconds in figures.work_s.items())}"
     )
+    told = predicted(case, sizes, batch)
+    result |= {"predicted_s": told.step_s, "of_predicted": told.step_s / figures.step_s}
+    print(f"  offload.plan says {told.step_s:.2f} s, {result['of_predicted']:.2f} of it; {told.binding} binds")
+    if case.optimizer == "cpu" and batch.micro_batches == 1:
+        result |= of_host_updates(figures, PRESETS[case.machine])
     if case.optimizer != "none":
         total = theirs["total"]
         print(f"  DeepSpeed's schedule: {total:.2f} s at least, {total / figures.step_s:.2f} of ours")
@@ -300,7 +342,7 @@ def main() -> None:
     arguments = parser.parse_args()
     simulated.load()
     sizes = SMALL if arguments.smoke else FULL
-    cases = (CASES[0], CASES[3]) if arguments.smoke else CASES
+    cases = (CASES[0], CASES[4]) if arguments.smoke else CASES
     chosen = [case for case in cases if not arguments.only or arguments.only in f"{case.name}, {case.machine}"]
     results = [run_case(case, sizes, arguments.rows) for case in chosen]
     machines = {name: dataclasses.asdict(PRESETS[name]) for name in sorted({case.machine for case in chosen})}

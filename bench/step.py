@@ -61,7 +61,7 @@ def options(placement: str, *, large: bool) -> dict[str, Any]:
 def token_windows(name: str, tokens: int, count: int) -> torch.Tensor:
     """Return (count, tokens) token numbers: of the real text for the real model, else random ones."""
     if name == "real" and model_directory().exists() and text_file().exists():
-        settings = TextSettings(model=model_directory(), text=text_file(), sequence_length=tokens)
+        settings = TextSettings(model=model_directory(), data=text_file(), sequence_length=tokens)
         return text_windows(settings).train[:count].clone()
     return torch.randint(0, vocabulary_size(name), (count, tokens), generator=torch.Generator().manual_seed(0))
 

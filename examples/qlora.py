@@ -1,4 +1,4 @@
-"""Adapters on a base model of 4-bit weights (QLoRA) that stays on the drive: it is larger than the device budget.
+"""Adapters on a quantized base model (QLoRA) that stays on the drive: it is larger than the device budget.
 
 Nothing is downloaded: the base is tiny and random. With ``--model DIR`` it is a model of transformers.
 """
@@ -15,6 +15,7 @@ import offload
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", metavar="DIR", help="a model of transformers; a tiny one is made without it")
+parser.add_argument("--base", choices=["bitsandbytes", "torchao"], default="bitsandbytes", help="4 bits, or 8")
 parser.add_argument("--nvme-path", metavar="DIR", default=tempfile.gettempdir(), help="on the drive to use")
 parser.add_argument("--output", metavar="DIR", help="for the adapters; a temporary directory")
 parser.add_argument("--steps", type=int, default=3)
@@ -31,12 +32,16 @@ if not given.model:
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(given.model)
 
 torch.manual_seed(0)
-four_bits = transformers.BitsAndBytesConfig(
-    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
-)
-model = transformers.AutoModelForCausalLM.from_pretrained(
-    given.model, quantization_config=four_bits, dtype=torch.bfloat16
-)
+how: object
+if given.base == "torchao":
+    import torchao.quantization
+
+    how = transformers.TorchAoConfig(torchao.quantization.Int8WeightOnlyConfig())
+else:
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+model = transformers.AutoModelForCausalLM.from_pretrained(given.model, quantization_config=how, dtype=torch.bfloat16)
 model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
 model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")).train()
 numbers = torch.arange(64).view(4, 16)  # the data: each number follows from the one before

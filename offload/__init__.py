@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         InternalError,
         NonFiniteError,
         OffloadError,
+        RanksError,
         StateError,
     )
+    from offload.forecast import Forecast, plan
     from offload.initialisation import init
     from offload.integrations import accelerate as accelerate
     from offload.integrations import deepspeed as deepspeed
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from offload.integrations import lightning as lightning
     from offload.integrations import peft as peft
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
+    from offload.planning.hardware import Hardware
     from offload.planning.plan import Plan
     from offload.pretrained import load_pretrained
+    from offload.report import Report
     from offload.stats import LinkStats, Stats
 
 __version__ = "0.1.0"
@@ -49,8 +53,13 @@ _HOMES = {
     "InternalError": "errors",
     "NonFiniteError": "errors",
     "OffloadError": "errors",
+    "RanksError": "errors",
     "StateError": "errors",
+    "Forecast": "forecast",
+    "plan": "forecast",
+    "Hardware": "planning.hardware",
     "Plan": "planning.plan",
+    "Report": "report",
     "LinkStats": "stats",
     "Stats": "stats",
     "init": "initialisation",
@@ -70,16 +79,21 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "Forecast",
+    "Hardware",
     "InternalError",
     "LinkStats",
     "Lion",
     "NonFiniteError",
     "OffloadError",
     "Plan",
+    "RanksError",
+    "Report",
     "StateError",
     "Stats",
     "init",
     "load_pretrained",
+    "plan",
 ]
 
 

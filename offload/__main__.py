@@ -2,7 +2,7 @@
 
 import sys
 
-from offload.cli.main import main
+from offload.cli.main import own_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(own_process())

@@ -27,7 +27,7 @@ class PendingCheckpoint:
         path: the folder that it will be.
     """
 
-    def __init__(self, path: Path, complete: Callable[[], Path]) -> None:
+    def __init__(self, path: Path, complete: Callable[[], object]) -> None:
         """Have a thread call `complete`. The interpreter waits for it before it ends."""
         self.path = path
         self._complete = complete

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from offload import several
+from offload.activations.away import Away
+from offload.activations.leaving import LeavingActivations
 from offload.activations.ledger import Activations
 from offload.activations.rss import open_rss
 from offload.checkpoint.dict_memory import DictMemory
@@ -24,6 +28,7 @@ from offload.checkpoint.pretrained import Weights
 from offload.checkpoint.run_files import RunFacts, RunFiles
 from offload.checkpoint.writing_home import ParameterWriter
 from offload.config import Config
+from offload.distributed.ranks import Ranks
 from offload.errors import BudgetError
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
@@ -42,27 +47,22 @@ from offload.module.gradient_hooks import HookCalls
 from offload.module.gradient_tensors import GradientTensors
 from offload.module.hooks import Hooks, refuse_taken
 from offload.module.quantized import make_ready
+from offload.module.recomputing import Recomputing
 from offload.optim.progress import LossScaler, Progress
 from offload.optim.recipe import StepCounts, group_of_slots
 from offload.optim.rules import Rule, rule_of
 from offload.optim.step import Groups, Step
 from offload.optimizer import Calls, OffloadOptimizer
-from offload.planning.partition import UnitTree, find_units
-from offload.planning.plan import WORKING_UNITS, Commit, Plan, Request
+from offload.planning.partition import UnitTree
+from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
-from offload.planning.roles import ADAM_STATES
+from offload.request import request_of, unit_bytes_of, units_of
 from offload.shards.commits import Record
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
 from offload.stats import Counters
 
 logger = logging.getLogger(__name__)
-
-_FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
-UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
-SMALLEST_UNIT_LIMIT = 1 << 20
-RECORD_BYTES = 1 << 20  # of a durable run, for what the user keeps there, too
-RECORD_BYTES_PER_PARAMETER = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,8 +122,10 @@ class Parts:
     tensors: ModuleTensors
     book: GradientBook
     gradients: GradientTensors
+    recomputing: Recomputing | None
     steps: Steps
     run: RunFiles | None
+    ranks: Ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,12 +150,16 @@ def build(
     optimizer: OptimizerSpec | torch.optim.Optimizer | None,
     config: Config,
     calls: EngineCalls,
+    ranks: Ranks,
+    counters: Counters,
     weights: Weights | None = None,
+    *,
+    stage: several.Stage = None,
 ) -> Parts:
     """Plan, take the memory, load the model and register the hooks; or leave the model as it was.
 
     A torch optimizer has its states back then; it steps again when another engine has it. `weights` are values of what
-    is on the meta device.
+    is on the meta device. `stage` is that of ZeRO, where there are several ranks.
 
     Raises:
         ConfigError, BudgetError, StateError, swap.SwapError: as :class:`offload.Engine` says.
@@ -162,22 +168,28 @@ def build(
     place = device.place
     cast = getattr(torch, config.dtype) if config.dtype else None
     rule = None if optimizer is None else rule_of(optimizer, cast)
+    several.refuse_options(ranks, config, optimizer, rule, device)
+    recomputing = Recomputing(model) if config.activations == "recompute" else None
     make_ready(model, cast)
     run = None if calls.record is None else RunFiles(config)
     there_bytes = 0 if run is None else run.capacity_bytes
     free = free_bytes(config.paths())
     limits = resolve_budgets(config.budgets(), device, None if free is None else free + there_bytes)
     unit_bytes = _unit_bytes(config, limits[Tier.DEVICE], run)
-    tree = _units(model, config, rule, unit_bytes)
+    unit_bytes = several.agree_on_options(ranks, config, optimizer, unit_bytes, stage)
+    tree = units_of(model, config, rule, unit_bytes, ranks=ranks.world, slices_frozen=stage in (3, "auto"))
     refuse_taken(model, tree)
     binding = Binding(tree, place)
-    plan = _plan(model, config, rule, tree, limits, device, run)
+    make = functools.partial(_plan, model, config, rule, tree, limits, device, run, ranks)
+    plan = several.agree_on_plan(ranks, tree, make, stage)
     if config.threads is not None:
         cpu_adam.set_num_threads(config.threads)
-    counters, life = Counters(), calls.life
+    life = calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
     loader = Loader(model, tree, binding, config.init_weights, weights)
-    manager = open_tiers(plan, config, device, budgets, binding, counters, calls.deferral, calls.record, there_bytes)
+    manager = open_tiers(
+        plan, config, device, budgets, binding, counters, calls.deferral, calls.record, there_bytes, ranks
+    )
     with contextlib.ExitStack() as undo:
         unloaded: dict[int, list[torch.Tensor]] = {}
         undo.callback(loader.give_back, unloaded)
@@ -193,12 +205,16 @@ def build(
         if run is not None:
             _open_run(run, plan, unit_bytes, tree, manager, steps)
         _fill(manager, loader, run, steps, optimizer)
+        several.agree_on_values(manager, loader.digests)
         activations = _activations(manager, budgets, plan, device, undo)  # counts what comes from here on
         book = GradientBook(tree.units, tree.parameters, manager, place, steps.averaging)
         asked = steps.calls(calls)
         hooks = Hooks(model, binding, forwards, changes, manager, activations, book, place, asked)
         undo.callback(hooks.detach)
         hooks.attach()
+        if recomputing is not None:
+            undo.callback(recomputing.detach)
+            recomputing.attach()
         memory = DictMemory(budgets[Tier.HOST], config.paths())
         tensors = ModuleTensors(model, hooks, changes, life.require_open, memory)
         undo.callback(tensors.detach)
@@ -220,8 +236,10 @@ def build(
         tensors=tensors,
         book=book,
         gradients=GradientTensors(book, binding, budgets, life.require_open),
+        recomputing=recomputing,
         steps=steps,
         run=run,
+        ranks=manager.tiers.ranks,
     )
 
 
@@ -244,13 +262,10 @@ def _fill(
 def _open_run(run: RunFiles, plan: Plan, unit_bytes: int, tree: UnitTree, manager: Manager, steps: Steps) -> None:
     """Find the run that the engine goes on with, or begin one."""
     assert manager.tiers.store is not None and steps.optimizer is not None
-    names = {
-        id(parameter): slot.name
-        for unit in tree.units
-        for parameter, slot in zip(tree.parameters[unit.index], unit.slots, strict=True)
-    }
+    names = tree.names()
+    facts = RunFacts.of(plan, unit_bytes, steps.optimizer.made_of, tree.describe_wrappers())
     groups = [[names.get(id(p), "") for p in group["params"]] for group in steps.optimizer.param_groups]
-    run.open(manager.tiers.store, RunFacts.of(plan, unit_bytes, steps.optimizer.made_of), groups)
+    run.open(manager.tiers.store, facts, groups)
 
 
 def _steps(
@@ -265,13 +280,14 @@ def _steps(
 ) -> Steps:
     tree = binding.tree
     trains_fp16 = any(unit.trainable and unit.dtype == "float16" for unit in tree.units)
-    run = Progress(LossScaler(config, enabled=trains_fp16))
+    run = Progress(LossScaler(config, enabled=trains_fp16, several_ranks=manager.tiers.ranks.world > 1))
     own = (rule.own, manager.tiers.optimizer_claim) if rule and rule.own else None
     counts = StepCounts(tree.units, own)
     if optimizer is None or rule is None:
         return Steps(run, counts)
     memory = DictMemory(manager.tiers.budgets[Tier.HOST], config.paths())
-    states = OptimizerStates(rule, calls.life.require_open, binding, changes, counts, memory)
+    ranks = manager.tiers.ranks
+    states = OptimizerStates(rule, calls.life.require_open, binding, changes, counts, memory, ranks)
     face = OffloadOptimizer(list(model.parameters()), optimizer, rule, run, states, calls.optimizer)
     return Steps(run, counts, states, face, Step(manager, config, rule, counts, run, _groups_of(face, tree)))
 
@@ -280,17 +296,7 @@ def _unit_bytes(config: Config, device_bytes: int, run: RunFiles | None) -> int:
     """Return by which size units are cut: a run keeps its cut."""
     if run is not None and run.facts is not None:
         return run.facts.unit_bytes
-    return config.bytes_of("unit_bytes") or max(device_bytes // UNITS_PER_DEVICE, SMALLEST_UNIT_LIMIT)
-
-
-def _units(model: nn.Module, config: Config, rule: Rule | None, unit_bytes: int) -> UnitTree:
-    return find_units(
-        model,
-        max_unit_bytes=unit_bytes,
-        dtype=getattr(torch, config.dtype) if config.dtype else None,
-        train=rule is not None,
-        whole=rule is not None and rule.whole,
-    )
+    return unit_bytes_of(config, device_bytes)
 
 
 def _plan(
@@ -301,24 +307,24 @@ def _plan(
     limits: dict[Tier, int],
     device: Device,
     run: RunFiles | None,
+    ranks: Ranks,
+    stage: int,
 ) -> Plan:
     facts = None if run is None else run.facts
-    request = Request(
-        units=tree.units,
-        budgets=limits,
-        param_tier=_FORCED[config.offload_param] if run is None else Tier.NVME,
-        optimizer_tier=_FORCED[config.offload_optimizer] if run is None else Tier.NVME,
-        accumulate=config.gradient_accumulation_steps > 1,
+    request = request_of(
+        model,
+        config,
+        rule,
+        tree,
+        limits,
         device_is_host=device.addressable,
         updates_on_device=device.kernels is not None,
-        activation_bytes=config.bytes_of("activation_memory"),
-        chunk_numel=config.chunk_numel if facts is None else facts.chunk_numel,
-        states=rule.states(cpu_adam.StateKind(config.state_dtype)) if rule else ADAM_STATES,
-        held_together=tree.held_together(model, more_than=WORKING_UNITS),
-        own=rule.own.size if rule and rule.own else None,
-        commit=None if run is None else _commit(model, tree, rule, config),
-        holds=config.background_checkpoints,
+        rank=ranks.rank,
+        world_size=ranks.world,
+        stage=stage,
     )
+    if facts is not None:
+        request = dataclasses.replace(request, chunk_numel=facts.chunk_numel)
     try:
         plan = make_plan(request)
         if run is not None and run.capacity_bytes > limits[Tier.NVME]:
@@ -331,14 +337,6 @@ def _plan(
             raise
         raise BudgetError(f"{error}; the run in {run.path if run else ''} keeps its units and chunks") from error
     return plan
-
-
-def _commit(model: nn.Module, tree: UnitTree, rule: Rule | None, config: Config) -> Commit:
-    """Return what a step leaves beside the shards: names and counts, buffers, the user's own."""
-    slots = sum(len(unit.slots) for unit in tree.units)
-    own = rule.own.size.kept_bytes if rule and rule.own else 0
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return Commit(RECORD_BYTES + slots * RECORD_BYTES_PER_PARAMETER + own + buffers, len(config.paths()))
 
 
 def _groups_of(optimizer: OffloadOptimizer, tree: UnitTree) -> Callable[[], Groups]:
@@ -356,4 +354,19 @@ def _activations(
     if meter is not None:
         undo.callback(meter.close)
     beside_bytes = plan.request.own_bytes if device.addressable else 0
-    return Activations(budgets[Tier.DEVICE], manager.working, meter, beside_bytes=beside_bytes)
+    budget, tiers = budgets[Tier.DEVICE], manager.tiers
+    if not plan.near_bytes:
+        return Activations(budget, manager.working, meter, beside_bytes=beside_bytes, gradient_bytes=plan.loose_bytes)
+    return LeavingActivations(
+        budget,
+        manager.working,
+        meter,
+        Away(tiers.activations, tiers.store, plan.request.nvme_activation_bytes),
+        tiers.mover,
+        device.place,
+        tiers.counters,
+        near_bytes=plan.near_bytes,
+        deadline_s=tiers.deadline_s,
+        beside_bytes=beside_bytes,
+        gradient_bytes=plan.loose_bytes,
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,28 +19,33 @@ import torch
 
 from offload.background import PendingCheckpoint
 from offload.build import Parts
+from offload.checkpoint.blank import make_blank
 from offload.checkpoint.columns import FILE_BYTES
 from offload.checkpoint.copying import READS_AHEAD, copy_held
-from offload.checkpoint.format.folder import Folder, check_tag
+from offload.checkpoint.format.folder import Folder, check_tag, new_token
 from offload.checkpoint.format.index import FILE_NAME, Entry, Index, StoredFile
 from offload.checkpoint.format.nested import Encoder, decode
+from offload.checkpoint.format.parts import join_parts, write_part
 from offload.checkpoint.format.reader import Source
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.layout import Files
 from offload.checkpoint.restoring import Restorer, read_tensor
-from offload.checkpoint.saving import Contents, write_values
-from offload.errors import BudgetError, CheckpointError
+from offload.checkpoint.saving import Contents, suffix_of, write_values
+from offload.distributed.ranks import Fact, Ranks
+from offload.distributed.together import Together
+from offload.errors import BudgetError, CheckpointError, StateError
 from offload.life import Life
 from offload.memory.budget import Tier
 from offload.optim import progress
 from offload.run_state import VALUES, RunState, set_drawn
+from offload.several import facts_of_step
 from offload.shards.held import Held
 from offload.shards.manager import Manager
 from offload.sizes import MIB, format_bytes
 from offload.training import Training
 
 LEAST_BUFFER_BYTES = MIB // 16
-SPARE_BUFFERS = 12  # that are on their way while one per column fills
+SPARE_BUFFERS = 28  # that are on their way while one per column fills
 HELD_BUFFER_BYTES = MIB  # of what is read as nobody waits for it: requests are no larger
 SPARE_READS = 6  # the same beside those that are being read
 
@@ -76,7 +82,11 @@ class Checkpoints:
     ) -> Path:
         """Write a checkpoint; see ``Engine.save_checkpoint``. With `latest`, that file names it."""
         with self._begin(directory, tag, client_state, keep, file_bytes, hold=False) as save:
-            return save.complete(latest=latest)
+            path = save.complete(latest=latest)
+        if save.ranks.rank == 0 and save.folder.given_up():
+            with contextlib.suppress(RuntimeError):  # no thread could be started: the next save deletes it
+                self._pending = PendingCheckpoint(path, save.folder.sweep)
+        return path
 
     def begin(
         self,
@@ -93,9 +103,10 @@ class Checkpoints:
             save.staging.step_back()
             last = undo.pop_all()
 
-        def complete() -> Path:
+        def complete() -> None:
             with last:
-                return save.complete()
+                save.complete()
+            save.folder.sweep()
 
         try:
             self._pending = PendingCheckpoint(save.folder.path / save.tag, complete)
@@ -127,9 +138,42 @@ class Checkpoints:
         hold: bool,
     ) -> Iterator[_Save]:
         """Yield a save of which all is written that cannot be held; it is undone if the block raises."""
+        ranks = self._parts.ranks
+        with contextlib.ExitStack() as last, Together(ranks, "save_checkpoint") as together:
+            tag = self._prepare(tag, keep, hold=hold)
+            manager, parts = self._life.require_open(), self._parts
+            encoder = Encoder()
+            described = self._describe(encoder, {} if client_state is None else client_state, ranks)
+            held = last.enter_context(manager.hold()) if hold else None
+            contents = Contents(manager, parts.book.waiting(), file_bytes, held)
+            folder = Folder(directory)
+            needed = contents.size_bytes + sum(tensor.nbytes for tensor in encoder.tensors.values())
+            said = together.meet(self._facts(manager, tag, keep), [needed, new_token()]).numbers
+            needed, token = sum(int(size) for size, _ in said), int(said[0][1])
+            sequence = 0
+            if ranks.rank == 0:
+                last.enter_context(folder.writing())
+                sequence = folder.next_sequence()
+                new = last.enter_context(folder.begin(tag, needed, token))
+            sequence = int(together.meet(numbers=[sequence]).numbers[0][0])
+            if ranks.rank:
+                new = folder.join(tag, token)
+            buffers = contents.buffers + (READS_AHEAD + SPARE_READS if hold else SPARE_BUFFERS)
+            staging = last.enter_context(self._staging(manager, buffers, held))
+            files = Files(new, contents.now, staging)
+            last.callback(files.close)
+            contents.write(files)
+            values = write_values(new, encoder.tensors, staging, suffix_of(ranks))
+            index = Index(tag, sequence, (), {}, described)
+            yield _Save(folder, tag, keep, new, staging, contents, held, files, values, index, ranks, together)
+
+    def _prepare(self, tag: str | None, keep: int | None, *, hold: bool) -> str:
+        """Let everything be as it is to be saved; returns the tag."""
         manager, parts = self._life.require_open(), self._parts
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(f"keep: expected a whole number of at least 1, or None, but got {keep!r}")
+        if hold and parts.ranks.world > 1:
+            raise StateError("engine: expected wait=True with several ranks but got wait=False; wait for it")
         tag = check_tag(f"step-{parts.steps.run.steps:08d}" if tag is None else tag)
         self.settle()
         parts.changes.adopt()
@@ -137,70 +181,87 @@ class Checkpoints:
         parts.book.adopt()
         manager.gradients.await_copies()
         manager.forward.finish()  # what an optimizer's own class keeps is known when its updates are made
-        encoder = Encoder()
-        described = self._state.describe(encoder, {} if client_state is None else client_state)
-        with contextlib.ExitStack() as last:
-            held = last.enter_context(manager.hold()) if hold else None
-            contents = Contents(manager, parts.book.waiting(), file_bytes, held)
-            folder = Folder(directory)
-            needed = contents.size_bytes + sum(tensor.nbytes for tensor in encoder.tensors.values())
-            last.enter_context(folder.writing())
-            sequence = folder.next_sequence()
-            new = last.enter_context(folder.begin(tag, needed))
-            buffers = contents.buffers + (READS_AHEAD + SPARE_READS if hold else SPARE_BUFFERS)
-            staging = last.enter_context(self._staging(manager, buffers, held))
-            files = Files(new, contents.now, staging)
-            last.callback(files.close)
-            contents.write(files)
-            values = write_values(new, encoder.tensors, staging)
-            index = Index(tag, sequence, (), {}, described)
-            yield _Save(folder, tag, keep, new, staging, contents, held, files, values, index)
+        return tag
+
+    def _describe(self, encoder: Encoder, client_state: Any, ranks: Ranks) -> dict[str, Any]:
+        if ranks.rank == 0:
+            return self._state.describe(encoder, client_state)
+        return self._state.describe_own(encoder, client_state, prefix=f"rank {ranks.rank} ")
+
+    def _facts(self, manager: Manager, tag: str, keep: int | None) -> dict[str, Fact]:
+        steps = self._parts.steps
+        facts: dict[str, Fact] = {"tag": tag, "keep": keep, "the number of steps": steps.run.steps}
+        if steps.optimizer is None or steps.step is None:
+            return facts
+        done = steps.step.micro_batches.done
+        return facts | facts_of_step(manager, steps.optimizer.param_groups, steps.run, done)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def newer(directory: str | Path, steps: int | None) -> Path | None:
-        """Return the checkpoint in `directory` that has the most steps, if these are more than `steps`."""
+    def newer(directory: str | Path, steps: int | None) -> list[Path]:
+        """Return the checkpoints in `directory` that have more than `steps`, the one with the most first.
+
+        Raises:
+            CheckpointError: all are damaged, and there is no run to go on with instead.
+        """
         folder = Folder(directory)
-        found = [(int(Index.read(folder.path / tag / FILE_NAME).contents["step"]), tag) for tag in folder.tags()]
-        best = max(found, default=None)
-        return None if best is None or (steps is not None and best[0] <= steps) else folder.path / best[1]
+        folder.tell_unfinished()
+        found, damage = [], None
+        for tag in folder.tags():
+            try:
+                found.append((int(Index.read(folder.path / tag / FILE_NAME).contents["step"]), tag))
+            except CheckpointError as error:  # tags() has told of it
+                damage = error
+        if damage is not None and not found and steps is None:
+            raise damage
+        return [folder.path / tag for taken, tag in sorted(found, reverse=True) if steps is None or taken > steps]
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, directory: str | Path, *, tag: str | None, strict: bool) -> Any:
         """Read a checkpoint; see ``Engine.load_checkpoint``."""
+        with Together(self._parts.ranks, "load_checkpoint") as together:
+            with self._life.refilling(f"loading a checkpoint of {directory}", strict=strict) as again:
+                return self._load(directory, tag, together, strict=strict, again=again)
+
+    def _load(self, directory: str | Path, tag: str | None, together: Together, *, strict: bool, again: bool) -> Any:
         manager, parts = self._life.require_open(), self._parts
         self.settle()
-        folder = Folder(directory)
-        path = folder.find(None if tag is None else check_tag(tag))
-        with folder.reading(path):
+        with Folder(directory).reading(None if tag is None else check_tag(tag)) as path:
             index = Index.read(path / FILE_NAME)
             source = Source(path, index)
             manager.tiers.refuse_leased(manager.units)
             restorer = Restorer(manager, index, strict=strict)
             self._refuse_another_class(index, strict=strict)
+            self._state.refuse_other_wrappers(index.contents.get("wrappers", {}), index.tag)
             with self._staging(manager, BUFFERS) as staging:
-                values = _read_values(source, index, staging)
-                found = {name: decode(index.contents[name], values.__getitem__) for name in VALUES}
+                contents = index.contents | self._state.own_of(index.contents, parts.ranks, index.tag)
+                values = {entry.name: entry for entry in index.entries if entry.role == "value"}
+                found = {
+                    name: decode(contents[name], lambda key: read_tensor(source, values[key], staging))
+                    for name in VALUES
+                }
                 groups = self._state.groups(found["optimizer"], strict=strict)
+                together.meet({"strict": strict, "the checkpoint": _digest(path)})
                 parts.changes.forget_copies()
                 parts.changes.adopt()
                 self._training.zero_grad()
                 manager.finish_updates()
-                try:
-                    restorer.read(source, staging, parts.steps.counts)
-                    waiting = restorer.read_gradients(source, staging)
-                    known_updates = {name: int(row["updates"]) for name, row in index.contents["parameters"].items()}
-                    self._state.restore(found, known_updates, restorer.loaded, restorer.fresh)
-                except BaseException as error:
-                    self._life.lose(f"loading checkpoint {path} failed half way ({type(error).__name__}: {error})")
-                    raise
+                if again:
+                    make_blank(manager, parts.steps.counts)
+                restorer.read(source, staging, parts.steps.counts)
+                waiting = restorer.read_gradients(source, staging)
+                known_updates = {name: int(row["updates"]) for name, row in index.contents["parameters"].items()}
+                self._state.restore(found, known_updates, restorer.loaded, restorer.fresh)
                 names = self._state.names()
                 for where in waiting:
                     known = found["accumulation"]["gradients"][names[where]]
                     parts.book.restore(where, scale=float(known["scale"]), clip=float(known["clip"]))
                 self._state.load_groups(groups)
+            if manager.tiers.shared is not None:
+                manager.tiers.shared.note_loaded()
+            together.end()
         set_drawn(found["random"])
         return found["client_state"]
 
@@ -218,6 +279,11 @@ class Checkpoints:
                 f"checkpoint {index.tag}: was saved with {saved['class']}, whose states are kept otherwise than those "
                 f"of {optimizer.made_of}; make the engine with the optimizer that it was saved with, or pass "
                 "strict=False to load parameters only"
+            )
+        if saved["class"] != optimizer.made_of:  # it may know the same states
+            raise CheckpointError(
+                f"checkpoint {index.tag}: was saved with {saved['class']} but this engine has {optimizer.made_of}; "
+                "make it with the optimizer that it was saved with, or pass strict=False to load what both have"
             )
         progress.check_state(decode(saved["run"], lambda name: torch.empty(0)))
 
@@ -263,9 +329,11 @@ class _Save:
     files: Files
     values: tuple[list[Entry], dict[str, StoredFile]]
     index: Index
+    ranks: Ranks
+    together: Together
 
     def complete(self, *, latest: bool = True) -> Path:
-        """Write what is held, give the folder its name, and delete what is not to be kept; in any thread."""
+        """Write what is held, give the folder its name, and give up what is not to be kept; in any thread."""
         ranges = self.files.flush()
         stored = dict(self.files.stored)
         if self.held is not None:
@@ -280,12 +348,18 @@ class _Save:
         entries, others = self.values
         found = (*self.contents.columns.entries(ranges), *entries)
         index = dataclasses.replace(self.index, entries=found, files={**stored, **others})
-        path = self.folder.publish(self.new, self.tag, index.to_json(), latest=latest)
-        if self.keep is not None:
-            self.folder.keep(self.keep)
-        return path
+        if self.ranks.rank:
+            write_part(self.folder, self.new, self.ranks.rank, index)
+        self.together.meet()
+        if self.ranks.rank == 0:
+            index = join_parts(self.folder, self.new, index, self.ranks.world)
+            self.folder.publish(self.new, self.tag, index.to_json(), latest=latest)
+            if self.keep is not None:
+                self.folder.keep(self.keep)
+        self.together.end()
+        return self.folder.path / self.tag
 
 
-def _read_values(source: Source, index: Index, staging: Staging) -> dict[str, torch.Tensor]:
-    entries: list[Entry] = [entry for entry in index.entries if entry.role == "value"]
-    return {entry.name: read_tensor(source, entry, staging) for entry in entries}
+def _digest(path: Path) -> str:
+    """Return what tells a checkpoint from others: its index has the checksum of every byte."""
+    return hashlib.blake2b((path / FILE_NAME).read_bytes(), digest_size=16).hexdigest()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offload.build import Parts
-from offload.errors import StateError
+from offload.errors import RanksError, StateError
 from offload.life import Life
 from offload.memory.budget import Tier
 from offload.module import refusals
@@ -59,6 +59,7 @@ def close(module: nn.Module, parts: Parts, life: Life, manager: Manager, *, rest
     if restore is None:
         restore = life.unusable is None and _has_room(parts)
     clean_up(parts.hooks.unwind)
+    restore = _all_restore(parts, restore=restore)
     lost: Exception | None = None
     if restore:
         try:
@@ -76,10 +77,13 @@ def close(module: nn.Module, parts: Parts, life: Life, manager: Manager, *, rest
     parts.tensors.detach()
     restored: dict[int, list[torch.Tensor]] = {}
     with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
+        last.callback(parts.ranks.close)
         last.callback(_leave_module, module, parts, life, restored)
         last.callback(manager.close)
         last.callback(parts.hooks.detach)
         last.callback(parts.activations.close)
+        if parts.recomputing is not None:
+            last.callback(parts.recomputing.detach)
         if restore:
             restored.update(parts.loader.unload(manager))
     if lost is not None:
@@ -91,6 +95,20 @@ def _has_room(parts: Parts) -> bool:
     room_bytes = parts.budgets[Tier.HOST].limit_bytes
     room_bytes += parts.budgets[Tier.DEVICE].limit_bytes if parts.device.addressable else 0
     return sum(unit.param_bytes for unit in parts.tree.units) <= room_bytes
+
+
+def _all_restore(parts: Parts, *, restore: bool) -> bool:
+    """Tell whether parameters are given back; where each rank has slices of them, all have to take part."""
+    if not parts.plan.request.slices_parameters:
+        return restore
+    try:
+        if restore:
+            parts.ranks.agree("closing")
+            return True
+    except RanksError as error:
+        logger.warning("close: %s; parameters are not restored", error)
+    parts.ranks.close()  # nobody waits any more for what was asked of them ahead
+    return False
 
 
 def _leave_module(module: nn.Module, parts: Parts, life: Life, restored: dict[int, list[torch.Tensor]]) -> None:

@@ -21,6 +21,8 @@ OffloadTier = Literal["auto", "none", "cpu", "nvme"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 Reduction = Literal["mean", "sum"]
+ActivationMode = Literal["keep", "offload", "recompute"]
+ByteOption = Literal["activation_memory", "activation_cpu_memory", "activation_nvme_memory", "unit_bytes"]
 Paths = str | Path | Sequence[str | Path]
 
 _TIER_ALIASES: dict[object, str] = {
@@ -35,6 +37,11 @@ _TIER_ALIASES: dict[object, str] = {
     "disk": "nvme",
 }
 TIER_NAMES = ("device", "cpu", "nvme")
+
+
+def tier_named(key: object) -> str | None:
+    """Return the name of the tier that a key of `max_memory` means, None where it means none."""
+    return _TIER_ALIASES.get(key)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,21 +60,24 @@ class Config:
             engine with the same `run_dir` goes on from the last commit, with the same bits. It loses at most the step
             in progress and the one still being finished. None: nothing survives the process but checkpoints.
         resume: ``"auto"`` goes on with the newest of `run_dir` and `checkpoint_dir`, or begins where there is nothing;
-            True wants something there; False wants nothing there.
+            True wants something there; False wants nothing there. A damaged checkpoint is left out with a warning.
         checkpoint_dir: directory of checkpoints that `resume` looks at, too; a durable run's only.
         background_checkpoints: keep room on NVMe for ``engine.save_checkpoint(wait=False)``: once more what training
             writes there. What is copied stays as it was while training goes on.
-        dtype: cast parameters to this dtype; None keeps the model's. The master weights keep full precision. Buffers
-            keep their dtype, for running statistics and rotary frequencies lose too much; where a module wants them
-            like its parameters (BatchNorm does), cast them first: ``buffer.data = buffer.data.bfloat16()``.
+        dtype: cast parameters to ``"bfloat16"``, ``"float16"`` or ``"float32"``; None keeps the model's. The master
+            weights keep full precision. Buffers keep their dtype, for running statistics and rotary frequencies lose
+            too much; where a module wants them like its parameters (BatchNorm does), cast them first:
+            ``buffer.data = buffer.data.bfloat16()``.
         state_dtype: how the moments of Adam and AdamW are stored, wherever they live. ``"float32"`` is exact. The
             others are lossy, rounded stochastically so that nothing stalls, and results stay the same bits for every
             placement: take ``"bfloat16"`` (4 bytes per parameter for both moments instead of 8) where states on NVMe
             set the pace, and ``"int8"`` (8-bit floating point in blocks of 128 elements, 2.02 bytes) where the drive
             or its wear still does, after comparing the loss of a short run with that of ``"float32"``.
-        offload_param, offload_optimizer: force a home (``"none"`` = device), or let the plan choose (``"auto"``). What
-            is forced is placed first: states forced to ``"cpu"`` may leave so little of it that gradients and
-            parameters go to the drive, which moves more than ``"auto"``; the plan says how much.
+        offload_param: home of parameters: ``"none"`` (the device), ``"cpu"`` or ``"nvme"``; ``"auto"`` lets the plan
+            choose.
+        offload_optimizer: the same of optimizer states. What is forced is placed first: states forced to ``"cpu"`` may
+            leave so little of it that gradients and parameters go to the drive, which moves more than ``"auto"``; the
+            plan says how much.
         max_grad_norm: clip the global gradient norm to this value; None does not clip. As with
             ``clip_grad_norm_(model.parameters())``, parameters that the optimizer leaves out count if they got a
             gradient (their gradients are dropped at every step, as with ``model.zero_grad()``).
@@ -76,14 +86,26 @@ class Config:
             ``"sum"`` only adds: for trainers (of Hugging Face, Lightning, Accelerate) that divide the loss themselves.
             The number of micro-batches then only tells the plan to keep room for fp32. None is ``"mean"``, but a step
             that leaves open who divides is refused: one by ``optimizer.step()`` after ``loss.backward()``.
-        activation_memory: part of the device budget kept for activations and temporaries; None: half of it, less
-            where the parameters need the room.
-        unit_bytes: split modules whose parameters are larger than this; None chooses from the budget.
+        activation_memory: part of the device budget kept for activations and temporaries, bytes as int or text; None:
+            half of it, less where the parameters need the room.
+        activations: what becomes of what autograd keeps between forward and backward. ``"keep"`` leaves it on the
+            device. ``"offload"`` moves it to host memory, and from there to NVMe, and brings it back in time.
+            ``"recompute"`` computes blocks that repeat again in backward, or asks a model of transformers to do so. The
+            bits are the same.
+        activation_cpu_memory: part of the host budget for activations that leave the device, bytes as int or text;
+            None: a quarter of it. What does not fit stays on the device.
+        activation_nvme_memory: part of the NVMe budget for those that do not fit there, bytes as int or text; None:
+            four times the part in host memory, a quarter of the budget at most. A durable run has none.
+        unit_bytes: split modules whose parameters are larger than this, bytes as int or text; None chooses from the
+            budget.
         chunk_numel: elements per optimizer chunk; None chooses from the budget.
         threads: threads of the CPU optimizer; None takes one per core.
         prefetch: fetch the next units while one computes.
         io_deadline_s: seconds after which a wait for a transfer is given up with an error.
-        initial_loss_scale, loss_scale_window, loss_scale_hysteresis, min_loss_scale: dynamic loss scaling for float16.
+        initial_loss_scale: of float16: what the loss is multiplied by at first.
+        loss_scale_window: steps without an overflow after which the scale doubles.
+        loss_scale_hysteresis: overflows after which it halves.
+        min_loss_scale: it falls no further.
         init_weights: callable initialising a module whose parameters are on the meta device, given that module;
             None uses the model's own ``_init_weights`` or ``reset_parameters``.
     """
@@ -103,6 +125,9 @@ class Config:
     gradient_accumulation_steps: int = 1
     gradient_reduction: Reduction | None = None
     activation_memory: int | str | None = None
+    activations: ActivationMode = "keep"
+    activation_cpu_memory: int | str | None = None
+    activation_nvme_memory: int | str | None = None
     unit_bytes: int | str | None = None
     chunk_numel: int | None = None
     threads: int | None = None
@@ -173,8 +198,28 @@ class Config:
             raise ConfigError(
                 'max_memory["nvme"]: a budget without a drive; name a directory on it with nvme_path or run_dir'
             )
-        self.bytes_of("activation_memory")
-        self.bytes_of("unit_bytes")
+        for name in get_args(ByteOption):
+            self.bytes_of(name)
+        self._check_activations()
+
+    def _check_activations(self) -> None:
+        modes = get_args(ActivationMode)
+        if self.activations not in modes:
+            raise ConfigError(
+                f"activations: expected one of {', '.join(modes)} but got {self.activations!r}"
+                f"{did_you_mean(str(self.activations), modes)}"
+            )
+        for option in ("activation_cpu_memory", "activation_nvme_memory"):
+            if getattr(self, option) is not None and self.activations != "offload":
+                raise ConfigError(f'{option}: expected activations="offload" beside it but got {self.activations!r}')
+        if self.bytes_of("activation_nvme_memory"):
+            if self.run_dir is not None:
+                raise ConfigError(
+                    "activation_nvme_memory: the drive of a durable run keeps what is committed alone; leave it out, "
+                    "and raise activation_cpu_memory"
+                )
+            if not self.paths():
+                raise ConfigError("activation_nvme_memory: nvme_path is missing; name a directory on the drive")
 
     def _check_run(self) -> None:
         if self.resume not in (True, False, "auto"):
@@ -205,7 +250,7 @@ class Config:
         """Return the budgets that were given, by canonical tier name (``device``, ``cpu``, ``nvme``)."""
         budgets: dict[str, int | Share] = {}
         for key, value in (self.max_memory or {}).items():
-            name = _TIER_ALIASES.get(key)
+            name = tier_named(key)
             if name is None:
                 raise ConfigError(
                     f"max_memory: expected keys device, cpu, nvme but got {key!r}{did_you_mean(str(key), TIER_NAMES)}"
@@ -215,7 +260,7 @@ class Config:
             budgets[name] = parse_bytes(value, subject=f"max_memory[{key!r}]")
         return budgets
 
-    def bytes_of(self, option: Literal["activation_memory", "unit_bytes"]) -> int | None:
+    def bytes_of(self, option: ByteOption) -> int | None:
         """Return a byte option as a number, or None where it was not given.
 
         Raises:

@@ -32,12 +32,15 @@ from offload.module import refusals
 from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
+from offload.report import Report, make_report
 from offload.run_state import RunState
+from offload.several import made_together, ranks_of, refuse_parts
 from offload.shards.manager import Manager
 from offload.sleeping import Sleeping
-from offload.snapshot import take_snapshot
+from offload.snapshot import take_snapshot, take_spans
 from offload.spec import OptimizerSpec
-from offload.stats import Stats
+from offload.stats import Counters, Stats
+from offload.trace import write_trace
 from offload.training import Training
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,8 @@ class Engine(EngineTensors, EngineRuns):
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         weights: str | Path | Weights | None = None,
+        stage: int | str | None = None,
+        group: Any = None,
         **options: Any,
     ) -> None:
         """Plan, then load the model into its tiers.
@@ -85,6 +90,10 @@ class Engine(EngineTensors, EngineRuns):
                 keeps its own values. It is read chunk by chunk, each parameter straight to its home. A model of
                 transformers gets what its ``from_pretrained`` would give it: keys are renamed, what the files lack is
                 initialised, and both are logged. Of another module, each key has to be there.
+            stage: of ZeRO, where several processes train together. 1 or 2: each has a slice of gradients and states,
+                and with 2, gradients leave during backward. 3: of parameters, too. ``"auto"``: 1 if the memory of each
+                holds whole parameters, else 3. None is for one process.
+            group: ``torch.distributed.ProcessGroup`` of these processes; None for the default one.
             **options: options of :class:`offload.Config`, on top of `config`.
 
         Raises:
@@ -92,23 +101,28 @@ class Engine(EngineTensors, EngineRuns):
                 are damaged, or not the model's.
             BudgetError: the budgets cannot hold the model; nothing has been loaded then.
             StateError: the model is wrapped already, or somebody else places, calls or reduces its parameters.
+            RanksError: ranks have different models, values or options, or one has not come.
             swap.SwapError: the NVMe path is missing, not writable, or full.
         """
         begin = time.perf_counter()
         self._life = Life(trains=optimizer is not None)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
-        refusals.refuse_ranks()
-        refusals.refuse_model(model)
-        self.module = model
-        self.config = Config.load(config, **options)
-        deferral = Deferral()
-        self._durable = self._begin_run(optimizer)
-        calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life, self._durable)
-        if weights is not None and not isinstance(weights, Weights):
-            weights = find_weights(model, weights)
-        with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
-            self._parts = build(model, unwrapped(optimizer), self.config, calls, weights)
+        counters = Counters()
+        ranks = ranks_of(stage, group, counters)
+        with made_together(ranks):
+            refusals.refuse_model(model)
+            self.module = model
+            self.config = Config.load(config, **options)
+            deferral = Deferral()
+            self._durable = self._begin_run(optimizer)
+            calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life, self._durable)
+            if weights is not None and not isinstance(weights, Weights):
+                weights = find_weights(model, weights)
+            with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
+                self._parts = build(
+                    model, unwrapped(optimizer), self.config, calls, ranks, counters, weights, stage=stage
+                )
         self._training = Training(self._parts, self._life, deferral, self._durable)
         state = RunState(model, self._parts, self._life)
         self._checkpoints = Checkpoints(state, self._parts, self._life, self._training)
@@ -128,8 +142,15 @@ class Engine(EngineTensors, EngineRuns):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward.
 
+        Args:
+            *args: of the module's forward; tensors on :attr:`device`.
+            **kwargs: the same.
+
+        Returns:
+            What the module's forward returns.
+
         Raises:
-            StateError: the engine is closed, or a batch is on the wrong device.
+            StateError: the engine is closed or asleep, or a batch is on the wrong device.
             BudgetError: activations do not fit the device budget.
         """
         self._require_open()
@@ -142,7 +163,7 @@ class Engine(EngineTensors, EngineRuns):
         """Run backward from `loss`.
 
         Args:
-            loss: scalar tensor, not divided by the number of accumulation steps.
+            loss: tensor of one element, on :attr:`device`, not divided by the number of accumulation steps.
             **kwargs: passed to ``torch.Tensor.backward``.
 
         Raises:
@@ -198,6 +219,7 @@ class Engine(EngineTensors, EngineRuns):
         Whatever reads parameters or states waits by itself: this is for those who look at times and bytes.
 
         Raises:
+            StateError: the engine is closed, asleep or unusable.
             swap.SwapError: an I/O error.
         """
         self._require_open().finish_updates()
@@ -210,7 +232,11 @@ class Engine(EngineTensors, EngineRuns):
         return self._step is None or self._step.micro_batches.last
 
     def zero_grad(self) -> None:
-        """Forget the gradients that have arrived since the last step."""
+        """Forget the gradients that have arrived since the last step, and begin its micro-batches anew.
+
+        Raises:
+            StateError: the engine is closed or asleep.
+        """
         self._require_open()
         self._training.zero_grad()
 
@@ -239,17 +265,24 @@ class Engine(EngineTensors, EngineRuns):
         return self.module.training
 
     def train(self, mode: bool = True) -> Engine:
-        """Put the module in training mode."""
+        """Put the module in training mode, or with False in evaluation mode; returns the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Put the module in evaluation mode."""
+        """Put the module in evaluation mode; returns the engine."""
         self.module.eval()
         return self
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's ``generate``, as models of transformers have it.
+
+        Args:
+            *args: of that method; tensors on :attr:`device`.
+            **kwargs: the same.
+
+        Returns:
+            What it returns.
 
         Raises:
             StateError: the module has none, or the engine is closed or asleep.
@@ -264,14 +297,38 @@ class Engine(EngineTensors, EngineRuns):
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         return take_snapshot(self._parts, self._manager)
 
+    def report(self) -> Report:
+        """Return where the time of the last steps went; ``print`` it.
+
+        It has seconds, bytes and GB/s per lane, the lane that binds, what computing has waited for, and the tiers. It
+        looks at a few steps, of which everything is still recorded.
+
+        Raises:
+            StateError: the engine is closed.
+        """
+        spans = take_spans(self._parts, self._life.require_records("report"))
+        return make_report(spans, self.stats(), host_computes=self._parts.device.addressable)
+
+    def trace(self, path: str | Path) -> None:
+        """Write what all lanes have lately done to a file, for https://ui.perfetto.dev or ``chrome://tracing``.
+
+        Args:
+            path: of the file (JSON), which is replaced; its folder must exist.
+
+        Raises:
+            ConfigError: the file cannot be written.
+            StateError: the engine is closed.
+        """
+        write_trace(path, take_spans(self._parts, self._life.require_records("trace")).spans)
+
     # --- sharing the memory -----------------------------------------------------------------------------------------
 
     def sleep(self, *, host: bool = False) -> None:
         """Give the device's memory back until :meth:`wake`: for generation, or another engine, on the same GPU.
 
         The last step is finished first. What lives on the device goes to host memory, within the budget, else to files
-        on the drive. Gradients that wait for the next step are kept. Until :meth:`wake`, everything but :meth:`stats`
-        and :meth:`close` is refused. Buffers of the module stay on the device.
+        on the drive. Gradients that wait for the next step are kept. Until :meth:`wake`, everything but :meth:`stats`,
+        :meth:`report`, :meth:`trace` and :meth:`close` is refused. Buffers of the module stay on the device.
 
         Args:
             host: give host memory back, too; what lives there goes to files on the drive.
@@ -282,6 +339,7 @@ class Engine(EngineTensors, EngineRuns):
                 views them. The engine is awake then.
             swap.SwapError: an I/O error. The engine is awake then.
         """
+        refuse_parts(self._parts.ranks)
         self._sleeping.sleep(host=host)
 
     def wake(self) -> None:
@@ -336,6 +394,14 @@ class Engine(EngineTensors, EngineRuns):
             "engine: cannot be copied or pickled; save engine.state_dict() and engine.optimizer.state_dict(), and load "
             "them into a new engine and its optimizer"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Say of what modules have, and an engine has not, where it is.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(refusals.not_there(type(self).__name__, name), name=name, obj=self)
 
     def __repr__(self) -> str:
         what = f"{type(self.module).__name__}: {self.plan.headline()}"

@@ -7,6 +7,7 @@ with. The work is done by :mod:`offload.checkpoints`, :mod:`offload.durable` and
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -16,13 +17,18 @@ from torch import nn
 from offload.background import PendingCheckpoint
 from offload.build import Parts
 from offload.checkpoint.foreign.found import Facts
+from offload.checkpoint.format.folder import Folder, first_whole
+from offload.checkpoint.format.index import DamagedError
 from offload.checkpoints import Checkpoints
 from offload.config import Config
 from offload.durable import DurableRun, Resumed
-from offload.errors import ConfigError, StateError
+from offload.errors import CheckpointError, ConfigError, StateError
 from offload.importing import import_checkpoint
 from offload.life import Life
 from offload.run_state import RunState
+from offload.several import refuse_parts
+
+logger = logging.getLogger(__name__)
 
 
 class EngineRuns:
@@ -78,6 +84,9 @@ class EngineRuns:
         option ``background_checkpoints``. What lives in memory is written before this returns. The engine saves one
         checkpoint at a time: the next save, a load and :meth:`close` wait for it.
 
+        Several ranks call this together, with the same directory, tag and `keep`. Each writes its slices; generators,
+        buffers and `client_state` are each rank's own.
+
         Args:
             directory: of the checkpoints; made where it is missing.
             tag: name of the folder; None: ``step-`` and the number of steps. One that is there is replaced.
@@ -94,7 +103,9 @@ class EngineRuns:
             BudgetError: the budgets have no room for the smallest buffers, or the swap files for what is held.
             CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
                 `directory`, or it cannot be written to.
-            StateError: the engine is closed or unusable, or parameters or gradients are gathered.
+            StateError: the engine is closed or unusable, or parameters or gradients are gathered; or several ranks are
+                not to wait.
+            RanksError: another rank has failed, ended, not come, or has something else. Older checkpoints stay.
             swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
             swap.SwapError: another I/O error.
         """
@@ -106,7 +117,8 @@ class EngineRuns:
     def load_checkpoint(self, directory: str | Path, *, tag: str | None = None, strict: bool = True) -> Any:
         """Go on where :meth:`save_checkpoint` was called, with the same bits, whatever the budgets are and were.
 
-        Every byte is compared with its checksum. What waits for the next step is forgotten first.
+        Every byte is compared with its checksum. What waits for the next step is forgotten first. Several ranks call
+        this together, however many have saved it; each reads what it keeps.
 
         Args:
             directory: of the checkpoints, or the folder of one.
@@ -121,9 +133,10 @@ class EngineRuns:
             CheckpointError: there is none, it is damaged (names file, tensor and bytes), of a newer format, or does not
                 fit this model, optimizer or ``state_dtype``.
             ConfigError: the parameter groups do not fit.
+            RanksError: another rank has failed, ended, not come, or loads another checkpoint.
             StateError: the engine is closed or unusable, or parameters are in use.
-            swap.SwapError: an I/O error. If it, or the damage, comes while parameters are written, the engine cannot be
-                used further, and says so; in all other cases nothing was changed.
+            swap.SwapError: an I/O error. If it, or the damage, comes while parameters are written, the engine says so
+                at each call, until a load with ``strict`` succeeds; in all other cases nothing was changed.
         """
         client_state = self._checkpoints.load(directory, tag=tag, strict=strict)
         if self._durable is not None:
@@ -147,9 +160,11 @@ class EngineRuns:
             ConfigError: a file is missing, damaged or unknown, or does not fit the model or the optimizer. Nothing was
                 loaded.
             StateError: parameters are in use, or the engine is closed. Nothing was loaded.
-            swap.SwapError: an I/O error of the drive.
+            swap.SwapError: an I/O error of the drive. If it, or an unreadable file, comes when something was written,
+                the engine says so at each call, until this one is repeated or a checkpoint is loaded, with ``strict``.
         """
-        return import_checkpoint(path, self.module, self._parts, self._life.require_open(), strict=strict)
+        refuse_parts(self._parts.ranks)
+        return import_checkpoint(path, self.module, self._parts, self._life, strict=strict)
 
     # --- durable runs -----------------------------------------------------------------------------------------------
 
@@ -199,18 +214,52 @@ class EngineRuns:
         durable.open(state, self._parts, self._life)
         source = str(self.config.paths()[0]) if durable.restore() else None
         if self.config.checkpoint_dir is not None and self.config.resume is not False:
-            newer = self._checkpoints.newer(self.config.checkpoint_dir, None if source is None else self._steps)
-            if newer is not None:
-                self.load_checkpoint(newer)
-                source = str(newer)
+            source = self._load_newer(self.config.checkpoint_dir, source)
         if source is None and self.config.resume is True:
             raise ConfigError(
                 f"run_dir {self.config.paths()[0]}: resume=True expects a run there, or a checkpoint, but there is "
                 'none; pass resume="auto" to begin one'
             )
         if source is None:
+            logger.info("run_dir %s: there was no run; a new one begins", self.config.paths()[0])
+            self._tell_of_checkpoints()
             return None
+        logger.info("run_dir %s: goes on from step %d, of %s", self.config.paths()[0], self._steps, source)
         return Resumed(self._steps, durable.client_state, source, time.perf_counter() - begin)
+
+    def _load_newer(self, directory: str | Path, run: str | None) -> str | None:
+        """Load the newest whole checkpoint, if it has more steps than the `run` that was found; returns the source.
+
+        Raises:
+            CheckpointError: all are damaged, and there is no run; or the run's content was written over meanwhile.
+        """
+        steps = self._steps
+        newer = self._checkpoints.newer(directory, None if run is None else steps)
+        if not newer:
+            return run
+        try:
+            return str(first_whole(newer, self.load_checkpoint)[0])
+        except DamagedError as error:
+            if run is None:
+                raise
+            if self._life.unusable is None:
+                return run
+            raise CheckpointError(
+                f"run_dir {run}: expected to go on with a checkpoint of more than its {steps} steps, but {error}. Or "
+                f"delete {newer[-1]}: then the run goes on from step {steps}"
+            ) from error
+
+    def _tell_of_checkpoints(self) -> None:
+        """Log that a run begins anew beside checkpoints, which nobody was told to look at."""
+        directory = self.config.paths()[0]
+        tags = [] if self.config.checkpoint_dir is not None or self.config.resume is False else Folder(directory).tags()
+        if tags:
+            logger.warning(
+                "run_dir %s: begins anew beside checkpoint %s; pass checkpoint_dir=%r to go on with it",
+                directory,
+                tags[-1],
+                str(directory),
+            )
 
     @property
     def _steps(self) -> int:

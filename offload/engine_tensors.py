@@ -30,6 +30,17 @@ class EngineTensors:
         """Return the module's state dict with real tensors: parameters as CPU copies, buffers as they are.
 
         Copies that do not fit the host budget are on the drive, as those of ``optimizer.state_dict()``.
+
+        Returns:
+            Tensors by name, in the shapes and dtypes of the module.
+
+        Raises:
+            StateError: the engine is closed, asleep or unusable.
+            swap.SwapFullError: the drive has no room for copies.
+            swap.SwapError: another I/O error.
+
+        Warns:
+            UserWarning: the copies take more memory than the host budget, and there is no NVMe path.
         """
         return self._parts.tensors.state_dict()
 
@@ -41,6 +52,12 @@ class EngineTensors:
 
         Args:
             module: a part of the module; None for all of it.
+
+        Returns:
+            Tensors by name, in the shapes and dtypes of the module.
+
+        Raises:
+            StateError: the engine is closed, asleep or unusable.
         """
         return self._parts.tensors.deferred_state(self.module if module is None else module)
 
@@ -49,6 +66,10 @@ class EngineTensors:
 
         A 16-bit value that equals the present parameter leaves its master as it is, so that it does not matter whether
         the optimizer's state is loaded before or after.
+
+        Args:
+            state_dict: tensors by name, on any device, in the shapes of the module; other dtypes are converted.
+            strict: refuse names that are missing, and those that the module does not have.
 
         Raises:
             ConfigError: it is no mapping, or names or shapes do not fit (with `strict`, missing and unexpected names
@@ -118,11 +139,16 @@ class EngineTensors:
     def save_pretrained(self, directory: str | Path, **kwargs: Any) -> None:
         """Save a Hugging Face model with its own ``save_pretrained``; holds one file in host memory at a time.
 
-        How large that is says ``max_shard_size``, one of the arguments that `kwargs` may have. A tied weight comes on
-        top. Of a PEFT model, nothing but its adapters is read.
+        A tied weight comes on top. Of a PEFT model, nothing but its adapters is read.
+
+        Args:
+            directory: for the files; made where it is missing.
+            **kwargs: of the model's own method. ``max_shard_size`` says how large a file is: bytes, or a text like
+                ``"2GB"``.
 
         Raises:
-            StateError: the module has no ``save_pretrained``.
+            StateError: the module has no ``save_pretrained``, or the engine is closed, asleep or unusable.
+            swap.SwapError: an I/O error.
         """
         self._parts.tensors.save_pretrained(directory, **kwargs)
 

@@ -13,12 +13,18 @@ from collections.abc import Iterable
 # What carries an optimizer's states from an engine to the next one: they go with their engine.
 NEW_ENGINE = "save engine.optimizer.state_dict(), close the engine, make a new one and load the dict into its optimizer"
 SAVE_FIRST = "closing frees its optimizer's states: save engine.optimizer.state_dict() before"
-TRAIN_MORE = (  # the same, for a parameter that has no room in the plan
-    "save engine.optimizer.state_dict(), close the engine, make a new one with the same param groups, load the dict "
-    "into its optimizer, and add the parameter with add_param_group"
+_TRAIN = (  # the same, for a parameter that has no room in the plan
+    "save engine.optimizer.state_dict(), close the engine, call model.zero_grad(), make a new one with the same param "
+    "groups"
 )
+TRAIN_MORE = f"{_TRAIN}, load the dict into its optimizer, and add the parameter with add_param_group"
+TRAIN_LISTED = f"{_TRAIN}, and load the dict into its optimizer"  # one that is in a group
 
 ASLEEP = "engine: asleep; call engine.wake()"
+PARTS = (
+    "engine: expected one process for gradients and optimizer states as a whole but each of several ranks has a part "
+    "of them; save a checkpoint, and load it in one process"
+)
 
 
 class OffloadError(RuntimeError):
@@ -43,6 +49,10 @@ class NonFiniteError(OffloadError, ArithmeticError):
 
 class CheckpointError(OffloadError):
     """A checkpoint cannot be written, found or loaded; the text names the file, tensor and offset, and the remedy."""
+
+
+class RanksError(OffloadError):
+    """Ranks disagree, or one has failed, ended or not come; the text is the same on all and names the rank."""
 
 
 class InternalError(OffloadError):

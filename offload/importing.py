@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from offload.build import Parts
+from offload.checkpoint.blank import make_blank
 from offload.checkpoint.foreign.found import Facts, Found
 from offload.checkpoint.foreign.opening import open_foreign
 from offload.checkpoint.module_state import tensors_by_name
 from offload.checkpoint.sources import PIECE_NUMEL, Converted, Source, numel_of, whole
 from offload.errors import ConfigError
+from offload.life import Life
 from offload.optim.rules import Rule
-from offload.shards.manager import Manager
 
 _MOST_NAMED = 5  # names in an error
 
@@ -60,9 +61,14 @@ class Fitting:
     facts: Facts
 
 
-def import_checkpoint(path: str | Path, module: nn.Module, parts: Parts, manager: Manager, *, strict: bool) -> Facts:
+def import_checkpoint(path: str | Path, module: nn.Module, parts: Parts, life: Life, *, strict: bool) -> Facts:
     """Load a checkpoint; see ``Engine.import_checkpoint``."""
-    optimizer = parts.steps.optimizer
+    with life.refilling(f"importing {path}", strict=strict) as again:
+        return _import(path, module, parts, life, strict=strict, again=again)
+
+
+def _import(path: str | Path, module: nn.Module, parts: Parts, life: Life, *, strict: bool, again: bool) -> Facts:
+    manager, optimizer = life.require_open(), parts.steps.optimizer
     trained = {
         id(parameter): unit.dtype
         for unit, members in zip(parts.tree.units, parts.tree.parameters, strict=True)
@@ -72,6 +78,8 @@ def import_checkpoint(path: str | Path, module: nn.Module, parts: Parts, manager
     found = open_foreign(path, [] if optimizer is None else names.by_group(optimizer.param_groups))
     fitting = fit(names, found, optimizer, strict=strict)
     manager.tiers.refuse_leased(manager.units)
+    if again:
+        make_blank(manager, parts.steps.counts)
     if optimizer is not None and fitting.packed is not None:
         optimizer.load_state_dict(fitting.packed)  # it refuses before it writes
     parts.tensors.load(fitting.weights, strict=False)

@@ -6,7 +6,9 @@ Owns that state, and the errors for calls out of it. Next: everything that an en
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 from offload.errors import ASLEEP, StateError
 from offload.module import refusals
@@ -23,11 +25,15 @@ class Life:
         asleep: whether its memory was given back for a while.
     """
 
+    _CLOSE = "close it and resume from a checkpoint"
+    _REFILL = "repeat it, or load another checkpoint with strict=True, or close the engine"
+
     def __init__(self, *, trains: bool) -> None:
         self.manager: Manager | None = None
         self.closed = False
         self.unusable: str | None = None
         self.asleep = False
+        self._is_refillable = False  # what is unusable is all to be had again, by who replaces all content
         self._trains = trains
         self._process = os.getpid()
 
@@ -43,6 +49,39 @@ class Life:
     def lose(self, what: str) -> None:
         """Note that the engine cannot be used further, and why."""
         self.unusable = what
+
+    @contextlib.contextmanager
+    def refilling(self, what: str, *, strict: bool) -> Iterator[bool]:
+        """Let the block replace all content; if it fails when it has begun to write, only another such one may follow.
+
+        Args:
+            what: is done in it, for errors.
+            strict: it replaces all of it, or nothing.
+
+        Yields:
+            Whether an earlier one has failed half way: then nothing of the content is to be read.
+
+        Raises:
+            StateError: as :meth:`require_open`, or an earlier one has failed and this one may leave something out.
+        """
+        half = self.unusable if self._is_refillable else None
+        if half is not None and not strict:
+            raise StateError(f"engine: {half}; {self._REFILL}")
+        if half is not None:
+            self.unusable = None
+        written = self._overwrites()
+        try:
+            yield half is not None
+            self._is_refillable = False
+        except BaseException as error:
+            if self._overwrites() != written:
+                half = f"{what} failed half way ({type(error).__name__}: {error})"
+            if half is not None and self.unusable is None:
+                self.unusable, self._is_refillable = half, True
+            raise
+
+    def _overwrites(self) -> int:
+        return 0 if self.manager is None else self.manager.overwrites
 
     def sleep(self) -> None:
         """Note that the memory was given back for a while."""
@@ -68,7 +107,7 @@ class Life:
         """
         refusals.refuse_child(self._process)
         if self.unusable is not None:
-            raise StateError(f"engine: {self.unusable}; close it and resume from a checkpoint")
+            raise StateError(f"engine: {self.unusable}; {self._REFILL if self._is_refillable else self._CLOSE}")
         if self.closed or self.manager is None:
             states = " and load what engine.optimizer.state_dict() returned before" if self._trains else ""
             raise StateError(f"engine: it is closed; make a new one{states}")
@@ -78,4 +117,15 @@ class Life:
         if failure is not None:
             self.lose(f"a step failed half way ({type(failure).__name__}: {failure})")
             self.manager.forward.raise_failure()
+        return self.manager
+
+    def require_records(self, what: str) -> Manager:
+        """Return the owner of the shards for a call, `what`, that only looks: the engine may be asleep or unusable.
+
+        Raises:
+            StateError: the engine is closed, or another process's.
+        """
+        refusals.refuse_child(self._process)
+        if self.closed or self.manager is None:
+            raise StateError(f"{what}: the engine is closed, and its records went with it; call {what} before close")
         return self.manager

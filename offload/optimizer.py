@@ -117,6 +117,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that were trainable when the engine was made and are in no group yet.
 
+        Args:
+            param_group: as in torch: ``params``, and options of its own.
+
         Raises:
             ConfigError: a parameter is not the model's, or was frozen then, or an option is out of its range. Nothing
                 was changed.
@@ -187,6 +190,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             remedy="give the group options like those of the others",
         )
 
+    def lists(self, parameter: torch.Tensor) -> bool:
+        """Tell whether a param group has `parameter`, trained or not."""
+        return any(each is parameter for each in self._parameters())
+
     def only_makes_states(self, squares: float) -> bool:
         """Tell whether a step is one that torch.distributed.checkpoint makes so that there are states to be loaded.
 
@@ -219,6 +226,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Where none has arrived, nothing happens, as in torch; hooks and LR schedulers see the call. Nothing happens,
         either, where all gradients and learning rates are zero: so libraries make states, which are there already.
 
+        Args:
+            closure: computes the loss again, once, with gradients being recorded; None: it was computed.
+
+        Returns:
+            What `closure` returned.
+
         Raises:
             ConfigError: a param group has a parameter of another model, an option out of its range, or one that asks
                 for another step than the engine was made for; nothing was changed.
@@ -236,7 +249,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients that have arrived since the last step."""
+        """Forget the gradients that have arrived since the last step.
+
+        Args:
+            set_to_none: not heeded: ``parameter.grad`` is None afterwards.
+
+        Raises:
+            StateError: the engine is closed or asleep.
+        """
         self._calls.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
@@ -250,7 +270,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         the host budget has no room for them they lie in files without a name on the NVMe path, which vanish with them:
         ``torch.save`` holds no memory then.
 
+        Several ranks call this together, and each gets all of it.
+
+        Returns:
+            ``state`` by the number of the parameter, ``param_groups``, ``masters`` and ``run``.
+
         Raises:
+            RanksError: another rank has failed, ended, not come, or is elsewhere.
             swap.SwapFullError: the drive has no room for them, either.
 
         Warns:
@@ -268,6 +294,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` or the same optimizer of ``torch.optim`` returned.
+
+        Args:
+            state_dict: with states in the parameters' shapes, on any device.
 
         Raises:
             ConfigError: a state does not fit its parameter, groups or options do not fit the optimizer, or the dict is

@@ -43,7 +43,10 @@ def load_pretrained(
         model_options: further arguments of ``from_pretrained``, such as ``attn_implementation`` or
             ``ignore_mismatched_sizes``, or of its config.
         config: options as in :class:`offload.Engine`.
-        **options: options of :class:`offload.Config`.
+        **options: options of :class:`offload.Config`, on top of `config`.
+
+    Returns:
+        The engine; its ``module`` is the model.
 
     Raises:
         ConfigError: files or options cannot be used; names file and tensor. See :class:`offload.Engine`, too.

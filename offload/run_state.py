@@ -7,6 +7,7 @@ generators, the user's own - and how each of them is taken and put. Where the va
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import warnings
@@ -18,13 +19,18 @@ from torch import nn
 
 from offload.build import Parts
 from offload.checkpoint.format.nested import Encoder
-from offload.errors import ConfigError
+from offload.checkpoint.format.parts import RANKS
+from offload.distributed.ranks import Ranks
+from offload.errors import CheckpointError, ConfigError
 from offload.life import Life
 from offload.memory.devices import random_states, set_random_states
 from offload.optim.torch_class import Placed
 from offload.planning.units import Where
 
-VALUES = ("optimizer", "accumulation", "buffers", "extra", "random", "client_state")  # that an encoder has seen
+logger = logging.getLogger(__name__)
+
+OWN = ("buffers", "extra", "random", "client_state")  # of which each rank has its own
+VALUES = ("optimizer", "accumulation", *OWN)  # that an encoder has seen
 
 
 class RunState:
@@ -62,14 +68,24 @@ class RunState:
             "step": steps.run.steps,
             "written_by": {"torch": str(torch.__version__)},
             "parameters": parameters,
+            "wrappers": self._parts.tree.describe_wrappers(),
             "optimizer": self._describe_optimizer(encoder),
             "accumulation": encoder.encode(accumulation, "accumulation"),
-            "buffers": {name: encoder.encode(value, f"buffer:{name}") for name, value in self._buffers().items()},
+            **self.describe_own(encoder, client_state, drawn),
+        }
+
+    def describe_own(
+        self, encoder: Encoder, client_state: Any, drawn: Mapping[str, Any] | None = None, *, prefix: str = ""
+    ) -> dict[str, Any]:
+        """Return what each of several ranks has of its own; `prefix` tells its tensors from those of others."""
+        buffers, extra = self._buffers(), self._extra()
+        return {
+            "buffers": {name: encoder.encode(value, f"{prefix}buffer:{name}") for name, value in buffers.items()},
             "extra": {
-                name: encoder.encode(module.get_extra_state(), f"extra:{name}") for name, module in self._extra()
+                name: encoder.encode(module.get_extra_state(), f"{prefix}extra:{name}") for name, module in extra
             },
-            "random": encoder.encode(drawn_so_far() if drawn is None else drawn, "random"),
-            "client_state": encoder.encode(client_state, "client_state"),
+            "random": encoder.encode(drawn_so_far() if drawn is None else drawn, f"{prefix}random"),
+            "client_state": encoder.encode(client_state, f"{prefix}client_state"),
         }
 
     def _describe_optimizer(self, encoder: Encoder) -> dict[str, Any] | None:
@@ -108,6 +124,53 @@ class RunState:
         return records
 
     # --- putting ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def own_of(contents: Mapping[str, Any], ranks: Ranks, tag: str) -> dict[str, Any]:
+        """Return what a rank takes of what each has of its own: of as many ranks, its own; else that of the first.
+
+        Random generators are those of the rank with the same number, or stay as they are.
+
+        Args:
+            contents: of the index.
+            ranks: who loads it.
+            tag: of the checkpoint.
+
+        Raises:
+            CheckpointError: it was saved inside a step of another number of ranks.
+        """
+        saved: list[dict[str, Any]] = contents.get(RANKS, [{}])
+        rank = ranks.rank
+        own: dict[str, Any] = {name: contents[name] for name in OWN}
+        if len(saved) == ranks.world:
+            return own | saved[rank]
+        position = contents["accumulation"]
+        if position["gradients"] or (position["micro_batches"] or {"done": 0})["done"]:
+            raise CheckpointError(
+                f"checkpoint {tag}: was saved by {len(saved)} ranks between two steps and cannot be loaded by "
+                f"{ranks.world}; load it with {len(saved)}, or save right behind a step"
+            )
+        if rank < len(saved):
+            return own | {"random": (own | saved[rank])["random"]}
+        logger.warning("checkpoint %s: has no random generators of rank %d; they stay as they are", tag, rank)
+        return own | {"random": None}
+
+    def refuse_other_wrappers(self, saved: Mapping[str, Any], tag: str) -> None:
+        """Refuse inner tensors of parameters that are made of theirs in another way.
+
+        Args:
+            saved: how each parameter was made, by name.
+            tag: of the checkpoint.
+
+        Raises:
+            CheckpointError: one was quantized in another way.
+        """
+        for name, mine in self._parts.tree.describe_wrappers().items():
+            if name in saved and saved[name] != mine:
+                raise CheckpointError(
+                    f"checkpoint {tag}: expected {name} made as {mine} but got it made as {saved[name]}; quantize the "
+                    "model as it was when the checkpoint was saved"
+                )
 
     def groups(self, saved: Any, *, strict: bool) -> list[dict[str, Any]] | None:
         """Return saved param groups as the optimizer loads them; None where there is nothing to load.
@@ -186,8 +249,7 @@ class RunState:
 
     def name_of_parameters(self) -> dict[int, str]:
         """Return the names by the parameters' identities."""
-        parameters = self._parts.tree.parameters
-        return {id(parameters[index][slot]): name for (index, slot), name in self.names().items()}
+        return self._parts.tree.names()
 
     def buffers_bytes(self) -> int:
         """Return the bytes of what a state dict has beside the parameters."""
@@ -201,7 +263,7 @@ class RunState:
             prefix = f"{path}." if path else ""
             kept = {k: b for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set}
             for name, value in {**module._parameters, **kept}.items():
-                if value is not None and binding.slot_of(value) is None:
+                if value is not None and not binding.places_of(value):
                     found[prefix + name] = value
         return found
 

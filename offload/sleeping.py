@@ -20,8 +20,7 @@ from offload.errors import BudgetError, StateError
 from offload.life import Life
 from offload.memory.arena import Buffer, bytes_at
 from offload.memory.budget import Budget, Tier
-from offload.shards.shard import Shard
-from offload.sizes import MIB, PAGE_BYTES, format_bytes
+from offload.sizes import MIB, PAGE_BYTES, format_bytes, whole_pages
 from swap import SwapStore
 
 PIECE_BYTES = 4 * MIB  # that are copied at once
@@ -108,12 +107,16 @@ class Sleeping:
         self._parts = parts
         self._life = life
         self._place: _Place | None = None
-        self._content: list[Shard] = []
         self._tiers: tuple[Tier, ...] = ()
 
     def sleep(self, *, host: bool) -> None:
         """Give the memory back; see ``Engine.sleep``."""
         manager, parts = self._life.require_open(), self._parts
+        if host and parts.activations.has_left():
+            raise StateError(
+                "sleep: activations of a forward are in host memory, which cannot be given back; run backward, or drop "
+                "the loss, before"
+            )
         parts.changes.adopt()
         manager.working.refuse_changes()
         parts.book.adopt()
@@ -122,13 +125,13 @@ class Sleeping:
         manager.tiers.refuse_leased(manager.units)
         self._tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
         manager.rest(self._tiers)
-        self._content = manager.tiers.content(self._tiers)
-        size_bytes = sum(size for _, _, _, size in _pieces(self._content))
+        content = manager.tiers.content(self._tiers)
+        size_bytes = sum(whole_pages(size) for _, _, _, size in _pieces(content))
         with contextlib.ExitStack() as undo:
             undo.callback(manager.go_on)
             self._place = self._room(size_bytes, host=host)
             undo.callback(self._forget)
-            for at, buffer, first, size in _pieces(self._content):
+            for at, buffer, first, size in _pieces(content):
                 with self._on_host(buffer, first, size, write=False) as address:
                     self._place.put(at, address, size)
             undo.pop_all()
@@ -144,7 +147,7 @@ class Sleeping:
         assert self._place is not None and manager is not None
         manager.tiers.take_again(self._tiers)
         try:
-            for at, buffer, first, size in _pieces(self._content):
+            for at, buffer, first, size in _pieces(manager.tiers.content(self._tiers)):
                 with self._on_host(buffer, first, size, write=True) as address:
                     self._place.get(at, address, size)
             manager.tiers.device.synchronize()
@@ -161,7 +164,7 @@ class Sleeping:
         self._forget()
 
     def _forget(self) -> None:
-        place, self._place, self._content = self._place, None, []
+        place, self._place = self._place, None
         if place is not None:
             place.close()
 
@@ -196,13 +199,11 @@ class Sleeping:
             there.copy_(here)
 
 
-def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, Buffer, int, int]]:
-    """Yield position among all that is kept, buffer, and first byte and bytes of each piece of what is at home."""
+def _pieces(content: Sequence[Buffer]) -> Iterator[tuple[int, Buffer, int, int]]:
+    """Yield position among all that is kept, buffer, and first byte and bytes of each piece of what is in memory."""
     at = 0
-    for shard in shards:
-        buffer = shard.home_buffer
-        assert buffer is not None, shard.describe()
+    for buffer in content:
         for first in range(0, buffer.size_bytes, PIECE_BYTES):
             size = min(PIECE_BYTES, buffer.size_bytes - first)
             yield at, buffer, first, size
-            at += size
+            at += whole_pages(size)

@@ -1,14 +1,19 @@
 """What users see of a run's bytes, seconds, hits and stalls: one frozen snapshot of the counters of all parts.
 
-Owns where each number of :class:`offload.stats.Stats` comes from. Next: :mod:`offload.engine` offers it to users.
+Owns where each number of :class:`offload.stats.Stats` comes from, and each span. Next: :mod:`offload.engine` offers
+both to users.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from offload.build import Parts
 from offload.memory.budget import Tier
 from offload.shards.manager import Manager
+from offload.spans import NVME_READ, NVME_WRITE, Recorded, Span
 from offload.stats import LinkStats, Stats
+from swap import PAST_TRANSFERS
 
 
 def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
@@ -53,4 +58,35 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         peak_bytes=peak,
         budget_bytes={tier.value: budget.limit_bytes for tier, budget in parts.budgets.items()},
         loss_scale=run.scaler.scale,
+        gathers=counters.gathers,
+        gathers_for_others=counters.gathers_for_others,
     )
+
+
+def take_spans(parts: Parts, manager: Manager) -> Recorded:
+    """Return what all lanes have lately done; the drive's from its store.
+
+    Args:
+        parts: of the engine.
+        manager: owner of the shards.
+    """
+    manager.tiers.mover.note_times()
+    recorded, store = parts.counters.spans.recorded(), manager.tiers.store
+    if store is None:
+        return recorded
+    drive = {
+        lane: [
+            Span(lane, _name_of(past.key, manager), past.begin_s, past.end_s, past.size_bytes)
+            for past in store.past(writes=lane == NVME_WRITE)
+        ]
+        for lane in (NVME_READ, NVME_WRITE)
+    }
+    return recorded.beside(Recorded.of(drive, PAST_TRANSFERS))
+
+
+def _name_of(key: Hashable, manager: Manager) -> str:
+    """Return what an object of the store is: a role of a unit, or part of a run's record."""
+    if isinstance(key, tuple) and len(key) == 3:
+        index, role, _ = key
+        return f"{role}: {manager.units[index].name}"
+    return "record"

@@ -9,7 +9,9 @@ import dataclasses
 import threading
 from collections.abc import Mapping
 
-LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "cpu_adam", "compute")
+from offload.spans import Spans
+
+LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "cpu_adam", "compute", "collectives")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +34,12 @@ class Stats:
     Attributes:
         step: optimizer steps done.
         skipped_steps: steps skipped by loss scaling.
-        links: bytes and busy seconds of ``nvme_read``, ``nvme_write``, ``h2d``, ``d2h``, ``cpu_adam``, ``compute``. Of
-            an accelerator, those of ``h2d``, ``d2h`` and ``compute`` are by its clock, as far as it is over with them;
+        links: bytes and busy seconds of ``nvme_read``, ``nvme_write``, ``h2d``, ``d2h``, ``cpu_adam``, ``compute``, and
+            of ``collectives``: what this rank has sent to others. Of an
+            accelerator, those of ``h2d``, ``d2h`` and ``compute`` are by its clock, as far as it is over with them;
             ``compute`` is from the beginning of a pass to its end there, waits for parameters included. Without a
             clock, copies have no seconds, and ``compute`` is the host's time.
-        hits: uses of a unit that found it on the device.
+        hits: uses of a unit that found it on the device; counts are since the engine was made.
         misses: uses that had to start a fetch and wait for it.
         stalls: uses that waited for a fetch already under way; `stall_seconds` counts both kinds of wait.
         stall_seconds: seconds compute waited for parameters.
@@ -47,7 +50,10 @@ class Stats:
         early_units: units that were updated during backward; `early_units_dropped` more for nothing, because the step
             clipped or something else was not as guessed.
         commits: of a durable run; `commit_seconds` were waited for them, `record_bytes` written beside the shards.
-        used_bytes, peak_bytes: bytes per tier (``device``, ``cpu``, ``nvme``); activations are in ``device``.
+        gathers: of several ranks with slices of parameters: units that were gathered, `gathers_for_others` of them only
+            for other ranks, because ranks used different modules.
+        used_bytes: bytes per tier (``device``, ``cpu``, ``nvme``); activations are in ``device``.
+        peak_bytes: the most that `used_bytes` has been.
         budget_bytes: the hard limits.
         loss_scale: current loss scale (1.0 unless float16).
     """
@@ -72,6 +78,8 @@ class Stats:
     peak_bytes: Mapping[str, int]
     budget_bytes: Mapping[str, int]
     loss_scale: float
+    gathers: int = 0
+    gathers_for_others: int = 0
 
     @property
     def binding_link(self) -> str:
@@ -80,9 +88,14 @@ class Stats:
 
 
 class Counters:
-    """Mutable counters behind :class:`Stats`; safe from several threads."""
+    """Mutable counters behind :class:`Stats`; safe from several threads.
+
+    Attributes:
+        spans: when it was that the links were busy, as far as that is kept.
+    """
 
     def __init__(self) -> None:
+        self.spans = Spans()
         self._lock = threading.Lock()
         self._bytes = dict.fromkeys(LINKS, 0)
         self._seconds = dict.fromkeys(LINKS, 0.0)
@@ -99,11 +112,19 @@ class Counters:
         self.commits = 0
         self.commit_seconds = 0.0
         self.record_bytes = 0
+        self.gathers = 0
+        self.gathers_for_others = 0
+        self.ranks_seconds = 0.0  # waited for other ranks
 
     @property
     def waits_seconds(self) -> float:
-        """Seconds in which compute had to wait: for parameters, for commits, and for updates in the same threads."""
-        return self.stall_seconds + self.update_seconds + self.commit_seconds
+        """Seconds in which compute had to wait: for parameters, commits, ranks, and updates in the same threads."""
+        return self.stall_seconds + self.update_seconds + self.commit_seconds + self.ranks_seconds
+
+    def wait_for_ranks(self, begin: float, end: float) -> None:
+        """Count the time from `begin` to `end` as one in which compute had to wait for other ranks."""
+        self.ranks_seconds += end - begin
+        self.spans.add_wait("ranks", begin, end)
 
     def add(self, link: str, *, size_bytes: int = 0, seconds: float = 0.0) -> None:
         """Count `size_bytes` moved and `seconds` busy on `link`."""

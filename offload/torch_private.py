@@ -69,3 +69,21 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and Python objects hold `storage` (the argument itself counts as one)."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
+
+
+def storage_place(tensor: torch.Tensor) -> int:
+    """Return what tells the storage of `tensor` from others that are alive, on the meta device, too."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, through which its processes have met."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def start_all_gather(group: Any, full: torch.Tensor, own: torch.Tensor) -> Any:
+    """Return the work that fills `full` with each rank's `own`, which may be its place in `full`.
+
+    `group` is one that torch has not registered under a name: those cannot be made anew in place of one that failed.
+    """
+    return group._allgather_base(full, own)

@@ -18,14 +18,16 @@ from torch import nn
 from offload.build import Parts
 from offload.closing import clean_up
 from offload.durable import DurableRun
-from offload.errors import TRAIN_MORE, StateError
+from offload.errors import TRAIN_LISTED, TRAIN_MORE, ConfigError, NonFiniteError, RanksError, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
 from offload.memory.budget import Tier
 from offload.module import refusals
 from offload.optim.step import Step
 from offload.optimizer import OffloadOptimizer
+from offload.several import agree_on_step
 from offload.shards.manager import Manager
+from offload.spans import COMPUTE, STEP
 
 
 class Training:
@@ -53,12 +55,17 @@ class Training:
         self._optimizer = parts.steps.optimizer
         self._life = life
         self._deferral = deferral
+        self._ranks = parts.ranks
+        self._is_sliced = parts.plan.request.slices_parameters
+        self._step_begin: float | None = None  # when the step that comes next began
         self._is_ours = False  # the step: not asked for by optimizer.step(), which does nothing where torch's would not
         self._last_loss: weakref.ref[torch.Tensor] | None = None
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward; see ``Engine.__call__``."""
-        with self._counting(), self._deferral:
+        all_wait = torch.is_grad_enabled() or self._is_sliced
+        telling = self._telling_ranks() if all_wait else contextlib.nullcontext()
+        with telling, self._counting("forward"), self._deferral:
             try:
                 with self._hooks.watch():  # hooks of the user may run before ours, or after
                     output = module(*args, **kwargs)
@@ -74,15 +81,24 @@ class Training:
         """Run backward; see ``Engine.backward``."""
         manager, step = self._life.require_open(), self.require_step("backward")
         step.micro_batches.note_meant()
-        refusals.refuse_loss(loss, None if self._last_loss is None else self._last_loss())
-        with self._counting():
+        with self._telling_ranks(NonFiniteError), self._counting("backward"):
+            if self._ranks.world == 1:
+                self._refuse_loss(manager, loss)
             self._book.adopt()
             with self._run.scaler.applied() as factor, self._deferral:
                 try:
+                    gradients = manager.gradients
+                    if self._ranks.world > 1:
+                        self._refuse_loss(manager, loss)
+                    gradients.begin_backward(lambda: self._hooks.reached(loss, **kwargs))
                     self._hooks.backward(loss if factor is None else loss * factor, **kwargs)
                     self._activations.close_pass()
+                    if self._ranks.world > 1:
+                        gradients.exchange()
+                        self._book.note_arrived()
                     self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
                 except BaseException as error:
+                    self._tell_ranks(error, NonFiniteError)  # first: what is under way with them ends
                     step.micro_batches.done = 0
                     held = self._budget.claims()
                     clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
@@ -90,6 +106,15 @@ class Training:
                     raise
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
         self._last_loss = None if kept else weakref.ref(loss)
+
+    def _refuse_loss(self, manager: Manager, loss: torch.Tensor) -> None:
+        """Refuse what backward cannot begin from; all ranks refuse a loss that is not finite on one."""
+        last = None if self._last_loss is None else self._last_loss()
+        try:
+            refusals.refuse_loss(loss, last, several_ranks=self._ranks.world > 1)
+        except NonFiniteError as error:
+            manager.gradients.refuse_backward(error)
+            raise
 
     def step(self) -> bool:
         """Close a micro-batch; at the end of an accumulation, take the step; see ``Engine.step``."""
@@ -113,9 +138,13 @@ class Training:
         assert self._optimizer is not None
         self._last_loss = None
         self._hooks.unwind()
-        with self._deferral:  # Ctrl-C comes through when the step is done
+        with self._telling_ranks(NonFiniteError, ConfigError), self._deferral:  # Ctrl-C comes when the step is done
             try:
-                return self._take_step(manager, step, self._optimizer)
+                before = self._run.steps + self._run.skipped
+                taken = self._take_step(manager, step, self._optimizer)
+                if self._run.steps + self._run.skipped > before:
+                    self._note_end()
+                return taken
             except BaseException as error:
                 step.micro_batches.done = 0
                 if manager.has_lost_content():
@@ -162,11 +191,12 @@ class Training:
         return self._step
 
     def _take_step(self, manager: Manager, step: Step, optimizer: OffloadOptimizer) -> bool:
-        name = self._hooks.untrained()
-        if name is not None:
+        untrained = self._hooks.untrained()
+        if untrained is not None:
+            name, parameter = untrained
             raise StateError(
                 f"parameter {name}: requires a gradient but was frozen, or not there, when the engine was made; freeze "
-                f"it again, or {TRAIN_MORE}"
+                f"it again, or {TRAIN_LISTED if optimizer.lists(parameter) else TRAIN_MORE}"
             )
         optimizer.refuse_foreign()
         self._activations.close_pass()
@@ -174,6 +204,8 @@ class Training:
         manager.finish_step()  # with updates of units that were not used since the last one
         manager.working.refuse_changes()
         self._book.adopt()
+        agree_on_step(self._ranks, manager, optimizer.param_groups, self._run, step.micro_batches.done)
+        manager.await_gradients(step.guess)
         norm = self._book.measure()
         if not self._is_ours and (norm.count == 0 or optimizer.only_makes_states(norm.squares)):
             self._book.clear()
@@ -186,6 +218,26 @@ class Training:
         taken = step.take(norm)
         self._book.clear()
         return taken
+
+    @contextlib.contextmanager
+    def _telling_ranks(self, *shared: type[BaseException]) -> Iterator[None]:
+        """Tell other ranks of an error, for they would wait for this one; not of those that all of them raise."""
+        try:
+            yield
+        except BaseException as error:
+            self._tell_ranks(error, *shared)
+            raise
+
+    def _tell_ranks(self, error: BaseException, *shared: type[BaseException]) -> None:
+        """Tell other ranks of an error, unless all of them raise it."""
+        if not isinstance(error, (RanksError, *shared)):
+            self._ranks.fail(error)
+
+    def _note_end(self) -> None:
+        """Note when a step ended, which loss scaling may have skipped: the next one begins."""
+        begin, end = self._step_begin, time.perf_counter()
+        self._counters.spans.add(STEP, f"step {self._run.steps}", end if begin is None else begin, end)
+        self._step_begin = end
 
     def _tell(self, error: BaseException, what: str, held: Mapping[str, int] | None = None) -> None:
         """Raise what tells more than `error`, where the device's memory is full.
@@ -204,17 +256,21 @@ class Training:
         manager.drop_gradients()
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing.
+    def _counting(self, what: str) -> Iterator[None]:
+        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing `what`.
 
         A device that is not the CPU computes later: if it has a clock, its own seconds count.
         """
         begin, stalled = time.perf_counter(), self._counters.waits_seconds
+        if self._step_begin is None:
+            self._step_begin = begin
         counted = False
         try:
-            with self._life.require_open().tiers.mover.computing() as counted:
+            with self._life.require_open().tiers.mover.computing(what) as counted:
                 yield
         finally:
             if not counted:
                 waited = self._counters.waits_seconds - stalled
-                self._counters.add("compute", seconds=max(time.perf_counter() - begin - waited, 0.0))
+                end = time.perf_counter()
+                self._counters.add("compute", seconds=max(end - begin - waited, 0.0))
+                self._counters.spans.add(COMPUTE, what, begin, end)

@@ -274,7 +274,7 @@ class Check:
         shape = self.size.large
         model = self.llama(shape, meta=True)
         count = sum(parameter.numel() for parameter in model.parameters())
-        have, more = self.result["machine"], {}
+        have, more = self.result["machine"], dict[str, Any]()
         room = have["host bytes" if home == "cpu" else "drive bytes free"] * 0.85
         needed = count * (ALL_BYTES if home == "cpu" else STATES_BYTES)
         if home == "nvme" and room < needed:

@@ -71,7 +71,7 @@ say "building the extensions"
 pip install --no-build-isolation --constraint constraints.txt \
     --config-settings=cmake.define.OFFLOAD_LIBURING_ROOT="$root" \
     --config-settings=cmake.define.OFFLOAD_WITH_IO_URING="$io_uring" \
-    --editable '.[hf,finetune,test,dev]'
+    --editable '.[hf,finetune,test,docs,dev]'
 
 "$venv/bin/python" - <<'PY'
 import importlib

@@ -1,11 +1,16 @@
 #!/usr/bin/env python3
 """Build what `pip install offload` gets without a compiler: a source distribution, and a wheel per Python.
 
-    python scripts/wheels.py [--python PYTHON]... [--output dist]
+    python scripts/wheels.py [--python 3.13]... [--output dist]
+
+`--python all` names those of VERSIONS that are on this machine. Its last line says which are not, and the exit code is
+that of the others. A version that is named by itself has to be here: if it is not, the exit code is 1.
 
 The wheel is made from the source distribution, so both are tried. zig is the compiler, against an old glibc, with its
 C++ runtime and liburing inside: the wheel runs where torch's does. auditwheel names the system that it needs. Then a
-fresh virtual environment installs the wheel, and tries both extensions. Called by `make wheels`; needs no root.
+fresh virtual environment, without a compiler in sight, installs the wheel and tries both extensions. If pip finds the
+pinned torch for CPUs, it trains there, too: with the bits of all other wheels, and of this checkout's own environment.
+Called by `make wheels`; needs no root.
 
 Owns: the folder build/wheels with the tools, zig's cache and the virtual environments. Must not know: what the
 extensions are made of, which is in the CMakeLists.txt.
@@ -24,6 +29,7 @@ from typing import Final
 
 from fetch_deb import FetchError, fetch
 
+VERSIONS: Final = ("3.10", "3.11", "3.12", "3.13", "3.14")  # what wheels are built for
 ROOT: Final = Path(__file__).resolve().parent.parent
 WORK: Final = ROOT / "build" / "wheels"
 TARGET: Final = "x86_64-linux-gnu.2.28"  # the glibc that torch's own wheels ask for
@@ -51,13 +57,30 @@ for wrong, error in ((lambda: _cpu_adam.force_isa("none"), ValueError), (lambda:
     raise AssertionError("expected " + error.__name__)
 print("kernels", *_cpu_adam.available_isas(), "; I/O engines", *engines_available())
 """
+# Run by a fresh environment with torch, and by this checkout's. The last line is equal where the bits are.
+TRAINING: Final = """
+import json, tempfile, torch, offload
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+budgets = {"device": "32MiB", "cpu": "16MiB", "nvme": "64MiB"}
+with tempfile.TemporaryDirectory() as folder:
+    options = {"nvme_path": folder, "offload_param": "nvme", "offload_optimizer": "nvme"}
+    with offload.Engine(model, offload.AdamW(lr=1e-2), device="cpu", max_memory=budgets, **options) as engine:
+        for number in range(3):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+            engine.backward(engine(x).sub(1).square().mean())
+            engine.step()
+        print(json.dumps(engine.digests(), sort_keys=True))
+"""
 
 
 class WheelError(Exception):
     """A step failed; the text says which."""
 
 
-def _run(*command: str | Path, cwd: Path = WORK, **variables: str) -> str:
+def _run(*command: str | Path, cwd: Path = WORK, quiet: bool = False, **variables: str) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
@@ -67,7 +90,8 @@ def _run(*command: str | Path, cwd: Path = WORK, **variables: str) -> str:
         text=True,
     )
     if done.returncode != 0:
-        sys.stderr.write((done.stdout + done.stderr)[-8000:])
+        if not quiet:
+            sys.stderr.write((done.stdout + done.stderr)[-8000:])
         raise WheelError(f"{' '.join(str(part) for part in command[:5])} ...: exit code {done.returncode}")
     return done.stdout
 
@@ -130,20 +154,71 @@ def _wheel(tools: Path, source: Path, python: str, output: Path) -> Path:
     return Path(shutil.copy2(repaired, output))
 
 
-def _try(python: str, wheel: Path) -> str:
-    """Install the wheel alone into a fresh environment without a compiler in sight, and use both extensions."""
+def _interpreter(version: str) -> str:
+    """Return the path of a Python by its version, or of one that is named by its path: on PATH, or pyenv's.
+
+    Raises:
+        WheelError: there is none.
+    """
+    candidates = [version if "/" in version else f"python{version}"]
+    candidates += [str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{version}*/bin/python"))]
+    for candidate in candidates:
+        try:
+            return _run(candidate, "-c", "import sys; print(sys.executable)", quiet=True).strip()
+        except (WheelError, OSError):  # pyenv's shims are on PATH for versions that they do not start
+            continue
+    raise WheelError(f"python{version}: not on this machine")
+
+
+def _interpreters(asked: list[str]) -> tuple[list[str], list[str]]:
+    """Return paths of the interpreters that were asked for; of "all", those that are here, and why others are not.
+
+    Raises:
+        WheelError: one that was named is not here.
+    """
+    if asked != ["all"]:
+        return [_interpreter(version) for version in asked], []
+    found, missing = [], []
+    for version in VERSIONS:
+        try:
+            found.append(_interpreter(version))
+        except WheelError as error:
+            missing.append(str(error))
+    return found, missing
+
+
+def _try(python: str, wheel: Path) -> tuple[str, str | None]:
+    """Install the wheel into a fresh environment without a compiler in sight, and use both extensions; then train.
+
+    Returns:
+        What it says, and the digests of the training; None where pip has no torch for it.
+    """
     fresh = WORK / "trial"
     shutil.rmtree(fresh, ignore_errors=True)
     _run(python, "-m", "venv", fresh)
-    _run(fresh / "bin/pip", "install", "--quiet", "--no-deps", "--no-index", wheel)
-    return _run(fresh / "bin/python", "-I", "-c", TRIAL, PATH=str(fresh / "bin")).strip()
+    alone = str(fresh / "bin")
+    _run(fresh / "bin/pip", "install", "--quiet", "--no-deps", "--no-index", wheel, PATH=alone)
+    said = _run(fresh / "bin/python", "-I", "-c", TRIAL, PATH=alone).strip()
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (torch,) = [f"{line}+cpu" for line in pins if line.startswith("torch==")]
+    try:  # the other builds of torch bring some gigabytes for GPUs
+        _run(fresh / "bin/pip", "install", "--quiet", "--only-binary", ":all:", torch, wheel, quiet=True, PATH=alone)
+    except WheelError:
+        return f"{said}; not trained: pip finds no {torch}", None
+    return f"{said}; trained", _run(fresh / "bin/python", "-I", "-c", TRAINING, PATH=alone)
+
+
+def _built_here() -> str | None:
+    """Return the digests of the training in this checkout's own environment; None where it was not made."""
+    python = ROOT / ".venv/bin/python"
+    return _run(python, "-c", TRAINING) if (ROOT / ".venv/.ready").exists() else None
 
 
 def main(arguments: list[str]) -> int:
     """Build and try everything; 0 where it went well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--python", action="append", help="an interpreter to build for; may be repeated (default: this)"
+        "--python", action="append", help='a version to build for, or "all"; may be repeated (default: this)'
     )
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder for what was built (default: dist)")
     options = parser.parse_args(arguments)
@@ -155,9 +230,18 @@ def main(arguments: list[str]) -> int:
             fetch(WORK / "liburing", ["liburing-dev"])
         tools = _tools()
         source = _source(tools, output)
-        for python in options.python or [sys.executable]:
+        digests = {"this checkout": _built_here()}
+        pythons, missing = _interpreters(options.python or [sys.executable])
+        for python in pythons:
             wheel = _wheel(tools, source, python, output)
-            print(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB; {_try(python, wheel)}")
+            said, digests[wheel.name] = _try(python, wheel)
+            print(f"{wheel.name}: {wheel.stat().st_size >> 10} KiB; {said}", flush=True)
+        trained = {name: found for name, found in digests.items() if found is not None}
+        if len(set(trained.values())) > 1:
+            raise WheelError(f"training: expected the same bits from {' and '.join(trained)}")
+        print("the same bits after training:", ", ".join(trained) or "nobody has trained")
+        if missing:
+            print("no wheel was built for", "; ".join(missing))
     except (WheelError, FetchError) as error:
         print(f"wheels: {error}", file=sys.stderr)
         return 1

@@ -20,7 +20,7 @@ from swap.io.aio import (
 from swap.io.faults import Fault, FaultAction, FaultTarget
 from swap.objects import Snapshot
 from swap.space.extents import Extent, ExtentAllocator
-from swap.stats import AioStats, Latency, SwapStats
+from swap.stats import PAST_TRANSFERS, AioStats, Latency, PastTransfer, SwapStats
 from swap.store import SwapStore
 from swap.transfers import StoreTicket
 
@@ -44,6 +44,8 @@ __all__ = [
     "SwapError",
     "SwapFullError",
     "SwapLockedError",
+    "PAST_TRANSFERS",
+    "PastTransfer",
     "SwapStats",
     "SwapStore",
     "Ticket",

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from swap.durable.disk import Disk
-from swap.durable.run_directory import RunDirectory, open_run
-from swap.io.files import SwapFile, create_scratch
+from swap.durable.run_directory import RunDirectory, grow, open_run
+from swap.errors import SwapError
+from swap.io.files import SwapFile, create_scratch, open_error, reserve
 from swap.space.allocation import Space
-from swap.space.mapping import Version
+from swap.space.mapping import Version, VersionMap
 
 
 class Mode(Enum):
@@ -58,6 +59,26 @@ class Backing:
     def descriptors(self) -> list[int]:
         """Descriptors in the order in which they are to be closed; the locks come last."""
         return [file.fd for file in self.files] + (self.run.locks if self.run else [])
+
+    def grow(self, more: Sequence[int], mapping: VersionMap) -> list[int]:
+        """Make the files longer by so many bytes each; returns their sizes. No commit may be under way.
+
+        Raises:
+            SwapFullError: no room.
+            SwapError: something could not be written or flushed; the files are as long as before for the store.
+        """
+        sizes = [allocator.capacity + size for allocator, size in zip(self.space.allocators, more, strict=True)]
+        if self.run is not None:
+            try:
+                grow(self.files, self.run.manifest, mapping.committed, sizes, self.disk)
+                return sizes
+            except OSError as error:
+                if isinstance(error, SwapError):
+                    raise
+                raise open_error(self.files[0].directory, error) from None
+        for file, size in zip(self.files, sizes, strict=True):
+            reserve(file, size)
+        return sizes
 
     def close_manifest(self) -> None:
         """Close the manifest if there is one. Idempotent."""

@@ -8,9 +8,11 @@ Next: `mapping` for the two mappings, `manifest` for the file; docs/swap.md has 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from swap.backing import Backing
 from swap.errors import SwapError, error_class
+from swap.io.files import divide_capacity
 from swap.space.contents import Contents
 from swap.space.mapping import Changes, Version
 from swap.transfers import Transfers
@@ -25,6 +27,7 @@ class Commits:
         self._puts = contents.puts
         self._lock = contents.lock
         self._transfers = transfers
+        self._backing = backing
         self._files = backing.files
         self._manifest = backing.run.manifest if backing.run else None
         self._disk = backing.disk
@@ -60,6 +63,17 @@ class Commits:
                 self._puts.forget_all()
                 self._map.abort()
                 self._release_doubtful()
+
+    def grow(self, capacity_bytes: int, weights: Sequence[float] | None) -> None:
+        """See `SwapStore.grow`. A manifest that says so is written anew, as of the last commit."""
+        with self._one_at_a_time:
+            space = self._backing.space
+            more = (capacity_bytes - space.capacity_bytes) // space.alignment * space.alignment
+            if more > 0:
+                sizes = self._backing.grow(divide_capacity(self._files, more, space.alignment, weights), self._map)
+                with self._lock:
+                    space.grow(sizes)
+                    self._release_doubtful()
 
     def _make_durable(self, changes: Changes) -> None:
         manifest = self._manifest

@@ -6,7 +6,12 @@ Must not know: who counts (csrc/aio/engine.cc and `store`).
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+PAST_TRANSFERS: Final = 4096
+"""Reads that a store remembers, and as many writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,22 @@ class AioStats:
     peak_queue_depth: int
     short_transfers: int
     retries: int
+
+
+class PastTransfer(NamedTuple):
+    """A transfer of a store that went well.
+
+    Attributes:
+        key: of the object.
+        begin_s: when it was submitted, in seconds of the monotonic clock.
+        end_s: when its last byte was there, by the same clock, whenever somebody asked.
+        size_bytes: that were moved.
+    """
+
+    key: Hashable
+    begin_s: float
+    end_s: float
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

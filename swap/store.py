@@ -35,7 +35,7 @@ from swap.lifetime import Gate, Holdings, weakly
 from swap.objects import Item, Objects, Snapshot
 from swap.space.allocation import check_weights
 from swap.space.contents import Contents
-from swap.stats import SwapStats
+from swap.stats import PastTransfer, SwapStats
 from swap.transfers import StoreTicket, Transfers
 
 __all__ = ["StoreTicket", "SwapStore"]
@@ -44,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 
 class SwapStore:
-    """Objects of bytes on disk; see the module docstring for what a put promises. Safe from several threads.
+    """Objects of bytes on disk, each under a key. Safe from several threads.
+
+    A put writes to a fresh extent. It takes effect when its ticket was reaped successfully; until then, and if it
+    fails, the key has the version before.
 
     Addresses, offsets and lengths are multiples of `alignment`; a length that is not is rounded up, and the
     caller's buffer must be padded accordingly. Memory given to `put` and `get` must stay valid and untouched
@@ -102,6 +105,7 @@ class SwapStore:
             raise ValueError("paths: expected at least one directory but got none")
         if weights is not None:
             check_weights(weights, len(directories))
+        self._weights = weights
         self.paths = tuple(str(directory) for directory in directories)
         self.mode = mode
         self.checksums = mode is Mode.DURABLE if checksums is None else checksums
@@ -171,6 +175,14 @@ class SwapStore:
         Of several puts of one key in flight, the one started last wins. Blocks only when the store has no
         room until transfers in flight are over.
 
+        Args:
+            key: which object.
+            address: of the bytes, a multiple of the alignment.
+            length: bytes; the buffer holds it rounded up to the alignment.
+
+        Returns:
+            What tells when it is done.
+
         Raises:
             ValueError: address not aligned, or length not positive.
             TypeError: a durable store cannot write such a key down.
@@ -211,6 +223,9 @@ class SwapStore:
             offset: first byte within the object, a multiple of the alignment.
             urgent: overtake everything that waits and is not urgent (something waits for these bytes).
 
+        Returns:
+            What tells when it is done.
+
         Raises:
             KeyError: the key has no version (never put, put not reaped yet, or deleted).
             ValueError: not aligned, or the range is not inside the object.
@@ -220,6 +235,13 @@ class SwapStore:
 
     def get_many(self, items: Sequence[Item], *, urgent: bool = False) -> list[StoreTicket]:
         """Start several gets, each from the start of its object; none unless all can be. See `put_many`.
+
+        Args:
+            items: key, address and length of each object.
+            urgent: as of `get`.
+
+        Returns:
+            One ticket per item, in the same order.
 
         Raises:
             Exception: what `get` raises.
@@ -298,6 +320,9 @@ class SwapStore:
         Args:
             keys: keep these alone, as `get` sees them now: with what was put since the last commit.
 
+        Returns:
+            What reads them, until it is released.
+
         Raises:
             KeyError: one of `keys` has no version.
             SwapError: the store is closed or belongs to the parent process.
@@ -324,8 +349,23 @@ class SwapStore:
         with self._contents.lock:
             return self._backing.space.free_bytes
 
+    def grow(self, capacity_bytes: int) -> None:
+        """Make the files longer, to about `capacity_bytes` together; nothing happens if they have that much.
+
+        A durable store stays as long. What was put since the last commit stays uncommitted.
+
+        Raises:
+            SwapFullError: the file systems have not enough room; nothing has changed.
+            SwapError: something could not be written or flushed; the store has no more room than before.
+        """
+        self._gate.check()
+        self._commits.grow(capacity_bytes, self._weights)
+
     def drain(self, deadline_s: float | None = None) -> None:
         """Wait until nothing is in flight; all successful puts have taken effect then.
+
+        Args:
+            deadline_s: seconds to wait at most; None uses the deadline of the store.
 
         Raises:
             SwapDeadlineError: transfers did not finish in time.
@@ -377,6 +417,14 @@ class SwapStore:
                 direct=self.direct,
                 paths=self.paths,
             )
+
+    def past(self, *, writes: bool) -> list[PastTransfer]:
+        """The last reads (or `writes`) that went well, `PAST_TRANSFERS` at most, in the order of reaping.
+
+        Those that are over are reaped for it.
+        """
+        self._transfers.reap_finished()
+        return self._transfers.past(writes=writes)
 
     def dump(self) -> str:
         """State of the store and its engine, for error messages."""

@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -22,6 +23,7 @@ from swap.io.aio import Aio, IoTicket, Job, Priority
 from swap.io.checksums import ReadPart, parts_of_read, words
 from swap.space.extents import round_up
 from swap.space.mapping import Version
+from swap.stats import PAST_TRANSFERS, PastTransfer
 
 
 class StoreTicket:
@@ -99,6 +101,14 @@ class StoreTicket:
         finally:
             self._reaped = True
         return self._error
+
+    def past(self) -> tuple[Hashable, float, float, int]:
+        """What a `PastTransfer` is made of, of one that is over: its first part's begin, and its last one's end."""
+        plan, (begin, end) = self._plan, self._ios[0].times
+        if len(self._ios) == 1:
+            return plan.key, begin, end, plan.jobs[0].length
+        end = max(io.times[1] for io in self._ios)
+        return plan.key, begin, end, sum(job.length for job in plan.jobs)
 
     @property
     def error(self) -> SwapError | None:
@@ -185,6 +195,8 @@ class Transfers:
         self._granule_bytes = granule_bytes
         self._in_flight: dict[StoreTicket, None] = {}  # oldest first
         self._unreported: dict[StoreTicket, SwapError] = {}  # failures that nobody was told of
+        self._past_reads = deque[tuple[Hashable, float, float, int]](maxlen=PAST_TRANSFERS)
+        self._past_writes = deque[tuple[Hashable, float, float, int]](maxlen=PAST_TRANSFERS)
         for file in backing.files:
             aio.register_file(file.fd, file.directory)
 
@@ -265,6 +277,8 @@ class Transfers:
             error = ticket.take_effect()
             if error is not None:
                 self._unreported[ticket] = error
+            else:
+                (self._past_writes if ticket.writes else self._past_reads).append(ticket.past())
 
     def note_reported(self, ticket: StoreTicket) -> None:
         """Note that somebody was told of a failure."""
@@ -275,6 +289,11 @@ class Transfers:
         """Tickets that are not reaped, oldest first."""
         with self._lock:
             return list(self._in_flight)
+
+    def past(self, *, writes: bool) -> list[PastTransfer]:
+        """The last reads or writes that went well and were reaped, in the order of reaping."""
+        with self._lock:
+            return [PastTransfer(*past) for past in (self._past_writes if writes else self._past_reads)]
 
     def reap_finished(self) -> None:
         """Reap what is over."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,6 +41,15 @@ def no_measured_drives(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
     file = tmp_path_factory.getbasetemp() / "no-drives" / "drives.json"
     monkeypatch.setattr(drives, "cache_file", lambda: file)
+
+
+@pytest.fixture(autouse=True)
+def threads_stay() -> Iterator[None]:
+    """No test leaves torch with another number of threads: the bits of sums in later ones depend on it."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch else 0
+    yield
+    assert not torch or torch.get_num_threads() == before, "use the fixture single_torch_thread"
 
 
 @pytest.fixture

@@ -257,6 +257,7 @@ class FakeStore:
     """
 
     alignment = 4096
+    capacity_bytes = 0  # it is never longer than the plan wants
 
     def __init__(self) -> None:
         self.objects: dict[Hashable, bytes] = {}
@@ -328,7 +329,7 @@ def make_manager(
     device: CpuDevice | None = None,
 ) -> Manager:
     """Return a manager on the CPU with budgets that are exactly the plan's arenas."""
-    limits = {tier: Budget(tier, plan.arena_bytes[tier]) for tier in Tier}
+    limits = {tier: Budget(tier, plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0)) for tier in Tier}
     return Manager(
         plan,
         device or CpuDevice(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,20 @@ def compute_on(place: str) -> None:
     _compute[0] = place
 
 
+def computes_on_cpu() -> bool:
+    """Tell whether no other device stands for it: beside one, a thread makes updates, and nobody chooses its time."""
+    return _compute[0] == "cpu"
+
+
 def plain(model: nn.Module) -> nn.Module:
     """Return the model as plain PyTorch trains it."""
     return model.to(_compute[0])
+
+
+def collect() -> None:
+    """Collect garbage; also what autograd's thread of a device has of the last backward, until its next one."""
+    torch.ones(1, device=_compute[0], requires_grad=True).sum().backward()
+    gc.collect()
 
 
 Forward = Callable[..., Any]

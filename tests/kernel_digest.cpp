@@ -125,7 +125,7 @@ std::uint64_t digest(const Kernels& kernels) {
         target.fill(Dtype::kFloat32, -9, -4, true);
         kernels.accumulate[g](source.bytes.data(), target.bytes.data(), kBegin, kEnd);
         found.add(target);
-        const SquareSum sum = kernels.sum_of_squares[g](source.bytes.data(), 0, kEnd);
+        const SquareSum sum = kernels.sum_of_squares[g](source.bytes.data(), nullptr, 0, kEnd);
         found.add(&sum.sum, sizeof(sum.sum));
         found.add(&sum.non_finite, sizeof(sum.non_finite));
     }

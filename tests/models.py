@@ -1,6 +1,7 @@
 """Tiny models of many architectures, with the inputs of a training step, for the end-to-end tests.
 
-A table of plain values: nothing here knows the runtime. ``CORE`` runs in every profile, ``MORE`` in the nightly one.
+A table of plain values: nothing here knows the runtime. ``CORE`` has every kind of checkpointing in every profile,
+``MORE`` one kind in turn, and the others in the nightly profile.
 """
 
 from __future__ import annotations

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
+import safetensors.torch
 import torch
-from harness import host, nvme
+from harness import assert_same_tensors, host, nvme
 from torch import nn
 from trainers import LR, Log, adam, assert_close, model, rows
 
@@ -23,7 +22,7 @@ from offload.integrations.accelerate import prepare
 
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
-Prepare = Callable[[accelerate.Accelerator, nn.Module, Any], Any]
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "accelerate_loop.py"
 
 
 def accelerator(**more: Any) -> accelerate.Accelerator:
@@ -130,6 +129,12 @@ def test_the_engine_may_be_made_after_prepare(tmp_path: Path) -> None:
 
 def test_refuses(tmp_path: Path) -> None:
     made, module = accelerator(gradient_accumulation_steps=2), model()
+    with pytest.MonkeyPatch.context() as patch, Engine(module, AdamW(), **nvme(module, tmp_path)) as engine:
+        patch.setattr(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.MULTI_CPU)
+        with pytest.raises(
+            ConfigError, match=r"^prepare: expected an accelerator of one process but got one of MULTI_C"
+        ):
+            prepare(made, engine)
     with pytest.raises(ConfigError, match=r"expected one engine with an optimizer but got 0 engines"):
         prepare(made, module)
     with Engine(module, AdamW(), **nvme(module, tmp_path, gradient_accumulation_steps=2)) as engine:
@@ -137,6 +142,12 @@ def test_refuses(tmp_path: Path) -> None:
             ConfigError, match=r"gradient_accumulation_steps=2 without gradient_reduction=\"sum\"; pass both"
         ):
             prepare(made, engine)
+    other = schedule_of(adam(module))
+    with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+        with pytest.raises(ConfigError, match=r"prepare: expected a scheduler .*CosineAnnealingLR of another one"):
+            prepare(made, other, engine)
+        *_, prepared = prepare(made, engine, other.optimizer, other)  # of somebody else's, who is here, too
+        assert prepared.scheduler is other
     durable = {**nvme(module, tmp_path), "run_dir": tmp_path / "run"}
     durable.pop("nvme_path")
     with Engine(module, AdamW(), **durable) as engine, pytest.raises(ConfigError, match="run_dir: expected a run that"):
@@ -144,6 +155,55 @@ def test_refuses(tmp_path: Path) -> None:
     with Engine(module, **nvme(module, tmp_path, offload_optimizer="auto")) as engine:
         with pytest.raises(ConfigError, match=r"one that only evaluates; pass offload\.Engine\(model, optimizer"):
             prepare(made, engine)
+
+
+def test_an_engine_without_the_door_is_sent_to_it(tmp_path: Path) -> None:
+    """Accelerate leaves alone what it does not know, until it wants a module; nobody saves its weights then."""
+    made, module = accelerator(), model()
+    with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+        passed, _ = made.prepare(engine, engine.optimizer)
+        assert passed is engine
+        for call in (
+            lambda: made.clip_grad_norm_(passed.parameters(), 1.0),
+            lambda: made.unwrap_model(passed),
+            lambda: made.get_state_dict(passed),
+            lambda: made.save_model(passed, str(tmp_path / "weights")),
+        ):
+            with pytest.raises(
+                AttributeError, match=r"^engine: expected a torch\.nn\.Module, .* offload\.accelerate\."
+            ):
+                call()
+        with pytest.raises(AttributeError, match="^'Engine' object has no attribute 'parametres'$"):
+            engine.parametres  # noqa: B018
+        assert not hasattr(engine, "named_parameters") and getattr(engine, "to", None) is None
+
+
+def test_any_order_gives_the_same(tmp_path: Path) -> None:
+    found = []
+    for order in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        made, module = accelerator(), model()
+        with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+            objects = (engine, loader(), schedule_of(engine.optimizer))
+            prepared = iter(prepare(made, *(objects[each] for each in order)))
+            parts = {each: (next(prepared), next(prepared)) if each == 0 else (next(prepared),) for each in order}
+            log = train(made, (*parts[0], *parts[1], *parts[2]), first=0, count=2)
+            found.append((log, engine.digests()))
+    assert found[0] == found[1] == found[2]
+
+
+def test_weights_for_others(tmp_path: Path) -> None:
+    """What accelerate gives and saves of a prepared module are the engine's parameters of now."""
+    made, module = accelerator(), model()
+    with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+        trained, optimizer, data, schedule = prepare(made, engine, loader(), schedule_of(engine.optimizer))
+        train(made, (trained, optimizer, data, schedule), first=0, count=1)
+        truth = engine.state_dict()
+        assert made.unwrap_model(trained) is module
+        assert_same_tensors(dict(made.get_state_dict(trained)), truth)
+        made.save_model(trained, str(tmp_path / "weights"))
+        saved = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+        assert saved.keys() <= truth.keys()
+        assert_same_tensors(saved, {name: truth[name] for name in saved})
 
 
 def test_models_are_kept_where_the_door_looks_for_them() -> None:
@@ -157,24 +217,12 @@ def test_the_door_is_a_name_of_the_package() -> None:
     assert offload.accelerate.prepare is prepare
 
 
-SCRIPT = """
-import accelerate, torch, offload
-accelerator = accelerate.Accelerator(cpu=True)
-model = torch.nn.Linear(4, 4)
-engine = offload.Engine(model, offload.AdamW(), device="cpu", max_memory={"device": "64MiB", "cpu": "64MiB"})
-model, optimizer = offload.accelerate.prepare(accelerator, engine)
-accelerator.backward(model(torch.ones(2, 4)).sum())
-optimizer.step()
-print("steps:", engine.stats().step)
-"""
-
-
-@pytest.mark.nightly
-def test_accelerate_launch(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, "HOME": str(tmp_path)}
-    )
-    assert "steps: 1" in done.stdout
+def test_accelerate_launch(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's own process is this one, so that one more is started: the example's."""
+    launch = importlib.import_module("accelerate.commands.launch")
+    folders = ["--output", str(tmp_path / "state"), "--nvme-path", str(tmp_path)]
+    command = ["--cpu", "--num_processes", "1", "--num_machines", "1", str(EXAMPLE), *folders]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    launch.launch_command(launch.launch_command_parser().parse_args(command))
+    whole, resumed = (line.split(":")[1] for line in capfd.readouterr().out.splitlines() if "[" in line)
+    assert whole.strip() == resumed.strip() and (tmp_path / "state" / "offload" / "latest").is_file()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,6 +234,27 @@ def test_who_waits_for_the_one_before(call: str, engine: Engine, gate: Gate, tmp
         engine.close(restore=False)
     assert called and first.done() and "complete" in repr(first)
     assert folders.Folder(path).tags() == (["second"] if call in ("begin", "save") else ["first"])
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_is_not_kept_is_deleted_behind_the_call(
+    wait: bool, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, begun, goes_on, real = tmp_path / "saved", threading.Event(), threading.Event(), shutil.rmtree
+    engine.save_checkpoint(path, tag="old")
+
+    def rmtree(*args: Any, **options: Any) -> None:
+        begun.set()
+        assert goes_on.wait(20), "the call waits for the deletion"
+        real(*args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    engine.save_checkpoint(path, tag="new", keep=1, wait=wait)  # type: ignore[call-overload]
+    assert begun.wait(20) and folders.Folder(path).tags() == ["new"] and list(path.glob(".deleted-*"))
+    train(engine)
+    goes_on.set()
+    engine.close(restore=False)  # waits for it
+    assert sorted(os.listdir(path)) == [".lock", "latest", "new"]
 
 
 # --- copies that fail -------------------------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke, versions
-from harness import WIDTH, assert_same_tensors, batch, everything_on_device, loss_of, one_torch_thread, tight
+from harness import (
+    WIDTH,
+    assert_same_tensors,
+    batch,
+    computes_on_cpu,
+    everything_on_device,
+    loss_of,
+    one_torch_thread,
+    tight,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -498,7 +507,7 @@ def test_guesses_right_and_wrong_change_no_bit(
     ours, our_norms, (taken, dropped), our_skipped = run(**tight(make(dtype), tmp_path))
     assert_same_tensors(ours, truth)
     assert (our_norms, our_skipped) == (norms, skipped)
-    assert none == (0, 0) and taken > 0 and dropped > 0
+    assert none == (0, 0) and taken > 0 and dropped > 0 or not computes_on_cpu()
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import gc
 import io
 import logging
 import os
@@ -30,6 +29,7 @@ from harness import (
     WIDTH,
     assert_same_tensors,
     batch,
+    collect,
     everything_on_device,
     guess_nothing,
     host,
@@ -102,7 +102,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 def assert_nothing_left(path: Path) -> None:
     """No file in the directory, and none open that has no name."""
     assert not list(path.iterdir())
-    gc.collect()
+    collect()
     links = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -325,7 +325,7 @@ def test_a_parameter_of_an_engine_that_was_collected() -> None:
     step(engine, 0)
     seen = weakref.ref(engine)
     del engine
-    gc.collect()
+    collect()
     assert seen() is None
     shared.data = torch.ones(WIDTH, WIDTH) / WIDTH
     with Engine(Half(shared), AdamW(), **everything_on_device()) as engine:
@@ -602,7 +602,7 @@ def batch_too_large(engine: Engine) -> None:
     rows = ACTIVATION_BYTES // (WIDTH * 4)
     with pytest.raises(offload.BudgetError, match=r"device budget: activations needs.*raise max_memory\[\"device\"\]"):
         engine(torch.ones(rows, WIDTH))
-    gc.collect()  # what pytest has of the traceback
+    collect()  # what pytest has of the traceback
 
 
 def error_in_forward(engine: Engine) -> None:

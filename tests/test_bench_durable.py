@@ -15,7 +15,14 @@ def test_smoke(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCH), "--smoke", "--path", str(tmp_path), "--json", str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    for line in ("3 kills: ", " 0 wrong; ", "commit: ", "flushes (planned 2)", "step: "):
+    for line in (
+        "3 kills: ",
+        " 0 wrong; ",
+        "kills while a checkpoint was copied",
+        "commit: ",
+        "flushes (planned 2)",
+        "step: ",
+    ):
         assert line in done.stdout
     result = json.loads(output.read_text(encoding="utf-8"))
     assert result["kills"]["losses_compared"] > 0 and result["kills"]["wrong"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -10,6 +11,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated.figures import Turn
+
+from bench import _host_updates as updates
+from offload.planning.hardware import DESKTOP
 
 pytestmark = pytest.mark.usefixtures("sim")
 
@@ -38,6 +45,7 @@ def test_smoke(tmp_path: Path) -> None:
         "the device waits for",
         "DeepSpeed's schedule",
         "plain",
+        "offload.plan says",
     ):
         assert line in done.stdout
     result = json.loads(output.read_text(encoding="utf-8"))
@@ -50,9 +58,24 @@ def test_smoke(tmp_path: Path) -> None:
     assert "drive" in result["cases"][1]["work_s"] and result["cases"][0]["of_plain"] > 1
 
 
+def test_everything_resident_takes_1_02_of_plain_torch(bench: ModuleType) -> None:
+    """Virtual time is exact: 8 B parameters on an H200, with masters and fp32 moments, which plain torch lacks."""
+    case = next(case for case in bench.CASES if case.name == "all resident")
+    found = bench.run_case(case, bench.FULL, None)
+    assert found["of_plain"] <= 1.02
+    assert found["of_predicted"] == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.nightly
+def test_a_step_with_states_on_the_drive_takes_what_the_plan_says(bench: ModuleType) -> None:
+    """Within 10 %: 8 B parameters on the desktop, in one micro-batch."""
+    case = next(case for case in bench.CASES if case.name == "states on NVMe, one micro-batch")
+    assert bench.run_case(case, bench.FULL, None)["of_predicted"] == pytest.approx(1.0, abs=0.1)
+
+
 def test_the_schedule_of_deepspeed_by_hand(bench: ModuleType) -> None:
     """1e9 parameters on the desktop: copies at 25 GB/s, updates at 62.72, the drive at 7, 5, and together 6."""
-    host, drive = bench.CASES[1], bench.CASES[3]
+    host, drive = bench.CASES[1], bench.CASES[4]
     found = bench.of_deepspeed(host, 1e9, compute_s=0.1, micro_batches=1)
     assert found["forward and backward"] == pytest.approx(2 * 2 / 25)  # the gathers of two passes; compute is shorter
     assert found["step"] == pytest.approx(30 / 62.72)
@@ -60,3 +83,34 @@ def test_the_schedule_of_deepspeed_by_hand(bench: ModuleType) -> None:
     found = bench.of_deepspeed(drive, 1e9, compute_s=3.0, micro_batches=2)
     assert found["forward and backward"] == 3.0
     assert found["step"] == pytest.approx((12 + 12) / 6)
+
+
+SECONDS = st.integers(0, 20)
+
+
+@given(jobs=st.lists(st.tuples(SECONDS, st.integers(1, 9), SECONDS), min_size=1, max_size=6))
+def test_no_set_of_updates_wants_more_than_the_bound(jobs: list[tuple[int, int, int]]) -> None:
+    """Whatever the order: no set of jobs begins before the first is ready, and the least that is left follows it."""
+    sets = [found for size in range(1, len(jobs) + 1) for found in itertools.combinations(jobs, size)]
+    wanted = max(min(j[0] for j in s) + sum(j[1] for j in s) + min(j[2] for j in s) for s in sets)
+    ends = updates.ends([updates.Job(number, *map(float, job)) for number, job in enumerate(jobs)])
+    assert max(end + job[2] for end, job in zip(ends, jobs, strict=True)) == wanted
+
+
+def test_the_bound_by_hand() -> None:
+    """Two units on the desktop, each a second of the CPU: the last one's gradient comes first.
+
+    A byte that is copied takes 16.04 of 25 bytes from the CPU. The second unit's update ends 1 s before its use; the
+    first one's can begin when backward has ended, and the forward that it delays takes 1 s up to the cut.
+    """
+    lost = (62.72 - 46.68) / 25
+    assert updates.lost_per_copied_byte(DESKTOP) == pytest.approx(lost)
+    numel = round(62.72e9 / (30 + 4 * lost))
+    turns = [Turn(0, numel, ready_s=6.0, needed_s=0.0), Turn(1, numel, ready_s=3.0, needed_s=1.0)]
+    bound = updates.shortest(turns, 6.0, DESKTOP)
+    assert bound.step_s == pytest.approx(7.0)
+    first, last = bound.ways
+    assert (first.ready_s, last.ready_s) == (5.0, 2.0)
+    assert (first.updated_s, last.updated_s) == (pytest.approx(6.0), pytest.approx(3.0))
+    assert first.host_s == pytest.approx(5.0 + 2 * numel / 25e9) and first.device_s == pytest.approx(6.0)
+    assert (first.needed_s, last.needed_s) == (5.0, 6.0)

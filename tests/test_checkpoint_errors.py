@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -22,14 +23,14 @@ from harness import WIDTH, assert_same_tensors, everything_on_device, host, tigh
 from test_checkpoints import Net, Run, assert_same, directory, net, optimizer_of
 from torch import nn
 
-from offload import SGD, AdamW, CheckpointError, Engine, StateError
+from offload import LAMB, SGD, Adam, AdamW, CheckpointError, Engine, Lion, StateError
 from offload.checkpoint.format import folder as folders
 from offload.checkpoint.format import writer as writers
 from offload.checkpoint.format.index import Index
 from offload.checkpoint.format.reader import Source
 from offload.checkpoint.format.staging import Staging, lock
 from offload.checkpoint.restoring import read_tensor
-from swap import SwapFullError
+from swap import Fault, FaultTarget, SwapError, SwapFullError
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 SMALL_FILES = 30_000
@@ -95,7 +96,8 @@ def test_a_wrong_byte_is_named(copy: Path, engine: Engine) -> None:
     engine.load_checkpoint(copy.parent)
 
 
-def test_damage_of_a_state_ends_the_engine(copy: Path, tmp_path: Path) -> None:
+def test_damage_of_a_state_is_mended_by_another_load(copy: Path, tmp_path: Path) -> None:
+    """Until then, nobody can use what was loaded half."""
     run = Run(tight(net(), directory(tmp_path, "swap")), dtype=torch.bfloat16)
     index = Index.read(copy / "index.json")
     last = [entry for entry in index.entries if entry.role == "exp_avg" and entry.ranges][-1]
@@ -105,8 +107,52 @@ def test_damage_of_a_state_ends_the_engine(copy: Path, tmp_path: Path) -> None:
         run.train(range(1))
         with pytest.raises(CheckpointError, match="is damaged.*load another checkpoint"):
             engine.load_checkpoint(copy.parent)
-        with pytest.raises(StateError, match="loading checkpoint .* failed half way.*resume from a checkpoint"):
-            engine.state_dict()
+        half = "loading a checkpoint of .* failed half way .* is damaged.*; repeat it, or load another checkpoint"
+        for call in (engine.state_dict, engine.digests, engine.step):
+            with pytest.raises(StateError, match=half):
+                call()
+        with pytest.raises(StateError, match=half):  # something may be left out
+            engine.load_checkpoint(copy.parent, strict=False)
+        with pytest.raises(CheckpointError, match="there is none"):
+            engine.load_checkpoint(copy.parent, tag="another")
+        with pytest.raises(StateError, match=half):
+            engine.save_checkpoint(tmp_path / "other")
+        flip(copy / last.ranges[-1].file, member.offset)
+        engine.load_checkpoint(copy.parent)
+        whole = Run(tight(net(), directory(tmp_path, "whole")), dtype=torch.bfloat16)
+        with whole.engine:
+            whole.engine.load_checkpoint(copy.parent)
+            assert_same(run.outcome(), whole.outcome())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_load_that_the_drive_has_ended_is_repeated(dtype: torch.dtype, saved: Path, tmp_path: Path) -> None:
+    """Whether what is saved is stored as the engine stores it or not."""
+    run = Run(tight(net(), directory(tmp_path, "swap")), dtype=dtype)
+    with run.engine as engine:
+        assert engine._manager is not None and engine._manager.tiers.store is not None
+        engine.load_checkpoint(saved)
+        truth, half = engine.digests(), 0
+        for target in (FaultTarget.READS, FaultTarget.WRITES):
+            for nth in (1, 2, 3, 5, 8, 13, 21, 34, 55, 1000):
+                run.train(range(1))
+                engine.drain()
+                engine._manager.tiers.store.inject(Fault(nth=nth, target=target))
+                failed = True
+                try:
+                    engine.load_checkpoint(saved)
+                    failed = False
+                except SwapError as error:
+                    assert error.errno == errno.EIO
+                engine._manager.tiers.store.clear_faults()
+                if failed:
+                    half += engine._life.unusable is not None
+                    engine.load_checkpoint(saved)
+                engine._manager.check()
+                assert engine.digests() == truth, (target, nth)
+                if not failed:
+                    break
+        assert half > 2
 
 
 @pytest.mark.parametrize("where", ["index", "header", "values"])
@@ -217,6 +263,15 @@ def test_another_optimizer(saved: Path) -> None:
             engine.load_checkpoint(saved, strict=False)
         assert engine.optimizer is not None and engine.optimizer.state_dict()["state"] == {}
         loaded = engine.state_dict()
+    for other in (Lion, LAMB, Adam):  # which know the same states, or some of them
+        model = net(torch.bfloat16)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [{"params": [p for name, p in trained if ("bias" in name) is bare]} for bare in (False, True)]
+        with Engine(model, other(groups, lr=0.1), **everything_on_device()) as engine:
+            before = engine.digests()
+            with pytest.raises(CheckpointError, match=rf"saved with AdamW but this engine has {other.__name__}"):
+                engine.load_checkpoint(saved)
+            assert engine.digests() == before
     with Engine(net(torch.bfloat16), None, device="cpu") as engine:  # which only evaluates
         engine.load_checkpoint(saved)
         assert_same_tensors(engine.state_dict(), loaded)
@@ -305,14 +360,35 @@ def test_another_save_is_under_way(engine: Engine, tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_read_is_neither_replaced_nor_deleted(engine: Engine, tmp_path: Path) -> None:
     path = tmp_path / "saved"
     engine.save_checkpoint(path, tag="a")
-    with folders.Folder(path).reading(path / "a"):
+    with folders.Folder(path).reading("a"):
         with pytest.raises(CheckpointError, match="is being read and cannot be replaced"):
             engine.save_checkpoint(path, tag="a")
         engine.save_checkpoint(path, tag="b", keep=1)
         assert folders.Folder(path).tags() == ["a", "b"]
     engine.save_checkpoint(path, tag="c", keep=1)
     assert folders.Folder(path).tags() == ["c"]
+    engine._checkpoints.settle()
     assert sorted(os.listdir(path)) == [".lock", "c", "latest"]
+
+
+@pytest.mark.parametrize("tag", ["a", "b"])
+def test_a_checkpoint_that_vanishes_as_it_is_opened_is_not_read(
+    tag: str, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody replaces it, or does not keep it, when it was found and is not locked yet."""
+    path, real, tags = tmp_path / "saved", folders.lock, [tag]
+    save(engine, path, tag="a")
+
+    def locked(fd: int, *, shared: bool = False) -> bool:
+        if shared and tags:
+            save(engine, path, tag=tags.pop(), keep=1)
+        return real(fd, shared=shared)
+
+    monkeypatch.setattr(folders, "lock", locked)
+    with folders.Folder(path).reading(None) as found:
+        assert not tags and found == path / tag
+        save(engine, path, tag="c", keep=1)
+        assert folders.Folder(path).tags() == [tag, "c"]
 
 
 @pytest.mark.parametrize("tag", ["", "latest", ".x", "a/b", "..", "a b", 3, "x" * 300])
@@ -379,6 +455,136 @@ def test_a_full_drive_leaves_the_checkpoint_before(
     raise AssertionError("no save has passed")
 
 
+def test_a_rename_that_fails_leaves_what_was_to_be_replaced(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, left = tmp_path / "saved", Path.rename, [2]
+    save(engine, path, tag="old")
+    before = engine.digests()
+    engine.backward(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().pow(2).mean())
+    engine.step()
+
+    def rename(self: Path, target: Path) -> Path:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(SwapFullError, match="ENOSPC"):
+        save(engine, path, tag="old")
+    assert folders.Folder(path).tags() == ["old"]
+    engine.load_checkpoint(path)
+    assert engine.digests() == before
+
+
+class PowerCut(Exception):
+    pass
+
+
+class Power:
+    """Cuts the power before the nth flush, rename or deletion, and leaves in `image` what the drive could hold then.
+
+    Of every file the flushed content is there; of what was written since, any sectors. Of the names in each directory
+    either those of its last flush or the present ones.
+    """
+
+    SECTOR = 512
+
+    def __init__(self, folder: Path, image: Path, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.image, self.left = folder, image, nth
+        self.random = random.Random(nth)
+        self.files = {file.stat().st_ino: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        self.names = {path.stat().st_ino: self.listing(path) for path in (folder, *folder.iterdir()) if path.is_dir()}
+        sync = os.fsync
+
+        def fsync(fd: int) -> None:
+            self.step()
+            sync(fd)
+            path, inode = Path(os.readlink(f"/proc/self/fd/{fd}")), os.fstat(fd).st_ino
+            if path.is_dir():
+                self.names[inode] = self.listing(path)
+            else:
+                self.files[inode] = path.read_bytes()
+
+        def guarded(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                self.step()
+                return real(*args, **options)
+
+            return call
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "unlink", guarded(os.unlink))
+        for name in ("rename", "replace"):
+            monkeypatch.setattr(Path, name, guarded(getattr(Path, name)))
+
+    def step(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.leave(self.folder, self.image)
+            raise PowerCut
+
+    @staticmethod
+    def listing(path: Path) -> dict[str, int]:
+        return {entry.name: entry.stat().st_ino for entry in path.iterdir()}
+
+    def leave(self, path: Path, image: Path) -> None:
+        """Leave a directory; what has a name and was never flushed is there without content."""
+        image.mkdir()
+        now = self.listing(path)
+        names = now if self.random.random() < 0.5 else self.names.get(path.stat().st_ino, {})
+        where = {entry.stat().st_ino: entry for entry in self.folder.rglob("*")}
+        for name, inode in names.items():
+            there = where.get(inode)
+            if there is not None and there.is_dir():
+                self.leave(there, image / name)
+                continue
+            old = self.files.get(inode, b"")
+            new = old if there is None else there.read_bytes()
+            length = self.random.choice([len(old), len(new)])
+            mixed = bytearray(length)
+            for at in range(0, length, self.SECTOR):
+                sector = self.random.choice([old, new])[at : at + self.SECTOR][: length - at]
+                mixed[at : at + len(sector)] = sector
+            (image / name).write_bytes(mixed)
+
+
+@pytest.mark.parametrize("tag", ["new", "old"])
+def test_a_power_cut_at_any_flush_or_rename_leaves_a_whole_checkpoint(tag: str, engine: Engine, tmp_path: Path) -> None:
+    """Of what was saved before, or of the new one, whether it is kept alone or replaces the old one."""
+    first = save(engine, tmp_path / "first", tag="old").parent
+    before = engine.digests()
+    engine.backward(engine(torch.ones(4, WIDTH, dtype=torch.bfloat16)).float().pow(2).mean())
+    engine.step()
+    after = engine.digests()
+    found = []
+    other = Run(tight(net(), directory(tmp_path, "swap-2")), dtype=torch.bfloat16).engine
+    with other:
+        for nth in range(1, 100):
+            path, image = tmp_path / f"{nth}", tmp_path / f"{nth}-image"
+            shutil.copytree(first, path)
+            with pytest.MonkeyPatch.context() as patch:
+                power = Power(path, image, nth, patch)
+                try:
+                    save(engine, path, tag=tag, client_state={"n": torch.ones(1)}, keep=1)
+                    engine._checkpoints.settle()  # what is not kept is deleted
+                except PowerCut:
+                    pass
+            if power.left > 0:
+                break
+            if tag == "old" and not (image / "old").exists():  # between two renames: the next save puts it back
+                with folders.Folder(image).writing():
+                    pass
+            for each in (None, *folders.Folder(image).tags()):
+                other.load_checkpoint(image, tag=each)
+                found.append(other.digests())
+                assert found[-1] in (before, after), nth
+            shutil.rmtree(image)
+    assert before in found and nth > 8
+    assert tag == "old" or after in found
+
+
 CRASH = """
 import os, signal, sys
 from pathlib import Path
@@ -428,6 +634,63 @@ def test_a_kill_in_the_middle_leaves_the_checkpoint_before(
             assert bool(unfinished) == (call != "replace")
             save(engine, path, tag="next", keep=1)
         assert not folders.Folder(path).unfinished()
+
+
+CUT_OFF = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from offload import AdamW, Engine
+left, path = int(sys.argv[1]), Path(sys.argv[2])
+model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(4)])
+engine = Engine(model, AdamW(), device="cpu", max_memory={"device": "64MiB", "cpu": "64MiB"},
+                nvme_path=path, background_checkpoints=True)
+engine.save_checkpoint(path / "saved", tag="old")
+real = os.unlink
+def kill(*args, **options):
+    global left
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **options)
+os.unlink = kill
+engine.save_checkpoint(path / "saved", tag=sys.argv[3], keep=1, wait=sys.argv[4] == "wait")
+"""
+
+
+@pytest.mark.parametrize(("number", "tag", "how"), [(1, "new", "wait"), (2, "old", "go on")])
+def test_a_kill_in_a_deletion_leaves_nothing_that_looks_whole(
+    number: int, tag: str, how: str, engine: Engine, tmp_path: Path
+) -> None:
+    """What is left of the former one is no checkpoint to anybody, and the next save deletes it."""
+    command = [sys.executable, "-c", CUT_OFF, str(number), str(tmp_path), tag, how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    path = tmp_path / "saved"
+    folder = folders.Folder(path)
+    assert folder.tags() == [tag] and folder.find(None) == path / tag and not folder.unfinished()
+    (left,) = path.glob(".deleted-*")
+    assert len(os.listdir(left)) == 4 - number
+    save(engine, path, tag="next", keep=2)
+    engine._checkpoints.settle()
+    assert sorted(os.listdir(path)) == sorted([".lock", "latest", "next", tag])
+
+
+def test_a_deletion_that_fails_fails_no_save(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "saved"
+    save(engine, path, tag="old")
+
+    def refused(*args: object, **options: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "unlink", refused)
+    save(engine, path, tag="new", keep=1)
+    engine.drain()
+    engine._checkpoints.settle()
+    monkeypatch.undo()
+    assert folders.Folder(path).tags() == ["new"] and list(path.glob(".deleted-*"))
+    save(engine, path, tag="next")
+    assert not list(path.glob(".deleted-*"))
 
 
 def test_ctrl_c_while_saving(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from test_checkpoints import Run, directory, net
 
 from offload import CheckpointError
 from offload.checkpoint.columns import divide
+from offload.checkpoint.format import reader as reader_file
+from offload.checkpoint.format import staging as staging_file
 from offload.checkpoint.format.index import Entry, Index, Range
 from offload.checkpoint.format.nested import Encoder, decode
 from offload.checkpoint.format.reader import Reader, Source
@@ -167,6 +170,53 @@ def test_files_are_written_from_several_places_at_once(data: st.DataObject, tmp_
                 reader.take("", found.ctypes.data, cut)
                 reader.take("", found.ctypes.data + cut, len(value) - cut)
                 assert found.tobytes() == value
+
+
+@given(st.data())
+def test_a_part_of_a_tensor_is_read_by_the_blocks_it_lies_in(data: st.DataObject) -> None:
+    """Whatever the ranges and the part: the bytes are right, others are not read, and damage in them is not seen."""
+    block, numel = 24_576, data.draw(st.integers(1, 60_000), "elements")
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(numel - 1, 1)), max_size=3), "cuts") - {numel})
+    begin = data.draw(st.integers(0, numel - 1), "begin")
+    end = data.draw(st.integers(begin + 1, numel), "end")
+    harmed = data.draw(st.integers(0, numel - 1), "harmed")
+    value = numpy.arange(numel, dtype=numpy.uint16)
+    spans = list(zip([0, *cuts], [*cuts, numel], strict=True))
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        for module in (staging_file, reader_file):
+            patch.setattr(module, "BLOCK_BYTES", block)
+        folder = Path(name)
+        with Staging(6, 16384, deadline_s=60) as staging:
+            members = [Member(f"r{number}", "U16", (last - first,)) for number, (first, last) in enumerate(spans)]
+            writer = FileWriter(folder / "f.safetensors", {"all": members}, staging)
+            for member, (first, last) in zip(members, spans, strict=True):
+                writer.append("all", member.key, value[first:].ctypes.data, 2 * (last - first))
+            writer.finish()
+            ranges = tuple(
+                Range("f.safetensors", m.key, *span, writer.sums[m.key].result())
+                for m, span in zip(members, spans, strict=True)
+            )
+            entry = Entry("value", "v", "U16", (numel,), ranges)
+            source = Source(folder, Index("t", 1, (entry,), {"f.safetensors": writer.stored}, {}))
+            first, last = next(span for span in spans if span[0] <= harmed < span[1])
+            member = source.range_sums(entry, ranges[spans.index((first, last))])[1]
+            with (folder / "f.safetensors").open("r+b") as file:
+                file.seek(member.offset + 2 * (harmed - first))
+                file.write(bytes([value[harmed] % 256 ^ 1]))
+            at = 2 * (harmed - first) // block * block  # of the block that is damaged, in its range
+            touched = first + at // 2 < end and min(first + (at + block) // 2, last) > begin
+            found = numpy.empty(end - begin, numpy.uint16)
+            stretches = list(source.stretches_of(entry, begin, end))
+            assert sum(stretch.size_bytes for stretch in stretches) <= 2 * (end - begin) + 2 * block * len(spans)
+            try:
+                with Reader({"": stretches}, staging) as reader:
+                    cut = data.draw(st.integers(0, end - begin), "cut")
+                    reader.take("", found.ctypes.data, 2 * cut)
+                    reader.take("", found.ctypes.data + 2 * cut, 2 * (end - begin - cut))
+                assert not touched
+                assert (found == value[begin:end]).all()
+            except CheckpointError as error:
+                assert touched and "is damaged" in str(error)
 
 
 PLAIN = st.recursive(

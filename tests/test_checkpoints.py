@@ -31,6 +31,15 @@ PLACES: dict[str, Callable[[nn.Module, Path], dict[str, Any]]] = {
         **tight(model, path, offload_param="none", offload_optimizer="cpu"),
         **ROOMY,
     },
+    "host and device": lambda model, path: {
+        **tight(model, path, offload_param="cpu", offload_optimizer="none"),
+        **ROOMY,
+    },
+    "nvme and device": lambda model, path: {**tight(model, path, offload_optimizer="none"), **ROOMY},
+    "two paths": lambda model, path: {
+        **tight(model, path),
+        "nvme_path": [directory(path, "first"), directory(path, "second")],
+    },
     "small chunks": lambda model, path: {**tight(model, path), "chunk_numel": 4096, "unit_bytes": "1MiB", **ROOMY},
 }
 

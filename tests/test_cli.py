@@ -23,16 +23,12 @@ import torch
 from offload.cli import main as cli
 from offload.cli.finetune import report
 from offload.cli.finetune import run as finetune
+from offload.cli.finetune.data import Data
+from offload.cli.finetune.logs import NoLog
 from offload.cli.finetune.progress import Progress, RssMeter
+from offload.cli.finetune.sequences import Cut, orders
 from offload.cli.finetune.settings import EngineSettings, FinetuneError, Settings, settings_of
-from offload.cli.finetune.text import (
-    Windows,
-    batches,
-    first_sentences,
-    make_windows,
-    read_text,
-    split_text,
-)
+from offload.cli.finetune.text import first_sentences, make_windows, read_text, split_text
 from offload.sizes import short_bytes
 from offload.stats import LINKS, LinkStats, Stats
 
@@ -102,7 +98,7 @@ class FakeEngine:
 def settings(**changes: Any) -> Settings:
     values: dict[str, Any] = {
         "model": Path("m"),
-        "text": Path("t"),
+        "data": Path("t"),
         "steps": 6,
         "sequence_length": 8,
         "evaluation_sequences": 2,
@@ -121,7 +117,7 @@ def encode(text: str) -> list[int]:
 
 def test_windows_do_not_overlap_and_keep_the_end_back() -> None:
     text = "".join(chr(ord("a") + i % 7) for i in range(1000))
-    windows = make_windows(encode, text, settings(held_out=0.1))
+    windows = make_windows(encode, text, settings(eval="0.1"))
     # 900 tokens to train on are 112 windows of 8; of the 100 held out 12 fit and 2 are wanted: the first and the last
     assert windows.train.shape == (112, 8)
     assert windows.train.flatten().tolist() == encode(text[:896])
@@ -136,7 +132,7 @@ def test_text_is_cut_between_paragraphs() -> None:
 
 def test_short_text_is_refused_with_the_counts() -> None:
     with pytest.raises(FinetuneError, match=r"at least 8 tokens .* got 18 and 2"):
-        make_windows(encode, "a" * 20, settings(held_out=0.1))
+        make_windows(encode, "a" * 20, settings(eval="0.1"))
 
 
 @pytest.mark.parametrize(
@@ -157,11 +153,9 @@ def test_prompt_is_the_beginning_of_a_long_paragraph() -> None:
 
 
 def test_every_window_is_seen_once_per_epoch_in_an_order_drawn_from_the_seed() -> None:
-    windows = torch.arange(6).view(6, 1).repeat(1, 2)
-
     def order(seed: int) -> list[int]:
-        supply = batches(windows, settings(batch_size=4, seed=seed), CPU)
-        return torch.cat([next(supply)["input_ids"][:, 0] for _ in range(3)]).tolist()
+        supply = orders(6, settings(batch_size=4, seed=seed))
+        return [number for _ in range(3) for number in next(supply)]
 
     first = order(1)
     assert sorted(first[:6]) == sorted(first[6:]) == list(range(6))
@@ -180,8 +174,9 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert factors[10] == pytest.approx(0.1)
 
 
-def windows_of_a_pattern() -> Windows:
-    return make_windows(encode, "abcdefgh" * 40, settings(held_out=0.2))
+def data_of_a_pattern() -> Data:
+    windows = make_windows(encode, "abcdefgh" * 40, settings(eval="0.2"))
+    return Data(Cut(windows.train), Cut(windows.held_out), windows.prompt, [], "")
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -191,10 +186,11 @@ def test_training_lowers_the_held_out_loss_and_counts_only_steps(accumulation: i
     ticks = iter(range(1000))
     training = finetune.train(
         engine,
-        windows_of_a_pattern(),
+        data_of_a_pattern(),
         run,
-        Progress(out, steps=run.steps, tokens_per_step=run.tokens_per_step),
+        Progress(out, steps=run.steps),
         CPU,
+        log=NoLog(),
         clock=lambda: float(next(ticks)),
     )
     assert [step for step, _ in training.evaluations] == [0, 3, 6]
@@ -216,7 +212,7 @@ def test_training_lowers_the_held_out_loss_and_counts_only_steps(accumulation: i
     [
         ({"save_every": 2}, "save_every: no output folder"),
         ({"resume": True}, "resume: no output folder"),
-        ({"save_every": -1, "output": Path("o")}, "save_every: expected whole numbers >= 0"),
+        ({"save_every": -1, "output": Path("o")}, "save_every and eval_every: expected whole numbers >= 0"),
         ({"resume": "maybe", "output": Path("o")}, 'resume: expected True, False or "auto" but got'),
         ({"keep_checkpoints": 0}, "keep_checkpoints: expected a whole number >= 1"),
     ],
@@ -245,10 +241,10 @@ class Terminal(io.StringIO):
 
 
 def show_three_steps(stream: io.StringIO) -> str:
-    progress = Progress(stream, steps=3, tokens_per_step=100)
+    progress = Progress(stream, steps=3)
     for step in (1, 2, 3):
         used = {"device": 5 << 20, "cpu": 1 << 30, "nvme": 0}
-        progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0), used, "compute")
+        progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0, 100), used, "compute")
     progress.close()
     return stream.getvalue()
 
@@ -280,10 +276,10 @@ def screen(shown: str) -> list[str]:
 def test_notes_stand_above_the_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     stream = Terminal()
-    progress = Progress(stream, steps=3, tokens_per_step=100)
+    progress = Progress(stream, steps=3)
     progress.note("before")
     for step in (1, 2):
-        progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0), {"device": 5 << 20}, "compute")
+        progress.step(report.StepRecord(step, 2.5, None, 1e-3, 2.0, 100), {"device": 5 << 20}, "compute")
         progress.note(f"after {step}")
     progress.close()
     progress.close()
@@ -314,7 +310,7 @@ def make_report(**changes: Any) -> report.Report:
         "model": "tiny",
         "parameters": 1_500_000,
         "tokens_per_step": 512,
-        "steps": [report.StepRecord(i + 1, 4.0 - 0.2 * i, 1.0, 1e-4, 2.0) for i in range(4)],
+        "steps": [report.StepRecord(i + 1, 4.0 - 0.2 * i, 1.0, 1e-4, 2.0, 512) for i in range(4)],
         "evaluations": [(0, 4.0), (4, 3.5)],
         "prompt": "Once",
         "sample_before": "upon a time",
@@ -379,7 +375,7 @@ def test_smoothing_is_a_running_median() -> None:
 
 
 def test_plot_leaves_outliers_out_and_held_out_losses_in() -> None:
-    steps = [report.StepRecord(i + 1, 3.0 if i else 99.0, None, 1e-4, 1.0) for i in range(40)]
+    steps = [report.StepRecord(i + 1, 3.0 if i else 99.0, None, 1e-4, 1.0, 512) for i in range(40)]
     low, high = report.loss_range(make_report(steps=steps))
     # training losses in the middle are 3.0; held out are 4.0 and 3.5; a margin of 0.15
     assert (low, high) == pytest.approx((2.85, 4.15))
@@ -459,7 +455,7 @@ def test_arguments_become_settings(tmp_path: Path) -> None:
 
 def test_nothing_is_set_that_was_not_asked_for() -> None:
     made = settings_of(cli.build_parser().parse_args(REQUIRED))
-    assert made == Settings(model=Path("m"), text=Path("t")) and made.engine_options == {}
+    assert made == Settings(model=Path("m"), data=Path("t")) and made.engine_options == {}
 
 
 def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -474,13 +470,21 @@ def test_help_names_every_option_and_its_default(capsys: pytest.CaptureFixture[s
 
 
 def test_every_option_reaches_its_setting_with_its_type() -> None:
-    """Each number is asked for as one more than its default, each text as its own name, each switch as on."""
+    """Each number is asked for as one more than its default, each path as its own name, each switch as on."""
     words, expected = [], {}
+    others: dict[str, Any] = {"loss_on": "all", "peft": "lora", "log": "wandb", "eval": "eval", "prompt": "prompt"}
+    others |= {"lora_rank": 3, "lora_alpha": 5, "evaluation_sequences": 7}
     for field in dataclasses.fields(Settings):
         option = f"--{field.name.replace('_', '-')}"
-        if field.name == "engine_options":
+        if field.name in ("engine_options", "evaluations"):  # the latter contradicts eval_every
             continue
-        if field.default is False:
+        if field.name in others:
+            expected[field.name] = others[field.name]
+            words += [option, str(others[field.name])]
+        elif field.name == "lora_targets":
+            expected[field.name] = ["a", "b"]
+            words += [option, "a", option, "b"]
+        elif field.default is False:
             words += [option]
             expected[field.name] = True
         elif isinstance(field.default, (int, float)):
@@ -488,8 +492,10 @@ def test_every_option_reaches_its_setting_with_its_type() -> None:
             words += [option, str(expected[field.name])]
         else:
             words += [option, field.name]
-            expected[field.name] = field.name if field.name == "prompt" else Path(field.name)
+            expected[field.name] = Path(field.name)
     assert settings_of(cli.build_parser().parse_args(["finetune", *words])) == Settings(**expected)
+    assert settings_of(cli.build_parser().parse_args([*REQUIRED, "--evaluations", "9"])).evaluations == 9
+    assert settings_of(cli.build_parser().parse_args([*REQUIRED, "--packing", "joined"])).packing == "joined"
 
 
 def test_every_engine_option_reaches_the_engine(tmp_path: Path) -> None:
@@ -523,19 +529,28 @@ def test_wrong_calls_leave_with_two(words: list[str], message: str, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "0"], "steps: expected a whole number >= 1 but got 0"),
-        (["--sequence-length", "1"], "sequence_length"),
-        (["--evaluations", "0"], "evaluations: expected a whole number >= 1 but got 0"),
-        (["--held-out", "1"], "held_out"),
-        (["--held-out", "nan"], "held_out"),
-        (["--warmup-steps", "-1"], "sample_tokens, warmup_steps and save_every: expected whole numbers >= 0"),
-        (["--save-model"], "no output folder"),
+        (["--steps", "0"], "error: --steps: expected a whole number >= 1 but got 0"),
+        (["--sequence-length", "1"], "--sequence-length"),
+        (["--evaluations", "0"], "--evaluations: expected a whole number >= 1 but got 0"),
+        (["--eval", "1"], "--eval: expected a share in [0, 1) or a file but got 1"),
+        (["--eval", "nan"], "--eval: expected a share in [0, 1) or a file but got nan"),
+        (["--warmup-steps", "-1"], "--sample-tokens, --warmup-steps, --save-every and --eval-every: expected"),
+        (["--lora-rank", "4"], "--lora-rank: expected peft beside it but got none; add --peft lora"),
+        (["--peft", "lora", "--lora-alpha", "0"], "--lora-alpha: expected a whole number >= 1 but got 0"),
+        (["--eval-every", "2", "--evaluations", "2"], "--eval-every: expected it or evaluations but got both"),
+        (["--log", "jsonl"], "--log: no folder is given; add --log-dir or --output"),
+        (["--log-dir", "d"], "--log-dir: expected log beside it"),
+        (["--eval", "0", "--eval-every", "2"], "--eval-every: expected something to evaluate on but got eval 0"),
+        (["--save-model"], "--save-model: no output folder"),
+        (["--resume"], "--resume: no output folder"),
+        (["--offload-param", "nvme"], "--offload-param nvme: --nvme-path is missing; name a directory on the drive"),
+        (["--nvme-memory", "1GiB"], "--nvme-memory: a budget without a drive; name a directory on it with --nvme-path"),
         (["--dtype", "bfloat61"], "did you mean 'bfloat16'"),
         (["--state-dtype", "int7"], "did you mean 'int8'"),
-        (["--device-memory", "7 potatoes"], "max_memory"),
+        (["--device-memory", "7 potatoes"], "--device-memory: unknown unit"),
         (["--config", "missing.json"], "config file missing.json"),
         (["--config", "/dev/null"], "cannot be read as JSON"),
-        ([], "text t: cannot be read"),
+        ([], "--model m: expected a folder with config.json"),
     ],
 )
 def test_errors_are_one_line_and_leave_with_one(
@@ -605,7 +620,7 @@ def test_run_through_three_tiers_is_the_run_in_memory(tmp_path: Path) -> None:
         made = finetune.run(
             settings(
                 model=tmp_path / "model",
-                text=tmp_path / "text",
+                data=tmp_path / "text",
                 output=tmp_path / output,
                 save_model=True,
                 sequence_length=32,
@@ -649,7 +664,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
         tiers = {"max_memory": {"device": "64MiB", "cpu": "64MiB", "nvme": "64MiB"}, "background_checkpoints": True}
         tiers |= {"nvme_path": tmp_path, "offload_optimizer": "nvme"}
         given = {"save_model": True, "sequence_length": 32, "lr": 1e-2, "sample_tokens": 4, "warmup_steps": 2}
-        places = {"model": tmp_path / "model", "text": tmp_path / "text", "output": tmp_path / output}
+        places = {"model": tmp_path / "model", "data": tmp_path / "text", "output": tmp_path / output}
         engine_options = {"device": "cpu", **tiers}
         return finetune.run(
             settings(**given, **places, gradient_accumulation_steps=2, engine_options=engine_options, **changes),
@@ -670,6 +685,10 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
             run("parts", save_every=2)
     with pytest.raises(FinetuneError, match="resume: expected seed 0.*but got 1"):
         run("parts", resume=True, seed=1)
+    with pytest.raises(FinetuneError, match=r"resume: expected weight_decay 0\.1 but got 0\.2"):
+        run("parts", resume=True, weight_decay=0.2)
+    with pytest.raises(FinetuneError, match=r"expected no run there but checkpoints has step-.*; pass --resume"):
+        run("parts", save_every=2)
     resumed = run("parts", save_every=2, resume=True)
     assert [(r.step, r.loss, r.lr) for r in resumed.steps] == [(r.step, r.loss, r.lr) for r in whole.steps]
     assert (resumed.evaluations, resumed.sample_before, resumed.sample_after) == (
@@ -683,6 +702,9 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
     assert kept == [".lock", "latest", "step-00000004", "step-00000006"]
     with pytest.raises(FinetuneError, match="has taken 6 of 6 steps; ask for more"):
         run("parts", resume=True)
+    longer = run("parts", resume=True, steps=8)  # goes on as a run of eight steps would
+    rates = [1e-2 * finetune.learning_rate_factor(done, settings(steps=8, warmup_steps=2)) for done in (6, 7)]
+    assert [record.lr for record in longer.steps[6:]] == rates
 
 
 def test_a_durable_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None:
@@ -741,9 +763,9 @@ def test_a_durable_run_is_the_run_that_was_never_stopped(tmp_path: Path) -> None
 
 
 def test_records_of_a_long_run_are_thinned() -> None:
-    steps = [report.StepRecord(number, 1.0, None, 0.1, 1.0) for number in range(1, 5001)]
+    steps = [report.StepRecord(number, 1.0, None, 0.1, 1.0, 1) for number in range(1, 5001)]
     few = report.thinned(steps)
     assert len(few) <= 1026 and (few[0].step, few[-1].step) == (1, 5000)
     assert report.thinned(steps[:1000]) == steps[:1000]
-    again = report.thinned([*few, *(report.StepRecord(number, 1.0, None, 0.1, 1.0) for number in range(5001, 9001))])
+    again = report.thinned([*few, *(report.StepRecord(number, 1.0, None, 0.1, 1.0, 1) for number in range(5001, 9001))])
     assert len(again) <= 2000 and again[-1].step == 9000

@@ -170,6 +170,49 @@ def test_sum_of_squares_has_the_documented_order(isa: str, dtype: Dtype) -> None
         assert got == (summed_in_order(values.double().numpy()), 0)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", Dtype)
+def test_a_range_may_be_measured_in_parts(isa: str, dtype: Dtype) -> None:
+    """Parts that begin at a block have the sums of the whole's blocks, of which the whole's sum is made again."""
+    cpu_adam.force_isa(isa)
+    rng = np.random.default_rng(11)
+    for numel in (1, 4096, 4097, 65536 + 4096 + 17, 3 * 65536):
+        values = torch.from_numpy(rng.standard_normal(numel) * 10.0 ** rng.integers(-3, 3, numel)).to(TORCH[dtype])
+        whole = cpu_adam.sum_of_squares(address(values), dtype, numel)
+        count = -(-numel // cpu_adam.SUM_BLOCK)
+        sums, taken, moved = np.full(count, -1.0), np.full(count, -1.0), torch.zeros_like(values)
+        cut = count // 3 * cpu_adam.SUM_BLOCK
+        for begin, end in ((0, cut), (cut, numel)):
+            at = begin // cpu_adam.SUM_BLOCK * 8
+            cpu_adam.sum_of_squares(
+                address(values) + begin * values.itemsize, dtype, end - begin, blocks=address(sums) + at
+            )
+            cpu_adam.take_gradient(
+                src=address(values) + begin * values.itemsize,
+                src_dtype=dtype,
+                dst=address(moved) + begin * values.itemsize,
+                dst_dtype=dtype,
+                numel=end - begin,
+                add=False,
+                measure=True,
+                blocks=address(taken) + at,
+            )
+        assert np.array_equal(sums, taken)
+        assert cpu_adam.join_block_sums(address(sums), count) == whole[0]
+    assert cpu_adam.join_block_sums(0, 0) == 0.0
+
+
+def test_sums_of_blocks_keep_what_is_not_finite() -> None:
+    for number in (math.inf, math.nan):
+        sums = np.array([1.0, number, 2.0])
+        assert str(cpu_adam.join_block_sums(address(sums), 3)) == str(number)
+    with pytest.raises(ValueError, match="blocks"):
+        cpu_adam.join_block_sums(address(sums) + 4, 1)
+    values = np.ones(4097, np.float32)
+    with pytest.raises(ValueError, match="overlaps"):
+        cpu_adam.sum_of_squares(address(values), Dtype.FLOAT32, 4097, blocks=address(values) // 8 * 8 + 4096)
+
+
 def test_sum_of_squares_neither_overflows_nor_vanishes() -> None:
     big = np.full(10_000, 3e38, np.float32)
     assert cpu_adam.sum_of_squares(address(big), Dtype.FLOAT32, 10_000) == pytest.approx(

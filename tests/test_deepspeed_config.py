@@ -325,6 +325,15 @@ def test_auto_that_nobody_fills_is_named(path: str) -> None:
     assert message(nested(path, "auto"), args=SimpleNamespace()).startswith(path)
 
 
+def test_auto_is_the_trainers_to_fill() -> None:
+    told = message({"train_batch_size": 1, "bf16": {"enabled": "auto"}})
+    assert told.startswith(
+        'bf16.enabled: expected true or false but got "auto", and outside of Hugging Face\'s Trainer'
+    )
+    assert "write true or false into the configuration, or pass args=" in told
+    assert "and args= does not say it" in message(nested("gradient_clipping", "auto"), args=SimpleNamespace())
+
+
 def test_auto_that_means_nothing_else_is_named() -> None:
     assert message(nested("zero_optimization.stage", "auto")).startswith("zero_optimization.stage")
 

@@ -179,6 +179,69 @@ def test_growing_that_fails_leaves_the_old_size(tmp_path: Path) -> None:
         assert os.stat(tmp_path / "swap.data").st_size == CAPACITY
 
 
+def test_growing_while_open_is_whole_or_nothing(tmp_path: Path) -> None:
+    """The nth operation of it fails: a commit afterwards, and the next process, have what they would have had."""
+    for nth in range(1, 20):
+        path, disk = tmp_path / f"{nth}", FaultyDisk(1 << 20, False, errno.EIO)
+        path.mkdir()
+        wanted = {"a": pattern(40 * BLOCK, 1), "b": pattern(40 * BLOCK, 2)}
+        with open_store(path, disk=disk) as store:
+            put(store, "a", wanted["a"])
+            store.commit()
+            put(store, "a", pattern(20 * BLOCK, 3))
+            disk.left = nth
+            try:
+                store.grow(2 * CAPACITY)
+            except SwapError as error:
+                assert error.errno == errno.EIO
+                store.abort()
+                assert contents(store) == {"a": wanted["a"]}
+                store.grow(2 * CAPACITY)
+            disk.left = 1 << 20
+            put(store, "a", wanted["a"])
+            put(store, "b", wanted["b"])
+            store.commit()
+        with SwapStore(path, 2 * CAPACITY, mode=Mode.DURABLE) as store:
+            assert contents(store) == wanted
+        if not disk.failed:
+            assert nth > 4
+            return
+    pytest.fail("no growth passed")
+
+
+def test_a_power_cut_while_growing_leaves_a_committed_state(tmp_path: Path) -> None:
+    for nth in range(1, 40):
+        path, image = tmp_path / f"{nth}", tmp_path / f"{nth}-image"
+        path.mkdir()
+        disk = PowerDisk(path, image, nth, nth)
+        one, other = pattern(20 * BLOCK, 1), pattern(40 * BLOCK, 2)
+        possible: list[dict[object, bytes]] = [{}]
+        store: SwapStore | None = None
+        try:
+            store = open_store(path, disk=disk)
+            put(store, "a", one)
+            possible = [{}, {"a": one}]
+            store.commit()
+            possible = [{"a": one}]
+            put(store, "b", other)
+            store.grow(2 * CAPACITY)
+            put(store, "c", other)
+            possible = [{"a": one}, {"a": one, "b": other, "c": other}]
+            store.commit()
+            possible = possible[1:]
+        except PowerCut:
+            pass
+        finally:
+            if store is not None:
+                store.close()
+        if not disk.cut:
+            assert nth > 12
+            return
+        with SwapStore(image, 2 * CAPACITY, mode=Mode.DURABLE) as store:
+            assert contents(store) in possible, nth
+    pytest.fail("no run passed")
+
+
 def test_checksums_are_kept_and_may_be_left_out(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         put(store, "a", pattern(2 * BLOCK, 1))

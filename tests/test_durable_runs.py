@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import random
 import shutil
@@ -338,15 +339,20 @@ def test_several_directories(tmp_path: Path) -> None:
     for _ in events(engine, losses, until=5):
         pass
     die(engine)
-    assert_same(finish(durable(tmp_path, run_dir=paths), losses), truth)
+    moved = [shutil.copytree(path, tmp_path / f"{path.name}-elsewhere") for path in paths]  # of another machine, say
+    for where in (paths, moved):
+        assert_same(finish(durable(tmp_path, run_dir=where), losses), truth)
     with pytest.raises(SwapError, match="expected 2 paths but got 1"):
         durable(tmp_path, run_dir=paths[:1])
+    for wrong in (paths[::-1], [paths[0], tmp_path / "c"], [paths[0], moved[0]]):
+        with pytest.raises(SwapCorruptError, match="name the paths of the run in their order"):
+            durable(tmp_path, run_dir=wrong)
 
 
 # ---- checkpoints ----
 
 
-def test_the_newest_of_run_and_checkpoints_is_taken(tmp_path: Path) -> None:
+def test_the_newest_of_run_and_checkpoints_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, saved = tmp_path / "run", tmp_path / "saved"
     losses: dict[int, float] = {}
     truth = finish(durable(tmp_path / "whole"), losses)
@@ -355,16 +361,69 @@ def test_the_newest_of_run_and_checkpoints_is_taken(tmp_path: Path) -> None:
         if event == "state" and number // 4 == 2:
             engine.save_checkpoint(saved)
     die(engine)
+    (saved / ".saving-step-00000009-1f2e3d4c").mkdir()
     with durable(run, checkpoint_dir=saved) as newer:
         assert newer.resumed.source == str(run) and newer.resumed.step == 4
+    assert "9-1f2e3d4c: a save was broken off; it is ignored" in caplog.text
     shutil.copytree(saved, tmp_path / "other")
     shutil.rmtree(run)
     engine = durable(run, checkpoint_dir=saved)
     assert engine.resumed.source == str(saved / "step-00000003")
     assert (engine.resumed.step, engine.client_state) == (3, {"batch": 3})
     assert_same(finish(engine, losses), truth)
+    index = saved / "step-00000003" / "index.json"
+    index.write_text(index.read_text()[:-9])
     with durable(run, checkpoint_dir=saved) as again:
         assert (again.resumed.step, again.resumed.source) == (STEPS, str(run))
+    assert "index.json: is damaged" in caplog.text
+    with pytest.raises(offload.CheckpointError, match="index.json: is damaged"):  # not begun anew beside it
+        durable(tmp_path / "third", checkpoint_dir=saved)
+
+
+def test_a_damaged_checkpoint_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The one before it is taken, or the run, if nothing of that was written over; the log says which."""
+    caplog.set_level(logging.INFO)
+    run, saved, before = tmp_path / "run", tmp_path / "saved", tmp_path / "before"
+    losses: dict[int, float] = {}
+    truth = finish(durable(tmp_path / "whole"), losses)
+    for until in (2, 3):
+        with durable(run) as engine:
+            for event in events(engine, losses, until=until):
+                if event == "state":
+                    engine.save_checkpoint(saved)
+        if until == 2:
+            shutil.copytree(run, before)
+    newest = saved / "step-00000003" / "tensors-00001.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    engine = durable(tmp_path / "another", checkpoint_dir=saved)
+    assert "tensors-00001.safetensors: is damaged" in caplog.text
+    assert f"run_dir {run}: there was no run; a new one begins" in caplog.text
+    assert (engine.resumed.step, engine.resumed.source) == (2, str(saved / "step-00000002"))
+    assert_same(finish(engine, losses), truth)
+    text = (
+        r"before: expected to go on with .* 2 steps, but .*is damaged.*step-00000003: then the run goes on from step 2$"
+    )
+    with pytest.raises(offload.CheckpointError, match=text):
+        durable(before, checkpoint_dir=saved)
+    newest.unlink()
+    engine = durable(before, checkpoint_dir=saved)
+    assert "tensors-00001.safetensors: is missing" in caplog.text
+    assert f"run_dir {before}: goes on from step 2, of {before}" in caplog.text
+    assert (engine.resumed.step, engine.resumed.source) == (2, str(before))
+    assert_same(finish(engine, losses), truth)
+
+
+def test_a_run_that_begins_beside_checkpoints_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with durable(tmp_path / "run") as engine:
+        for _ in events(engine, {}, until=1):
+            pass
+        engine.save_checkpoint(tmp_path / "saved")
+    assert "begins anew" not in caplog.text
+    with durable(tmp_path / "saved") as beside:
+        assert beside.resumed is None
+    assert "saved: begins anew beside checkpoint step-00000001; pass checkpoint_dir='" in caplog.text
+    with durable(tmp_path / "saved", checkpoint_dir=tmp_path / "saved") as again:
+        assert again.resumed.step == 1
 
 
 # ---- the plan ----
@@ -386,11 +445,11 @@ def test_the_plan_counts_both_versions_and_tells_what_a_commit_costs(tmp_path: P
         durable(tmp_path / "small", max_memory={**engine.config.max_memory, "nvme": "14MiB"})
 
 
-def test_frozen_units_are_there_twice_only_where_the_drive_has_room(
+def test_frozen_units_are_on_the_drive_once_until_somebody_writes_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step writes them. Whoever does, and has no room for it, is told so; the run goes on."""
-    monkeypatch.setattr("offload.build.RECORD_BYTES", 1 << 16)  # so that frozen units are more than all that is spare
+    """No step does. Whoever does makes the files longer, within the budget, or is told; the run goes on."""
+    monkeypatch.setattr("offload.request.RECORD_BYTES", 1 << 16)  # so that frozen units are more than all that is spare
     monkeypatch.setattr("offload.planning.planner.NVME_SLACK_CHUNKS", 1)
 
     def make(name: str, nvme: int | str) -> Any:
@@ -404,23 +463,34 @@ def test_frozen_units_are_there_twice_only_where_the_drive_has_room(
         given = options(model, tmp_path / name)
         return offload.Engine(model, adamw(), **{**given, "max_memory": {**given["max_memory"], "nvme": nvme}})
 
+    def lengths(engine: offload.Engine) -> set[int]:
+        assert engine._manager is not None and engine._manager.tiers.store is not None
+        budget = engine._parts.budgets[Tier.NVME]
+        return {engine._manager.tiers.store.capacity_bytes, budget.used_bytes}
+
     losses: dict[int, float] = {}
     with make("ample", "256MiB") as engine:
         plan, truth = engine.plan, {name: value.clone() for name, value in engine.state_dict().items()}
-        frozen = sum(
-            plan.request.record_bytes(unit, (Role.PARAM,), plan.chunk_numel)
-            for unit in plan.request.units
-            if not unit.trainable
-        )
+        once, numel = plan.arena_bytes[Tier.NVME], plan.chunk_numel
+        units = [unit for unit in plan.request.units if not unit.trainable]
+        frozen = sum(plan.request.record_bytes(unit, (Role.PARAM,), numel) for unit in units)
         for _ in events(engine, losses, until=3):
             pass
+        engine.drain()
+        assert lengths(engine) == {once}
+        weight = engine.module.layers[0].weight
+        with torch.no_grad(), engine.gather(weight, modify=True):
+            weight.mul_(1.0)
+        assert lengths(engine) == {once + frozen // 100}
         engine.load_state_dict(truth)  # all of it, beside the last commit
-    once = plan.arena_bytes[Tier.NVME] - frozen
-    assert frozen > 0
+        assert lengths(engine) == {once + frozen}
+    with make("ample", "256MiB") as engine:
+        assert lengths(engine) == {once + frozen} and position(engine) == 3
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, truth[name]), name
     with pytest.raises(offload.BudgetError, match=rf'max_memory\["nvme"\] that would do is {once} bytes'):
         make("small", once - 4096)
     engine = make("tight", once)
-    assert (engine.plan.arena_bytes[Tier.NVME], engine.plan.committed_bytes) == (once, plan.committed_bytes - frozen)
     engine.load_state_dict(truth)  # there is no commit yet
     for _ in events(engine, losses, until=3):
         pass
@@ -428,6 +498,7 @@ def test_frozen_units_are_there_twice_only_where_the_drive_has_room(
     before = {name: value.clone() for name, value in engine.state_dict().items()}
     with pytest.raises(SwapFullError):
         engine.load_state_dict(truth)
+    assert lengths(engine) == {once}
     die(engine)
     with make("tight", once) as engine:
         assert position(engine) >= 2
@@ -564,6 +635,7 @@ def test_a_write_aside_that_failed_once_is_no_hindrance(tmp_path: Path) -> None:
     run = events(engine, losses)
     while next(run) != "forward" or engine.stats().commits < 3:
         pass
+    engine._manager.finish_step()  # else the fault may hit the last step, which a slow drive has not brought home
     engine._manager.tiers.store.inject(Fault(target=FaultTarget.WRITES))
     before = engine.stats().early_units_dropped
     assert next(run) == "backward"
@@ -712,8 +784,8 @@ def test_a_damaged_run_is_refused_and_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(facts.replace('"run": "', '"run": "0'))
     with pytest.raises(SwapCorruptError, match="expected the record of run 0.* but got that of"):
         durable(tmp_path)
-    (tmp_path / "run.json").write_text(facts.replace('"version": 1', '"version": 2'))
-    with pytest.raises(SwapError, match="expected version 1 but got version 2; go on with the version"):
+    (tmp_path / "run.json").write_text(facts.replace('"version": 2', '"version": 3'))
+    with pytest.raises(SwapError, match="expected version 2 but got version 3; go on with the version"):
         durable(tmp_path)
     (tmp_path / "run.json").write_text(facts)
     with durable(tmp_path) as again:

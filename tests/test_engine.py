@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import json
 import os
 import subprocess
@@ -24,6 +23,7 @@ from harness import (
     assert_equal,
     assert_same_tensors,
     batch,
+    collect,
     everything_on_device,
     guess_nothing,
     host,
@@ -430,7 +430,7 @@ def test_a_torch_optimizer_that_was_taken_over_is_no_trap(tmp_path: Path) -> Non
     with pytest.raises(offload.StateError, match="it is closed"):
         optimizer.step()
     del engine, again
-    gc.collect()
+    collect()
     for call in (
         optimizer.step,
         optimizer.state_dict,
@@ -998,7 +998,7 @@ def test_an_engine_says_what_it_is() -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     engine = Engine(model, AdamW(), **everything_on_device())
     what = f"<offload.Engine of {type(model).__name__}: {len(engine.plan.homes)} units, {count:,} trainable parameters"
-    assert repr(engine) == f"{what}, on cpu>"
+    assert repr(engine) == f"{what}, on {engine.device}>"
     engine.close()
     assert repr(engine) == f"{what}, closed>"
 
@@ -1296,7 +1296,7 @@ def test_an_unclosed_engine_is_collected(tmp_path: Path) -> None:
     assert files() == 1
     seen = weakref.ref(engine)
     del engine, model
-    gc.collect()
+    collect()
     assert seen() is None
     assert files() == 0
 
@@ -1307,7 +1307,7 @@ def test_the_meter_is_closed_with_the_engine(fails: bool, monkeypatch: pytest.Mo
     def meters() -> int:
         return sum(os.readlink(f"/proc/self/fd/{fd}").endswith("/statm") for fd in _descriptors())
 
-    gc.collect()
+    collect()
     before = meters()
     if fails:
         monkeypatch.setattr(offload.module.hooks.Hooks, "attach", lambda *_: 1 / 0)
@@ -1332,7 +1332,7 @@ def test_an_engine_lives_as_long_as_its_model(tmp_path: Path) -> None:
     model, plain = net().eval(), net().eval()
     engine = Engine(model, AdamW(), **tight(model, tmp_path))
     del engine
-    gc.collect()
+    collect()
     assert torch.equal(model(batch(0)), plain(batch(0)))
 
 
@@ -1382,7 +1382,7 @@ def test_activations_are_charged_and_refused(tmp_path: Path) -> None:
     with Engine(model, AdamW(), **options) as engine:
         with pytest.raises(offload.BudgetError, match="activations"):
             engine(torch.randn(4096, WIDTH))
-        gc.collect()  # what pytest has of the traceback
+        collect()  # what pytest has of the traceback
         step(engine, 0)
         with torch.no_grad():
             engine(torch.randn(4096, WIDTH))  # keeps nothing
@@ -1467,7 +1467,7 @@ def test_a_batch_on_another_gpu_is_refused() -> None:
 def test_a_model_keeps_its_engine(optimizer: AdamW | None) -> None:
     """Whoever keeps only the model goes on; nothing is said at the end of the process."""
     model = Engine(nn.Sequential(nn.Linear(WIDTH, WIDTH)), optimizer, **everything_on_device()).module
-    gc.collect()
+    collect()
     assert model(torch.ones(1, WIDTH)).shape == (1, WIDTH)
     script = (
         "import torch, offload\n"
@@ -1487,7 +1487,7 @@ def test_an_engine_that_nobody_holds_is_collected(pending: bool) -> None:
         engine.step()
     manager = weakref.ref(engine._manager)
     del engine, model
-    gc.collect()
+    collect()
     assert manager() is None
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
@@ -18,8 +17,10 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "qlora.py"
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_qlora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--output", str(tmp_path / "out"), "--nvme-path", str(tmp_path), "--steps", "2"]
+@pytest.mark.parametrize("base", ["bitsandbytes", "torchao"])
+def test_qlora(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(base)
+    arguments = ["--output", str(tmp_path / "out"), "--nvme-path", str(tmp_path), "--steps", "2", "--base", base]
     monkeypatch.setattr(sys, "argv", [EXAMPLE.stem, *arguments])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     printed = capsys.readouterr().out

@@ -13,7 +13,8 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 
-ELSEWHERE = ("common", "deepspeed_", "qlora")  # what the others share; test_deepspeed.py, test_example_qlora.py
+# what the others share; test_accelerate.py, test_deepspeed.py, test_example_qlora.py, test_example_ranks.py
+ELSEWHERE = ("common", "accelerate_", "deepspeed_", "qlora", "ranks")
 
 
 @pytest.mark.parametrize(

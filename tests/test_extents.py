@@ -53,6 +53,13 @@ class ExtentMachine(RuleBasedStateMachine):
         with pytest.raises(ValueError, match="not allocated"):
             self.allocator.free(extent)
 
+    @rule(more=st.integers(0, 8))
+    def grow(self, more: int) -> None:
+        self.units += [None] * more
+        self.allocator.grow(len(self.units) * self.alignment)
+        with pytest.raises(ValueError, match="capacity: expected at least"):
+            self.allocator.grow(len(self.units) * self.alignment - 1)
+
     @invariant()
     def agrees_with_model(self) -> None:
         if not hasattr(self, "units"):

@@ -62,8 +62,12 @@ def test_numbers_that_contradict_each_other_are_named(tmp_path: Path) -> None:
 def test_what_is_no_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown number 'h2d_byte_s' \(did you mean 'h2d_bytes_s'\?\)"):
         Hardware.load(written(tmp_path, h2d_byte_s=1e9))
-    with pytest.raises(ConfigError, match="name a file, or one of desktop"):
-        Hardware.load("laptop")
+    with pytest.raises(ConfigError, match=r"hardware desk: expected one of desktop.*\(did you mean 'desktop'\?\)"):
+        Hardware.load("desk")
+    with pytest.raises(ConfigError, match=r"hardware: expected the name .* but got 3; pass one of desktop, h200"):
+        Hardware.load(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="cannot be read as JSON: .*; name a file, or one of desktop"):
+        Hardware.load(tmp_path)
     file = tmp_path / "list.json"
     file.write_text("[]")
     with pytest.raises(ConfigError, match="expected a JSON object"):

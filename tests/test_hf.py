@@ -285,6 +285,12 @@ def test_evaluates_predicts_and_generates_between_steps(tmp_path: Path) -> None:
         ids = rows(1)[0]["input_ids"][None]
         options = {"max_new_tokens": 4, "do_sample": False}
         assert torch.equal(trainer.model.generate(ids, **options), plain.model.generate(ids, **options))
+        words = word_tokenizer(tmp_path)
+        said, wanted = (
+            hf.pipeline("text-generation", model=one.model, tokenizer=words)("w5 w9", **options)
+            for one in (trainer, plain)
+        )
+        assert said == wanted
         trainer.train()  # once more, with the engine that is there
         assert trainer.engine.stats().step == 6
 
@@ -460,7 +466,10 @@ def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:
         ({}, {"load_best_model_at_end": True, "save_strategy": "no"}, r"load_best_model_at_end: .*save_strategy"),
     ],
 )
-def test_refuses(options: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refuses(
+    options: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # transformers 4.56 sets it for the rest of the process
     with pytest.raises(ValueError, match=message):
         simple(tmp_path, options=options, **more)
 
@@ -473,7 +482,8 @@ def test_the_engine_clips_if_the_trainer_does_not(tmp_path: Path) -> None:
     trainer.engine.close()
     assert min(logged(plain).norms) > 1.0
     assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
-    assert_close(logged(trainer).norms, logged(plain).norms, 1e-4)
+    if int(hf.__version__.split(".")[0]) >= 5:  # the first ones log no norm where they do not clip
+        assert_close(logged(trainer).norms, logged(plain).norms, 1e-4)
 
 
 def test_refuses_several_devices(tmp_path: Path) -> None:
@@ -494,7 +504,7 @@ def test_refuses_a_schedule_of_another_optimizer(tmp_path: Path) -> None:
     module = model()
     one, other = (torch.optim.AdamW(module.parameters()) for _ in range(2))
     schedule = torch.optim.lr_scheduler.ConstantLR(other)
-    with pytest.raises(ConfigError, match=r"scheduler of the optimizer beside it.*ConstantLR.*pass None"):
+    with pytest.raises(ConfigError, match=r"scheduler of the optimizer beside it.*ConstantLR.*leave it out"):
         simple(tmp_path, module, optimizers=(one, schedule)).train()
 
 

@@ -220,6 +220,20 @@ def test_a_reader_that_disturbs_nothing_sees_the_old_content_and_the_guess_stays
         assert bench.early.reconcile(bench.recipe) == {1, 2}
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_updates_go_on_while_a_gradient_waits_for_room(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what has come; not of the unit whose gradient it changes."""
+    with watching(HOMES[0]) as bench:
+        manager, gradient = bench.manager, torch.ones(2 * CHUNK, dtype=torch.bfloat16)
+        bench.add(2)
+        manager.add_gradient(1, 0, gradient, final=True)
+        assert [update.unit.index for update in bench.early._open] == [2]
+        left = iter([True])
+        monkeypatch.setattr(manager.gradients, "await_next", lambda room_for=None: next(left, False))
+        manager.add_gradient(index, 0, gradient, final=True)
+        assert [update.unit.index for update in bench.early._open] == ([2, 1] if index == 0 else [2])
+
+
 def test_only_units_that_the_plan_has_room_for() -> None:
     with watching(HOMES[0], spare=range(1, 3)) as bench:
         bench.add(2, 1, 0)
@@ -502,6 +516,35 @@ def test_budgets_hold_and_units_without_room_are_left_to_the_forward(units: int)
         assert engine.stats().peak_bytes["cpu"] <= engine.stats().budget_bytes["cpu"]
 
 
+def seen_in(actions: list[str], *, waits: bool, **where: Any) -> list[dict[str, torch.Tensor]]:
+    """Return what a run holds where it is read, and at its end: an action per step, on gradients of one batch.
+
+    Args:
+        actions: "calm" steps; "clip" with gradients 1000 times as large, "twice" after another backward, "read" and
+            "load" after parameters and states were read or parameters halved; "skip" has no step.
+        waits: let the worker come to the end of what it has before each step.
+        **where: options of the engine.
+    """
+    seen = []
+    with Engine(make(), AdamW(lr=1e-2), max_grad_norm=50.0, **where) as engine:
+        for number, action in enumerate(actions):
+            train(engine, number, 1000.0 if action == "clip" else 1.0)
+            if waits:
+                arrive(engine)
+            if action == "read":
+                seen.append(everything(engine))
+            elif action == "load":
+                engine.load_state_dict({name: value / 2 for name, value in engine.state_dict().items()})
+            elif action == "twice":
+                train(engine, number + 100)
+            elif action == "skip":
+                engine.zero_grad()
+                continue
+            engine.step()
+            engine._manager.check()
+        return [*seen, everything(engine)]
+
+
 @given(
     actions=st.lists(st.sampled_from(["calm", "clip", "skip", "read", "load", "twice"]), min_size=1, max_size=8),
     params=st.sampled_from(["cpu", "device"]),
@@ -509,30 +552,10 @@ def test_budgets_hold_and_units_without_room_are_left_to_the_forward(units: int)
     units=st.sampled_from([0, 2, 4]),
 )
 def test_any_sequence_gives_the_same(actions: list[str], params: str, waits: bool, units: int) -> None:
-    def run(**where: Any) -> list[dict[str, torch.Tensor]]:
-        seen = []
-        with Engine(make(), AdamW(lr=1e-2), max_grad_norm=50.0, **where) as engine:
-            for number, action in enumerate(actions):
-                train(engine, number, 1000.0 if action == "clip" else 1.0)
-                if waits:
-                    arrive(engine)
-                if action == "read":
-                    seen.append(everything(engine))
-                elif action == "load":
-                    engine.load_state_dict({name: value / 2 for name, value in engine.state_dict().items()})
-                elif action == "twice":
-                    train(engine, number + 100)
-                elif action == "skip":
-                    engine.zero_grad()
-                    continue
-                engine.step()
-                engine._manager.check()
-            return [*seen, everything(engine)]
-
     with one_torch_thread():
-        truth = run(**everything_on_device())
+        truth = seen_in(actions, waits=waits, **everything_on_device())
         with apart():
             where = in_memory(make(), params)
             where["max_memory"]["cpu"] = room_for(params, units)
-            for ours, expected in zip(run(**where), truth, strict=True):
+            for ours, expected in zip(seen_in(actions, waits=waits, **where), truth, strict=True):
                 assert_same_tensors(ours, expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import tarfile
@@ -21,6 +23,7 @@ from torch import nn
 import offload
 from offload.checkpoint.foreign.opening import open_foreign
 from offload.errors import ConfigError, StateError
+from swap import Fault, FaultTarget, SwapError
 
 STEPS = 3
 
@@ -334,6 +337,43 @@ def test_parameters_in_use_are_refused_before_anything_changes(tmp_path: Path) -
         assert engine.digests() == before
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_import_that_the_drive_has_ended_is_repeated(name: str, dtype: str, tmp_path: Path) -> None:
+    """Any one read or write of the swap files may fail: nobody sees the half, and the next import has all of it."""
+    saved = save_torch(*begun(OPTIMIZERS[name]), tmp_path)
+    model, optimizer = fresh(OPTIMIZERS[name])
+    with offload.Engine(model, optimizer, **nvme(model, tmp_path, dtype=dtype)) as engine:
+        assert engine._manager is not None and engine._manager.tiers.store is not None
+        store, half = engine._manager.tiers.store, 0
+        engine.import_checkpoint(saved)
+        truth = engine.digests()
+        for target in (FaultTarget.READS, FaultTarget.WRITES):
+            for nth in range(1, 100):
+                engine.drain()
+                store.inject(Fault(nth=nth, target=target))
+                failed = True
+                try:
+                    engine.import_checkpoint(saved)
+                    failed = False
+                except SwapError as error:
+                    assert error.errno == errno.EIO
+                store.clear_faults()
+                if failed:
+                    half += engine._life.unusable is not None
+                    with contextlib.suppress(StateError):
+                        assert engine.digests() == truth  # nothing was written: they are the same values
+                    engine.import_checkpoint(saved)
+                engine._manager.check()
+                assert engine.digests() == truth, (target, nth)
+                if not failed:
+                    break
+        assert half > 2
+        if dtype == "float32":
+            engine.backward(loss_of(engine, 0))
+            engine.step()
+
+
 def test_strict_false_takes_what_fits(tmp_path: Path) -> None:
     saved = edited(tmp_path, model=lambda state: {"norm.weight": state["norm.weight"], "more": torch.ones(1)})
     with make_engine() as engine:
@@ -451,21 +491,30 @@ def test_an_empty_or_unknown_folder_says_what_is_known(tmp_path: Path) -> None:
         open_foreign(tmp_path / "nothing")
 
 
+def llama(seed: int = 0) -> Any:
+    """Return a tiny model of transformers, its embedding tied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            architectures=["LlamaForCausalLM"],
+        )
+    )
+
+
 def test_what_the_trainer_itself_has_saved_goes_on(tmp_path: Path) -> None:
     """Two groups, fused weights in several files, schedules and random numbers."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = llama()
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (16, 8))]
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
@@ -479,7 +528,7 @@ def test_what_the_trainer_itself_has_saved_goes_on(tmp_path: Path) -> None:
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
-    other = LlamaForCausalLM(config)
+    other = llama(seed=1)
     decayed = set(trainer.get_decay_parameter_names(other))
     named = list(other.named_parameters())
     groups = [

@@ -7,6 +7,7 @@ and version, so that bytes of the wrong unit, of an old version, or of a mixture
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import itertools
 import os
@@ -23,6 +24,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from offload.errors import BudgetError, StateError
 from offload.memory.arena import Buffer, view_at
 from offload.memory.budget import Tier
+from offload.memory.cpu import CpuDevice, CpuMover
+from offload.memory.transfer import MoverNeeds
 from offload.planning.plan import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -30,6 +33,7 @@ from offload.shards.copies import Lease
 from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
+from offload.stats import Counters
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapStore
 from swap.store import StoreTicket
 
@@ -646,9 +650,10 @@ def test_the_next_unit_is_always_here_or_on_its_way() -> None:
         assert counters.misses == misses  # nothing had to be asked for once the trace was known
 
 
-def gradient(manager: Manager, index: int, value: float, *, final: bool = True) -> None:
+def gradient(manager: Manager, index: int, value: float, *, final: bool = True, backward_pass: int = 0) -> None:
     for number, slot in enumerate(manager.units[index].slots):
-        manager.add_gradient(index, number, torch.full(slot.shape, value, dtype=torch.bfloat16), final=final)
+        tensor = torch.full(slot.shape, value, dtype=torch.bfloat16)
+        manager.add_gradient(index, number, tensor, final=final, backward_pass=backward_pass)
 
 
 def test_spilled_gradients_accumulate_across_the_pool() -> None:
@@ -748,6 +753,54 @@ def test_gradients_of_other_dtypes_are_summed_in_fp32_over_micro_batches() -> No
         assert manager.gradients.sums(0) == [(258.0**2 * CHUNK, 0)]
         gradient(manager, 0, 2.0, final=False)  # what was measured before does not count any more
         assert manager.gradients.sums(0) == [(260.0**2 * CHUNK, 0)]
+
+
+class LateDevice(CpuDevice):
+    """The CPU, whose gradients come to the host as late as somebody waits for them."""
+
+    def mover(self, needs: MoverNeeds) -> CpuMover:
+        return LateMover(needs.counters)
+
+
+class LateMover(CpuMover):
+    def __init__(self, counters: Counters) -> None:
+        super().__init__(counters)
+        self._waiting: list[tuple[torch.Tensor, Callable[[int], None]]] = []
+
+    def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
+        self._waiting.append((tensor, use))
+
+    def wait(self, timeout_s: float) -> None:
+        while self._waiting:
+            tensor, use = self._waiting.pop(0)
+            use(tensor.data_ptr())
+
+
+@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
+def test_backward_passes_that_nobody_announced_are_summed_in_fp32(device: type[CpuDevice]) -> None:
+    plan = make_plan_with(units_of(1), [Homes(H, H, H)], chunk_numel=CHUNK)
+    plan = dataclasses.replace(plan, wide_bytes={H: 2 * CHUNK})
+    manager = make_manager(plan, FakeStore(), device=device())
+    for number, value in enumerate([256.0, 1.0, 1.0]):  # the next passes come before this one has left the device
+        gradient(manager, 0, value, final=False, backward_pass=number)
+    manager.gradients.await_copies()
+    assert manager.gradients.sums(0) == [(258.0**2 * CHUNK, 0)]
+    manager.close()
+
+
+@pytest.mark.parametrize("device", [CpuDevice, LateDevice])
+def test_a_gradient_on_its_way_counts_as_one_that_has_come(device: type[CpuDevice]) -> None:
+    manager = make_manager(
+        make_plan_with(units_of(1), [Homes(H, H, H)], chunk_numel=CHUNK), FakeStore(), device=device()
+    )
+    assert not manager.gradients.any_arrived
+    gradient(manager, 0, 2.0)
+    assert manager.gradients.any_arrived
+    manager.multiply_gradient(0, 0, 3.0)  # what was measured on its way must not count afterwards
+    assert manager.gradients.sums(0) == [(36.0 * CHUNK, 0)]
+    manager.drop_gradients()
+    assert not manager.gradients.any_arrived
+    manager.close()
 
 
 def test_a_gradient_that_is_not_finite_is_counted() -> None:

@@ -11,7 +11,7 @@ import torch
 from harness import LINEAR_BYTES, apart, assert_same_tensors, everything_on_device, host, one_torch_thread
 from hypothesis import given
 from hypothesis import strategies as st
-from test_host_updates import arrive, early, everything, make, train
+from test_host_updates import arrive, early, everything, make, seen_in, train
 
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
@@ -105,27 +105,12 @@ def test_any_single_transfer_of_the_backward_may_fail(target: FaultTarget, tmp_p
 def test_any_sequence_gives_the_same(
     actions: list[str], homes: tuple[str, str], waits: bool, nvme: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    def run(**where: Any) -> list[dict[str, torch.Tensor]]:
-        seen = []
-        with Engine(make(), AdamW(lr=1e-2), max_grad_norm=50.0, **where) as engine:
-            for number, action in enumerate(actions):
-                train(engine, number, 1000.0 if action == "clip" else 1.0)
-                if waits:
-                    arrive(engine)
-                if action == "read":
-                    seen.append(everything(engine))
-                elif action == "twice":
-                    train(engine, number + 100)
-                engine.step()
-                engine._manager.check()
-            return [*seen, everything(engine)]
-
     with one_torch_thread():
-        truth = run(**everything_on_device())
+        truth = seen_in(actions, waits=waits, **everything_on_device())
         where = mixed(homes, tmp_path_factory.mktemp("swap", numbered=True))
         where["max_memory"]["nvme"] = nvme
         with apart():
-            for ours, theirs in zip(run(**where), truth, strict=True):
+            for ours, theirs in zip(seen_in(actions, waits=waits, **where), truth, strict=True):
                 assert_same_tensors(ours, theirs)
 
 

@@ -41,8 +41,10 @@ STEPS = 20
 TORCH_ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 CHECKPOINTING = [None, False, True]  # none, non-reentrant, reentrant
 MAIN = ["llama", "gpt2", "t5", "bert"]
-EXPERTS = ["qwen3_moe", "deepseek_v3", "mixtral", "olmoe"]
-CONVOLUTIONS = ["mamba", "vit", "whisper"]
+EXPERTS = ["qwen3_moe", "deepseek_v3", "mixtral", "olmoe", "gpt_oss"]
+CONVOLUTIONS = ["mamba", "mamba2", "vit", "whisper", "wav2vec2", "clip", "siglip", "deit", "dinov2", "swin", "convnext"]
+CONVOLUTIONS += ["resnet"]
+NO_CHECKPOINTING = ["xlnet", "convnext", "resnet"]  # in transformers
 
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
@@ -246,9 +248,20 @@ def test_architecture(kind: Architecture, checkpointing: bool | None, tmp_path: 
     check_architecture(kind, checkpointing, tmp_path)
 
 
+def in_turn(kinds: list[Architecture]) -> list[Any]:
+    """Return parameters for a test: each kind with one checkpointing in turn, the others in the nightly profile."""
+    nightly, found = pytest.mark.nightly, []
+    for number, case in enumerate(cases(kinds)):
+        kind = case.values[0]
+        own = None if kind.name in NO_CHECKPOINTING else CHECKPOINTING[number % len(CHECKPOINTING)]
+        for each in CHECKPOINTING:
+            marks = [*case.marks, *([] if each is own else [nightly])]
+            found.append(pytest.param(kind, each, id=f"{kind.name}-{each}", marks=marks))
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("kind", cases(MORE))
+@pytest.mark.parametrize(("kind", "checkpointing"), in_turn(MORE))
 def test_more_architectures(kind: Architecture, checkpointing: bool | None, tmp_path: Path) -> None:
     """As above, for the long tail."""
     check_architecture(kind, checkpointing, tmp_path)

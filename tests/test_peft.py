@@ -197,17 +197,23 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     assert_same_tensors(saved(target), dict(build("lora").merge_and_unload().state_dict()))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_weights_are_refused(bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "torchao"])
+def test_quantized_weights_are_refused(kind: str, tmp_path: Path) -> None:
     """PEFT would round what it merges, and change what the layer shares with its copy."""
-    bnb = pytest.importorskip("bitsandbytes")
+    library = "torchao" if kind == "torchao" else "bitsandbytes"
+    module = pytest.importorskip(library)
     base = BY_NAME["llama"].build()
     layer = base.model.layers[0].self_attn
     shape = (layer.q_proj.in_features, layer.q_proj.out_features)
-    linear = bnb.nn.Linear4bit(*shape, False) if bits == 4 else bnb.nn.Linear8bitLt(*shape, False, False)
-    layer.q_proj = linear.requires_grad_(False)
+    if kind == "torchao":
+        how = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig(set_inductor_config=False)
+        module.quantize_(layer.q_proj.requires_grad_(False), how)
+    elif kind == "4 bits":
+        layer.q_proj = module.nn.Linear4bit(*shape, False).requires_grad_(False)
+    else:
+        layer.q_proj = module.nn.Linear8bitLt(*shape, False, False).requires_grad_(False)
     model = peft.get_peft_model(base.to("cpu"), peft.LoraConfig(target_modules=["q_proj"]))
     with Engine(model, AdamW(), **everything_on_device()) as engine:
-        text = r"is quantized by bitsandbytes; load the base model in 16 bits, put the adapters on it with"
+        text = rf"is quantized by {library}; load the base model in 16 bits, put the adapters on it with"
         with pytest.raises(ConfigError, match=text):
             offload.peft.merge_and_save(engine, tmp_path)

@@ -79,6 +79,7 @@ def requests(draw: st.DrawFn) -> Request:
         own=own,
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
+        stage=draw(st.sampled_from([1, 2, 3] if device_is_host else [1, 2])),
     )
 
 
@@ -88,13 +89,13 @@ def size(plan: Plan, unit: Unit, *roles: Role) -> int:
 
 
 def numel(plan: Plan, unit: Unit, role: Role) -> int:
-    """Elements that the plan's rank keeps: all of the parameters, a slice of the rest."""
+    """Elements that the plan's rank keeps: before stage 3 all of the parameters, a slice of the rest."""
     begin, end = kept(plan, unit, role)
     return end - begin
 
 
 def kept(plan: Plan, unit: Unit, role: Role) -> tuple[int, int]:
-    if role is Role.PARAM or unit.whole:
+    if (role is Role.PARAM and plan.request.stage < 3) or unit.whole:
         return 0, unit.numel
     return owned_range(unit.numel, plan.request.rank, plan.request.world_size)
 
@@ -173,7 +174,9 @@ def check_plan(plan: Plan) -> None:
     totals = pages(16 * sum(len(unit.slots) for unit in units if plan.on_device(unit)))
     assert plan.totals_bytes == totals
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes + totals
-    transit = plan.fetch_staging_bytes + plan.grad_staging_bytes
+    transit = plan.fetch_staging_bytes + plan.grad_staging_bytes + request.exchange_bytes
+    is_sliced = request.world_size > 1 and request.stage == 3
+    transit += max(unit.param_bytes for unit in units) if is_sliced else 0  # a unit that only other ranks use
     beside = [updated_beside(plan, unit, homes) for unit, homes in zip(units, plan.homes, strict=True)]
     spare = [in_memory for unit, (in_memory, _) in zip(units, beside, strict=True) if unit.index in plan.spare_units]
     assert plan.spare_bytes == sum(spare) and all(spare)
@@ -228,7 +231,7 @@ def check_plan(plan: Plan) -> None:
     assert plan.working_bytes % PAGE == 0 and plan.grad_pool_bytes % PAGE == 0
 
     # the working region holds the three largest of the units that pass through it, and each set of them held at once
-    passing = {u.index: u.param_bytes for u in units if plan.homes[u.index].param is not Tier.DEVICE}
+    passing = {u.index: u.param_bytes for u in units if is_sliced or plan.homes[u.index].param is not Tier.DEVICE}
     assert plan.working_bytes >= sum(sorted(passing.values(), reverse=True)[:WORKING_UNITS])
     for held in request.held_together:
         assert plan.working_bytes >= sum(size_bytes for index, size_bytes in passing.items() if index in held)
@@ -336,8 +339,10 @@ def test_the_shards_of_all_ranks_are_the_unit(request: Request, world_size: int)
     ranks = [dataclasses.replace(request, rank=rank, world_size=world_size) for rank in range(world_size)]
     for unit in request.units:
         copies = world_size if unit.whole else 1
-        assert all(rank.owned(unit, Role.PARAM) == (0, unit.numel) for rank in ranks)
-        for role in (Role.GRAD, Role.MASTER, *MOMENTS):
+        if request.stage < 3:
+            assert all(rank.owned(unit, Role.PARAM) == (0, unit.numel) for rank in ranks)
+        sliced = (Role.PARAM,) if request.stage == 3 else ()
+        for role in (*sliced, Role.GRAD, Role.MASTER, *MOMENTS):
             assert sum(rank.role_bytes(unit, role) for rank in ranks) == copies * alone.role_bytes(unit, role)
         assert sum(rank.wide_bytes(unit) for rank in ranks) == copies * alone.wide_bytes(unit)
 
@@ -629,3 +634,14 @@ def test_an_undivided_parameter_makes_staging_as_large_as_it_is() -> None:
     plan = make_plan(Request(units, budgets(6 * MIB, GIB, GIB), Tier.NVME, Tier.NVME, chunk_numel=1))
     check_plan(plan)
     assert plan.staging_slot_bytes == 12 * MIB
+
+
+@pytest.mark.parametrize("room", range(1, 9))
+def test_room_beside_the_content_is_for_updates_that_have_something_to_go_beside(room: int) -> None:
+    """Gradients come from the last unit to the first; the forward, which needs that one first, waits in any case."""
+    everything = make_plan(Request(BLOCKS, budgets(GIB, GIB), Tier.HOST, Tier.HOST, device_is_host=False))
+    host = everything.arena_bytes[Tier.HOST] + everything.wide_bytes[Tier.HOST] - (len(BLOCKS) - room) * 12 * MIB
+    plan = make_plan(Request(BLOCKS, budgets(GIB, host), Tier.HOST, Tier.HOST, device_is_host=False))
+    check_plan(plan)
+    assert len(BLOCKS) == 8 and len(plan.spare_units) == room
+    assert (0 in plan.spare_units) == (room == 8)

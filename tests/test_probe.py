@@ -104,7 +104,7 @@ class Large(Plain):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "lbfgs": (torch.optim.LBFGS, r"step\(\) needs no argument but LBFGS.step needs closure.*use offload.AdamW or"),
+    "lbfgs": (torch.optim.LBFGS, r"step\(\) needs no argument but LBFGS.step needs closure.*use offload.AdamW, with"),
     "sparse": (torch.optim.SparseAdam, "SparseAdam to step on dense tensors.*does not support dense gradients"),
     "group": (CountsInTheGroup, "a step changes 'steps' for all of them"),
     "group's lr": (CountsInTheGroupsLr, "a step changes 'lr' for all of them"),

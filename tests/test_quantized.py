@@ -12,7 +12,7 @@ from harness import assert_same_tensors, everything_on_device, host, nvme
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import AdamW, BudgetError, ConfigError, Engine, StateError
+from offload import AdamW, BudgetError, ConfigError, Engine, StateError, plan
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -107,6 +107,35 @@ def engine_run(model: nn.Module, **options: Any) -> tuple[list[torch.Tensor], di
         with torch.no_grad():
             losses.append(loss_of(engine.eval(), 3))
         return losses, engine.state_dict()
+
+
+@pytest.mark.parametrize("options", [{"compute_dtype": torch.bfloat16}, {"bits": 8}])
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_a_plan_leaves_the_model_as_it_was(options: dict[str, Any], is_quantized: bool) -> None:
+    """It counts the bytes that weights have when an engine has quantized them."""
+    model = net(**options)
+    if is_quantized:
+        model.to("cpu")
+    before = [(type(p), p.dtype, p.data_ptr(), dict(vars(p))) for p in model.parameters()]
+    states = [dict(vars(getattr(block.base, "state", block.base))) for block in model.blocks]
+    forecast = plan(model, device="cpu", max_memory={"device": "1GiB", "cpu": "1GiB"})
+    assert [(type(p), p.dtype, p.data_ptr(), dict(vars(p))) for p in model.parameters()] == before
+    assert all(
+        a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+        for a, b in zip((vars(getattr(block.base, "state", block.base)) for block in model.blocks), states, strict=True)
+    )
+    frozen = sum(unit.param_bytes for unit in forecast.plan.request.units if not unit.trainable)
+    assert frozen <= BLOCKS * (WIDTH * WIDTH * options.get("bits", 4) // 8 + 4 * 4096)  # weights, biases
+    with pytest.raises(ConfigError, match=r"^parameter blocks\.0\.base\.weight: .* cannot be counted; leave batch out"):
+        plan(model, batch=(torch.ones(2, WIDTH),), hardware="desktop")
+    assert is_quantized or all(block.base.weight.dtype is torch.float32 for block in model.blocks)
+
+
+def test_a_plan_of_weights_that_nobody_can_quantize_is_refused() -> None:
+    with torch.device("meta"):
+        model = net()
+    with pytest.raises(ConfigError, match=r"^parameter blocks\.0\.base\.weight: expected weights .*; load the model"):
+        plan(model, hardware="desktop")
 
 
 def assert_close(ours: Any, theirs: Any) -> None:

@@ -88,24 +88,6 @@ def quantized() -> nn.Module:
     return model
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_parameters_quantized_by_torchao() -> None:
-    """These keep their elements in other tensors, and have no address: reading them there would be a crash."""
-    text = (
-        r"^parameter blocks\.1\.weight: expected elements in memory of its own but got torchao Int8Tensor, which has "
-        r"operations of its own \(__torch_dispatch__\); wrap the model as it was before it was quantized, or load it "
-        r"with 4-bit modules of bitsandbytes$"
-    )
-    assert_refused(quantized(), ConfigError, text)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_adapters_on_a_model_quantized_by_torchao() -> None:
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(quantized(), peft.LoraConfig(target_modules=["blocks.0"]))
-    assert_refused(model, ConfigError, r"^parameter base_model\.model\.blocks\.1\.weight: .* got torchao Int8Tensor")
-
-
 def test_parameters_and_buffers_of_a_class_with_operations_of_its_own() -> None:
     model = net()
     model.blocks[2].weight = nn.Parameter(strange(model.blocks[2].weight))
@@ -292,10 +274,13 @@ def test_one_of_several_processes_by_the_launcher(monkeypatch: pytest.MonkeyPatc
     for text in ("2", "16"):
         monkeypatch.setenv("WORLD_SIZE", text)
         wanted = (
-            rf"^engine: expected one process but got {text} in WORLD_SIZE, which would train apart, .*not supported "
-            r"yet; start one process, without torchrun or accelerate launch$"
+            rf"^engine: expected one process but got {text} in WORLD_SIZE, which would train apart; pass stage=1 to "
+            r"offload\.Engine for gradients and states in slices, or start one process, without torchrun or "
+            r"accelerate launch$"
         )
         assert_refused(net(), StateError, wanted)
+    with pytest.raises(StateError, match=r"got none, and WORLD_SIZE=16; call torch\.distributed\.init_process_group"):
+        Engine(net(), AdamW(), **everything_on_device(), stage=1)
     for text in ("", "1", "many"):
         monkeypatch.setenv("WORLD_SIZE", text)
         Engine(net(), AdamW(), **everything_on_device()).close()

@@ -113,3 +113,19 @@ def test_nothing_is_upcoming_without_a_trace() -> None:
     assert schedule.distance(0) == NEVER
     schedule.use(0)
     assert list(schedule.upcoming(5)) == []
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(0, 12))
+def test_what_comes_within_the_step_ends_with_the_trace(trace: list[int], uses: int) -> None:
+    schedule = Schedule([])
+    for _ in range(2):
+        schedule.restart()
+        for unit in trace:
+            schedule.use(unit)
+    schedule.restart()
+    steps = list(schedule.trace)
+    for unit in steps[:uses]:
+        schedule.use(unit)
+    rest = steps[min(uses, len(steps)) :]
+    assert list(schedule.upcoming(64, within_step=True)) == list(dict.fromkeys(rest))
+    assert list(schedule.upcoming(64)) == list(dict.fromkeys(rest + steps))

@@ -55,6 +55,24 @@ def test_failure_leaves_nothing(prepare: ModuleType, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_wheels_name_the_versions_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of "all" they are told, with the reason; one that was named is an error."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    wheels = importlib.import_module("wheels")
+
+    def start(command: str, *words: str, quiet: bool = False) -> str:
+        if "3.12" not in command:
+            raise OSError(command)
+        return f"/{command}\n"
+
+    monkeypatch.setattr(wheels, "_run", start)
+    found, missing = wheels._interpreters(["all"])
+    assert found == ["/python3.12"] and len(missing) == len(wheels.VERSIONS) - 1
+    assert missing[-1] == "python3.14: not on this machine"
+    with pytest.raises(wheels.WheelError, match=r"^python3\.14: not on this machine$"):
+        wheels._interpreters(["3.12", "3.14"])
+
+
 def test_the_gpu_check_names_what_is_missing(tmp_path: Path) -> None:
     if missing_for_gpu() is None:
         pytest.skip("there is a GPU")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -375,3 +376,29 @@ def test_without_a_compiler_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(simulated.CannotBuild, match="no C\\+\\+ compiler \\(no-such-compiler\\)"):
         build.library()
+
+
+def test_memory_that_is_given_back_is_gone() -> None:
+    """What was freed and is not given back is handed out again; nobody can use what was."""
+    code = """
+        import torch, simulated
+        simulated.load()
+        empty, numel = torch.get_device_module("sim").empty_cache, 1 << 16
+        first = torch.ones(numel, device="sim")
+        place = first.data_ptr()
+        del first
+        second = torch.ones(numel, device="sim")
+        assert second.data_ptr() == place
+        empty()
+        assert second.sum().item() == numel
+        shadow = simulated.load().shadow(place)
+        del second
+        empty()
+        assert torch.ones(numel, device="sim").data_ptr() != place
+        print("used", flush=True)
+        import ctypes
+        ctypes.string_at(shadow, 4 * numel)
+    """
+    command, here = [sys.executable, "-c", textwrap.dedent(code)], Path(__file__).parent
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+    assert done.stdout == "used\n" and done.returncode == -signal.SIGSEGV, done.stderr

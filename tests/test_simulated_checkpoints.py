@@ -56,6 +56,29 @@ def test_resumed_elsewhere(first: str, second: str, schedule: Schedule, tmp_path
     assert not run.races
 
 
+@pytest.mark.parametrize("schedule", [LAZY, EAGER], ids=lambda value: value.name)
+@pytest.mark.parametrize("place", ["nvme", "device"])
+def test_copied_while_training_goes_on(place: str, schedule: Schedule, tmp_path: Path) -> None:
+    with running(schedule) as run:
+        seed()
+        room = {"background_checkpoints": True}
+        whole = SimulatedRun({**placed(place, plain_net(), directory(tmp_path, "a")), **room})
+        with whole.engine:
+            whole.train(range(2))
+            state = whole.client_state()
+            pending = whole.engine.save_checkpoint(tmp_path / "saved", client_state=state, wait=False)
+            whole.train(range(2, 5))
+            truth = whole.outcome()
+            pending.wait()
+        after = SimulatedRun(placed("nvme", plain_net(), directory(tmp_path, "b")))
+        with after.engine:
+            after.schedule.load_state_dict(after.engine.load_checkpoint(tmp_path / "saved")["schedule"])
+            after.train(range(2, 5))
+            assert all(torch.equal(a, b) for a, b in zip(after.losses, whole.losses[2:], strict=True))
+            assert_same(after.outcome(), truth)
+    assert not run.races
+
+
 def test_resumed_without_it(tmp_path: Path) -> None:
     """What was saved on the accelerator goes on on the processor."""
     run = SimulatedRun(placed("nvme", plain_net(), directory(tmp_path, "a")))

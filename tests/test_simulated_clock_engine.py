@@ -17,11 +17,16 @@ import pytest
 import torch
 from harness import UNIT_BYTES, working_bytes
 from simulated.clock import Operation, now, operations, spend
-from simulated.engine import Cpu, Figures, engine_clock, untouched, watched
+from simulated.engine import Cpu, engine_clock, untouched
+from simulated.figures import Figures, watched
 from torch import nn
 
 from offload import AdamW, Engine
+from offload.memory.accelerator import AcceleratorMover
+from offload.memory.arena import Buffer
+from offload.memory.transfer import Ticket
 from offload.planning.hardware import DESKTOP, H200
+from offload.shards.working_set import WorkingSet
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
@@ -45,8 +50,13 @@ TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "voc
 MIDDLE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 8192}
 
 
-def trained(home: str, clip: float | None, micro_batches: int, *, dry: bool) -> tuple[list[Operation], int]:
-    """Return what three steps of a tiny Llama did, and how many units were updated during backward."""
+def trained(
+    home: str, clip: float | None, micro_batches: int, *, dry: bool, units: int = 3
+) -> tuple[list[Operation], int]:
+    """Return what three steps of a tiny Llama did, and how many units were updated during backward.
+
+    The device has room for the parameters of so many `units`.
+    """
     model = llama(**TINY)
     if dry:
         untouched(model)
@@ -54,7 +64,10 @@ def trained(home: str, clip: float | None, micro_batches: int, *, dry: bool) -> 
         torch.manual_seed(0)
         model.to_empty(device="cpu").apply(model._init_weights)
     with engine_clock(DESKTOP, dry=dry), tempfile.TemporaryDirectory() as folder:
-        memory: dict[str, Any] = {"device": MIB + working_bytes(model, unit_bytes=UNIT_BYTES), "cpu": "16MiB"}
+        memory: dict[str, Any] = {
+            "device": MIB + working_bytes(model, units=units, unit_bytes=UNIT_BYTES),
+            "cpu": "16MiB",
+        }
         options: dict[str, Any] = {"device": "sim", "max_memory": memory, "unit_bytes": UNIT_BYTES}
         options |= {"activation_memory": MIB, "offload_param": home, "offload_optimizer": home}
         options |= {"max_grad_norm": clip, "gradient_accumulation_steps": micro_batches}
@@ -84,6 +97,27 @@ def test_dry_and_real_runs_do_the_same_at_the_same_times(home: str, clip: float 
     assert (early > 0) == (clip is None)
     lanes = {"compute", "h2d", "d2h", "cpu"} | ({"drive read", "drive write"} if home == "nvme" else set())
     assert {done.lane for done in dry} == lanes
+
+
+def test_new_parameters_are_not_read_from_the_drive_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of units that are updated behind the step; there is room for all, and nothing else moves more or less."""
+    fill, filled = AcceleratorMover.fill, list[int]()
+
+    def note(self: AcceleratorMover, source: int, target: Buffer, offset_bytes: int, size_bytes: int) -> Ticket:
+        filled.append(size_bytes)
+        return fill(self, source, target, offset_bytes, size_bytes)
+
+    def moved(lane: str) -> int:
+        return sum(each.size_bytes for each in done if each.lane == lane)
+
+    monkeypatch.setattr(AcceleratorMover, "fill", note)
+    done, _ = trained("nvme", 1e-4, 1, dry=True, units=100)
+    ours = {lane: moved(lane) for lane in ("drive read", "drive write", "h2d", "d2h")}
+    monkeypatch.setattr(WorkingSet, "begin_to_fill", lambda *_: False)
+    done, _ = trained("nvme", 1e-4, 1, dry=True, units=100)
+    assert filled
+    ours["drive read"] += sum(filled)
+    assert ours == {lane: moved(lane) for lane in ours}
 
 
 def test_a_run_depends_on_nothing_of_its_process() -> None:
@@ -154,10 +188,46 @@ def test_an_evaluation_of_what_is_resident_takes_what_plain_torch_takes() -> Non
 
 
 def test_with_states_on_the_device_it_waits_for_nothing() -> None:
-    """Compute, what updates read and write, and the copy of what was measured; no more."""
+    """Compute, what updates read and write, and the copy of what was measured; no more.
+
+    Per parameter, a gradient is measured (2 bytes), and updated with it (2) are both halves of the master (2 + 2) and
+    the moments (4 + 4), which are read and written.
+    """
     figures = engine_figures(MIDDLE, 32768, "none", updates=True, states="none")
     assert figures.used > 0.99
+    numel = sum(parameter.numel() for parameter in llama(**MIDDLE).parameters())
+    more = figures.moved_bytes["compute"] - plain_figures(MIDDLE, 32768).moved_bytes["compute"]
+    assert more / numel == pytest.approx(2 + 2 + 2 * 12, rel=1e-3)
     assert set(figures.moved_bytes) == {"compute", "d2h"} and figures.moved_bytes["d2h"] < 4096
+
+
+@pytest.mark.parametrize("vocabulary", [256, 16384])
+def test_what_goes_beside_the_end_of_a_backward_pass(vocabulary: int) -> None:
+    """The device is slower than the CPU here, and the host far ahead: it waits in the step, or for the ring before.
+
+    So all units but the last ones are updated when the step begins. Then the forward waits for the embedding's update,
+    and what is fetched meanwhile takes bandwidth from it: two units, until they are there.
+    """
+    sizes = {**MIDDLE, "num_hidden_layers": 8, "vocab_size": vocabulary}
+    with engine_clock(DESKTOP, dry=True):
+        model = untouched(llama(**sizes))
+        memory = {"device": int(DESKTOP.device_bytes * 0.9), "cpu": int(DESKTOP.host_bytes * 0.9)}
+        options: dict[str, Any] = {"device": "sim", "max_memory": memory, "offload_param": "cpu"}
+        with Engine(model, AdamW(lr=1e-3), offload_optimizer="cpu", **options) as engine:
+            ids = torch.zeros(1, 16384, dtype=torch.int64, device="sim")
+            for _ in range(2):
+                engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+                before = engine.stats().early_units
+                operations()
+                engine.step()
+            units, early = engine.plan.request.units, engine.stats().early_units - before
+            engine(input_ids=ids, use_cache=False)
+            done = operations()
+            engine.close(restore=False)
+    assert early >= len(units) - 2
+    embedding = next(each.begin for each in done if each.name == "index_select")
+    fetched = sum(each.size_bytes for each in done if each.lane == "h2d" and each.begin < embedding)
+    assert fetched <= units[0].param_bytes + 4 * units[1].param_bytes, "and two more that follow those"
 
 
 @pytest.mark.parametrize("home", ["none", "cpu"])

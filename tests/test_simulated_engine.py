@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import subprocess
 import sys
 import textwrap
@@ -34,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import AdamW, Engine
-from offload.memory import devices
+from offload.memory import devices, page_lock
 from offload.memory.arena import view_at
 from offload.shards.shard import Event
 
@@ -43,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 MIB = 1 << 20
 SCHEDULES = fixed(3)  # a mover makes a stream for downloads, then two for uploads
 PARTLY_BYTES = 100 << 10  # for states and gradients of three of :class:`Net`'s units
+EACH = [LAZY, *(pytest.param(each, marks=pytest.mark.nightly) for each in SCHEDULES if each is not LAZY)]
 HOMES = ["device", "cpu", "nvme"]
 CHECKPOINTING = [None, False, True]  # none, non-reentrant, reentrant
 MAIN = ["llama", "gpt2", "t5", "bert"]
@@ -519,25 +521,47 @@ def test_the_accelerator_that_torch_has_is_accepted() -> None:
         devices.resolve_device("xpu")
 
 
-def refuse_to_lock(address: int, size_bytes: int) -> None:
-    raise RuntimeError("no more of it")
+def locking(most_bytes: int, lock: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Return what locks so many bytes and refuses to lock more."""
+    left = [most_bytes]
+
+    def register(address: int, size_bytes: int) -> None:
+        left[0] -= size_bytes
+        if left[0] < 0:
+            raise RuntimeError("no more of it")
+        lock(address, size_bytes)
+
+    return register
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-@pytest.mark.parametrize("refusal", ["not with this back end", "no more of it"])
+@pytest.mark.parametrize(
+    ("refusal", "most_bytes"), [("not with this back end", None), ("no more of it", 0), ("no more of it", 64 << 10)]
+)
 def test_without_page_locking_copies_are_slower_and_right(
-    home: str, refusal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    home: str,
+    refusal: str,
+    most_bytes: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     truth, module = run_net("truth", tmp_path), torch.get_device_module("sim")
-    if refusal == "no more of it":
-        monkeypatch.setattr(module, "host_register", refuse_to_lock)
-    else:
+    lock = module.host_register
+    monkeypatch.setattr(page_lock, "PIECE_BYTES", 16 << 10)
+    if most_bytes is None:
         monkeypatch.delattr(module, "host_register")
     for schedule in (LAZY, EAGER):
+        if most_bytes is not None:
+            monkeypatch.setattr(module, "host_register", locking(most_bytes, lock))
         with running(schedule) as seen:
             assert_equal(on_cpu(run_net(home, tmp_path)), truth)
         assert seen.races == []
-    assert f"could not be page-locked for sim:0 ({refusal})" in caplog.text
+    told = re.search(
+        r"host arena: (.*) of (.*) could not be page-locked for sim:0 \((.*)\): copies.*slower", caplog.text
+    )
+    assert told is not None and told[3] == refusal
+    assert (told[1] == told[2]) == (not most_bytes)
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -150,3 +150,21 @@ def test_another_device_is_current(home: str, tmp_path: Path) -> None:
                 assert_same_tensors(engine.state_dict(), truth.parameters)
         assert seen.races == [], schedule.name
         assert all(name.startswith("sim:0") for name, counts in seen.counts.items() if "kernels" in counts)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_the_cache_may_be_emptied(home: str, tmp_path: Path) -> None:
+    """Between all modules, in forward and backward, as some trainers do: the arena is in use and stays."""
+    truth = run_net("truth", tmp_path)
+    empty = torch.get_device_module("sim").empty_cache
+    for schedule in SCHEDULES:
+        model = net()
+        for block in model.blocks:
+            block.register_forward_hook(lambda *_: empty())
+            block.register_full_backward_hook(lambda *_: empty())
+        with running(schedule) as seen, make(model, home, tmp_path) as engine:
+            for number in range(4):
+                step(engine, number)
+            empty()
+            assert_same_tensors(engine.state_dict(), truth.parameters)
+        assert seen.races == [], schedule.name

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 from simulated import LAZY, at_random, first, fixed
-from simulated.instead import FILES, schedule_of
+from simulated.instead import FILES, MOVER_STREAMS, schedule_of
 
 TESTS = Path(__file__).resolve().parent
-SCHEDULES = [schedule.name for schedule in (*fixed(2), at_random(0), at_random(1))]
+SCHEDULES = [schedule.name for schedule in (*fixed(MOVER_STREAMS), at_random(0), at_random(1))]
 
 # Of every file some, and of every schedule some of each: an each-used file does not tell which schedule it needs.
 QUICK = (
     "test_architecture and (llama or t5) or test_fp32_follows_torch_adamw and bert or test_dtypes_with_check"
     " or test_any_single_transfer or test_interrupt or test_gather_keeps or test_generate and t5"
     " or test_training_goes_on and (interrupt or error) or test_several_engines or test_one_loss_through_two"
+    " or test_reading_brings"
 )
 
 
@@ -48,7 +49,9 @@ def run(*arguments: str, timeout_s: float) -> int:
 
 @pytest.mark.usefixtures("sim")
 def test_some_of_each_under_every_schedule_in_turn() -> None:
-    files = [str(TESTS / f"test_{name}.py") for name in ("parity", "engine", "backward_updates", "bad_input")]
+    files = [
+        str(TESTS / f"test_{name}.py") for name in ("parity", "engine", "backward_updates", "bad_input", "wrappers")
+    ]
     assert run("--schedule", "in turn", "-k", QUICK, *files, timeout_s=300) > 50
 
 
@@ -63,6 +66,9 @@ def test_all_of_them(name: str, schedule: str) -> None:
 
 def test_schedules_have_names() -> None:
     assert schedule_of("lazy") == LAZY and schedule_of("first 2") == first(2) and schedule_of("seed 3") == at_random(3)
-    assert [schedule_of("in turn", number).name for number in range(6)] == [*(s.name for s in fixed(2)), "lazy"]
+    assert [schedule_of("in turn", number).name for number in range(7)] == [
+        *(s.name for s in fixed(MOVER_STREAMS)),
+        "lazy",
+    ]
     with pytest.raises(ValueError, match="'in turn' but got 'late'"):
         schedule_of("late")

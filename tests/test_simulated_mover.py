@@ -13,6 +13,7 @@ import torch
 from simulated import EAGER, LAZY, counts, first, fixed, pending, running
 
 from offload.errors import OffloadError
+from offload.memory import gradient_reader
 from offload.memory.accelerator import AcceleratorDevice, AcceleratorMover
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Budget, Tier
@@ -189,6 +190,32 @@ def test_a_group_is_waited_for_once(make_bench: Callable[..., Bench]) -> None:
                 mover.read_tensor(gradient(number), lambda address: None, group=group, last=number == 3)
         mover.wait(DEADLINE_S)
     assert seen.total("event_synchronizations") == 3 and seen.total("synchronizations") == 0
+
+
+def test_gradients_are_waited_for_one_group_after_the_other(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all, or until there is room for the next gradient; here the reader's own thread waits for nothing yet."""
+    may_go_on, real = threading.Event(), gradient_reader._await_copies
+    monkeypatch.setattr(
+        gradient_reader, "_await_copies", lambda batch, arrived: (may_go_on.wait(DEADLINE_S), real(batch, arrived))
+    )
+    used: list[int] = []
+    with running(LAZY):
+        mover = make_bench(ring_pages=6).mover
+        for number in range(6):
+            mover.read_tensor(gradient(number), used.append, group=number // 2, last=number % 2 == 1)
+        left = [event for event, _ in mover._leaving]
+        assert not mover.await_next(DEADLINE_S, room_for=0)
+        assert not any(event.query() for event in left)
+        assert mover.await_next(DEADLINE_S, room_for=PAGE)
+        assert [event.query() for event in left] == [True, False, False]
+        assert not mover.await_next(DEADLINE_S, room_for=2 * PAGE), "there is room now"
+        assert mover.await_next(DEADLINE_S) and mover.await_next(DEADLINE_S)
+        assert all(event.query() for event in left) and not mover.await_next(DEADLINE_S)
+        may_go_on.set()
+        mover.wait(DEADLINE_S)
+        assert len(used) == 6
 
 
 def test_the_thread_that_computes_goes_on_while_gradients_are_used(make_bench: Callable[..., Bench]) -> None:
@@ -465,6 +492,26 @@ def test_copies_of_chunks_are_waited_for_by_the_host_alone(make_bench: Callable[
             ctypes.memset(home, 0, PAGE)
             assert torch.equal(bench.seen(place).cpu(), full(9)) and torch.equal(late.cpu(), full(4)), schedule.name
         assert seen.races == [] and seen.total("synchronizations") <= 2, schedule.name
+
+
+def test_a_place_is_filled_part_by_part_from_memory_that_is_used_again(make_bench: Callable[..., Bench]) -> None:
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            place, slot = bench.place(0, 3), bench.home(0)
+            bench.mover.fetch_host(bench.home(1, 3), place, 3 * PAGE, urgent=True).wait(DEADLINE_S)
+            before = bench.seen(place)
+            bench.mover.release(place)
+            for part in range(3):
+                ctypes.memset(slot, 5 + part, PAGE)
+                bench.mover.fill(slot, place, part * PAGE, PAGE).wait(DEADLINE_S)
+                ctypes.memset(slot, 0, PAGE)
+            for part in range(3):
+                bench.mover.fill(bench.home(8 + part), place, part * PAGE, PAGE)
+            after = bench.seen(place).cpu()
+            assert torch.equal(after, torch.cat([full(8), full(9), full(10)])), schedule.name
+            assert torch.equal(before.cpu(), full(1, 3)), schedule.name
+        assert seen.races == [], schedule.name
 
 
 def test_memory_that_is_locked_in_part_is_copied_in_two_parts(make_bench: Callable[..., Bench]) -> None:

@@ -95,6 +95,18 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
         f"{MEMORY}.accelerator", "_Moment.wait",
         "FutureTransfer(self._waiter.submit(self._event.synchronize), self._subject).wait(timeout_s)", "pass",
     ),
+    "a part of new parameters behind compute that reads what it overwrites": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.fill",
+        "self._follow(self._ahead, self._ordering.before(target))", "pass",
+    ),
+    "compute behind the parts of new parameters": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.fill", "self._ordering.arrive(target, event)", "pass"
+    ),
+    "the host behind a part before its memory is used again": (
+        f"{SHARDS}.stream", "Pipeline.write",
+        "chunk.writing.append(tiers.mover.fill(source, shard.work_buffer, offset, size))",
+        "tiers.mover.fill(source, shard.work_buffer, offset, size)",
+    ),
 }  # fmt: skip
 # likewise, where the device updates units by itself
 WAITS_OF_UPDATES: dict[str, tuple[str, str, str, str]] = {
@@ -168,6 +180,7 @@ MOVER_PROGRAMS = (
     mover.test_a_copy_waits_for_those_who_read_its_place_and_for_no_others,
     mover.test_copies_of_chunks_are_waited_for_by_the_host_alone,
     mover.test_gradients_arrive_in_order_whatever_the_ring,
+    mover.test_a_place_is_filled_part_by_part_from_memory_that_is_used_again,
 )
 
 

@@ -17,8 +17,11 @@ from simulated.kernels import updating
 from test_checkpoints import assert_same, directory, seed
 from test_simulated_checkpoints import SimulatedRun
 from test_simulated_engine import MIB, loss_of, net, on_cpu, placed, run_net, seen_now
+from test_simulated_faults import in_use
+from torch import nn
 
 from offload import LAMB, SGD, Adagrad, Adam, AdamW, Engine, Lion
+from offload.activations import ledger
 from offload.errors import BudgetError, ConfigError, NonFiniteError, StateError
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread", "kernels")
@@ -150,6 +153,92 @@ def test_an_overflow_skips_the_step_and_what_is_not_finite_is_refused(home: str,
             engine.backward(loss_of(engine, batch(1).to("sim", dtype)))
             engine.zero_grad()
         assert seen.races == []
+
+
+class Sharing(nn.Module):
+    """Parameters whose gradients are views of one tensor, the same tensor, of another layout, and twice in a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(batch(number, WIDTH, WIDTH)) for number in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c, d, e, f = self.parts
+        x = torch.tanh(x @ torch.cat([a, b], dim=1)) @ torch.cat([c, d])
+        return torch.tanh(x @ (e + f) + a.sum(0)) @ e.t().contiguous() + f.expand(2, WIDTH, WIDTH).sum((0, 1))
+
+
+def run_sharing(home: str, dtype: torch.dtype) -> Outcome:
+    """Train :class:`Sharing` for three steps of clipping; at home "truth" on the CPU."""
+    torch.manual_seed(0)
+    model = Sharing().to(dtype)
+    options = everything_on_device() if home == "truth" else placed(home, model, Path())
+    data = [batch(number, 4, WIDTH).to(options["device"], dtype) for number in range(3)]
+    return train(model, data, optimizer=AdamW(lr=1e-2), loss_of=loss_of, max_grad_norm=0.5, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_share_memory(dtype: torch.dtype) -> None:
+    truth = run_sharing("truth", dtype)
+    for schedule in (LAZY, EAGER):
+        with running(schedule) as seen:
+            assert_equal(on_cpu(run_sharing("resident", dtype)), truth)
+        assert seen.races == [], schedule.name
+        assert any(operation.endswith(" take") for operation in seen.order), "what others have, too, was kept"
+
+
+@pytest.mark.parametrize(("micro_batches", "copied"), [(1, 0), (2, 24)])
+def test_what_autograd_has_made_is_not_copied(micro_batches: int, copied: int) -> None:
+    """12 parameters; in bf16 a sum over micro-batches is fp32, and each gradient is added to it."""
+    model = net(dtype=torch.bfloat16)
+    options = placed("resident", model, Path(), gradient_accumulation_steps=micro_batches)
+    with running(LAZY) as seen, Engine(model, AdamW(lr=1e-2), **options) as engine:
+        for number in range(micro_batches):
+            engine.backward(loss_of(engine, batch(number).to("sim", torch.bfloat16)))
+            engine.step()
+    kernels = [operation.split()[1] for operation in seen.order]
+    assert kernels.count("take") == copied
+    assert kernels.count("update") == 12
+
+
+def test_a_gradient_that_somebody_has_kept_and_changes_is_refused() -> None:
+    kept: list[torch.Tensor] = []
+
+    def run(changes: bool) -> dict[str, torch.Tensor]:
+        model = net()
+        model.blocks[2].weight.register_post_accumulate_grad_hook(  # type: ignore[index,union-attr]
+            lambda parameter: kept.append(parameter.grad)  # type: ignore[func-returns-value]
+        )
+        with Engine(model, AdamW(lr=1e-2), **placed("resident", model, Path())) as engine:
+            for number in range(2):
+                if changes:
+                    engine.backward(loss_of(engine, batch(number).to("sim")))
+                    kept[-1].mul_(2)
+                    with pytest.raises(
+                        StateError, match=r"gradient of blocks\.2\.weight: expected as backward has left"
+                    ):
+                        engine.step()
+                    engine.zero_grad()
+                engine.backward(loss_of(engine, batch(number).to("sim")))
+                assert engine.step()
+            return engine.state_dict()
+
+    assert_same_tensors(run(changes=True), run(changes=False))
+
+
+def test_memory_of_gradients_is_given_back(tmp_path: Path) -> None:
+    device = torch.get_device_module("sim")
+    before, model = in_use(), net()
+    with running(LAZY), Engine(model, AdamW(lr=1e-2), **placed("resident", model, tmp_path)) as engine:
+        awake = device.memory_allocated(0)
+        for number, end in enumerate((engine.step, engine.zero_grad)):
+            engine.backward(loss_of(engine, batch(number).to("sim")))
+            assert device.memory_allocated(0) - awake == 6 * (4 * WIDTH * WIDTH + 512), "the allocator's smallest piece"
+            end()
+            assert device.memory_allocated(0) == awake
+        engine.backward(loss_of(engine, batch(0).to("sim")))
+    del engine, model, end
+    assert in_use() == before
 
 
 def run_on_changing_streams(home: str, path: Path) -> Outcome:
@@ -317,20 +406,29 @@ def test_what_cannot_be_there_is_refused_by_name(tmp_path: Path) -> None:
         Engine(model, AdamW(), **{**options, "max_memory": {"device": "100KiB", "cpu": "16MiB"}})
 
 
-def test_budgets_hold_as_torch_counts_them(tmp_path: Path) -> None:
-    """All of a device budget that just does: gradients that wait take no more than the plan has counted."""
+@pytest.mark.parametrize("activation_memory", [MIB, 24 << 10])
+def test_budgets_hold_as_torch_counts_them(
+    activation_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a device budget that just does: gradients that wait take no more than the plan has counted.
+
+    They are 27 KiB, and no activations.
+    """
+    monkeypatch.setattr(ledger, "TOLERANCE_BYTES", 0)
     model, rows = net(), 4
-    options = placed("resident", model, tmp_path, activation_memory=MIB)
+    options = placed("resident", model, tmp_path, activation_memory=activation_memory)
     with pytest.raises(BudgetError) as refused:
-        Engine(model, AdamW(), **{**options, "max_memory": {"device": MIB, "cpu": "16MiB"}})
+        Engine(model, AdamW(), **{**options, "max_memory": {"device": activation_memory, "cpu": "16MiB"}})
     least = int(str(refused.value).split("that would do is ")[1].split()[0])
     options["max_memory"] = {"device": least, "cpu": "16MiB"}
     device = torch.get_device_module("sim")
     before = device.memory_allocated(0)
     device.reset_peak_memory_stats(0)
     with running(LAZY), Engine(model, AdamW(lr=1e-3), **options) as engine:
+        floor = engine._parts.activations._floor_bytes
         for number in range(2):
             engine.backward(loss_of(engine, batch(number, rows, WIDTH).to("sim")))
             engine.step()
         assert device.max_memory_allocated(0) - before <= least
         assert engine.stats().peak_bytes["device"] <= least
+        assert engine._parts.activations._floor_bytes == floor, "gradients count as such"

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.kernels.cpu_adam import SUM_BLOCK
 from offload.kernels.ranges import STATE_BLOCK, StateKind
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
 from offload.planning.slices import owned_range
-from offload.planning.units import PAD_NUMEL, Unit
+from offload.planning.units import PAD_NUMEL, Unit, lay_out
 from offload.sizes import PAGE_BYTES
 
 numels = st.integers(1, 3000).map(lambda pages: pages * PAD_NUMEL) | st.just(PAD_NUMEL)
@@ -51,6 +52,17 @@ def test_no_cut_divides_a_page_or_a_block(numel: int, world_size: int, dtype: st
         ranges = [owned_range(numel, rank, world_size) for rank in range(world_size)]
         kept = sum(role_bytes(unit, role, end - begin, accumulate=False, states=states) for begin, end in ranges)
         assert kept == role_bytes(unit, role, numel, accumulate=False, states=states)
+
+
+@given(st.lists(st.integers(0, 3 * PAD_NUMEL), min_size=1, max_size=12), st.integers(1, 9), st.booleans())
+def test_no_cut_divides_a_block_of_squares(sizes: list[int], world_size: int, whole: bool) -> None:
+    """So the sums of blocks that ranks take of their slices are those of the whole parameter."""
+    slots, numel = lay_out([(f"p{number}", (size,)) for number, size in enumerate(sizes)], whole=whole)
+    for rank in range(world_size):
+        begin, _ = owned_range(numel, rank, world_size)
+        for slot in slots:
+            if slot.offset_numel < begin < slot.end_numel:
+                assert (begin - slot.offset_numel) % SUM_BLOCK == 0
 
 
 def test_a_small_unit_leaves_ranks_without_a_slice() -> None:

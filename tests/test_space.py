@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_store import engine as engine  # a fixture
 from test_store import get, put
 
-from swap import SwapStore
+from swap import Mode, SwapFullError, SwapStore
 from swap.space.allocation import STRIPE_BYTES, Piece, Space
 
 BLOCK = 4096
@@ -100,6 +100,27 @@ def test_bytes_land_in_proportion_and_come_back(engine: str, tmp_path: Path) -> 
         part = Memory(2 * MIB)
         store.get(0, part.address, 2 * MIB, offset=5 * MIB).wait()  # across the edge at 6 MiB
         assert part[0 : 2 * MIB] == pattern(8 * MIB, 0)[5 * MIB : 7 * MIB]
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_an_open_store_grows(mode: Mode, engine: str, tmp_path: Path) -> None:
+    """What is there stays; what did not fit before fits then, and on all files in proportion."""
+    paths = [tmp_path / "fast", tmp_path / "slow"]
+    for path in paths:
+        path.mkdir()
+    with SwapStore(paths, 8 * MIB, engine=engine, weights=[3, 1], mode=mode) as store:
+        put(store, 1, pattern(6 * MIB, 1))
+        with pytest.raises(SwapFullError):
+            put(store, 2, pattern(8 * MIB, 2))
+        store.grow(4 * MIB)  # nothing: they are longer
+        store.grow(16 * MIB)
+        assert [allocator.capacity for allocator in store._backing.space.allocators] == [12 * MIB, 4 * MIB]
+        put(store, 2, pattern(8 * MIB, 2))
+        assert store.capacity_bytes == 16 * MIB
+        assert [get(store, key) for key in (1, 2)] == [pattern(6 * MIB, 1), pattern(8 * MIB, 2)]
+        with pytest.raises(SwapFullError, match="swap files: .* needed but .* free"):
+            store.grow(1 << 60)
+        assert store.capacity_bytes == 16 * MIB
 
 
 @pytest.mark.parametrize("weights", [[1], [1, 1, 1], [0, 1], [-1, 2], [float("nan"), 1], [float("inf"), 1]])

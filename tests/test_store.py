@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from test_aio import in_child
 
 import swap.io.files
 from swap import (
+    PAST_TRANSFERS,
     Extent,
     Fault,
     FaultAction,
@@ -73,6 +75,36 @@ def get(store: SwapStore, key: object) -> bytes:
 def descriptors() -> int:
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_past_transfers_ended_when_they_did_whenever_they_are_waited_for(store: SwapStore) -> None:
+    memory, begin = Memory(4 * BLOCK), time.monotonic()
+    store.put("a", memory.address, 2 * BLOCK).wait()
+    tickets = [store.get("a", memory.address, 2 * BLOCK)]
+    tickets += [store.get("a", memory.address + 2 * BLOCK, BLOCK, offset=BLOCK)]
+    while store.stats().in_flight:
+        pass
+    over = time.monotonic()
+    reads = store.past(writes=False)
+    for ticket in tickets:
+        ticket.wait()
+    assert store.past(writes=False) == reads  # each once
+    writes, stats = store.past(writes=True), store.stats()
+    assert [(past.key, past.size_bytes) for past in reads] == [("a", 2 * BLOCK), ("a", BLOCK)]
+    assert [(past.key, past.size_bytes) for past in writes] == [("a", 2 * BLOCK)]
+    assert all(begin <= past.begin_s < past.end_s <= over for past in [*reads, *writes])
+    assert writes[0].end_s - writes[0].begin_s == pytest.approx(stats.write_seconds)
+
+
+def test_past_transfers_went_well_and_are_a_bounded_number(store: SwapStore) -> None:
+    memory = Memory(BLOCK)
+    put(store, "a", b"x" * BLOCK)
+    store.inject(Fault(action=FaultAction.FAIL, target=FaultTarget.READS, errno=errno.EIO))
+    with pytest.raises(SwapError):
+        store.get("a", memory.address, BLOCK).wait()
+    assert store.past(writes=False) == []
+    wait_all(store.get_many([("a", memory.address, BLOCK)] * (PAST_TRANSFERS + 5)))
+    assert len(store.past(writes=False)) == PAST_TRANSFERS
 
 
 # ---- against a dictionary ----

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.memory.timing import Stopwatch
+from offload.memory import timing
+from offload.memory.timing import ANCHORED_S, Stopwatch
+from offload.spans import Span
 from offload.stats import Counters
 
 PLACE = torch.device("cuda", 0)
@@ -42,6 +44,7 @@ class FakeEvent:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[FakeEvent]:
     monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch, "Stream", lambda place: FakeStream())
     monkeypatch.setattr(FakeEvent, "has_times", True)
     return FakeEvent
 
@@ -74,3 +77,34 @@ def test_without_a_clock_bytes_are_counted_alone(clock: type[FakeEvent]) -> None
         copy(watch, stream, 500)
     assert counters.links()["h2d"].bytes == 300 and counters.links()["h2d"].seconds == 0
     assert watch.start(stream) is None  # type: ignore[arg-type]  # nobody asks again
+
+
+def test_spans_are_by_the_host_s_clock_whenever_they_are_read(
+    clock: type[FakeEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream without work tells at once which moment of the device is now; after a while, it is asked again."""
+    idle, host = FakeStream(), [50.0]
+    monkeypatch.setattr(torch, "Stream", lambda place: idle)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: host[0])
+    counters, stream = Counters(), FakeStream()
+    watch = Stopwatch(counters, PLACE)
+    idle.now_ms, stream.now_ms, stream.over = 7000.0, 7100.0, False  # the stream has work for 100 ms yet
+    copy(watch, stream, 500)
+    host[0] += 2 * ANCHORED_S
+    idle.now_ms, stream.now_ms = 7001.0 + 2000 * ANCHORED_S, 18000.0  # the device's clock is 1 ms ahead by then
+    copy(watch, stream, 250)
+    stream.over, host[0] = True, 1000.0  # read late
+    watch.read()
+    first, second = counters.spans.recorded().spans
+    assert first == Span("h2d", "copy", pytest.approx(50.1), pytest.approx(50.6), 100)
+    assert second == Span("h2d", "copy", pytest.approx(60.999), pytest.approx(61.249), 100)
+
+
+def test_waits_for_the_device_are_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = [1.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: host[0])
+    counters = Counters()
+    with pytest.raises(TimeoutError), Stopwatch(counters, PLACE).waiting("gradients"):
+        host[0] = 3.0
+        raise TimeoutError
+    assert counters.spans.recorded().spans == [Span("wait", "gradients", 1.0, 3.0)]

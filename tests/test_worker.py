@@ -15,9 +15,10 @@ from offload.errors import StateError
 from offload.memory.budget import Tier
 from offload.planning.plan import Homes
 from offload.planning.roles import Role
+from offload.shards.copies import WriteLease
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.manager import Manager
-from offload.shards.shard import State
+from offload.shards.shard import Event, Shard, State
 from offload.shards.stream import ALL_STATES, Chunk
 from offload.shards.worker import WorkerThread
 from swap import SwapError
@@ -65,10 +66,11 @@ class Step:
 
 
 @contextlib.contextmanager
-def stepping(*homes: Homes, chunks: int = 2) -> Iterator[Step]:
+def stepping(*homes: Homes, chunks: int = 2, working: int = UNITS) -> Iterator[Step]:
+    """The device has room for `working` units."""
     units = [make_unit(index, [chunks * CHUNK]) for index in range(UNITS)]
     given = (homes * UNITS)[:UNITS]
-    plan = make_plan_with(units, given, chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
+    plan = make_plan_with(units, given, chunk_numel=CHUNK, working_bytes=working * units[0].param_bytes)
     store = FakeStore()
     with late_worker() as worker:
         manager = make_manager(plan, store, device=ApartDevice())
@@ -155,12 +157,90 @@ def test_what_is_in_memory_does_not_wait_for_the_drive() -> None:
 
 
 def test_room_on_the_device_waits_for_no_update() -> None:
-    """Beside an accelerator updates occupy nothing of the working region: there is nothing to reclaim."""
+    """Where they occupy nothing of the working region, there is nothing to reclaim."""
     with stepping(IN_MEMORY) as step:
         step.updates.require(0)
         step.updates.read_ahead()
         step.manager._finish_open_updates()
         assert step.visited == [(0, 0)]
+
+
+def reads_of_parameters(store: FakeStore) -> list[int]:
+    """Return the units of which parameters were read, once for each chunk."""
+    return [key[0] for kind, key in store.events if kind == "get" and key[1].startswith("param")]
+
+
+def test_new_parameters_come_to_the_device_from_where_they_were_updated() -> None:
+    """Their home is on the drive: they are read once, for the update, and used while they are written."""
+    with stepping(ON_NVME, working=2 * UNITS) as step:
+        for index in range(UNITS):
+            lease = step.manager.acquire(index)
+            param = step.manager.tiers.param(index)
+            assert param.work_buffer is not None and peek(param.work_buffer.address, 1) == b"\1"
+            assert peek(param.work_buffer.address + 2 * CHUNK, 1) == b"\1", "the second chunk"
+            assert param.state is State.FLUSHING or index, "nobody waits for what goes home"
+            step.manager.check()
+            lease.close()
+        assert reads_of_parameters(step.store) == [index for index in range(UNITS) for _ in range(2)]
+        step.updates.finish()
+        assert {step.manager.tiers.param(index).state for index in range(UNITS)} == {State.RESIDENT}
+        assert step.first_bytes() == [{1}] * (2 * UNITS), "at home as well"
+
+
+def test_what_is_filled_leaves_room_for_what_is_used() -> None:
+    """Half of the region; a unit that is needed has it, once what is filled is home."""
+    with stepping(ON_NVME, working=2) as step:
+        step.updates.read_ahead()
+        assert [step.manager.tiers.param(index).state for index in range(2)] == [State.DIRTY, State.STORED]
+        for index in range(UNITS):
+            step.manager.acquire(index).close()
+            step.manager.check()
+        assert len(reads_of_parameters(step.store)) < 2 * 2 * UNITS, "some were filled"
+        assert step.first_bytes() == [{1}] * (2 * UNITS)
+
+
+@pytest.mark.parametrize("homes", [(Homes(H, H, N),), (IN_MEMORY,), (Homes(D, H, N),)], ids=str)
+def test_nothing_else_is_filled(homes: tuple[Homes, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is at home in host memory is fetched from there, and what is on the device is there."""
+    with stepping(*homes) as step:
+        monkeypatch.setattr(step.manager.tiers.mover, "fill", None)
+        step.manager.acquire(0).close()
+        step.updates.finish()
+
+
+@pytest.mark.parametrize("lost", ["arithmetic", "write"])
+def test_an_update_that_fails_leaves_nothing_on_the_device(lost: str) -> None:
+    with stepping(ON_NVME) as step:
+        if lost == "arithmetic":
+            step.error = ValueError("no such kernel")
+        else:
+            step.store.fail = lambda kind, key, count: SwapError("no space") if kind == "put" else None
+        with pytest.raises((ValueError, SwapError)):
+            step.manager.acquire(0)
+            step.updates.finish()
+        assert step.manager.has_lost_content()
+        step.manager.check()
+        assert 0 not in step.manager.working or lost == "write"
+
+
+def test_an_update_that_cannot_begin_leaves_parameters_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stepping(ON_NVME) as step:
+        states = step.manager.copies.of(0, Role.MASTER)
+        lease = step.manager.copies.lease_to_write
+
+        def fail_once(shard: Shard, event: Event) -> WriteLease:
+            if shard is states:
+                monkeypatch.undo()
+                raise RuntimeError("not now")
+            return lease(shard, event)
+
+        monkeypatch.setattr(step.manager.copies, "lease_to_write", fail_once)
+        with pytest.raises(RuntimeError, match="not now"):
+            step.updates.require(0)
+        assert step.manager.tiers.param(0).state is State.STORED
+        step.manager.check()
+        step.updates.finish()
+        assert step.first_bytes() == [{1}] * (2 * UNITS)
 
 
 def test_an_error_of_the_arithmetic_loses_the_step() -> None:
@@ -207,7 +287,9 @@ def test_a_reset_leaves_nothing_with_the_worker(homes: Homes) -> None:
         step.updates.read_ahead()
         step.manager.reset()
         assert not step.worker.queue and not step.updates.active
-        assert step.manager.tiers.param(0).state is State.STORED
+        expected = State.RESIDENT if homes.param is N else State.STORED  # filled from staging
+        assert step.manager.tiers.param(0).state is expected
+        step.manager.check()
 
 
 def test_memory_is_given_back_when_the_worker_has_stopped() -> None:

@@ -77,7 +77,8 @@ def arguments(path: Path, kind: type = hf.TrainingArguments, **more: Any) -> Any
 
 def logged(trainer: Any) -> Log:
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Log([entry["loss"] for entry in entries], [entry["grad_norm"] for entry in entries])
+    norms = [entry["grad_norm"] for entry in entries if "grad_norm" in entry]  # transformers 4.56: only if it clips
+    return Log([entry["loss"] for entry in entries], norms)
 
 
 def word_tokenizer(path: Path) -> Any:
@@ -86,7 +87,9 @@ def word_tokenizer(path: Path) -> Any:
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", pad_token="w0", unk_token="w0")
+    special = {"eos_token": "w2", "pad_token": "w0", "unk_token": "w0"}
+    names = ["input_ids", "attention_mask"]  # all of which a Llama takes
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=names, **special)
 
 
 def lightning_module(

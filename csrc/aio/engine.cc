@@ -74,6 +74,7 @@ void Engine::publish(const OperationPtr& operation) {
         ++b.counters.errors;
     }
     live_.erase(operation->id);
+    operation->ended_s = now_s;
     operation->publish();
     if (live_.empty()) idle_.notify_all();
 }

@@ -94,6 +94,11 @@ class PyOperation {
     std::int64_t error_offset() const { return operation_->done() ? operation_->error_offset : 0; }
     std::size_t error_length() const { return operation_->done() ? operation_->error_length : 0; }
 
+    // (begin, end) by the monotonic clock: when it was submitted, and when it was over, else 0.
+    py::tuple times() const {
+        return py::make_tuple(operation_->submitted_s, operation_->done() ? operation_->ended_s : 0.0);
+    }
+
     // (expected, actual) of a read whose bytes were wrong.
     py::tuple error_checksums() const {
         const swap_aio::Checksums* sums = operation_->done() ? operation_->checksums.get() : nullptr;
@@ -386,7 +391,8 @@ PYBIND11_MODULE(_aio, m) {
         .def_property_readonly("error_offset", &PyOperation::error_offset)
         .def_property_readonly("error_length", &PyOperation::error_length)
         .def_property_readonly("error_checksums", &PyOperation::error_checksums)
-        .def_property_readonly("checksums", &PyOperation::checksums);
+        .def_property_readonly("checksums", &PyOperation::checksums)
+        .def_property_readonly("times", &PyOperation::times);
 
     py::class_<PyEngine>(m, "Engine")
         .def(py::init<const std::string&, unsigned, std::size_t, unsigned>(), py::arg("name"),

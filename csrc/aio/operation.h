@@ -80,6 +80,7 @@ struct Operation {
     bool queued = false;
 
     // Result: written before publish(), read after done().  error is 0 or a positive errno.
+    double ended_s = 0;
     int error = 0;
     std::int64_t error_offset = 0;
     std::size_t error_length = 0;

@@ -123,7 +123,8 @@ struct SquareSum {
 using StepKernel = void (*)(const StepArgs& args, std::size_t begin, std::size_t end);
 using LambKernel = LambSums (*)(const StepArgs& args, std::size_t begin, std::size_t end);
 using StateKernel = void (*)(const StateArgs& args, std::size_t begin, std::size_t end);
-using SumKernel = SquareSum (*)(const void* x, std::size_t begin, std::size_t end);
+// With `blocks`, each block's sum is written to blocks[index of its first element / kSumBlock], too.
+using SumKernel = SquareSum (*)(const void* x, double* blocks, std::size_t begin, std::size_t end);
 // src is read, dst is written or updated, at the same element indices.
 using UnaryKernel = void (*)(const void* src, void* dst, std::size_t begin, std::size_t end);
 using SplitKernel = void (*)(const float* src, std::uint16_t* param, std::int16_t* remainder,

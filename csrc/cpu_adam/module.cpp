@@ -191,18 +191,34 @@ void lamb_apply(std::size_t numel, Address param, Address master, int master_kin
                [&](std::size_t begin, std::size_t end) { kernel(args, begin, end); });
 }
 
-std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std::size_t numel) {
+std::tuple<double, std::int64_t> sum_of_squares(Address address, int dtype, std::size_t numel,
+                                                Address blocks) {
     const SumKernel kernel = active_path().kernels->sum_of_squares[checked(dtype, kDtypes, "dtype")];
     return sum_chunks(numel, [&](std::size_t begin, std::size_t end) {
         const FloatEnv env(Subnormals::kFlush);
-        return kernel(at<const void>(address), begin, end);
+        return kernel(at<const void>(address), at<double>(blocks), begin, end);
     });
+}
+
+// The sum that sum_of_squares returns, of what it wrote to `blocks`.
+double join_block_sums(Address blocks, std::size_t count) {
+    const FloatEnv env(Subnormals::kKeep);
+    const double* sums = at<const double>(blocks);
+    double total = 0.0;
+    for (std::size_t base = 0; base < count; base += kChunk / kSumBlock) {
+        double chunk = 0.0;
+        for (std::size_t i = base; i < std::min(base + kChunk / kSumBlock, count); ++i) {
+            chunk += sums[i];
+        }
+        total += chunk;
+    }
+    return canonical(total);
 }
 
 // dst = src, or dst += src with `add`; then, with `measure`, the sum of squares of dst, while it is in the
 // cache.
 std::tuple<double, std::int64_t> take_gradient(Address src, int src_dtype, Address dst, int dst_dtype,
-                                               std::size_t numel, bool add, bool measure) {
+                                               std::size_t numel, bool add, bool measure, Address blocks) {
     const Kernels& kernels = *active_path().kernels;
     const int from = checked(src_dtype, kDtypes, "src_dtype");
     const int to = checked(dst_dtype, kDtypes, "dst_dtype");
@@ -228,7 +244,7 @@ std::tuple<double, std::int64_t> take_gradient(Address src, int src_dtype, Addre
             return SquareSum{0.0, 0};
         }
         const FloatEnv env(Subnormals::kFlush);
-        return sum(at<const void>(dst), begin, end);
+        return sum(at<const void>(dst), at<double>(blocks), begin, end);
     });
 }
 
@@ -330,9 +346,11 @@ PYBIND11_MODULE(_cpu_adam, m) {
           py::arg("exp_avg_sq"), py::arg("units"), py::arg("seed"), py::arg("step"), py::arg("offset"),
           Release());
     m.def("sum_of_squares", &sum_of_squares, py::arg("address"), py::arg("dtype"), py::arg("numel"),
-          Release());
+          py::arg("blocks") = Address{0}, Release());
+    m.def("join_block_sums", &join_block_sums, py::arg("blocks"), py::arg("count"), Release());
     m.def("take_gradient", &take_gradient, py::arg("src"), py::arg("src_dtype"), py::arg("dst"),
-          py::arg("dst_dtype"), py::arg("numel"), py::arg("add"), py::arg("measure"), Release());
+          py::arg("dst_dtype"), py::arg("numel"), py::arg("add"), py::arg("measure"),
+          py::arg("blocks") = Address{0}, Release());
     m.def("convert", &convert, py::arg("src"), py::arg("src_dtype"), py::arg("dst"), py::arg("dst_dtype"),
           py::arg("numel"), Release());
     m.def("split_master", &split_master, py::arg("src"), py::arg("param"), py::arg("remainder"),

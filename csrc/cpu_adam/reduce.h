@@ -46,7 +46,7 @@ double sum_block(const Storage<G>* x, std::size_t n) {
 }
 
 template <Dtype G>
-SquareSum sum_range(const void* x, std::size_t begin, std::size_t end) {
+SquareSum sum_range(const void* x, double* blocks, std::size_t begin, std::size_t end) {
     constexpr std::uint32_t kExponent = G == Dtype::kFloat32    ? 0x7f800000u
                                         : G == Dtype::kBfloat16 ? 0x7f80u
                                                                 : 0x7c00u;
@@ -56,6 +56,9 @@ SquareSum sum_range(const void* x, std::size_t begin, std::size_t end) {
         const std::size_t n = end - i < kSumBlock ? end - i : kSumBlock;
         const double block = sum_block<G>(data + i, n);
         total.sum += block;
+        if (blocks != nullptr) {
+            blocks[i / kSumBlock] = block;
+        }
         // A block of finite float32 cannot overflow float64 (4096 * 2^256), so only here may there be
         // something to count.
         if (!(block <= 0x1p1023)) {

@@ -82,9 +82,13 @@ class SavedActivation:
 
     It is kept detached: an operator's output knows the operator, which keeps this, and nobody could break that cycle.
     With hooks in place torch does not look whether a tensor was changed in place after it was saved, so this does.
+
+    Attributes:
+        tensor: detached.
+        version: torch's count of changes, when it was saved.
     """
 
-    __slots__ = ("_freed", "_key", "_tensor", "_version")
+    __slots__ = ("_freed", "_key", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, activations: Activations | None) -> None:
         """Keep `tensor`.
@@ -93,8 +97,8 @@ class SavedActivation:
             tensor: what is saved.
             activations: ledger to charge it to; None for a tensor that is not of the engine's device.
         """
-        self._tensor = tensor.detach() if tensor.requires_grad else tensor
-        self._version = tensor._version
+        self.tensor = tensor.detach() if tensor.requires_grad else tensor
+        self.version = tensor._version
         self._freed: collections.deque[int] | None = None
         if activations is not None:
             self._key = activations.charge(tensor)
@@ -106,13 +110,18 @@ class SavedActivation:
         Raises:
             StateError: it was changed in place since.
         """
-        if self._tensor._version != self._version:
+        if self.changed:
             raise StateError(
-                f"backward: a tensor of shape {tuple(self._tensor.shape)} that its gradient needs was changed in place "
+                f"backward: a tensor of shape {tuple(self.tensor.shape)} that its gradient needs was changed in place "
                 "after the forward had used it, so the gradient would be wrong; clone it before the change "
                 "(torch.autograd.set_detect_anomaly names the operation)"
             )
-        return self._tensor
+        return self.tensor
+
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        return self.tensor._version != self.version
 
     def __del__(self) -> None:
         if self._freed is not None:
@@ -133,9 +142,13 @@ class Activations:
             where it cannot be read.
         beside_bytes: of the host budget, outside its arena: what updates inside a forward take is resident, too. While
             they take less, the measurement lets the device have it; the two budgets together are kept.
+        gradient_bytes: of the device budget outside its arena, for gradients that wait there: they come and go, so the
+            region does not grow by what is free of it.
     """
 
-    def __init__(self, budget: Budget, region: Elastic, meter: Meter | None, *, beside_bytes: int = 0) -> None:
+    def __init__(
+        self, budget: Budget, region: Elastic, meter: Meter | None, *, beside_bytes: int = 0, gradient_bytes: int = 0
+    ) -> None:
         self.freed: collections.deque[int] = collections.deque()
         self._budget = budget
         self._claim = budget.claim("activations")
@@ -153,10 +166,19 @@ class Activations:
         self._open = False  # a forward has begun whose end has not been looked at
         self._floor_bytes = 0  # what is resident beside the region when nothing is kept
         self._high_water_bytes = 0
+        self._gradient_bytes = gradient_bytes
         if meter is not None:
             meter.trim()  # what loading the model has left behind
-            self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes
+            self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes + gradient_bytes
             self._high_water_bytes = meter.high_water_bytes()
+
+    def is_empty(self) -> bool:
+        """Tell whether nothing is kept."""
+        return not self._held
+
+    def has_left(self) -> bool:
+        """Tell whether something that is kept is in host memory."""
+        return False
 
     def close(self) -> None:
         """Close the meter: nothing is measured any more. Idempotent."""
@@ -255,7 +277,7 @@ class Activations:
     def open_pass(self) -> None:
         """Note that a forward begins. What has been resident before it is no concern of the engine."""
         self.refund()
-        if self._meter is not None and not self._held:
+        if self._meter is not None and self.is_empty():
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
                 self._meter.trim()
             self._high_water_bytes = self._meter.high_water_bytes()
@@ -272,7 +294,7 @@ class Activations:
             BudgetError: it needed more than the device budget leaves beside the smallest region.
         """
         self.refund()
-        if self._meter is None or self._held or not self._open:
+        if self._meter is None or not self._open or not self.is_empty():
             return
         self._open = False
         self.sample()
@@ -296,7 +318,7 @@ class Activations:
                 return  # the next pass tells what it takes with holes
         self._tight = self._tight or excess > 0
         self._peaks.append(peak)
-        spare = self.room_bytes - _with_margin(max(self._peaks))
+        spare = self.room_bytes - _with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
 

@@ -8,7 +8,7 @@ units are divided among files. Pure values. Next: :mod:`offload.checkpoint.savin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from offload.checkpoint.format.safetensors import ITEMSIZES, NAMES
 from offload.errors import CheckpointError
@@ -102,26 +102,33 @@ class Span:
                 yield position, slot, start, stop
 
 
-def divide(units: Sequence[Unit], element_bytes: Sequence[int], limit_bytes: int = FILE_BYTES) -> list[Span]:
+def divide(
+    units: Sequence[Unit],
+    element_bytes: Sequence[int],
+    limit_bytes: int = FILE_BYTES,
+    slices: Mapping[int, tuple[int, int]] | None = None,
+) -> list[Span]:
     """Divide units among files, in order; a unit that is larger than a file is cut.
 
     Args:
         units: of the model.
         element_bytes: per unit, bytes that an element takes in all columns, at most.
         limit_bytes: of a file.
+        slices: by unit, the elements that are written at all, whole pages; None for all of them.
     """
     spans: list[Span] = []
     file, left = 0, limit_bytes
     for unit in units:
-        size, begin = element_bytes[unit.index], 0
-        if unit.numel * size > left and left < limit_bytes:
+        size = element_bytes[unit.index]
+        begin, last = (0, unit.numel) if slices is None else slices[unit.index]
+        if (last - begin) * size > left and left < limit_bytes:
             file, left = file + 1, limit_bytes
-        while begin < unit.numel:
+        while begin < last:
             room = max(left // size // PAD_NUMEL, 1) * PAD_NUMEL
-            end = min(begin + room, unit.numel)
+            end = min(begin + room, last)
             spans.append(Span(file, unit.index, begin, end))
             left -= (end - begin) * size
-            if end < unit.numel:
+            if end < last:
                 file, left = file + 1, limit_bytes
             begin = end
     return spans

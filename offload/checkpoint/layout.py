@@ -42,11 +42,13 @@ class Columns:
         units: of the model.
         of: columns, by unit.
         waiting: parameters whose gradient waits for the next step: others have none in a file.
+        slices: by unit, the elements that are written; None for all of them.
     """
 
     units: Sequence[Unit]
     of: Sequence[Sequence[Column]]
     waiting: Container[Where]
+    slices: Mapping[int, tuple[int, int]] | None = None
 
     def has(self, column: Column, where: Where) -> bool:
         """Tell whether anything is stored of a parameter in a column."""
@@ -74,12 +76,17 @@ class Layout:
         files: how many there are.
     """
 
-    def __init__(self, columns: Columns, file_bytes: int, first: int = 0) -> None:
-        """Divide `columns` among files of about `file_bytes`, the first of which has the number `first`."""
+    def __init__(self, columns: Columns, file_bytes: int, first: int = 0, suffix: str = "") -> None:
+        """Divide `columns` among files of about `file_bytes`, the first of which has the number `first`.
+
+        The names of one rank's files have a `suffix` that others' have not.
+        """
         self.columns = columns
+        self._suffix = suffix
         sizes = [sum(ITEMSIZES[column.dtype] for column in found) for found in columns.of]
         stored = [unit for unit in columns.units if sizes[unit.index]]
-        self.spans = [dataclasses.replace(s, file=s.file + first) for s in divide(stored, sizes, file_bytes)]
+        divided = divide(stored, sizes, file_bytes, columns.slices)
+        self.spans = [dataclasses.replace(span, file=span.file + first) for span in divided]
         self.files = len({span.file for span in self.spans})
         self._cells = [(span, cell) for span in self.spans for cell in self._cells_of(span, columns.units[span.unit])]
 
@@ -105,9 +112,13 @@ class Layout:
         ranges: Ranges = {}
         for span, cell in self._cells:
             checksums = sums[span.file, cell.member.key].result()
-            place = Range(file_name(span.file), cell.member.key, cell.begin, cell.end, checksums)
+            place = Range(self.file_name(span.file), cell.member.key, cell.begin, cell.end, checksums)
             ranges.setdefault((cell.label, cell.where), []).append(place)
         return ranges
+
+    def file_name(self, number: int) -> str:
+        """Return the name of a file."""
+        return f"tensors{self._suffix}-{number + 1:05d}.safetensors"
 
     def _cells_of(self, span: Span, unit: Unit) -> list[Cell]:
         cells = []
@@ -153,7 +164,7 @@ class Files:
             self.end()
             regions = self._regions[number]
             labels = sorted(regions, key=lambda label: -ITEMSIZES[regions[label][0].dtype])
-            path = self._folder / file_name(number)
+            path = self._folder / self._layout.file_name(number)
             self._writer = FileWriter(path, {label: regions[label] for label in labels}, self._staging)
             self._number = number
         assert self._writer is not None
@@ -167,7 +178,7 @@ class Files:
         """
         if self._writer is not None:
             self._writer.write_rest()
-            self.stored[file_name(self._number)] = self._writer.stored
+            self.stored[self._layout.file_name(self._number)] = self._writer.stored
             self._sums.update({(self._number, key): sums for key, sums in self._writer.sums.items()})
             self._unflushed.append(self._writer)
             self._writer = None
@@ -191,11 +202,6 @@ class Files:
         self._staging.settle()
         for writer in (*self._unflushed, *([self._writer] if self._writer else [])):
             writer.close()
-
-
-def file_name(number: int) -> str:
-    """Return the name of a file of tensors."""
-    return f"tensors-{number + 1:05d}.safetensors"
 
 
 def key_of(column: Column, slot: Slot) -> str:

@@ -17,7 +17,8 @@ from offload.checkpoint import values as checkpoint
 from offload.checkpoint.deferred import Unread
 from offload.checkpoint.pretrained import Weights
 from offload.config import Config
-from offload.errors import ConfigError
+from offload.distributed.ranks import Ranks
+from offload.errors import ConfigError, RanksError
 from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
@@ -46,6 +47,7 @@ def open_tiers(
     safe_point: contextlib.AbstractContextManager[object],
     record: Record | None = None,
     capacity_bytes: int = 0,
+    ranks: Ranks | None = None,
 ) -> Manager:
     """Take the memory that the plan wants, on the drive too.
 
@@ -79,6 +81,7 @@ def open_tiers(
             safe_point=safe_point,
             prefetch=config.prefetch,
             record=record,
+            ranks=ranks,
         )
     except BaseException:
         if store is not None:
@@ -108,6 +111,7 @@ class Loader:
         self._weights = weights
         self._originals: dict[Where, torch.Tensor] = {}  # in whose place came what files have
         self._loaded: list[int] = []
+        self.digests: dict[str, str] = {}  # of what ranks are still to compare, by name
         self._half_loaded: dict[Where, Unread | torch.Tensor] = {}  # what a unit had when loading it failed
         self._devices = [
             [torch.device("cpu") if parameter.is_meta else parameter.device for parameter in members]
@@ -124,6 +128,7 @@ class Loader:
             ConfigError: something is on the meta device and gets no values; a file was cut off meanwhile.
             OSError: a file cannot be read.
         """
+        compared = self._compare_slices(manager) if manager.tiers.plan.request.slices_parameters else set()
         self._eight_bit.release()
         meta_buffers = self._materialise_buffers()
         for unit in self._tree.units:
@@ -132,6 +137,8 @@ class Loader:
             if any(parameter.is_meta for parameter in members):
                 self._materialise(unit.index)
             values = {(unit.index, slot): given.pop(slot, p.data) for slot, p in enumerate(members)}
+            if manager.tiers.plan.request.slices_parameters:
+                self._take_digests(values, besides=compared)
             try:
                 checkpoint.scatter_parameters(manager, values)
             except BaseException:
@@ -187,7 +194,14 @@ class Loader:
         unloaded: dict[int, list[torch.Tensor]] = {}
         for index in self._loaded:
             wheres = [(index, slot) for slot in range(len(self._tree.units[index].slots))]
-            values = checkpoint.gather_parameters(manager, set(wheres) - self._originals.keys())
+            try:
+                values = checkpoint.gather_parameters(manager, set(wheres) - self._originals.keys())
+                if manager.tiers.plan.request.slices_parameters:  # none is dropped that another rank is to have
+                    manager.tiers.ranks.agree(f"giving back {self._tree.units[index].name}")
+            except RanksError:
+                if undo:
+                    break  # the ranks have failed, and with them what they had of these
+                raise
             for where, original in self._originals.items():
                 if where in wheres:  # it comes back at the end; until then, something without memory
                     values[where] = stand_in(tuple(original.shape), original.dtype, torch.device("cpu"))
@@ -214,12 +228,14 @@ class Loader:
             buffer = part._buffers.get(name)
             if buffer is not None:
                 part._buffers[name] = buffer.to(device)
+        self._binding.settle_devices()
         self._eight_bit.detach()
 
     def move_buffers(self, device: torch.device, saved: SavedTensors) -> None:
         """Move the buffers of all modules to the device, where compute wants them, and what is like them."""
         self._four_bit.attach(device, saved)
         self._eight_bit.attach(device)
+        self._binding.settle_devices()
         for part in self._module.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 if buffer.device != device and not buffer.is_meta:
@@ -236,6 +252,30 @@ class Loader:
                 self._originals[index, slot] = parameter.detach()
                 _exchange(parameter, self._binding.stand_in_of((index, slot)))
         return given
+
+    def _compare_slices(self, manager: Manager) -> set[Where]:
+        """Compare the parameters that have values with other ranks', of which each will have slices; returns which.
+
+        Raises:
+            RanksError: one differs. Nothing was changed.
+        """
+        awaited = set() if self._weights is None else set(self._weights.parameters)
+        values = {
+            (unit.index, slot): parameter.data
+            for unit, members in zip(self._tree.units, self._tree.parameters, strict=True)
+            for slot, parameter in enumerate(members)
+            if not parameter.is_meta and id(parameter) not in awaited
+        }
+        self._take_digests(values, besides=set())
+        facts = {f"the values of {name}": digest for name, digest in self.digests.items()}
+        self.digests = {}
+        manager.tiers.ranks.agree("loading", facts)
+        return set(values)
+
+    def _take_digests(self, values: Mapping[Where, Unread | torch.Tensor], *, besides: set[Where]) -> None:
+        for (index, slot), value in values.items():
+            if (index, slot) not in besides:
+                self.digests[self._tree.units[index].slots[slot].name] = checkpoint.digest(value)
 
     def _materialise_buffers(self) -> dict[str, torch.Tensor]:
         """Give meta buffers memory, and those of modules without parameters of their own their initial values too."""

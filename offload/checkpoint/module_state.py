@@ -28,6 +28,7 @@ from offload.module.changes import OutsideChanges
 from offload.module.hooks import Hooks
 from offload.module.lending import Loan
 from offload.module.refusals import unreadable
+from offload.planning.partition import Wrapper
 from offload.planning.units import Where
 from offload.shards.manager import Manager
 
@@ -150,9 +151,8 @@ class ModuleTensors:
             tensor = own.get(name)
             if tensor is None:
                 continue
-            where = self._binding.slot_of(tensor)
-            if where is not None:
-                values[where] = value
+            if self._binding.places_of(tensor):
+                values.update(self._binding.spread(tensor, value))
                 continue
             if unreadable(tensor) is None or not isinstance(value, torch.Tensor):
                 checkpoint.refuse_unreadable(value, name, "a tensor", into=tensor.dtype)
@@ -166,14 +166,13 @@ class ModuleTensors:
 
     def apply(self, function: Callable[[str, nn.Parameter], object], params: Any) -> None:
         """Call ``function(name, parameter)`` unit by unit; see ``Engine.apply``."""
-        units: dict[int, list[Where]] = {}
-        for where in self._places(params):
-            units.setdefault(where[0], []).append(where)
-        for index, places in units.items():
-            slots, parameters = self._tree.units[index].slots, self._tree.parameters[index]
-            with self.gather([parameters[slot] for _, slot in places], modify=True), torch.no_grad():
-                for _, slot in places:
-                    function(slots[slot].name, parameters[slot])
+        units: dict[int, list[Any]] = {}
+        for parameter, places in self._members(params):
+            units.setdefault(places[0][0], []).append(parameter)
+        for members in units.values():
+            with self.gather(members, modify=True), torch.no_grad():
+                for parameter in members:
+                    function(self._binding.name(parameter), parameter)
 
     @contextlib.contextmanager
     def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
@@ -243,7 +242,12 @@ class ModuleTensors:
             )
 
     def _places(self, params: object) -> dict[Where, nn.Parameter]:
-        """Return the parameters that are to be gathered by their place."""
+        """Return the parameters that are to be gathered by their place, of a wrapper its inner tensors."""
+        parameters = self._tree.parameters
+        return {(index, slot): parameters[index][slot] for _, found in self._members(params) for index, slot in found}
+
+    def _members(self, params: object) -> Iterator[tuple[Any, list[Where]]]:
+        """Yield the parameters that are to be gathered, each once, with their places."""
         expected = "gather: expected a parameter, several, or a module but got"
         if isinstance(params, nn.Module):
             params = params.parameters()
@@ -251,18 +255,19 @@ class ModuleTensors:
             params = [params]
         elif not isinstance(params, Iterable):
             raise ConfigError(f"{expected} a value of type {type(params).__name__}; pass some of the model's own")
-        places = {}
+        seen: set[int] = set()
         for parameter in params:
             if not isinstance(parameter, torch.Tensor):
                 got = f"a value of type {type(parameter).__name__} in a {type(params).__name__}"
                 raise ConfigError(f"{expected} {got}; pass some of the model's own")
-            where = self._binding.slot_of(parameter)
-            if where is None:
+            places = self._binding.places_of(parameter)
+            if not places:
                 raise StateError(
                     f"gather: a parameter of shape {tuple(parameter.shape)} is not one of this engine's model"
                 )
-            places[where] = self._tree.parameters[where[0]][where[1]]
-        return places
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield parameter, places
 
     def _refuse_changes(self, places: Mapping[Where, nn.Parameter]) -> set[Where]:
         """Refuse changes from before in the units of `places`; returns the places that have them, or may."""
@@ -294,20 +299,25 @@ class ModuleTensors:
 
     def _fill(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Replace the parameters of `module` and of all modules below it."""
-        names = {}
+        wanted: dict[str, list[Where]] = {}
+        wrappers: dict[str, Wrapper] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            where = self._binding.slot_of(parameter)
-            if where is not None and prefix + name in state:
-                names[prefix + name] = where
+            places = self._binding.places_of(parameter)
+            if places and prefix + name in state:
+                wanted[prefix + name] = places
+                wrapper = self._binding.wrapper_of(parameter)
+                if wrapper is not None:
+                    wrappers[prefix + name] = wrapper
         manager = self._manager()
         self._changes.adopt()
         manager.working.refuse_changes()
-        size_bytes = sum(self._bytes(where) for where in set(names.values()))
-        with self._memory.open("state_dict", size_bytes) as memory:
-            values = checkpoint.gather_parameters(manager, set(names.values()), memory)
-        for name, where in names.items():
-            state[name] = values[where]
-        self._changes.note_copies({name: values[where] for name, where in names.items()})
+        everything = {where for found in wanted.values() for where in found}
+        with self._memory.open("state_dict", sum(map(self._bytes, everything))) as memory:
+            values = checkpoint.gather_parameters(manager, everything, memory)
+        for name, found in wanted.items():
+            wrapper = wrappers.get(name)
+            state[name] = values[found[0]] if wrapper is None else wrapper.shell.map(values.__getitem__).tensor()
+        self._changes.note_copies([(name, values[where]) for name, found in wanted.items() for where in found])
 
     def _bytes(self, where: Where) -> int:
         unit = self._tree.units[where[0]]

@@ -7,6 +7,7 @@ The bytes are :mod:`offload.checkpoint.values`'s business. Next: :mod:`offload.o
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.dict_memory import DictMemory
+from offload.distributed.ranks import Fact, Ranks
+from offload.distributed.together import Together
 from offload.errors import StateError
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
@@ -22,6 +25,7 @@ from offload.optim.rules import Rule
 from offload.optim.takeover import hide_states
 from offload.shards.manager import Manager
 
+DIGEST_NUMEL = 1 << 20  # elements that are looked at together
 StatesOf = dict[torch.Tensor, dict[str, Any]]  # by parameter
 MastersOf = dict[torch.Tensor, torch.Tensor | None]  # by parameter without a state; None: it is its own master
 
@@ -37,6 +41,7 @@ class OptimizerStates:
         changes: OutsideChanges,
         counts: StepCounts,
         memory: DictMemory,
+        ranks: Ranks,
     ) -> None:
         """Prepare.
 
@@ -47,6 +52,7 @@ class OptimizerStates:
             changes: what others have written to parameters.
             counts: updates that each parameter has had.
             memory: of state dicts.
+            ranks: who trains together.
         """
         self._rule = rule
         self._manager = manager
@@ -55,21 +61,29 @@ class OptimizerStates:
         self._changes = changes
         self._counts = counts
         self._memory = memory
+        self._ranks = ranks
 
     def gather(self) -> tuple[StatesOf, MastersOf]:
         """Return states and masters as tensors on the CPU; see :class:`DictMemory` for where they lie.
 
+        Of several ranks, each gets all of them, and all have to ask.
+
         Raises:
+            RanksError: another rank has failed, is elsewhere, ended or not come.
             swap.SwapFullError: neither the host budget nor the drive has room.
 
         Warns:
             UserWarning: they take more memory than the host budget, and there is no drive.
         """
-        self._changes.adopt()
-        manager, counts, parameters = self._manager(), self._counts, self._tree.parameters
-        with self._memory.open("optimizer.state_dict", checkpoint.states_bytes(manager, counts)) as memory:
-            states = checkpoint.gather_states(manager, counts, memory)
-            masters = checkpoint.gather_masters(manager, states, memory)
+        counts, parameters, where = self._counts, self._tree.parameters, "optimizer.state_dict"
+        with Together(self._ranks, where) as together:
+            self._changes.adopt()
+            manager = self._manager()
+            with self._memory.open(where, checkpoint.states_bytes(manager, counts)) as memory:
+                together.meet({"the updates of parameters": str(list(counts.counts.values()))})
+                with together.sending():
+                    states = checkpoint.gather_states(manager, counts, memory, where=where)
+                    masters = checkpoint.gather_masters(manager, states, memory, where=where)
         return (
             {parameters[index][slot]: state for (index, slot), state in states.items()},
             {parameters[index][slot]: master for (index, slot), master in masters.items()},
@@ -88,7 +102,15 @@ class OptimizerStates:
         Raises:
             ConfigError: a state does not fit its parameter.
             StateError: parameters are in use. Nothing was changed in either case.
+            RanksError: another rank loads something else, or has failed.
         """
+        with Together(self._ranks, "optimizer.load_state_dict") as together:
+            if self._ranks.world > 1:
+                together.meet(self._facts(states, masters))
+            self._replace(states, masters)
+            together.end()
+
+    def _replace(self, states: StatesOf, masters: MastersOf) -> None:
         counts = self._counts
         if counts.records is not None:
             self._scatter(states, masters)
@@ -123,6 +145,16 @@ class OptimizerStates:
             given.state.clear()
         hide_states(given)
 
+    def _facts(self, states: StatesOf, masters: MastersOf) -> dict[str, Fact]:
+        """Return digests of what is to be loaded."""
+        facts: dict[str, Fact] = {}
+        for what, known in (("states", states), ("master", masters)):
+            for parameter, values in known.items():
+                index, slot = self._place_of(parameter)
+                named = values if isinstance(values, Mapping) else {"master": values}
+                facts[f"the {what} of {self._tree.units[index].slots[slot].name}"] = _digest(named)
+        return facts
+
     def _scatter(self, states: StatesOf, masters: MastersOf) -> None:
         values = {self._place_of(parameter): self._rule.with_step(state) for parameter, state in states.items()}
         own = {self._place_of(parameter): master for parameter, master in masters.items()}
@@ -133,6 +165,17 @@ class OptimizerStates:
         if where is None:
             raise StateError("optimizer state: belongs to a parameter that is not the model's")
         return where
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    """Return what tells values by name from others."""
+    known = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(values.items()):
+        known.update(f"{name} {value if not isinstance(value, torch.Tensor) else value.dtype}".encode())
+        if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
+            for part in value.detach().reshape(-1).split(DIGEST_NUMEL):
+                known.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return known.hexdigest()
 
 
 def _has_steps(state: Mapping[str, Any]) -> bool:

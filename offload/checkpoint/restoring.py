@@ -17,7 +17,7 @@ from offload.checkpoint import values as tensors
 from offload.checkpoint.columns import GRADIENT, MASTER, PARAMETER, SCALES, Column, columns_of
 from offload.checkpoint.format.index import Entry, Index, differences
 from offload.checkpoint.format.reader import Reader, Source, Stretch
-from offload.checkpoint.format.safetensors import DTYPES
+from offload.checkpoint.format.safetensors import DTYPES, ITEMSIZES
 from offload.checkpoint.format.staging import Staging
 from offload.errors import CheckpointError
 from offload.kernels import cpu_adam
@@ -115,6 +115,7 @@ class Restorer:
         self._states = manager.tiers.plan.request.states
         self._evaluates = not any(unit.trainable for unit in manager.units)
         self._columns = [columns_of(unit, self._states, None) for unit in manager.units]
+        self._request = manager.tiers.plan.request
         self._places = {
             slot.name: (unit.index, position) for unit in manager.units for position, slot in enumerate(unit.slots)
         }
@@ -257,16 +258,16 @@ class Restorer:
             here = [self._streams(unit, position) for position in range(len(unit.slots))]
             if any(here):
                 (whole if all(here) else partial).append(unit)
-        labels = {column.label for columns in self._columns for column in columns}
-        lanes = {label: self._stretches(source, [*whole, *partial], label) for label in sorted(labels)}
-        with Reader(lanes, staging) as reader:
+        widths = {column.label: ITEMSIZES[column.dtype] for columns in self._columns for column in columns}
+        lanes = {label: self._stretches(source, [*whole, *partial], label) for label in sorted(widths)}
+        with Reader(lanes, staging, widths) as reader:
 
             def visit(chunk: Chunk) -> None:
                 for column, _, start, stop in self._pieces(chunk.unit, chunk.begin, chunk.end):
                     reader.take(column.label, column.address(chunk, start), column.size_bytes(stop - start))
 
-            self._manager.stream(whole, visit, reads=frozenset(), writes=everything, widely=True)
-            self._manager.stream(partial, visit, reads=everything, writes=everything)
+            self._manager.stream(whole, visit, reads=frozenset(), writes=everything, widely=True, parts=True)
+            self._manager.stream(partial, visit, reads=everything, writes=everything, parts=True)
         for where, fit in self._fits.items():
             if not fit.as_is:
                 self._convert(where, fit, source, staging, counts)
@@ -276,19 +277,21 @@ class Restorer:
         return fit is not None and fit.as_is
 
     def _pieces(self, unit: Unit, begin: int, end: int) -> Iterator[tuple[Column, Slot, int, int]]:
-        """Yield what is read of a unit's elements [begin, end), in order."""
+        """Yield what is read of a unit's elements [begin, end), in order: what this rank keeps of each column."""
         for column in self._columns[unit.index]:
+            first, last = self._request.owned(unit, column.role)
             for position, slot in enumerate(unit.slots):
-                start, stop = max(slot.offset_numel, begin), min(slot.end_numel, end)
+                start, stop = max(slot.offset_numel, begin, first), min(slot.end_numel, end, last)
                 if start < stop and self._streams(unit, position):
                     yield column, slot, start, stop
 
     def _stretches(self, source: Source, units: Sequence[Unit], label: str) -> Iterator[Stretch]:
         """Yield one column of `units`: however they are cut into chunks, its elements come in this order."""
         for unit in units:
-            for column, slot, _, _ in self._pieces(unit, 0, unit.numel):
+            for column, slot, start, stop in self._pieces(unit, 0, unit.numel):
                 if column.label == label:
-                    yield from source.stretches([self._found[label, slot.name]])
+                    begin, end = column.numel(start - slot.offset_numel), column.numel(stop - slot.offset_numel)
+                    yield from source.stretches_of(self._found[label, slot.name], begin, end)
 
     def _convert(self, where: Where, fit: _Fit, source: Source, staging: Staging, counts: StepCounts) -> None:
         """Load a parameter through fp32."""
@@ -317,8 +320,10 @@ class Restorer:
             CheckpointError, swap.SwapError: as :meth:`read`.
         """
         passes = self._index.contents["accumulation"]["gradients"]
-        with Reader({GRADIENT: source.stretches(self._gradients)}, staging) as reader:
-            for entry in self._gradients:
+        parts = [(entry, *self._kept(entry.name)) for entry in self._gradients]
+        stretches = (stretch for part in parts for stretch in source.stretches_of(*part))
+        with Reader({GRADIENT: stretches}, staging) as reader:
+            for entry, first, last in parts:
                 index, slot = self._places[entry.name]
                 gradients, unit = self._manager.gradients, self._manager.units[index]
                 stored = _GRADIENTS[entry.dtype]
@@ -330,14 +335,22 @@ class Restorer:
                     gradients.overwrite(index, slot, value)
                     continue
                 if mine is stored:
-                    reader.take(GRADIENT, address, entry.size_bytes)
+                    reader.take(GRADIENT, address + first * mine.itemsize, (last - first) * mine.itemsize)
                     continue
                 part = torch.empty(READ_BYTES // stored.itemsize, dtype=torch.int16, device="cpu")
-                for begin in range(0, entry.numel, part.numel()):
-                    numel = min(part.numel(), entry.numel - begin)
+                for begin in range(first, last, part.numel()):
+                    numel = min(part.numel(), last - begin)
                     reader.take(GRADIENT, part.data_ptr(), numel * stored.itemsize)
                     cpu_adam.convert(part.data_ptr(), stored, address + begin * mine.itemsize, mine, numel)
         return [self._places[entry.name] for entry in self._gradients]
+
+    def _kept(self, name: str) -> tuple[int, int]:
+        """Return the elements [first, last) of a parameter whose gradient this rank keeps."""
+        index, position = self._places[name]
+        unit = self._manager.units[index]
+        slot, (begin, end) = unit.slots[position], self._request.owned(unit, Role.GRAD)
+        first, last = max(begin, slot.offset_numel), min(end, slot.end_numel)
+        return first - slot.offset_numel, max(first, last) - slot.offset_numel
 
 
 def columns_of_parameter(columns: Sequence[Column]) -> str:

@@ -25,7 +25,7 @@ from swap.durable.disk import Disk
 from swap.errors import error_class
 
 FILE_NAME = "run.json"
-FORMAT, VERSION = "offload-run", 1
+FORMAT, VERSION = "offload-run", 2
 _SHOWN = 3  # differences in an error
 
 
@@ -40,6 +40,7 @@ class RunFacts:
         units: of the cut: name, dtype, whether it is trained, elements, whether chunks divide parameters.
         parameters: shape, dtype and whether it is trained, by name.
         optimizer: class, states, their format, whether the class makes its steps itself.
+        wrappers: how parameters are made of inner tensors, by name.
     """
 
     run: str
@@ -48,10 +49,11 @@ class RunFacts:
     units: list[list[Any]]
     parameters: dict[str, list[Any]]
     optimizer: dict[str, Any]
+    wrappers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, unit_bytes: int, optimizer: str) -> RunFacts:
-        """Return those of an engine; `optimizer` is the name of its class."""
+    def of(cls, plan: Plan, unit_bytes: int, optimizer: str, wrappers: dict[str, Any]) -> RunFacts:
+        """Return those of an engine; `optimizer` is the name of its class, `wrappers` is as in the facts."""
         request = plan.request
         return cls(
             run=secrets.token_hex(8),
@@ -69,6 +71,7 @@ class RunFacts:
                 "state_dtype": request.states.kind.value,
                 "steps by itself": request.own is not None,
             },
+            wrappers=wrappers,
         )
 
     def differences(self, other: RunFacts) -> Iterator[str]:
@@ -82,6 +85,9 @@ class RunFacts:
         for option, value in self.optimizer.items():
             if value != other.optimizer[option]:
                 yield f"the optimizer's {option} was {value} and is {other.optimizer[option]}"
+        for name, made in self.wrappers.items():
+            if made != other.wrappers.get(name):
+                yield f"{name} was made as {made} and is made as {other.wrappers.get(name)}"
         if self.units != other.units:
             yield "the model is cut into other units"
         if self.chunk_numel != other.chunk_numel:

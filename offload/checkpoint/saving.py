@@ -1,8 +1,9 @@
 """Writes what an engine holds to the files of a checkpoint, chunk by chunk and whatever tier it is in.
 
-Owns which bytes of a chunk go to which file. Bytes come through :func:`offload.shards.stream.stream`; nothing is
-changed, and updates that are made ahead of a step stay as they are. What somebody holds is left to
-:mod:`offload.checkpoint.copying`. Next: :mod:`offload.checkpoints`.
+Owns which bytes of a chunk go to which file: of several ranks, each writes what it keeps of gradients and states, and
+as much of parameters. Bytes come through :func:`offload.shards.stream.stream`; nothing is changed, and updates that are
+made ahead of a step stay as they are. What somebody holds is left to :mod:`offload.checkpoint.copying`. Next:
+:mod:`offload.checkpoints`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from offload.checkpoint.format.safetensors import ITEMSIZES, NAMES, Member
 from offload.checkpoint.format.staging import Staging
 from offload.checkpoint.format.writer import FileWriter
 from offload.checkpoint.layout import Columns, Files, Layout, key_of
+from offload.distributed.ranks import Ranks
 from offload.errors import CheckpointError
 from offload.planning.roles import Role
 from offload.planning.units import Unit, Where
 from offload.shards.held import Held
 from offload.shards.manager import Manager
 from offload.shards.stream import ALL_STATES, Chunk
-
-VALUES_FILE = "values.safetensors"
 
 
 class Contents:
@@ -48,20 +48,24 @@ class Contents:
             held: what does not change any more; None where all is written from the tiers.
         """
         self._manager = manager
-        units, states, gradients = manager.units, manager.tiers.plan.request.states, manager.gradients
+        units, request, gradients = manager.units, manager.tiers.plan.request, manager.gradients
+        slices = {unit.index: request.owned(unit, Role.GRAD) for unit in units}  # of each role
         waits = [any((unit.index, slot) in waiting for slot in range(len(unit.slots))) for unit in units]
-        found = [columns_of(unit, states, gradients.dtype(unit) if waits[unit.index] else None) for unit in units]
-        self.columns = Columns(units, found, waiting)
+        found = [
+            columns_of(unit, request.states, gradients.dtype(unit) if waits[unit.index] else None) for unit in units
+        ]
+        self.columns = Columns(units, found, waiting, slices)
 
         def of(kept: bool) -> Columns:
             chosen = [
                 [column for column in found[unit.index] if (held is not None and held.has(unit, column.role)) is kept]
                 for unit in units
             ]
-            return Columns(units, chosen, waiting)
+            return Columns(units, chosen, waiting, slices)
 
-        self.now = Layout(of(kept=False), file_bytes)
-        self.held = Layout(of(kept=True), file_bytes, first=self.now.files)
+        suffix = suffix_of(manager.tiers.ranks)
+        self.now = Layout(of(kept=False), file_bytes, suffix=suffix)
+        self.held = Layout(of(kept=True), file_bytes, first=self.now.files, suffix=suffix)
 
     @property
     def size_bytes(self) -> int:
@@ -95,7 +99,7 @@ class Contents:
 
         for roles, units in itertools.groupby(self._manager.units, self._reads):
             if roles:
-                self._manager.stream(units, visit, reads=roles, keep_early=True, widely=True)
+                self._manager.stream(units, visit, reads=roles, keep_early=True, widely=True, parts=True, slices=True)
         files.end()
 
     def _reads(self, unit: Unit) -> frozenset[Role]:
@@ -107,10 +111,21 @@ class Contents:
         return frozenset(roles)
 
 
+def suffix_of(ranks: Ranks) -> str:
+    """Return what the names of this rank's files have; nothing where there is one."""
+    return f"-of-rank-{ranks.rank}" if ranks.world > 1 else ""
+
+
 def write_values(
-    folder: Path, values: Mapping[str, torch.Tensor], staging: Staging
+    folder: Path, values: Mapping[str, torch.Tensor], staging: Staging, suffix: str = ""
 ) -> tuple[list[Entry], dict[str, StoredFile]]:
     """Write tensors that are in memory, by name; returns what the index says of them.
+
+    Args:
+        folder: of the checkpoint.
+        values: the tensors.
+        staging: buffers.
+        suffix: of the file's name.
 
     Raises:
         CheckpointError: safetensors has no such dtype.
@@ -118,6 +133,7 @@ def write_values(
     """
     if not values:
         return [], {}
+    file_name = f"values{suffix}.safetensors"
     members: dict[str, list[Member]] = {}
     for name, value in values.items():
         dtype = NAMES.get(str(value.dtype).removeprefix("torch."))
@@ -125,7 +141,7 @@ def write_values(
             raise CheckpointError(f"{name}: expected a dtype that safetensors has but got {value.dtype}; convert it")
         members.setdefault(dtype, []).append(Member(name, dtype, tuple(value.shape)))
     order = sorted(members, key=lambda dtype: -ITEMSIZES[dtype])
-    writer = FileWriter(folder / VALUES_FILE, {"all": [m for dtype in order for m in members[dtype]]}, staging)
+    writer = FileWriter(folder / file_name, {"all": [m for dtype in order for m in members[dtype]]}, staging)
     try:
         for dtype in order:
             for member in members[dtype]:
@@ -139,6 +155,6 @@ def write_values(
     for dtype in order:
         for member in members[dtype]:
             numel = member.size_bytes // ITEMSIZES[dtype]
-            place = Range(VALUES_FILE, member.key, 0, numel, writer.sums[member.key].result())
+            place = Range(file_name, member.key, 0, numel, writer.sums[member.key].result())
             entries.append(Entry("value", member.key, dtype, member.shape, (place,) if numel else ()))
-    return entries, {VALUES_FILE: writer.stored}
+    return entries, {file_name: writer.stored}

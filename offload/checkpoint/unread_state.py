@@ -77,14 +77,20 @@ def deferred_state(module: nn.Module, binding: Binding, manager: Manager) -> dic
     """Return the module's state dict: parameters as deferred tensors, the same one for a tied one; buffers as ever."""
     found: dict[str, Any] = dict(module.state_dict(keep_vars=True))
     made: dict[Where, DeferredTensor] = {}
-    for name, value in found.items():
-        where = binding.slot_of(value)
-        if where is None:
-            found[name] = value.detach() if isinstance(value, torch.Tensor) else value
-            continue
+
+    def deferred(where: Where) -> torch.Tensor:
         if where not in made:
             unit = manager.units[where[0]]
             form = torch.empty(unit.slots[where[1]].shape, dtype=binding.dtypes[where[0]], device="meta")
             made[where] = DeferredTensor(form, ParameterReader(manager, where))
-        found[name] = made[where]
+        return made[where]
+
+    for name, value in found.items():
+        where, wrapper = binding.slot_of(value), binding.wrapper_of(value)
+        if wrapper is not None:
+            found[name] = wrapper.shell.map(deferred).tensor()
+        elif where is not None:
+            found[name] = deferred(where)
+        else:
+            found[name] = value.detach() if isinstance(value, torch.Tensor) else value
     return found

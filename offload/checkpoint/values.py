@@ -7,6 +7,8 @@ that a parameter's home is of no interest here. Tensors come out on the CPU, con
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import math
 import numbers
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 import torch
 
 from offload.checkpoint.dict_memory import ORDINARY, Memory
+from offload.checkpoint.of_ranks import found_by_any, share_slices
 from offload.checkpoint.sources import PIECE_NUMEL, Source, elements, on_cpu
 from offload.classes import is_a, package_of
-from offload.errors import ConfigError
+from offload.errors import PARTS, ConfigError, StateError
 from offload.kernels import cpu_adam
 from offload.memory.arena import view_at
 from offload.module.refusals import unreadable
@@ -94,6 +97,7 @@ def scatter_parameters(
         sources[index, position] = on_cpu(value, torch.float32 if wide else stored)
 
     manager.finish_updates()  # a first one makes masters
+    _tell_ranks(manager, sources)
 
     def visit(chunk: Chunk) -> None:
         for index, slot, start, stop in overlaps(chunk, at_most=PIECE_NUMEL):
@@ -114,7 +118,27 @@ def scatter_parameters(
             if manager_has_parameter(manager, unit):
                 reads |= {Role.PARAM}
         keep = keep_masters and not fresh
-        manager.stream([unit], visit, reads=reads, writes=writes)
+        manager.stream([unit], visit, reads=reads, writes=writes, parts=True)
+
+
+def _tell_ranks(manager: Manager, sources: Mapping[Where, torch.Tensor | Source]) -> None:
+    """Let the next step find out whether all ranks have written the same."""
+    shared = manager.tiers.shared
+    if shared is not None and shared.compares_writes:
+        for (index, position), source in sources.items():
+            slot = manager.units[index].slots[position]
+            ends = range(0, slot.numel, PIECE_NUMEL)
+            shared.note_written(slot.name, (elements(source, b, min(b + PIECE_NUMEL, slot.numel)) for b in ends))
+
+
+def digest(value: torch.Tensor | Source) -> str:
+    """Return a digest of the bits of a tensor, which is read piece by piece."""
+    known = hashlib.blake2b(str(value.dtype).encode(), digest_size=16)
+    source, numel = on_cpu(value, value.dtype), math.prod(value.shape)
+    for begin in range(0, numel, PIECE_NUMEL):
+        piece = elements(source, begin, min(begin + PIECE_NUMEL, numel))
+        known.update(piece.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return known.hexdigest()
 
 
 def refuse_unreadable(value: Any, subject: str, expected: str, *, into: torch.dtype = torch.float32) -> None:
@@ -190,14 +214,26 @@ def _set_masters(chunk: Chunk, start: int, numel: int, source: int, *, all_of_th
 
 
 def gather_states(
-    manager: Manager, counts: StepCounts, memory: Memory = ORDINARY, *, wanted: Container[Where] | None = None
+    manager: Manager,
+    counts: StepCounts,
+    memory: Memory = ORDINARY,
+    *,
+    wanted: Container[Where] | None = None,
+    where: str | None = None,
 ) -> dict[Where, dict[str, Any]]:
     """Return per parameter ``step`` (0-dim fp32) and the optimizer's states by name (fp32, parameter's shape).
 
     Compressed states are converted, exactly: :func:`scatter_states` stores the same bits again. 16-bit parameters have
     a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters that have never been
     updated are left out, as in torch; so are those that are not `wanted`.
+
+    Several ranks ask together, for the same: `where` is what for.
+
+    Raises:
+        StateError: this is one of several ranks, which asks alone.
+        RanksError: another rank has failed, ended or not come.
     """
+    _refuse_alone(manager, where)
     manager.finish_updates()  # they count, too
     states = manager.tiers.plan.request.states
     result = {where: entry for where, entry in _remembered(counts, states).items() if wanted is None or where in wanted}
@@ -225,19 +261,31 @@ def gather_states(
                 read_master(chunk, start, stop - start, addresses["master"])
             memory.touch(tensors.values(), (stop - start) * 4 * len(tensors))
 
-    manager.stream(units, visit, reads=ALL_STATES | {Role.PARAM})
+    manager.stream(units, visit, reads=ALL_STATES | {Role.PARAM}, parts=True, slices=True)
+    share_slices(manager, moved, memory, where or "")
     return result
 
 
+def _refuse_alone(manager: Manager, where: str | None) -> None:
+    if manager.tiers.ranks.world > 1 and where is None:
+        raise StateError(PARTS)
+
+
 def gather_masters(
-    manager: Manager, updated: Container[Where], memory: Memory = ORDINARY, *, wanted: Container[Where] | None = None
+    manager: Manager,
+    updated: Container[Where],
+    memory: Memory = ORDINARY,
+    *,
+    wanted: Container[Where] | None = None,
+    where: str | None = None,
 ) -> dict[Where, torch.Tensor | None]:
     """Return the fp32 masters of 16-bit parameters that are not among `updated`; None where it is the parameter itself.
 
-    With `wanted`, those of no others.
+    With `wanted`, those of no others. Several ranks ask together, as :func:`gather_states` says.
 
     Which of the two it is depends on the values only, not on whether the shards have been made yet.
     """
+    _refuse_alone(manager, where)
     manager.finish_updates()
     result: dict[Where, torch.Tensor | None] = {}
     found: dict[Where, torch.Tensor] = {}
@@ -245,29 +293,33 @@ def gather_masters(
         if not unit.trainable or unit.dtype == "float32":
             continue
         for position, slot in enumerate(unit.slots):
-            where = unit.index, position
-            if where in updated or not (wanted is None or where in wanted):
+            at = unit.index, position
+            if at in updated or not (wanted is None or at in wanted):
                 continue
-            result[where] = None
+            result[at] = None
             if _has_masters(manager, unit):
-                found[where] = memory.empty(slot.shape, torch.float32, f"master of {slot.name}")
+                found[at] = memory.empty(slot.shape, torch.float32, f"master of {slot.name}")
+    differ: set[Where] = set()
 
     def visit(chunk: Chunk) -> None:
         for index, slot, start, stop in overlaps(chunk):
-            where = chunk.unit.index, index
-            if where not in found:
+            at = chunk.unit.index, index
+            if at not in found:
                 continue
-            part = found[where].view(-1)[start - slot.offset_numel : stop - slot.offset_numel]
+            part = found[at].view(-1)[start - slot.offset_numel : stop - slot.offset_numel]
             read_master(chunk, start, stop - start, part.data_ptr())
             address = chunk.at(Role.PARAM, start, 2)
             stored = storage_at(address, part.numel() * 2, torch.device("cpu"))
             values = view_at(stored, getattr(torch, chunk.unit.dtype), 0, (part.numel(),)).float()
             if not torch.allclose(part, values, rtol=0.0, atol=0.0, equal_nan=True):
-                result[where] = found[where]
-            memory.touch([found[where]], part.nbytes)
+                differ.add(at)
+            memory.touch([found[at]], part.nbytes)
 
-    manager.stream(_units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM})
-    return result
+    manager.stream(_units_of(manager, set(found)), visit, reads=ALL_STATES | {Role.PARAM}, parts=True, slices=True)
+    flags = found_by_any(manager, [at in differ for at in found], where or "")
+    kept = {at: tensor for (at, tensor), flag in zip(found.items(), flags, strict=True) if flag}
+    share_slices(manager, {at: {"master": tensor} for at, tensor in kept.items()}, memory, where or "")
+    return result | kept
 
 
 def states_bytes(manager: Manager, counts: StepCounts) -> int:
@@ -383,15 +435,16 @@ def scatter_states(
             parts = {name: elements(v, start - skip, stop - skip) for name, v in values.items() if v is not None}
             if where in sources:
                 addresses = {name: part.data_ptr() for name, part in parts.items()}
-                _move_states(chunk, slot, start, stop, states, addresses, save_at_step=updates[where])
+                if all(role in chunk.addresses for role, _ in states.roles()):  # else another rank keeps them
+                    _move_states(chunk, slot, start, stop, states, addresses, save_at_step=updates[where])
             if "master" in parts:
                 address = parts["master"].data_ptr()
                 _write_parameter(chunk, start, numel, address, torch.float32, keep_masters=False)
-            elif where in given:
+            elif where in given and Role.MASTER in chunk.addresses:
                 _set_masters(chunk, start, numel, chunk.at(Role.PARAM, start, 2), all_of_them=True)
 
     roles = ALL_STATES | {Role.PARAM}
-    manager.stream(_units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles)
+    manager.stream(_units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles, parts=True)
     for (index, position), entry in values.items():
         counts.counts[index][position] = updates[index, position]
         if records is not None:

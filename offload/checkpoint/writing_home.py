@@ -12,7 +12,6 @@ import torch
 
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.sources import Source
-from offload.memory.budget import Tier
 from offload.module.binding import Binding
 from offload.planning.roles import Role
 from offload.planning.units import Where
@@ -50,8 +49,7 @@ class ParameterWriter:
             values = {
                 (index, slot): parameters[slot].detach().to("cpu", copy=True) for slot in self._binding.changes(unit)
             }
-        away = shard.home is not Tier.DEVICE
-        if away:
+        if not shard.stays and not shard.is_sliced:
             manager.working.read_again(shard, manager.tiers.deadline_s)
         self._binding.accept_changes(unit)
-        checkpoint.scatter_parameters(manager, values, keep_masters=away)
+        checkpoint.scatter_parameters(manager, values, keep_masters=not shard.stays)

@@ -109,6 +109,7 @@ class Facts:
     gpu_present: bool = False  # a driver for NVIDIA GPUs is loaded
     gpu_driver: str | None = None
     page_lock_refusal: str | None = None  # why the first GPU cannot copy from host memory by itself, None where it can
+    operators_measured: int = 0  # of models, on this machine
     paths: tuple[PathFacts, ...] = ()
 
 
@@ -118,7 +119,7 @@ class Facts:
 def gather(paths: Sequence[Path] = ()) -> Facts:
     """Return the facts about this machine and about folders for swap files. Never raises, takes a few seconds."""
     values: dict[str, Any] = {}
-    for collect in (_system_facts, _memory_facts, _extension_facts, _torch_facts):
+    for collect in (_system_facts, _memory_facts, _extension_facts, _torch_facts, _measured_facts):
         with contextlib.suppress(Exception):  # an odd machine must not keep the rest from being told
             values.update(collect())
     return Facts(**values, paths=tuple(_path_facts(path) for path in paths))
@@ -189,6 +190,13 @@ def _torch_facts() -> dict[str, Any]:
     except Exception as error:
         values["torch_error"] = f"{type(error).__name__}: {error}"
     return values
+
+
+def _measured_facts() -> dict[str, Any]:
+    from offload.measuring import Here
+    from offload.memory.devices import open_device
+
+    return {"operators_measured": Here(open_device(None)).operators}
 
 
 def _gpu_driver() -> str | None:
@@ -347,6 +355,12 @@ def _processor(facts: Facts) -> Verdicts:
     return _ok(text)
 
 
+def _measured(facts: Facts) -> Verdicts:
+    if not facts.operators_measured:
+        return _ok("not yet; offload plan --hardware here does it")
+    return _ok(f"{facts.operators_measured} operators; offload plan --hardware here --measure-again does it anew")
+
+
 def _numa(facts: Facts) -> Verdicts:
     if facts.numa_nodes <= 1:
         return _ok("one memory node")
@@ -437,6 +451,7 @@ CHECKS: dict[str, Callable[[Facts], Verdicts]] = {
     "page-locking": _page_lock,
     "memory": _memory,
     "processor": _processor,
+    "measured": _measured,
     "numa": _numa,
     "huge pages": _huge_pages,
     "locked memory": _lock_limit,

@@ -1,4 +1,4 @@
-"""Command line: ``offload finetune``, ``checkpoint``, ``tune`` (or ``bench nvme``), ``doctor``.
+"""Command line: ``finetune``, ``generate``, ``merge``, ``plan``, ``checkpoint``, ``tune``, ``doctor``, ``completion``.
 
 Also as ``python -m offload``. Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands
 do. The options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Next: :mod:`offload.cli.finetune.run`.
@@ -11,19 +11,34 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
+from offload.cli import completion, generate, merge, plan
 from offload.cli.checkpoint import command as checkpoints
 from offload.cli.drive import command as drive
-from offload.cli.finetune.settings import add_options, settings_of
+from offload.cli.finetune.settings import EngineSettings, Settings, settings_of
+from offload.cli.finetune.stopping import Stopped
+from offload.cli.heavy import leave_out_quantizers
+from offload.cli.options import add_options, values_of
+from offload.cli.placement import PlacementSettings
+from offload.cli.wording import in_options
 from offload.errors import OffloadError, did_you_mean
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_PIPE = 128 + signal.SIGPIPE
+EXIT_STOPPED = 128 + signal.SIGTERM
+
+
+class Process(Enum):
+    """Whose process a command runs in."""
+
+    OWN = "own"
+    SHARED = "shared"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,12 +73,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="show the version and leave")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
-    _add_finetune(commands)
+    _add_models(commands)
+    text = "what would a step take, and where?"
+    plan.add_arguments(commands.add_parser("plan", allow_abbrev=False, help=text, description=plan.DESCRIPTION))
     _add_drive(commands)
     _add_doctor(commands)
     text = "list, check and export checkpoints"
     checkpoint = commands.add_parser("checkpoint", allow_abbrev=False, help=text, description=checkpoints.DESCRIPTION)
     checkpoints.add_arguments(checkpoint, _Parser)
+    text = "let a shell complete this command"
+    complete = commands.add_parser("completion", allow_abbrev=False, help=text, description=completion.DESCRIPTION)
+    completion.add_arguments(complete)
     return parser
 
 
@@ -88,16 +108,22 @@ def _add_doctor(commands: argparse._SubParsersAction[Any]) -> None:
     doctor.add_argument("--strict", action="store_true", help="exit code 1 for warnings too")
 
 
-def _add_finetune(commands: argparse._SubParsersAction[Any]) -> None:
+def _add_models(commands: argparse._SubParsersAction[Any]) -> None:
     finetune = commands.add_parser(
         "finetune",
         allow_abbrev=False,
-        help="fine-tune a causal language model of Hugging Face on a text",
-        description="Fine-tune a causal language model of Hugging Face on a text, within memory budgets. Shows the "
-        "plan, the progress, and a report: held-out loss and a sample before and after, memory against the budgets, "
-        "bytes per link.",
+        help="fine-tune a causal language model of Hugging Face on chats, rows or a text",
+        description="Fine-tune a causal language model of Hugging Face within memory budgets, whole or with adapters. "
+        "Shows the plan, the progress, and a report: held-out loss and a sample before and after, memory against the "
+        "budgets, bytes per link.",
     )
-    add_options(finetune)
+    add_options(finetune, Settings, EngineSettings)
+    text = "continue a text with a causal language model of Hugging Face, within memory budgets"
+    what = commands.add_parser("generate", allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    add_options(what, generate.GenerateSettings, PlacementSettings)
+    text = "merge adapters of PEFT into a model, layer by layer"
+    what = commands.add_parser("merge", allow_abbrev=False, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    add_options(what, merge.MergeSettings, PlacementSettings)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -109,16 +135,25 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     return exit_code(findings, strict=arguments.strict)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def own_process() -> int:
+    """Run the command line of this process, which does nothing else; returns the exit code."""
+    return main(process=Process.OWN)
+
+
+def main(arguments: Sequence[str] | None = None, *, process: Process = Process.SHARED) -> int:
     """Run the command line.
 
+    Args:
+        arguments: the words; None for those of this process.
+        process: in which it runs; one of its own goes without libraries that the command does not need.
+
     Returns:
-        The exit code: 0, 1 after an error, 2 for a wrong call, 130 after Ctrl-C, 141 where nobody reads the output any
-        more (``offload doctor | head -1``).
+        The exit code: 0, 1 after an error, 2 for a wrong call, 130 after Ctrl-C, 143 where a run has ended by SIGTERM,
+        141 where nobody reads the output any more (``offload doctor | head -1``).
     """
     try:
         try:
-            return _main(arguments)
+            return _main(arguments, process)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -126,8 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_PIPE
 
 
-def _main(arguments: Sequence[str] | None) -> int:
+def _main(arguments: Sequence[str] | None, process: Process) -> int:
     parser = build_parser()
+    completion.answer(parser)
     parsed = parser.parse_args(arguments)
     if parsed.version:
         import offload
@@ -139,22 +175,38 @@ def _main(arguments: Sequence[str] | None) -> int:
         return EXIT_USAGE
     if parsed.command == "doctor":
         return run_doctor(parsed)
-    return guarded(lambda: _run(parsed))
+    return guarded(lambda: _run(parsed, process), vars(parsed))
 
 
-def _run(parsed: argparse.Namespace) -> None:
+def _run(parsed: argparse.Namespace, process: Process) -> None:
+    if process is Process.OWN:
+        leave_out_quantizers(parsed)
     if parsed.command == "finetune":
         from offload.cli.finetune.run import run
 
         run(settings_of(parsed))
+    elif parsed.command == "generate":
+        wanted = generate.GenerateSettings(**values_of(parsed, generate.GenerateSettings))
+        generate.run(wanted, PlacementSettings(**values_of(parsed, PlacementSettings)).options())
+    elif parsed.command == "merge":
+        merging = merge.MergeSettings(**values_of(parsed, merge.MergeSettings))
+        merge.run(merging, PlacementSettings(**values_of(parsed, PlacementSettings)).options())
+    elif parsed.command == "completion":
+        completion.run(parsed)
+    elif parsed.command == "plan":
+        plan.run(parsed)
     elif parsed.command == "checkpoint":
         checkpoints.run(parsed)
     else:
         drive.run(parsed)
 
 
-def guarded(command: Callable[[], None]) -> int:
-    """Run a command and show what ends it; returns the exit code."""
+def guarded(command: Callable[[], None], names: Collection[str] = ()) -> int:
+    """Run a command, and show what ends it in words of its options, which argparse keeps under these names.
+
+    Returns:
+        The exit code.
+    """
     from swap.errors import SwapError
 
     # Transfers and the optimizer work beside torch's threads, whose spinning would take the cores from them. Read when
@@ -165,7 +217,10 @@ def guarded(command: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         print("\noffload: interrupted; nothing is left on the drive but whole checkpoints", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Stopped as stopped:
+        print(f"offload: {stopped}", file=sys.stderr)
+        return EXIT_STOPPED
     except (OffloadError, SwapError) as error:
-        print(f"offload: error: {error}", file=sys.stderr)
+        print(f"offload: error: {in_options(str(error), names)}", file=sys.stderr)
         return EXIT_ERROR
     return 0

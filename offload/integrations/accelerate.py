@@ -17,10 +17,10 @@ import torch
 
 from offload.engine import Engine
 from offload.errors import ConfigError
-from offload.integrations.libraries import refuse_durable, require, trains_float16
+from offload.integrations.libraries import refuse_durable, refuse_other_schedule, require, trains_float16
 
-require("accelerate", "1.0", door="offload.accelerate")
-from accelerate import Accelerator  # noqa: E402
+require("accelerate", "1.10", door="offload.accelerate")
+from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 FOLDER = "offload"  # of the engine's checkpoint, inside the accelerator's
@@ -39,9 +39,15 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
         The prepared objects in their order; in the engine's place its module and its optimizer.
 
     Raises:
-        ConfigError: there is no engine that trains, or more than one, both sides average over micro-batches, or it is
-            a durable run.
+        ConfigError: there are several processes, there is no engine that trains, or more than one, both sides average
+            over micro-batches, a scheduler is one of another optimizer, or it is a durable run.
     """
+    if accelerator.distributed_type is not DistributedType.NO:
+        raise ConfigError(
+            f"prepare: expected an accelerator of one process but got one of {accelerator.distributed_type.value}, "
+            "which would wrap the engine's module; leave the accelerator out, and call engine.backward(loss) and "
+            "engine.step()"
+        )
     engines = [each for each in objects if isinstance(each, Engine)]
     found = engines[0].optimizer if len(engines) == 1 else None
     if found is None:
@@ -53,6 +59,9 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
     engine = engines[0]
     options, steps = engine.config, accelerator.gradient_accumulation_steps
     refuse_durable(options)
+    for each in objects:
+        if isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+            refuse_other_schedule("prepare", each, [found, *objects])
     if options.gradient_reduction != "sum" and (options.gradient_reduction or options.gradient_accumulation_steps != 1):
         raise ConfigError(
             f"offload: expected an engine that adds, for the accelerator divides the loss by its "

@@ -21,7 +21,7 @@ from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
 from offload.integrations.accelerate import LossScaling
-from offload.integrations.libraries import refuse_two_sides, require, trains_float16
+from offload.integrations.libraries import refuse_other_schedule, refuse_two_sides, require, trains_float16
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
 from offload.stats import Stats
@@ -87,6 +87,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         self._reference_options = offload_reference
         model = kwargs.get("model", args[0] if args else None)
         given: Any = kwargs.get("args")
+        self._arguments = given
         if isinstance(model, str) and hasattr(given, "model_init_kwargs"):  # of TRL, which would fill the GPU
             given.model_init_kwargs = {"device_map": None, **(given.model_init_kwargs or {})}
         super().__init__(*args, **kwargs)
@@ -109,7 +110,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             self.engine.close(restore=self.engine.module is self.model)
             self.engine = None
         if self.engine is None:
-            _refuse_schedule(self.optimizer, self.lr_scheduler)
+            refuse_other_schedule("optimizers", self.lr_scheduler, [self.optimizer])
             optimizer = super().create_optimizer(*args, **kwargs)
             self._open(optimizer)
         return self.optimizer
@@ -165,7 +166,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         options = self._reference_options
         if isinstance(options, Mapping):
             options = {"nvme_path": self._options.nvme_path, **options}
-        return Engine(model, None, options, device=str(self.args.device))
+        arguments = vars(self).get("args", self._arguments)  # TRL 0.20 assigns the model first
+        return Engine(model, None, options, device=None if arguments is None else str(arguments.device))
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback; the one that mixes the model into its reference model does so unit by unit."""
@@ -269,16 +271,6 @@ def engine_config(args: Any, options: Config) -> Config:
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         gradient_reduction="sum",  # the trainer has divided the loss: by tokens, where it can
     )
-
-
-def _refuse_schedule(optimizer: Any, schedule: Any) -> None:
-    """Refuse a schedule that was made for another optimizer than the one that was given with it."""
-    own = getattr(schedule, "optimizer", None)
-    if own is not None and own is not optimizer:
-        raise ConfigError(
-            f"optimizers: expected a scheduler of the optimizer beside it but got a {type(schedule).__name__} of "
-            "another one, which would change nothing; make it with that optimizer, or pass None for the scheduler"
-        )
 
 
 # --- callbacks --------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -71,6 +73,30 @@ def refuse_durable(options: Config) -> None:
         raise ConfigError(
             "run_dir: expected a run that the trainer resumes but got a durable one, which would go on without the "
             "trainer's own state; pass nvme_path, and let the trainer save and resume"
+        )
+
+
+def refuse_other_schedule(subject: str, schedule: Any, optimizers: Iterable[Any]) -> None:
+    """Refuse a schedule of another optimizer than those that step.
+
+    Args:
+        subject: what the schedule was given as.
+        schedule: what may be a schedule.
+        optimizers: those that step. One that an engine has taken over has the engine's groups, so its schedules do.
+
+    Raises:
+        ConfigError: it would change the learning rates of nobody.
+    """
+    own = getattr(schedule, "optimizer", None)
+    if own is None:
+        return
+    groups = getattr(own, "param_groups", None)
+    if not any(
+        own is each or (groups is not None and groups is getattr(each, "param_groups", 0)) for each in optimizers
+    ):
+        raise ConfigError(
+            f"{subject}: expected a scheduler of the optimizer beside it but got a {type(schedule).__name__} of "
+            "another one, which would change nothing; make it with that optimizer, or leave it out"
         )
 
 

@@ -20,11 +20,12 @@ from torch import nn
 
 from offload.checkpoint.deferred import DeferredTensor
 from offload.checkpoint.unread_state import warn_of_shard
-from offload.classes import is_a
+from offload.classes import is_a, package_of
 from offload.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations.libraries import require
 from offload.memory.budget import Tier
+from offload.wrappers import is_wrapper
 
 require("peft", "0.21", door="offload.peft")
 from peft import PeftModel  # noqa: E402
@@ -89,10 +90,11 @@ def _adapted(module: nn.Module) -> Any:
             "save_pretrained; call engine.module.merge_and_unload(), and save its state_dict()"
         )
     for name, parameter in base.named_parameters():
-        if is_a(parameter, "bitsandbytes", "Params4bit") or is_a(parameter, "bitsandbytes", "Int8Params"):
+        quantized = is_a(parameter, "bitsandbytes", "Params4bit") or is_a(parameter, "bitsandbytes", "Int8Params")
+        if quantized or is_wrapper(parameter):
             raise ConfigError(
                 f"merge_and_save: expected weights that adapters can be added to exactly but {name} is quantized by "
-                f"bitsandbytes; {LOAD_PLAIN}"
+                f"{package_of(type(parameter))}; {LOAD_PLAIN}"
             )
     return base
 

@@ -38,9 +38,12 @@ from offload.kernels.step import (
 )
 from offload.spec import Hyper
 
+SUM_BLOCK = 4096  # elements whose squares are summed as one, by kSumBlock in kernels.h
+
 __all__ = [
     "LINE_BYTES",
     "STATE_BLOCK",
+    "SUM_BLOCK",
     "Dtype",
     "Hyper",
     "MasterKind",
@@ -52,6 +55,7 @@ __all__ = [
     "emit",
     "force_isa",
     "isa",
+    "join_block_sums",
     "join_master",
     "lamb_apply",
     "lamb_moments",
@@ -66,7 +70,7 @@ __all__ = [
 ]
 
 
-def sum_of_squares(address: int, dtype: Dtype, numel: int) -> tuple[float, int]:
+def sum_of_squares(address: int, dtype: Dtype, numel: int, *, blocks: int = 0) -> tuple[float, int]:
     """Sum the squares of a range in float64 and count its infinities and NaNs.
 
     The order of the additions is fixed by the element's index in the range: 32 lanes inside blocks of 4096
@@ -77,6 +81,7 @@ def sum_of_squares(address: int, dtype: Dtype, numel: int) -> tuple[float, int]:
         address: Address, (numel,) ``dtype``; only read.
         dtype: Any ``Dtype``.
         numel: Elements.
+        blocks: Address, (ceil(numel / SUM_BLOCK),) float64, written with the sum of each block; 0 for none.
 
     Returns: The sum (infinite or NaN when an element is not finite) and the number of elements that are not
     finite.
@@ -87,12 +92,36 @@ def sum_of_squares(address: int, dtype: Dtype, numel: int) -> tuple[float, int]:
     count = checked_numel(numel)
     if count == 0:
         return 0.0, 0
-    check(Range("address", address, count, dtype.itemsize))
-    return _cpu_adam.sum_of_squares(address, dtype.value, count)
+    check(Range("address", address, count, dtype.itemsize), *_block_sums(blocks, count))
+    return _cpu_adam.sum_of_squares(address, dtype.value, count, blocks)
+
+
+def join_block_sums(blocks: int, count: int) -> float:
+    """Return the sum that :func:`sum_of_squares` returns of a range, bit for bit, of the sums of its blocks.
+
+    So a range may be measured in parts, each of which begins at a multiple of :data:`SUM_BLOCK` elements.
+
+    Args:
+        blocks: Address, (count,) float64, as :func:`sum_of_squares` writes them; only read.
+        count: Blocks.
+
+    Raises:
+        ValueError: The sums are missing or misaligned.
+    """
+    checked = checked_numel(count)
+    if checked == 0:
+        return 0.0
+    check(Range("blocks", blocks, checked, 8))
+    return _cpu_adam.join_block_sums(blocks, checked)
+
+
+def _block_sums(address: int, numel: int) -> list[Range]:
+    """Return the range that the sums of the blocks of `numel` elements take; none where they are not wanted."""
+    return [Range("blocks", address, -(-numel // SUM_BLOCK), 8)] if address else []
 
 
 def take_gradient(
-    *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, measure: bool
+    *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, measure: bool, blocks: int = 0
 ) -> tuple[float, int]:
     """Copy a gradient, or add it to what is there, and measure the result in the same pass.
 
@@ -107,6 +136,7 @@ def take_gradient(
         numel: Elements.
         add: Add to ``dst`` instead of overwriting it.
         measure: Return the sum of squares; else (0.0, 0).
+        blocks: As for :func:`sum_of_squares`; only written where `measure` is set.
 
     Returns: As :func:`sum_of_squares`.
 
@@ -116,8 +146,9 @@ def take_gradient(
     count = checked_numel(numel)
     if count == 0:
         return 0.0, 0
-    check(Range("src", src, count, src_dtype.itemsize), Range("dst", dst, count, dst_dtype.itemsize))
-    return _cpu_adam.take_gradient(src, src_dtype.value, dst, dst_dtype.value, count, add, measure)
+    ranges = [Range("src", src, count, src_dtype.itemsize), Range("dst", dst, count, dst_dtype.itemsize)]
+    check(*ranges, *_block_sums(blocks, count))
+    return _cpu_adam.take_gradient(src, src_dtype.value, dst, dst_dtype.value, count, add, measure, blocks)
 
 
 def split_master(src_fp32: int, param_bf16: int, remainder: int, numel: int) -> None:

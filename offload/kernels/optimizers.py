@@ -33,7 +33,10 @@ class AdamW(OptimizerSpec):
         params: as in ``torch.optim``: parameters, pairs of a name and a parameter, or dicts of them with options of
             their own. Parameters that are left out are not updated. None: all trainable parameters of the model, as
             one group.
-        lr, betas, eps, weight_decay: options of all groups that have none of their own.
+        lr: learning rate; it and the others are options of all groups that have none of their own.
+        betas: decay of the first and of the second moment per step.
+        eps: added to the root of the second moment.
+        weight_decay: of the parameter, per step and unit of the learning rate.
 
     Raises:
         ConfigError: an option is unknown or out of its range, or `params` has no parameters; as for all optimizers.

@@ -8,6 +8,7 @@ back ends is in :mod:`offload.memory.page_lock`. Next: :mod:`offload.memory.devi
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -77,7 +78,7 @@ class AcceleratorDevice:
         watch = Stopwatch(needs.counters, self.place)
         ring, largest_bytes = host.take(needs.gradient_bytes), needs.largest_gradient_bytes
         reader = GradientReader(self, host, ring, needs.gradient_claim, watch, self.place, largest_bytes=largest_bytes)
-        return AcceleratorMover(self, host, staging, reader, watch, needs.deadline_s)
+        return AcceleratorMover(self, host, staging, reader, needs.gradient_bytes, watch, needs.deadline_s)
 
     def out_of_memory(
         self, error: BaseException, *, what: str, limit_bytes: int, held: Mapping[str, int]
@@ -141,6 +142,18 @@ class _Moment:
             FutureTransfer(self._waiter.submit(self._event.synchronize), self._subject).wait(timeout_s)
 
 
+class _Restored(_Moment):
+    """A copy to memory of torch's: compute waits for it where it uses the memory, the host does not."""
+
+    def __init__(self, device: AcceleratorDevice, event: torch.Event, waiter: ThreadPoolExecutor, subject: str) -> None:
+        super().__init__(event, waiter, subject)
+        self._device = device
+
+    def use(self, timeout_s: float) -> None:
+        """Let the current stream wait for it."""
+        self._device.current_stream().wait_event(self._event)
+
+
 class AcceleratorMover:
     """Mover for an accelerator: streams of its own, ordered with compute by events.
 
@@ -155,6 +168,7 @@ class AcceleratorMover:
         host: Arena,
         staging: Sequence[Buffer],
         gradients: GradientReader,
+        ring_bytes: int,
         watch: Stopwatch,
         deadline_s: float,
     ) -> None:
@@ -165,12 +179,14 @@ class AcceleratorMover:
             host: arena of all host addresses.
             staging: buffers for what comes from NVMe: so many fetches are under way at once.
             gradients: reads them.
+            ring_bytes: of gradients for which it has room.
             watch: counts bytes and seconds.
             deadline_s: after which a copy counts as lost.
         """
         self._device = device
         self._host = host
         self._gradients = gradients
+        self._ring_bytes = ring_bytes
         self._watch = watch
         self._deadline_s = deadline_s
         self._ordering = Ordering(device)
@@ -182,6 +198,8 @@ class AcceleratorMover:
         self._reads = Errands[torch.Event](len(staging), "offload-h2d")
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="offload-wait")
         self._uploads: dict[int, torch.Event] = {}  # the last one from each host address
+        self._leaving: deque[tuple[torch.Event, int]] = deque()  # of groups on their way: the end, and bytes
+        self._given_bytes = 0  # of the group that is not among them yet
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -250,6 +268,13 @@ class AcceleratorMover:
         assert event is not None
         return event
 
+    def fill(self, source: int, target: Buffer, offset_bytes: int, size_bytes: int) -> Ticket:
+        """Copy a part from page-locked memory, behind compute that reads `target`; all parts go on one stream."""
+        self._follow(self._ahead, self._ordering.before(target))
+        event = self._upload(self._ahead, source, target.address + offset_bytes, size_bytes)
+        self._ordering.arrive(target, event)
+        return self._moment(event, f"copy of {size_bytes} bytes to {self._device.place}")
+
     def await_source(self, source: int) -> None:
         """Let the host wait for the last upload from there: compute waits for uploads without it."""
         event = self._uploads.pop(source, None)
@@ -284,12 +309,7 @@ class AcceleratorMover:
         """Copy device address `source` to page-locked host address `target`, behind compute."""
         stream = self._gradients.stream
         self._follow(stream, self._ordering.computed())
-        with self._copying("d2h", stream, size_bytes):
-            for first, last in self._host.spans(target, size_bytes):
-                place = bytes_at(target + first, last - first, HOST)
-                place.copy_(bytes_at(source + first, last - first, self._device.place), non_blocking=True)
-            event = self._device.event(stream)
-        return self._moment(event, f"copy of {size_bytes} bytes to the host")
+        return self._download(stream, source, target, size_bytes)
 
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy page-locked host address `source` to device address `target`, behind compute."""
@@ -297,15 +317,47 @@ class AcceleratorMover:
         event = self._upload(self._urgent, source, target, size_bytes)
         return self._moment(event, f"copy of {size_bytes} bytes to {self._device.place}")
 
+    # --- activations ------------------------------------------------------------------------------------------------
+
+    def save(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy on the download stream, behind all streams that compute."""
+        stream = self._gradients.stream
+        self._follow(stream, [*self._ordering.computed(), self._device.event()])
+        return self._download(stream, source, target, size_bytes)
+
+    def restore(self, source: int, target: int, size_bytes: int) -> _Restored:
+        """Copy on the stream of what is fetched ahead, behind who had the memory before."""
+        self._follow(self._ahead, [self._device.event()])
+        event = self._upload(self._ahead, source, target, size_bytes)
+        subject = f"copy of {size_bytes} bytes of activations to {self._device.place}"
+        return _Restored(self._device, event, self._waiter, subject)
+
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
         """Copy on the download stream; a thread waits for the copies of a group and calls `use`."""
         self._gradients.read(tensor, use, group=group, last=last, deadline_s=self._deadline_s)
+        self._given_bytes += tensor.nbytes
+        if last:
+            while self._leaving and self._leaving[0][0].query():
+                self._leaving.popleft()
+            self._leaving.append((self._device.event(self._gradients.stream), self._given_bytes))
+            self._given_bytes = 0
 
     def make_room(self, wanted_bytes: int) -> int:
         """Wait for gradients on their way until they take `wanted_bytes` less of the device; returns how many less."""
         return self._gradients.make_room(wanted_bytes, self._deadline_s)
+
+    def await_next(self, timeout_s: float, *, room_for: int | None = None) -> bool:
+        """Wait for the copies of the next group; its use may still be under way."""
+        while self._leaving:
+            if room_for is not None and sum(size for _, size in self._leaving) + room_for <= self._ring_bytes:
+                return False
+            left, _ = self._leaving.popleft()
+            if not left.query():
+                self._moment(left, "copy of gradients to the host").wait(timeout_s)
+                return True
+        return False
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the gradients on their way."""
@@ -314,14 +366,14 @@ class AcceleratorMover:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def computing(self) -> Iterator[bool]:
+    def computing(self, what: str) -> Iterator[bool]:
         """Count the seconds of the current stream in the ``with`` block, its waits for copies included."""
         stream = self._device.current_stream()
         begin = self._watch.start(stream)
         try:
             yield begin is not None
         finally:
-            self._watch.stop("compute", stream, begin)
+            self._watch.stop("compute", stream, begin, name=what)
 
     def note_times(self) -> None:
         """Count the device's seconds of what is over."""
@@ -342,6 +394,15 @@ class AcceleratorMover:
     def _follow(stream: torch.Stream, before: Sequence[torch.Event]) -> None:
         for event in before:
             stream.wait_event(event)
+
+    def _download(self, stream: torch.Stream, source: int, target: int, size_bytes: int) -> Ticket:
+        """Give `stream` a copy to the host; returns what waits for it."""
+        with self._copying("d2h", stream, size_bytes):
+            for first, last in self._host.spans(target, size_bytes):
+                place = bytes_at(target + first, last - first, HOST)
+                place.copy_(bytes_at(source + first, last - first, self._device.place), non_blocking=True)
+            event = self._device.event(stream)
+        return self._moment(event, f"copy of {size_bytes} bytes to the host")
 
     def _upload(self, stream: torch.Stream, source: int, target: int, size_bytes: int) -> torch.Event:
         """Give `stream` a copy to the device; returns when it is over."""

@@ -19,6 +19,7 @@ from offload.memory import machine
 from offload.memory.arena import HOST, Arena, Buffer, HostArena
 from offload.memory.budget import Tier
 from offload.memory.transfer import FutureTransfer, MoverNeeds, Ticket, TicketGroup, Transfer
+from offload.spans import D2H, H2D
 from offload.stats import Counters
 
 
@@ -76,12 +77,21 @@ class Past:
         """Wait for nothing."""
 
 
+class CpuArriving(FutureTransfer):
+    """A copy that is complete when compute may see it."""
+
+    def use(self, timeout_s: float) -> None:
+        """Wait for it."""
+        self.wait(timeout_s)
+
+
 class CpuMover:
     """Mover where the device is the CPU: host and device are both addressable."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="offload-saved")  # of activations; begins when used
 
     def use(self, buffer: Buffer) -> None:
         """Nothing to note: compute on the CPU is synchronous."""
@@ -113,6 +123,21 @@ class CpuMover:
         """Copy in the worker thread."""
         return self.download(source, target, size_bytes)
 
+    def fill(self, source: int, target: Buffer, offset_bytes: int, size_bytes: int) -> Ticket:
+        """Copy at once."""
+        self._copy(target.address + offset_bytes, source, size_bytes)
+        return TicketGroup(())
+
+    def save(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy in a thread of its own, beside fetches."""
+        copy = self._saver.submit(self._copy, target, source, size_bytes, D2H)
+        return FutureTransfer(copy, f"copy of {size_bytes} bytes of activations to the host")
+
+    def restore(self, source: int, target: int, size_bytes: int) -> CpuArriving:
+        """Copy in the same thread."""
+        copy = self._saver.submit(self._copy, target, source, size_bytes)
+        return CpuArriving(copy, f"copy of {size_bytes} bytes of activations to the device")
+
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Copy."""
         ctypes.memmove(target.address, source.address, size_bytes)
@@ -129,10 +154,14 @@ class CpuMover:
         """Nothing is ever on its way."""
         return 0
 
+    def await_next(self, timeout_s: float, *, room_for: int | None = None) -> bool:
+        """Nothing is ever on its way."""
+        return False
+
     def wait(self, timeout_s: float) -> None:
         """Nothing is ever outstanding."""
 
-    def computing(self) -> contextlib.AbstractContextManager[bool]:
+    def computing(self, what: str) -> contextlib.AbstractContextManager[bool]:
         """Leave it to the host's clock: compute is synchronous."""
         return contextlib.nullcontext(False)
 
@@ -140,10 +169,13 @@ class CpuMover:
         """They are counted already."""
 
     def close(self) -> None:
-        """End the worker."""
+        """End the workers."""
         self._worker.shutdown(wait=True)
+        self._saver.shutdown(wait=True)
 
-    def _copy(self, target: int, source: int, size_bytes: int) -> None:
+    def _copy(self, target: int, source: int, size_bytes: int, lane: str = H2D) -> None:
         begin = time.perf_counter()
         ctypes.memmove(target, source, size_bytes)
-        self._counters.add("h2d", size_bytes=size_bytes, seconds=time.perf_counter() - begin)
+        end = time.perf_counter()
+        self._counters.add(lane, size_bytes=size_bytes, seconds=end - begin)
+        self._counters.spans.add(lane, "copy", begin, end, size_bytes)

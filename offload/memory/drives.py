@@ -7,16 +7,14 @@ file costs speed, nothing else: what cannot be read counts as not measured.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from offload.memory.kept import keep, read_kept
 from offload.memory.machine import mount_of
 
 logger = logging.getLogger(__name__)
@@ -73,13 +71,8 @@ def remember(path: str | Path, measured: Measured) -> Path | None:
     device, file = device_of(path), cache_file()
     if device is None:
         return None
-    content = {**_read(file), device: dataclasses.asdict(measured)}
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(content, stream, indent=2, sort_keys=True)
-        Path(name).replace(file)
+        keep(file, device, dataclasses.asdict(measured))
     except OSError as error:
         logger.warning("drive settings: not kept in %s (%s)", file, error)
         return None
@@ -89,7 +82,7 @@ def remember(path: str | Path, measured: Measured) -> Path | None:
 def recall(path: str | Path) -> Measured | None:
     """Return what was measured of the drive that holds `path`, None where nothing was."""
     device, file = device_of(path), cache_file()
-    found = _read(file).get(device) if device is not None else None
+    found = read_kept(file).get(device) if device is not None else None
     if found is None:
         return None
     try:
@@ -120,11 +113,3 @@ def store_options(paths: Sequence[str | Path]) -> dict[str, Any]:
     if len(measured) > 1:
         options["weights"] = speeds
     return options
-
-
-def _read(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(content, dict):
-            return content
-    return {}

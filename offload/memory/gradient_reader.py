@@ -189,7 +189,7 @@ class GradientReader:
             self._send()
             batch = next((batch for batch in self._flying if not _has_left(batch)), None)
             if batch is not None and batch.left is not None:
-                with contextlib.suppress(Exception):  # who waits for its use is told
+                with self._watch.waiting("gradients"), contextlib.suppress(Exception):  # who waits for its use is told
                     FutureTransfer(batch.left, "copy of gradients to the host").wait(timeout_s)
                 if not _has_left(batch):
                     return  # late
@@ -201,7 +201,8 @@ class GradientReader:
         if batch.told:
             return
         try:
-            FutureTransfer(batch.used, "copy of gradients to the host").wait(timeout_s)
+            with self._watch.waiting("gradients"):
+                FutureTransfer(batch.used, "copy of gradients to the host").wait(timeout_s)
         except Exception as error:  # errors of a device are RuntimeErrors
             batch.uses.clear()
             batch.told = True

@@ -18,6 +18,13 @@ HOST_HEADROOM = 0.85  # of what is available, where the user names no host budge
 DEVICE_HEADROOM = 0.90
 
 
+def free_host_bytes() -> int:
+    """Return the bytes of main memory that this process may still take, in the container where there is one."""
+    available = int(psutil.virtual_memory().available)
+    container = machine.cgroup_memory_free()
+    return available if container is None else min(available, container)
+
+
 def resolve_budgets(given: Mapping[str, int | Share], device: Device, nvme_free_bytes: int | None) -> dict[Tier, int]:
     """Turn given budgets into bytes per tier.
 
@@ -27,10 +34,7 @@ def resolve_budgets(given: Mapping[str, int | Share], device: Device, nvme_free_
             missing one gets half.
         nvme_free_bytes: free bytes at the NVMe paths, None without paths.
     """
-    available = psutil.virtual_memory().available
-    container = machine.cgroup_memory_free()
-    if container is not None:
-        available = min(available, container)
+    available = free_host_bytes()
     if device.addressable:
         device_free = available
         half = int(available * HOST_HEADROOM / 2)

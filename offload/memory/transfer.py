@@ -82,7 +82,7 @@ class TicketGroup:
         """Tell whether all tickets are done."""
         return all(ticket.done() for ticket in self._tickets)
 
-    def wait(self, timeout_s: float | None) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Wait for every ticket, also after one has failed: its buffers are in use. Raise the first error."""
         failure: BaseException | None = None
         for ticket in self._tickets:
@@ -116,6 +116,19 @@ class FutureTransfer:
                 f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
                 "raise io_deadline_s if the machine is just slow"
             ) from None
+
+
+class Arriving(Protocol):
+    """A copy to memory of torch's on the device."""
+
+    def done(self) -> bool:
+        """Tell whether the copy is complete."""
+
+    def use(self, timeout_s: float) -> None:
+        """Let what compute is given from now on, on the stream that is current, see the bytes."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the copy is complete: nobody reads the source any more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +196,24 @@ class Mover(Protocol):
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy `size_bytes` from host address `source` to device address `target`."""
 
+    def fill(self, source: int, target: Buffer, offset_bytes: int, size_bytes: int) -> Ticket:
+        """Copy host address `source` to `target` from `offset_bytes` on; who uses `target` next sees all such copies.
+
+        The host waits for the ticket before it writes to `source`.
+        """
+
+    def save(self, source: int, target: int, size_bytes: int) -> Ticket:
+        """Copy what compute has made at device address `source` to host address `target`; counts as ``d2h``.
+
+        The memory at `source` must stay until the copy has been waited for, or is done.
+        """
+
+    def restore(self, source: int, target: int, size_bytes: int) -> Arriving:
+        """Copy host address `source` to device address `target`, which torch has just given; counts as ``h2d``.
+
+        Both must stay until the copy is done.
+        """
+
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Move bytes on the device, to a lower address; the two may overlap. What compute is given next sees them."""
 
@@ -201,11 +232,17 @@ class Mover(Protocol):
     def make_room(self, wanted_bytes: int) -> int:
         """Have tensors on their way to the host take `wanted_bytes` less of the device; returns how many less."""
 
+    def await_next(self, timeout_s: float, *, room_for: int | None = None) -> bool:
+        """Wait until the next group of :meth:`read_tensor` has left the device; returns False where all have.
+
+        With `room_for`, also where those on their way leave the host room for so many bytes more.
+        """
+
     def wait(self, timeout_s: float) -> None:
         """Wait until every `use` of :meth:`read_tensor` has run; raise what went wrong in one."""
 
-    def computing(self) -> contextlib.AbstractContextManager[bool]:
-        """Count the seconds that the device takes for what it is given in the ``with`` block, by its own clock.
+    def computing(self, what: str) -> contextlib.AbstractContextManager[bool]:
+        """Count the seconds that the device takes for `what` it is given in the ``with`` block, by its own clock.
 
         Gives False where that is left to the host's: there is no other, or compute is synchronous.
         """

@@ -29,6 +29,7 @@ from offload.module.refusals import LOST
 from offload.module.torch_calls import DATA, Does, calling_frame, described, name_of, unchanged, what, written
 from offload.nested import tensors_in
 from offload.torch_private import no_subclasses
+from offload.wrappers import has_own_storage
 
 
 class Keeper(Protocol):
@@ -69,6 +70,8 @@ class Absent:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         does = what(func)
+        if does in (Does.LOOK, Does.MEASURE) and not has_own_storage(cls):  # the class itself may answer
+            return _passed_on(_absent_in(args, kwargs), lambda: func(*args, **kwargs))
         if does is Does.LOOK:
             with no_subclasses():
                 return func(*args, **kwargs)
@@ -76,7 +79,7 @@ class Absent:
             with no_subclasses():
                 like = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
                 return func(like, *args[1:], **kwargs)
-        absent: list[torch.Tensor] = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Absent)]
+        absent = _absent_in(args, kwargs)
         if does is Does.OPEN:
             name = _keeper_of(absent[0], func).describe(absent[0])
             raise StateError(
@@ -96,6 +99,11 @@ class Absent:
         for target in written(func, args, kwargs):
             if isinstance(target, Absent):
                 return _write(keepers[id(target)], target, does, func, args, kwargs)
+        if not has_own_storage(cls) and _converts(caller.f_back):
+            raise StateError(
+                f"parameter {keeper.describe(absent[0])}: a conversion of its module would put another tensor in its "
+                "place; leave .to() and the like out, for the engine moves parameters"
+            )
         if unchanged(func, args, kwargs):
             return args[0]
         if keeper.collects_state(func, caller):
@@ -159,7 +167,19 @@ class AbsentParameter(Absent, nn.Parameter):
 @functools.cache
 def absent_class(kind: type) -> type:
     """Return the class that parameters of class `kind` have outside their uses."""
-    return AbsentParameter if kind is nn.Parameter else type(f"Absent{kind.__name__}", (Absent, kind), {})
+    if kind is nn.Parameter:
+        return AbsentParameter
+    name = f"Absent{kind.__name__}" if has_own_storage(kind) else kind.__name__  # which others say who they are by
+    return type(name, (Absent, kind), {"__module__": kind.__module__, "__qualname__": name})
+
+
+def _absent_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Absent)]
+
+
+def _converts(frame: FrameType | None) -> bool:
+    """Tell whether this is a module's ``to()``, ``float()`` or the like, which swap a wrapper for what they return."""
+    return frame is not None and frame.f_code is nn.Module._apply.__code__
 
 
 def is_lost(parameter: torch.Tensor) -> bool:
@@ -187,6 +207,8 @@ def base_class(kind: type) -> type:
 
 def _revive(parameter: torch.Tensor, does: Does, func: Any, args: Any) -> bool:
     """Make a parameter whose content was lost an ordinary one, which is about to get another content as a whole."""
+    if not has_own_storage(type(parameter)):
+        return False
     if does is Does.ASSIGN:
         parameter.__class__ = base_class(type(parameter))
         return True

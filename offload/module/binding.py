@@ -6,6 +6,7 @@ Owns which of the two each unit is, who is lent its parameters, and what others 
   identity stay real, it takes no memory, and a use that slipped through turns into NaN, which is noticed.
 * Outside of a use, a parameter's own class sees every call (:mod:`offload.module.absent`); while it is lent, it is an
   ordinary parameter.
+* Of a parameter that is made of inner tensors, these are what is bound; it is lent while all of them are.
 
 Asks nobody: :mod:`offload.shards.working_set` says when a unit comes and goes. Next: :mod:`offload.module.hooks`.
 """
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.errors import StateError
+from offload.errors import ConfigError, StateError
 from offload.labels import labelled
 from offload.memory.arena import view_at
-from offload.module.absent import absent_class
-from offload.planning.partition import UnitTree
+from offload.module.absent import Absent, absent_class
+from offload.planning.partition import UnitTree, Wrapper
 from offload.planning.units import Unit, Where
 from offload.torch_private import no_functions, no_subclasses
+from offload.wrappers import Shell, is_wrapper, take_apart
 
 
 class Binding:
@@ -46,6 +48,13 @@ class Binding:
             self._stand_ins.append([stand_in(s.shape, self.dtypes[unit.index], device) for s in unit.slots])
             for slot, parameter in enumerate(parameters):
                 self._slot_of[id(parameter)] = (unit.index, slot)
+        self._units_of: dict[int, tuple[int, ...]] = {n: (where[0],) for n, where in self._slot_of.items()}
+        self._wrapper_of = {id(wrapper.parameter): wrapper for wrapper in tree.wrappers}
+        self._wrappers_in: dict[int, list[Wrapper]] = {}
+        for number, wrapper in self._wrapper_of.items():
+            self._units_of[number] = tuple(dict.fromkeys(index for index, _ in wrapper.places))
+            for index in self._units_of[number]:
+                self._wrappers_in.setdefault(index, []).append(wrapper)
         self._kinds = [[type(parameter) for parameter in parameters] for parameters in tree.parameters]
         self._lent = [0] * len(tree.units)  # to those who use a unit's parameters now
         self._bases: dict[int, int] = {}
@@ -136,6 +145,71 @@ class Binding:
     def _set_classes(self, index: int, kinds: Iterable[type]) -> None:
         for parameter, kind in zip(self.tree.parameters[index], kinds, strict=True):
             parameter.__class__ = kind
+        for wrapper in self._wrappers_in.get(index, ()):
+            self._settle_class(wrapper)
+
+    def _settle_class(self, wrapper: Wrapper) -> None:
+        absent = any(isinstance(self._member(where), Absent) for where in wrapper.places)
+        wrapper.parameter.__class__ = absent_class(wrapper.shell.kind) if absent else wrapper.shell.kind
+
+    # --- parameters that are made of inner tensors ------------------------------------------------------------------
+
+    def settle_devices(self) -> None:
+        """Let parameters that are made of inner tensors say that they are where these are.
+
+        The device that such a tensor has is fixed when it is made: another one takes its place.
+        """
+        for wrapper in self.tree.wrappers:
+            shell, parameter = wrapper.shell.map(self._member), wrapper.parameter
+            with no_subclasses():
+                if all(inner.device == parameter.device for _, inner in shell.items()):
+                    continue
+                made = shell.tensor()
+                vars(made).update({name: value for name, value in vars(parameter).items() if name not in vars(made)})
+                torch.utils.swap_tensors(parameter, made)
+            self._settle_class(wrapper)
+
+    def refuse_replaced(self, index: int) -> None:
+        """Check that parameters still have the inner tensors that are in a unit.
+
+        Raises:
+            StateError: somebody has put another one in the place of one; names it.
+        """
+        for wrapper in self._wrappers_in.get(index, ()):
+            inner = vars(wrapper.parameter)
+            for name, part in wrapper.shell.parts.items():
+                if not isinstance(part, Shell) and inner.get(name, self._member(part)) is not self._member(part):
+                    raise StateError(
+                        f"parameter {wrapper.name}: expected its own inner tensor {name} but got another one in its "
+                        "place, which the engine does not have; put it back, and write into it inside "
+                        "engine.gather(parameter, modify=True)"
+                    )
+
+    def _member(self, where: Where) -> torch.Tensor:
+        return self.tree.parameters[where[0]][where[1]]
+
+    def spread(self, parameter: torch.Tensor, value: Any) -> dict[Where, Any]:
+        """Return what a value of a parameter is to each of its places.
+
+        Raises:
+            ConfigError: it is of another class than a parameter that is made of inner tensors, or made in another way.
+        """
+        wrapper = self._wrapper_of.get(id(parameter))
+        if wrapper is None:
+            return {self._slot_of[id(parameter)]: value}
+        if isinstance(value, torch.Tensor) and is_wrapper(value):
+            shell = take_apart(value)
+            if shell.described() == wrapper.shell.described():
+                inner = dict(shell.items())
+                return {where: inner[name] for name, where in wrapper.shell.items()}
+        kind = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            kind += f" of shape {tuple(value.shape)}"
+        raise ConfigError(
+            f"{wrapper.name}: expected a {wrapper.shell.kind.__name__} of shape {tuple(wrapper.shell.shape)}, "
+            f"quantized in the same way, but got a {kind}; load what state_dict() of a model that was quantized alike "
+            "returned"
+        )
 
     # --- what others have changed -----------------------------------------------------------------------------------
 
@@ -193,25 +267,40 @@ class Binding:
 
     def identities(self) -> Iterable[int]:
         """Return the identities of all parameters: they are kept alive, so these are theirs alone."""
-        return self._slot_of.keys()
+        return self._units_of.keys()
 
     def slot_of(self, parameter: object) -> Where | None:
-        """Return (unit, slot) of a parameter of this model, None for anything else."""
+        """Return (unit, slot) of a parameter of this model; None for a wrapper, and for anything else."""
         return self._slot_of.get(id(parameter))
+
+    def wrapper_of(self, parameter: object) -> Wrapper | None:
+        """Return what a parameter of this model that is made of inner tensors is; None for anything else."""
+        return self._wrapper_of.get(id(parameter))
+
+    def places_of(self, parameter: object) -> list[Where]:
+        """Return where a parameter of this model has its elements; nothing for anything else."""
+        wrapper = self._wrapper_of.get(id(parameter))
+        if wrapper is not None:
+            return wrapper.places
+        where = self._slot_of.get(id(parameter))
+        return [] if where is None else [where]
 
     def units_of(self, values: Iterable[Any]) -> list[int]:
         """Return the units of the parameters in `values` (one level deep)."""
-        used = []
+        used: list[int] = []
         for value in values:
-            where = self._slot_of.get(id(value))
-            if where is not None:
-                used.append(where[0])
+            units = self._units_of.get(id(value))
+            if units is not None:
+                used.extend(units)
             elif type(value) in (list, tuple):
                 used.extend(self.units_of(value))
         return used
 
     def name(self, parameter: torch.Tensor) -> str:
         """Return what a parameter of this model is called."""
+        wrapper = self._wrapper_of.get(id(parameter))
+        if wrapper is not None:
+            return wrapper.name
         unit, slot = self._slot_of[id(parameter)]
         return self.tree.units[unit].slots[slot].name
 

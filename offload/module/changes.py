@@ -8,7 +8,7 @@ business of :class:`Writer`. Next: :mod:`offload.module.outside` tells of reads 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -77,10 +77,10 @@ class OutsideChanges:
         self.adopt()
         self._writer.write(values)
 
-    def note_copies(self, copies: Mapping[str, torch.Tensor]) -> None:
+    def note_copies(self, copies: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note what ``module.state_dict()`` gives away, where plain torch gives the parameters' own memory."""
         self._copies = [entry for entry in self._copies if entry[1]() is not None]
-        for name, copy in copies.items():
+        for name, copy in copies:
             if not copy.is_inference():
                 self._copies.append((name, weakref.ref(copy), copy._version))
 

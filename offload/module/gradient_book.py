@@ -107,6 +107,13 @@ class GradientBook:
         self._contents[where] = value.content = object()
         value.scale = value.clip = 1.0
 
+    def note_arrived(self) -> None:
+        """Leave a handle for each gradient that has come from another rank alone."""
+        with no_subclasses():
+            for where, parameter in self._slots.items():
+                if parameter.grad is None and self._gradients.arrived(where[0])[where[1]]:
+                    self.put(parameter, where, None)
+
     # --- at the step ------------------------------------------------------------------------------------------------
 
     def adopt(self) -> None:

@@ -12,9 +12,10 @@ in the :class:`Book` of its engine. Next: :mod:`offload.module.gradient_book`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -144,7 +145,7 @@ class GradientHandle(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         does, name = what(func), name_of(func)
-        self = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, cls))
+        self = _handle_in(args, kwargs)
         if does is Does.ASSIGN:
             return _assign(args[0], args[1] if len(args) > 1 else None)
         if does in (Does.LOOK, Does.MEASURE) and name not in _BYTES:
@@ -168,7 +169,7 @@ class GradientHandle(torch.Tensor):
         if func is _DEVICE:
             return args[0].place
         name = func._schema.name.removeprefix("aten::")
-        handle = next(tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, cls))
+        handle = _handle_in(args, kwargs or {})
         answer = _ANSWERS.get(name)
         return handle.refuse(name) if answer is None else answer(handle, func, args, kwargs or {})
 
@@ -338,6 +339,19 @@ def _zero(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> Gradient
     return handle
 
 
+def _handle_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> GradientHandle:
+    """Return the first handle among the arguments of a call."""
+    if args and isinstance(args[0], GradientHandle):  # of nearly every call, and clipping makes two per gradient
+        return args[0]
+    return next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, GradientHandle))
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments_of(func: Any) -> tuple[str, ...]:
+    """Return the names of an operation's arguments."""
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
 def _alias(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> GradientHandle:
     return handle.like()
 
@@ -362,8 +376,7 @@ def _view(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> Gradient
 
 
 def _norm(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {**dict(zip(_arguments_of(func), args, strict=False)), **kwargs}
     order = given.get("ord", given.get("p", 2))
     if given.get("dim") or given.get("out") is not None:
         handle.refuse(func._schema.name.removeprefix("aten::") + " along a dimension")

@@ -36,9 +36,11 @@ from offload.module.gradient_book import GradientBook
 from offload.module.gradient_hooks import GradientHooks, HookCalls
 from offload.module.lending import Lending, Loan
 from offload.module.outside import OutsideAccess
+from offload.module.reachable import reachable
 from offload.module.saved import SavedTensors
 from offload.module.unannounced import UnannouncedUses
 from offload.planning.partition import UnitTree
+from offload.planning.units import Where
 from offload.shards.manager import Manager
 from offload.torch_private import in_backward, is_transformed, may_have_hooks, no_subclasses
 
@@ -126,8 +128,8 @@ class Hooks:
             "average of weights, copy the model before the engine is made, or use engine.apply"
         )
 
-    def untrained(self) -> str | None:
-        """Return the name of a parameter that wants a gradient but that nobody trains."""
+    def untrained(self) -> tuple[str, nn.Parameter] | None:
+        """Return a parameter that wants a gradient but that nobody trains, with its name."""
         model = self._model()
         if model is None:
             return None
@@ -136,7 +138,7 @@ class Hooks:
                 if parameter.requires_grad:
                     where = self.binding.slot_of(parameter)
                     if where is None or not self.binding.tree.units[where[0]].trainable:
-                        return name
+                        return name, parameter
         return None
 
     # --- attach and detach ------------------------------------------------------------------------------------------
@@ -248,6 +250,15 @@ class Hooks:
     def watch(self) -> contextlib.AbstractContextManager[None]:
         """Serve parameters that are used outside any module's forward, inside the ``with`` block."""
         return self.uses.watch()
+
+    def reached(self, loss: torch.Tensor, **options: Any) -> list[Where] | None:
+        """Return the parameters that ``loss.backward(**options)`` may reach; None where that is not known."""
+        leaves = None if options.get("inputs") is not None else reachable(loss)
+        if leaves is None:
+            return None
+        with no_subclasses():
+            places = (self.binding.slot_of(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
+        return [place for place in places if place is not None]
 
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
         """Run ``loss.backward(gradient, **options)``, watching.

@@ -26,6 +26,7 @@ class Lending:
         """Lease a unit's parameters, and lend them: they are ordinary parameters until the loan is closed."""
         refusals.refuse_child(self._process)
         assert self._manager is not None, "closed"
+        self._binding.refuse_replaced(index)
         lease = self._manager.acquire(index)
         self._binding.lend(index)
         return Loan(self, index, lease)

@@ -72,13 +72,15 @@ class ModuleLoad:
         self._handles.clear()
         self._forget()
 
-    def note(self, where: Where, value: Any) -> bool:
-        """Note a value that is being copied to a parameter; False where no load is under way."""
-        load = self._load
-        if load is None or not isinstance(value, torch.Tensor) or _frame(load.frame) is None:
-            return False
-        load.values[where] = value
-        return True
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a load is."""
+        return self._load is not None and _frame(self._load.frame) is not None
+
+    def note(self, values: Mapping[Where, torch.Tensor]) -> None:
+        """Note what is being copied to a parameter; a load is under way."""
+        assert self._load is not None
+        self._load.values.update(values)
 
     def _begin(
         self,
@@ -101,7 +103,7 @@ class ModuleLoad:
                 "load_state_dict: torch is set to swap parameters, which would replace those that an engine has; use "
                 "engine.load_state_dict(state_dict)"
             )
-        if self._load is not None and _frame(self._load.frame) is not None:
+        if self.is_under_way:
             return
         self._forget()  # an earlier call was broken off by an exception
         frame = _frame()

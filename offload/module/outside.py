@@ -116,6 +116,12 @@ class OutsideAccess:
         """
         if value is parameter:
             return
+        if self._binding.wrapper_of(parameter) is not None:
+            raise StateError(
+                f"parameter {self._binding.name(parameter)}: expected its inner tensors to be written but got a tensor "
+                "as its .data, which changes nothing in plain torch; use engine.load_state_dict, or write inner "
+                "tensors inside engine.gather(parameter, modify=True)"
+            )
         where, name = self._where(parameter), f"parameter {self._binding.name(parameter)}"
         with no_subclasses():
             own = (tuple(parameter.shape), parameter.dtype, parameter.device)
@@ -147,7 +153,10 @@ class OutsideAccess:
 
     def load(self, parameter: torch.Tensor, value: Any) -> bool:
         """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""
-        return self._loads.note(self._where(parameter), value)
+        if not self._loads.is_under_way or not isinstance(value, torch.Tensor):
+            return False
+        self._loads.note(self._binding.spread(parameter, value))
+        return True
 
     def collects_state(self, func: Any, caller: FrameType) -> bool:
         """Tell whether this is torch making a state dict: its values are replaced by real ones when it has them all."""

@@ -8,6 +8,7 @@ them, or not at all. No library is imported: modules are known by the class of t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from offload.errors import SAVE_FIRST, ConfigError, StateError
 from offload.module.absent import is_lost
 from offload.module.binding import Binding
 from offload.module.saved import SavedTensors
+from offload.wrappers import is_wrapper
 
 _FUNCTION = "MatMul4BitBackward"  # of bitsandbytes; keeps (None, weight) in an attribute called tensors
 
@@ -36,8 +38,14 @@ def make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
 
     Raises:
         ConfigError: a 4-bit weight is to be trained, has no scales or would be cast, or a bias gets another dtype than
-            its module computes in. Nothing was changed.
+            its module computes in; or other quantized weights would be cast. Nothing was changed.
     """
+    for name, parameter in model.named_parameters():
+        if is_wrapper(parameter) and dtype not in (None, parameter.dtype):
+            raise ConfigError(
+                f"dtype: expected {parameter.dtype}, which {name} had before it was quantized, but got {dtype}; leave "
+                "dtype= out, or cast the model before it is quantized"
+            )
     found, eight = list(_four_bit(model)), list(_eight_bit(model))
     for name, module, weight in eight:
         if weight.requires_grad:
@@ -84,6 +92,41 @@ def make_ready(model: nn.Module, dtype: torch.dtype | None) -> None:
             weight.to(weight.device)  # in place
         if weight.CB is not None:
             module.init_8bit_state()
+
+
+@contextlib.contextmanager
+def ready_meanwhile(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Make a model ready for the block alone: afterwards it is what it was.
+
+    Args:
+        model: as of :func:`make_ready`.
+        dtype: as of :func:`make_ready`.
+
+    Raises:
+        ConfigError: as :func:`make_ready`, or weights on the meta device are not quantized, which nobody can do there.
+    """
+    found = [*_four_bit(model), *_eight_bit(model)]
+    for name, _, weight in found:
+        if weight.is_meta and weight.dtype.is_floating_point and not getattr(weight, "bnb_quantized", False):
+            raise ConfigError(
+                f"parameter {name}: expected weights of bitsandbytes that are quantized but got them on the meta device"
+                ", where they cannot be; load the model first"
+            )
+    tensors = [one for _, module, weight in found for one in (weight, module.bias) if one is not None]
+    contents = [(tensor, tensor.data) for tensor in tensors]
+    scales = [weight.quant_state for _, _, weight in found if getattr(weight, "quant_state", None) is not None]
+    states = [module.state for _, module, _ in found if hasattr(module, "state")]
+    owners: list[Any] = [*(part for _, *parts in found for part in parts), *scales, *states]
+    attributes = [(owner, dict(vars(owner))) for owner in owners]
+    try:
+        make_ready(model, dtype)
+        yield
+    finally:
+        for tensor, content in contents:
+            Binding.rebind(tensor, content)
+        for owner, before in attributes:
+            vars(owner).clear()
+            vars(owner).update(before)
 
 
 class FourBitModules:

@@ -20,6 +20,7 @@ from offload.errors import SAVE_FIRST, ConfigError, NonFiniteError, StateError
 from offload.memory.arena import HOST
 from offload.nested import tensors_in
 from offload.planning.partition import UnitTree
+from offload.wrappers import has_own_storage, inner_tensors, is_wrapper
 
 LOST = (
     "expected content but it has none, its engine was closed without restoring it (it did not fit the budgets, or "
@@ -52,8 +53,9 @@ def refuse_ranks() -> None:
     for source, count in counts.items():
         if count > 1:
             raise StateError(
-                f"engine: expected one process but got {count} {source}, which would train apart, for {ONE_RANK}; "
-                "start one process, without torchrun or accelerate launch"
+                f"engine: expected one process but got {count} {source}, which would train apart; pass stage=1 to "
+                "offload.Engine for gradients and states in slices, or start one process, without torchrun or "
+                "accelerate launch"
             )
 
 
@@ -94,7 +96,10 @@ def refuse_model(model: nn.Module) -> None:
             _refuse_called_by_others(module)
     linear = {id(part.weight) for part in model.modules() if is_a(part, "bitsandbytes", "Linear8bitLt")}
     for name, parameter in model.named_parameters():
-        _refuse_tensor(f"parameter {name}", parameter)
+        if is_wrapper(parameter) and not is_a(parameter, "torch", "DTensor"):
+            _refuse_wrapper(name, parameter)
+        else:
+            _refuse_tensor(f"parameter {name}", parameter)
         if is_a(parameter, "bitsandbytes", "Int8Params") and id(parameter) not in linear:
             raise ConfigError(
                 f"parameter {name}: expected one that nobody else keeps but got {_class_of(parameter)} outside a "
@@ -158,11 +163,6 @@ def _device_name(device: Any) -> str:
 # --- its tensors ------------------------------------------------------------------------------------------------------
 
 
-def has_own_storage(kind: type[torch.Tensor]) -> bool:
-    """Tell whether a class of tensors leaves operations to torch, and so keeps its elements where torch does."""
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
 def unreadable(tensor: torch.Tensor) -> str | None:
     """Return what a tensor is whose elements do not lie at an address in their order; None where they do.
 
@@ -201,11 +201,29 @@ def _refuse_tensor(subject: str, tensor: torch.Tensor, *, dense: bool = True) ->
         if not dense:
             return
         remedy = "convert it to an ordinary dense tensor first"
-    elif hasattr(tensor, "__tensor_flatten__"):
-        remedy = "wrap the model as it was before it was quantized, or load it with 4-bit modules of bitsandbytes"
+    elif is_wrapper(tensor):
+        remedy = "register it as a frozen torch.nn.Parameter, or take its dequantize()"
     else:
         remedy = "make an ordinary torch.nn.Parameter of it"
     raise ConfigError(f"{subject}: expected elements in memory of its own but got {kind}; {remedy}")
+
+
+def _refuse_wrapper(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter that is made of inner tensors where it is trained, or an inner one cannot be moved."""
+    if parameter.requires_grad:
+        raise ConfigError(
+            f"parameter {name}: expected quantized weights to be frozen but got {_class_of(parameter)} with "
+            "requires_grad=True; call requires_grad_(False) on it, and train adapters, or train the model as it was "
+            "before it was quantized"
+        )
+    for inner, tensor in inner_tensors(parameter):
+        _refuse_tensor(f"parameter {name}: its inner tensor {inner}", tensor)
+        if not tensor.is_contiguous() and not tensor.is_meta:
+            raise ConfigError(
+                f"parameter {name}: expected inner tensors without gaps, in the order of their elements, but {inner} "
+                f"of {_class_of(parameter)} has strides {tensor.stride()}; quantize the model with another "
+                "configuration"
+            )
 
 
 def refuse_shared(tree: UnitTree, owner_of: Callable[[nn.Parameter], str | None]) -> None:
@@ -266,12 +284,13 @@ def refuse_batch(args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.d
                 )
 
 
-def refuse_loss(loss: object, last: torch.Tensor | None) -> None:
+def refuse_loss(loss: object, last: torch.Tensor | None, *, several_ranks: bool = False) -> None:
     """Refuse what backward cannot begin from.
 
     Args:
         loss: what the user gave.
         last: the loss whose graph the last backward has used up; None where nobody can have it any more.
+        several_ranks: all of them drop the gradients that wait.
 
     Raises:
         NonFiniteError: it is NaN or infinite, and on the CPU: elsewhere, looking at it would wait for the device.
@@ -282,7 +301,27 @@ def refuse_loss(loss: object, last: torch.Tensor | None) -> None:
     if loss is last:
         raise StateError("backward: called twice for the same loss; run the forward again, or pass retain_graph=True")
     if loss.device == HOST and not torch.isfinite(loss.detach()).all():
+        unchanged = "nothing was changed"
+        if several_ranks:
+            unchanged = "no parameter was changed, and all ranks have dropped their gradients since the last step"
         raise NonFiniteError(
-            f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; nothing was changed. "
+            f"loss: expected a finite value but got {loss.detach().flatten()[0].item()}; {unchanged}. "
             "Look at the batch and the learning rate, or for labels that are all ignored"
         )
+
+
+def not_there(kind: str, name: str) -> str:
+    """Return what is said of an attribute that an engine has not, as libraries ask for it that expect a module.
+
+    Args:
+        kind: name of the engine's class.
+        name: of the attribute.
+    """
+    text = f"{kind!r} object has no attribute {name!r}"
+    if not hasattr(nn.Module, name) and name not in nn.Module().__dict__:
+        return text
+    return (
+        f"engine: expected a torch.nn.Module, which has {name}, but got an offload.Engine; pass engine.module, or take "
+        "the door of the library: offload.hf.OffloadTrainer, offload.accelerate.prepare(accelerator, engine, ...), "
+        f"offload.lightning.OffloadStrategy ({text})"
+    )

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import Activations, SavedActivation
 from offload.errors import StateError
 from offload.memory.arena import view_at
-from offload.module import refusals
 from offload.module.binding import Binding
 from offload.shards.manager import Manager
 from offload.torch_private import no_subclasses, top_hooks
+from offload.wrappers import Shell, has_own_storage, is_wrapper, take_apart
 
 
 class SavedView(NamedTuple):
@@ -57,6 +58,7 @@ class SavedTensors:
         self._binding = binding
         self._manager: Manager | None = manager
         self._activations = activations
+        self._leaving = activations if isinstance(activations, LeavingActivations) else None
         self._device = device
         self._check_interrupt = check_interrupt
 
@@ -66,7 +68,11 @@ class SavedTensors:
         unit = self._binding.unit_at(address)
         if unit is not None:
             return self._view(tensor, unit, in_segment=False)
+        if address is None and is_wrapper(tensor):
+            return take_apart(tensor).map(self.pack)
         charged = address is not None and tensor.device == self._device
+        if charged and self._leaving is not None:
+            return self._leaving.keep(tensor)
         return SavedActivation(tensor, self._activations if charged else None)
 
     def unpack(self, saved: object) -> torch.Tensor:
@@ -77,6 +83,12 @@ class SavedTensors:
         """
         if isinstance(saved, SavedActivation):
             return saved.get()
+        if isinstance(saved, SavedElsewhere):
+            assert self._leaving is not None
+            self._check_interrupt()
+            return self._leaving.bring(saved)
+        if isinstance(saved, Shell):
+            return saved.map(self.unpack).tensor()
         assert isinstance(saved, SavedView)
         manager = self._manager
         if manager is None:
@@ -96,10 +108,17 @@ class SavedTensors:
         pack, unpack = top_hooks() or (self.pack, self.unpack)
         return pack(tensor), unpack
 
-    def view_in_segment(self, tensor: torch.Tensor) -> SavedView | None:
+    def view_in_segment(self, tensor: torch.Tensor) -> SavedView | Shell[object] | None:
         """Return the handle of a tensor of a segment that views a unit, None for any other tensor."""
-        unit = self._binding.unit_at(address_of(tensor))
-        return None if unit is None else self._view(tensor, unit, in_segment=True)
+        address = address_of(tensor)
+        unit = self._binding.unit_at(address)
+        if unit is not None:
+            return self._view(tensor, unit, in_segment=True)
+        if address is None and is_wrapper(tensor):
+            shell = take_apart(tensor)
+            if any(self._binding.unit_at(address_of(inner)) is not None for _, inner in shell.items()):
+                return shell.map(lambda inner: self.view_in_segment(inner) or self.pack(inner))
+        return None
 
     def missing_hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
         """Return the hooks to put in force, over those of somebody else; None where ours are uppermost."""
@@ -161,7 +180,7 @@ class _Theirs:
 
 def address_of(tensor: torch.Tensor) -> int | None:
     """Return where a tensor's storage begins; None where it has no single one of its own."""
-    if not refusals.has_own_storage(type(tensor)) or tensor.layout is not torch.strided:
+    if not has_own_storage(type(tensor)) or tensor.layout is not torch.strided:
         return None
     if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
         return None

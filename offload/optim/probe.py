@@ -40,7 +40,10 @@ _EXTENTS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 )
 _STEPS = 2
 _SAMPLE_NUMEL = 1 << 13  # of the tensors on which temporaries are measured
-_REMEDY = "use offload.AdamW or a class of torch.optim that updates each parameter by itself, such as torch.optim.NAdam"
+_REMEDY = (
+    'use offload.AdamW, with state_dtype="int8" for states of 8 bits, or a class of torch.optim that updates each '
+    "parameter by itself, such as torch.optim.NAdam"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,8 +22,9 @@ class LossScaler:
     Source: Micikevicius et al., Mixed Precision Training, section 3.2.
     """
 
-    def __init__(self, config: Config, *, enabled: bool) -> None:
+    def __init__(self, config: Config, *, enabled: bool, several_ranks: bool = False) -> None:
         self.enabled = enabled
+        self._several_ranks = several_ranks
         self.scale = config.initial_loss_scale if enabled else 1.0
         self._is_applied = False
         self._window = config.loss_scale_window
@@ -45,6 +46,8 @@ class LossScaler:
         """Return why gradients are not taken now; None where they are."""
         if self.enabled and not self._is_applied:
             return "float16: the loss must be scaled; call engine.backward(loss) instead of loss.backward()"
+        if self._several_ranks and not self._is_applied:
+            return "several ranks add gradients up when backward ends; call engine.backward(loss), not loss.backward()"
         return None
 
     def overflowed(self) -> None:

@@ -27,6 +27,7 @@ from offload.planning.units import Unit, Where
 from offload.shards.gradients import KERNEL_DTYPE
 from offload.shards.stream import ALL_STATES, Chunk, copy_sources
 from offload.shards.tiers import Tiers
+from offload.spans import CPU_ADAM
 
 
 def trainable_units(units: Iterable[Unit]) -> list[Unit]:
@@ -51,6 +52,13 @@ class StepCounts:
         """
         self.counts = {unit.index: [0] * len(unit.slots) for unit in trainable_units(units)}
         self.records = Records(*own) if own else None
+
+    def forget(self) -> None:
+        """Let no parameter have had an update."""
+        for updates in self.counts.values():
+            updates[:] = [0] * len(updates)
+        if self.records is not None:
+            self.records.keep_only(())
 
 
 def group_of_slots(
@@ -167,7 +175,9 @@ class Recipe:
             tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
             for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
         )
-        tiers.counters.add("cpu_adam", size_bytes=size, seconds=time.perf_counter() - begin)
+        end = time.perf_counter()
+        tiers.counters.add("cpu_adam", size_bytes=size, seconds=end - begin)
+        tiers.counters.spans.add(CPU_ADAM, chunk.unit.name, begin, end, size)
 
     def _steps_apart(self, chunk: Chunk) -> bool:
         """Tell whether a kernel writes all of a chunk beside the old content, without a copy of it."""

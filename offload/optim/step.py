@@ -18,7 +18,8 @@ from offload.memory.transfer import LeftToWhoNeedsIt
 from offload.optim.progress import Progress
 from offload.optim.recipe import Recipe, StepCounts, trainable_units
 from offload.optim.rules import Rule
-from offload.planning.units import Where
+from offload.planning.units import Unit, Where
+from offload.shards.gathers import gather_updated
 from offload.shards.gradients import GradientNorm
 from offload.shards.manager import Manager
 
@@ -72,8 +73,9 @@ class MicroBatches:
         done: closed since the last step.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, world: int = 1) -> None:
         self.count = config.gradient_accumulation_steps
+        self._world = world  # ranks, each of which has so many
         self.done = 0
         self._divides = config.gradient_reduction != "sum"
         self._is_said = config.gradient_reduction is not None
@@ -114,7 +116,7 @@ class MicroBatches:
     @property
     def divisor(self) -> int:
         """What the sum over micro-batches is divided by."""
-        return self.count if self._divides else 1
+        return self.count * self._world if self._divides else 1
 
     def refuse_ambiguity(self) -> None:
         """Refuse a step of which nobody has said who divides by the number of micro-batches.
@@ -165,9 +167,10 @@ class Step:
         self._run = run
         self._read_groups = groups
         self._calm = Calm(expected=config.max_grad_norm is None)
-        self.micro_batches = MicroBatches(config)
+        world = manager.tiers.ranks.world
+        self.micro_batches = MicroBatches(config, world)
         self.grad_norm: float | None = None
-        self.overlap = True
+        self.overlap = world == 1  # with several, a step ends when all ranks have all parameters
 
     def averaging(self) -> float:
         """Return what makes the mean over micro-batches (or the sum) of a sum of scaled gradients."""
@@ -202,12 +205,13 @@ class Step:
         as_expected = manager.gradients.most_passes <= self.micro_batches.count
         self._calm.note(calm=factor == 1.0 and not norm.factors and as_expected, guessed=guessed)
         manager.restart_schedule()
-        self._begin(self._recipe(factor * averaging, norm.factors))
+        updated = self._begin(self._recipe(factor * averaging, norm.factors))
         self._run.steps += 1
         self.micro_batches.begin_step()
         self._run.scaler.succeeded()
         if not self.overlap:
             manager.finish_updates()
+            gather_updated(manager, updated)
         with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
             manager.forward.read_ahead()
             manager.prefetch()
@@ -219,7 +223,8 @@ class Step:
         self._manager.drop_gradients()  # also where there are none: updates that were guessed may be under way
         self._manager.restart_schedule()
 
-    def _begin(self, recipe: Recipe) -> None:
+    def _begin(self, recipe: Recipe) -> list[Unit]:
+        """Begin the updates; returns the units that are updated."""
         manager = self._manager
         updated = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
         counted = {unit.index: recipe.updated(unit) for unit in updated}
@@ -245,6 +250,7 @@ class Step:
                 manager.forward.require(unit.index)
         if viewed:
             manager.forward.finish_open()  # and may write to them: nothing of it may be on its way home
+        return updated
 
     def _recipe(self, grad_scale: float, factors: Mapping[Where, float] | None = None) -> Recipe:
         return Recipe(

@@ -98,14 +98,24 @@ class Hardware:
         Raises:
             ConfigError: there is no such file, or a number is missing, unknown or absurd; names it.
         """
+        names = ", ".join(PRESETS)
+        if not isinstance(source, (str, os.PathLike)):
+            raise ConfigError(
+                f"hardware: expected the name of a machine, a JSON file or an offload.Hardware but got {source!r}; "
+                f"pass one of {names}, or a file"
+            )
         if isinstance(source, str) and source in PRESETS:
             return PRESETS[source]
+        if not Path(source).exists():
+            raise ConfigError(
+                f"hardware {os.fspath(source)}: expected one of {names}, or a JSON file, but there is neither"
+                f"{did_you_mean(os.fspath(source), PRESETS)}; name one of them"
+            )
         try:
             values: Any = json.loads(Path(source).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"hardware {os.fspath(source)}: cannot be read as JSON: {error}; name a file, or one of "
-                f"{', '.join(PRESETS)}"
+                f"hardware {os.fspath(source)}: cannot be read as JSON: {error}; name a file, or one of {names}"
             ) from error
         if not isinstance(values, Mapping):
             raise ConfigError(f"hardware {os.fspath(source)}: expected a JSON object at the top")

@@ -8,19 +8,41 @@ architecture is named. Knows torch modules only as a tree of parameters. Next: :
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.planning.units import Unit, aligned_numel, lay_out
+from offload.planning.units import Unit, Where, aligned_numel, lay_out
 from offload.torch_private import no_subclasses
+from offload.wrappers import Shell, inner_tensors, is_wrapper, leaves, take_apart
 
 SMALL_SHARE = 64  # modules below 1/64 of the model are not split further
 LOOSE_SHARE = 8  # modules that are not elements of a list are split above 1/8 of the model
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A frozen parameter that is made of inner tensors, each of which has a slot.
+
+    Attributes:
+        name: path in the model.
+        parameter: itself.
+        shell: what it is, with the places of its inner tensors.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shell: Shell[Where]
+
+    @property
+    def places(self) -> list[Where]:
+        """Where its inner tensors are."""
+        return [where for _, where in self.shell.items()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +51,32 @@ class UnitTree:
 
     Attributes:
         units: in model order.
-        parameters: per unit, its parameters in the order of its slots.
+        parameters: per unit, its parameters in the order of its slots; the inner tensors of wrappers count as such.
         leases: per module (with parameters anywhere below it), the units its forward needs; may be empty.
         module_names: path of each of these modules.
+        wrappers: parameters that are made of inner tensors.
     """
 
     units: list[Unit]
     parameters: list[list[nn.Parameter]]
     leases: dict[nn.Module, tuple[int, ...]]
     module_names: dict[nn.Module, str]
+    wrappers: tuple[Wrapper, ...] = ()
+
+    def describe_wrappers(self) -> dict[str, Any]:
+        """Return how each wrapper is made of its inner tensors, by name, as JSON has it.
+
+        Raises:
+            ConfigError: the class of one keeps something else than plain values.
+        """
+        return {wrapper.name: wrapper.shell.described() for wrapper in self.wrappers}
+
+    def names(self) -> dict[int, str]:
+        """Return what each parameter of the model, and each inner tensor, is called, by identity."""
+        found = {id(wrapper.parameter): wrapper.name for wrapper in self.wrappers}
+        for unit, members in zip(self.units, self.parameters, strict=True):
+            found.update((id(member), slot.name) for member, slot in zip(members, unit.slots, strict=True))
+        return found
 
     def held_together(self, model: nn.Module, *, more_than: int) -> list[frozenset[int]]:
         """Return the sets of `more_than` units that are in use at once where each module calls those below it."""
@@ -61,7 +100,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def model_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Return the bytes of all parameters after the cast to `dtype`."""
-    return _stored_bytes(model.parameters(), dtype)
+    return _stored_bytes(leaves(model.parameters()), dtype)
 
 
 def find_units(
@@ -71,6 +110,8 @@ def find_units(
     dtype: torch.dtype | None = None,
     train: bool = True,
     whole: bool = False,
+    ranks: int = 1,
+    slices_frozen: bool = False,
 ) -> UnitTree:
     """Group the parameters of `model` into units.
 
@@ -80,6 +121,8 @@ def find_units(
         dtype: dtype that floating point parameters will be cast to; None keeps each one's.
         train: parameters that require a gradient get one; else all count as frozen.
         whole: trainable parameters are updated as a whole each.
+        ranks: how many share the gradients and states of a trainable unit.
+        slices_frozen: they may share a frozen one, too.
 
     Raises:
         ConfigError: the model has no parameters, or a trainable one has a dtype that cannot be trained or shares its
@@ -89,41 +132,55 @@ def find_units(
     if train:
         _refuse_shared_memory(model)
     units: list[Unit] = []
-    members: list[list[nn.Parameter]] = []
+    members: list[list[Any]] = []
     roots: dict[nn.Module, list[int]] = {}
     for path, module, parameters in _Groups(model, max_unit_bytes, dtype).found:
-        kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        kinds: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
         for parameter in parameters:
             trainable = train and parameter.requires_grad
             kinds.setdefault((_stored_dtype(parameter, dtype), trainable), []).append(parameter)
         for (stored, trainable), part in kinds.items():
             shapes = [(names[id(p)], tuple(p.shape)) for p in part]
             undivided = whole and trainable
-            slots, numel = lay_out(shapes, [starts[id(p)] for p in part], whole=undivided)
+            shared = ranks if trainable or slices_frozen else 1
+            slots, numel = lay_out(shapes, [starts[id(p)] for p in part], whole=undivided, ranks=shared)
             suffix = "" if len(kinds) == 1 else f" [{dtype_name(stored)}{'' if trainable else ', frozen'}]"
-            index = len(units)
-            units.append(
-                Unit(index, path + suffix, dtype_name(stored), stored.itemsize, trainable, numel, slots, undivided)
-            )
+            index, name, size = len(units), dtype_name(stored), stored.itemsize
+            units.append(Unit(index, path + suffix, name, size, trainable, numel, slots, undivided, shared))
             members.append(part)
             roots.setdefault(module, []).append(index)
-    unit_of = {id(p): index for index, part in enumerate(members) for p in part}
+    places = {id(p): (index, slot) for index, part in enumerate(members) for slot, p in enumerate(part)}
     leases: dict[nn.Module, tuple[int, ...]] = {}
     module_names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if next(module.parameters(), None) is not None:
-            needed = [*roots.get(module, []), *(unit_of[id(p)] for p in module.parameters(recurse=False))]
+            own = [places[id(p)][0] for p in leaves(module.parameters(recurse=False))]
+            needed = [*roots.get(module, []), *own]
             leases[module] = tuple(dict.fromkeys(needed))
             module_names[module] = name
-    return UnitTree(units, members, leases, module_names)
+    wrappers = tuple(
+        Wrapper(name, parameter, take_apart(parameter).map(lambda inner: places[id(inner)]))
+        for name, parameter in model.named_parameters()
+        if is_wrapper(parameter)
+    )
+    return UnitTree(units, members, leases, module_names, wrappers)
+
+
+def named_leaves(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a model with their names, in the place of a wrapper its inner tensors."""
+    for name, parameter in model.named_parameters():
+        for inner, tensor in inner_tensors(parameter):
+            yield f"{name}.{inner}" if inner else name, tensor
 
 
 def _number(model: nn.Module, dtype: torch.dtype | None, *, train: bool) -> tuple[dict[int, str], dict[int, int]]:
-    """Return the name of each parameter and the index of its first element in the model, by the parameter's id."""
+    """Return the name of each leaf and the index of its first element in the model, by the leaf's id."""
     names: dict[int, str] = {}
     starts: dict[int, int] = {}
     end = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_leaves(model):
+        if id(parameter) in names:
+            continue  # an inner tensor that two wrappers share
         names[id(parameter)] = name
         starts[id(parameter)] = end
         end += aligned_numel(parameter.numel())
@@ -142,7 +199,7 @@ class _Groups:
     """Parameters grouped by module: `found` has each group's path and module. A tied parameter is in the first."""
 
     def __init__(self, model: nn.Module, max_unit_bytes: int, dtype: torch.dtype | None) -> None:
-        self.found: list[tuple[str, nn.Module, list[nn.Parameter]]] = []
+        self.found: list[tuple[str, nn.Module, list[torch.Tensor]]] = []
         self._taken: set[int] = set()
         self._max_unit_bytes = max_unit_bytes
         self._dtype = dtype
@@ -161,8 +218,9 @@ class _Groups:
             for name, child in module.named_children():
                 self._descend(child, f"{path}.{name}" if path else name, element=_is_list(module))
 
-    def _fresh(self, module: nn.Module, *, recurse: bool) -> list[nn.Parameter]:
-        return [p for p in module.parameters(recurse=recurse) if id(p) not in self._taken]
+    def _fresh(self, module: nn.Module, *, recurse: bool) -> list[torch.Tensor]:
+        found = {id(p): p for p in leaves(module.parameters(recurse=recurse))}
+        return [p for number, p in found.items() if number not in self._taken]
 
     def _close(self, module: nn.Module, path: str, *, recurse: bool) -> None:
         """Make a group of what no group has: with `recurse` of all below the module, else of its own."""
@@ -176,7 +234,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     """Refuse two parameters on the same bytes: they would become two, and be trained apart."""
     ranges = []
     with no_subclasses():  # an engine's parameters, which are refused elsewhere, as they are
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_leaves(model):
             strides = zip(parameter.shape, parameter.stride(), strict=True)
             span = sum((size - 1) * stride for size, stride in strides) + 1
             if not parameter.is_meta and parameter.numel() == span:  # without gaps
@@ -196,9 +254,11 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, containers) and next(module.parameters(), None) is not None
 
 
-def _stored_dtype(parameter: nn.Parameter, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+def _stored_dtype(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return what a leaf is stored as: inner tensors, which are no parameters, are never cast."""
+    cast = dtype is not None and isinstance(parameter, nn.Parameter) and parameter.is_floating_point()
+    return dtype if cast and dtype is not None else parameter.dtype
 
 
-def _stored_bytes(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> int:
+def _stored_bytes(parameters: Iterable[torch.Tensor], dtype: torch.dtype | None) -> int:
     return sum(p.numel() * _stored_dtype(p, dtype).itemsize for p in parameters)

@@ -26,6 +26,9 @@ NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
 MANIFEST_LINE_BYTES = 52  # what the store's manifest says of a chunk, checksums apart
 GRANULE_BYTES, CHECKSUM_DIGITS = 256 << 10, 8  # of a durable store
 _COLUMNS = ("parameters", "gradients", "states", "buffers", "total", "budget")
+EXCHANGE_PIECE_BYTES = 4 << 20  # of one rank's gradients that come or leave at once
+LOOK_AHEAD = 2  # units of slices that are gathered while others are used
+NEAR_SHARE = 8  # this part of the device's activations is for those that leave last, and those that come and go
 MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
 
 
@@ -85,6 +88,7 @@ class Request:
         device_is_host: the compute device is the CPU: states may live on DEVICE, and NVMe reads reach it directly.
         activation_bytes: part of the device budget for activations, None for the default.
         updates_on_device: a device that is not the CPU has kernels for updates, so that states may live on DEVICE.
+        host_activation_bytes, nvme_activation_bytes: parts of these budgets for activations that leave the device.
         chunk_numel: optimizer chunk, None for the default.
         states: what the optimizer remembers of each element, and in which format.
         held_together: sets of units (their indices) that nested forwards have in use at once.
@@ -93,6 +97,8 @@ class Request:
             ones are committed; None where nothing is.
         holds: a checkpoint may hold what lives on NVMe while it is copied.
         rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
+        stage: of ZeRO, of several ranks: 1 keeps a micro-batch's gradients whole until its end, 2 exchanges each unit's
+            as soon as it is there. With 3, each rank keeps a slice of parameters, too; gradients are as with 1.
     """
 
     units: Sequence[Unit]
@@ -103,6 +109,8 @@ class Request:
     device_is_host: bool = True
     updates_on_device: bool = False
     activation_bytes: int | None = None
+    host_activation_bytes: int = 0
+    nvme_activation_bytes: int = 0
     chunk_numel: int | None = None
     states: States = ADAM_STATES
     held_together: Sequence[frozenset[int]] = ()
@@ -111,6 +119,7 @@ class Request:
     holds: bool = False
     rank: int = 0
     world_size: int = 1
+    stage: int = 1
 
     def on_device(self, homes: Homes) -> bool:
         """Tell whether a unit is updated by a device that is not the CPU: all of it is at home there."""
@@ -119,6 +128,36 @@ class Request:
     def total_bytes(self, units: Iterable[Unit]) -> int:
         """Return the device memory for what is measured of gradients of `units` that wait there, whole pages."""
         return whole_pages(TOTAL_BYTES * sum(len(unit.slots) for unit in units))
+
+    @property
+    def piece_bytes(self) -> int:
+        """Return the bytes of gradients of all ranks that come, or leave, at once."""
+        largest = max((unit.param_bytes for unit in self.units if unit.trainable), default=0)
+        return min(largest, EXCHANGE_PIECE_BYTES * self.world_size)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Host memory for gradients of a micro-batch until all ranks have theirs.
+
+        It has room for all units, or where they leave one by one, for what comes, waits and leaves.
+        """
+        sizes = sorted((unit.param_bytes for unit in self.units if unit.trainable), reverse=True)
+        return sum(sizes[:WORKING_UNITS] if self.stage == 2 else sizes)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Host memory for gradients that wait for other ranks, and for pieces on their way."""
+        return 0 if self.world_size == 1 else self.waiting_bytes + 2 * self.piece_bytes
+
+    @property
+    def slices_parameters(self) -> bool:
+        """Whether each rank keeps a slice of parameters, so that whole units are there only while they are used."""
+        return self.world_size > 1 and self.stage == 3
+
+    @property
+    def landing_bytes(self) -> int:
+        """Host memory for a unit that others gather, and this rank does not need."""
+        return max((unit.param_bytes for unit in self.units), default=0) if self.slices_parameters else 0
 
     @property
     def own_bytes(self) -> int:
@@ -138,11 +177,16 @@ class Request:
     def owned(self, unit: Unit, role: Role) -> tuple[int, int]:
         """Return the elements [begin, end) of `unit` that this rank keeps in `role`.
 
-        Parameters are kept whole, and so is all of a unit whose parameters no slice may divide.
+        Before stage 3, parameters are kept whole. So is all of a unit whose parameters no slice may divide.
         """
-        if role is Role.PARAM or unit.whole:
+        if self.world_size == 1 or unit.whole or (role is Role.PARAM and not self.slices_parameters):
             return 0, unit.numel
         return owned_range(unit.numel, self.rank, self.world_size)
+
+    def is_owned(self, unit: Unit, element: int) -> bool:
+        """Tell whether this rank keeps gradients and states of the chunk that begins at `element`."""
+        begin, end = self.owned(unit, Role.GRAD)
+        return begin <= element < end
 
     def owned_numel(self, unit: Unit, role: Role) -> int:
         """Return how many elements these are."""
@@ -241,7 +285,7 @@ class Plan:
         grad_staging_bytes: buffer of HOST through which gradients leave a GPU; as much of DEVICE they take meanwhile,
             of what is left to activations.
         chunk_numel, staging_slots, staging_slot_bytes: the optimizer's pipeline buffers in HOST.
-        arena_bytes: bytes of each tier that are taken at start (NVMe: file size).
+        arena_bytes: bytes of each tier that are taken at start (NVMe: file size), but for :attr:`loose_bytes`.
         step_bytes: predicted bytes per link and optimizer step (one micro-batch).
         totals_bytes: region of DEVICE for what is measured of gradients that wait there.
         committed_bytes: room in NVME for the versions that the last commit needs, beside those that a step writes.
@@ -277,6 +321,14 @@ class Plan:
         return max(min(most_in_flight(self.staging_slot_bytes, self.early_bytes), MOST_SLOTS), self.staging_slots)
 
     @property
+    def near_bytes(self) -> int:
+        """Room on the device for activations that leave last, and those that come and go."""
+        if not self.request.host_activation_bytes:
+            return 0
+        asked = self.request.activation_bytes
+        return (self.activation_bytes if asked is None else min(asked, self.activation_bytes)) // NEAR_SHARE
+
+    @property
     def spare_bytes(self) -> int:
         """Host memory for updates that are made before it is known whether they count."""
         units = (unit for unit in self.request.units if unit.index in self.spare_units)
@@ -296,6 +348,12 @@ class Plan:
         """Tell whether a unit is updated by a device that is not the CPU; see :meth:`Request.on_device`."""
         return self.request.on_device(self.homes[unit.index])
 
+    @property
+    def loose_bytes(self) -> int:
+        """Bytes of the device's arena that it leaves to torch, for gradients that wait there: each is a tensor."""
+        units = (unit for unit in self.request.units if unit.trainable and self.on_device(unit))
+        return sum(self.room_bytes(unit, Role.GRAD) for unit in units)
+
     def stays(self, unit: Unit) -> bool:
         """Tell whether everything of a unit is on the device: then there is nothing that its update would wait for."""
         homes = self.homes[unit.index]
@@ -313,6 +371,12 @@ class Plan:
     def chunk_bytes(self, unit: Unit, role: Role, numel: int) -> int:
         """Return the bytes of `numel` elements of a shard, from the start of a chunk on."""
         return self.request.chunk_bytes(unit, role, numel)
+
+    def chunks(self, unit: Unit, role: Role) -> list[tuple[int, int, int]]:
+        """Return the chunks of a shard: the number of each in its unit, and its elements [begin, end)."""
+        first, last = self.request.owned(unit, role)
+        chunks = enumerate(unit.chunks(self.chunk_numel))
+        return [(number, begin, end) for number, (begin, end) in chunks if first <= begin < last]
 
     def home(self, unit: Unit, role: Role) -> Tier | None:
         """Return the home of a shard, None where the unit has no such role."""
@@ -384,6 +448,11 @@ class Plan:
             yield f"optimizer: torch's own {request.own.name} on fp32 tensors in host memory, slower than a kernel"
             yield f"outside the tiers, in the cpu budget: {request.own}"
         yield f"activations and temporaries: {format_bytes(self.activation_bytes)} of the device budget"
+        if self.near_bytes:
+            away = f"{format_bytes(request.host_activation_bytes)} of the cpu buffers"
+            if request.nvme_activation_bytes:
+                away += f", {format_bytes(request.nvme_activation_bytes)} of the nvme buffers"
+            yield f"activations that leave the device: {away}; {format_bytes(self.near_bytes)} for those on their way"
         trained = [unit for unit in request.units if unit.trainable]
         if not request.device_is_host and trained:
             many = sum(map(self.on_device, trained))
@@ -393,6 +462,16 @@ class Plan:
             yield f"page-locked for copies to and from the device: {format_bytes(self.arena_bytes[Tier.HOST])} of cpu"
         if self.grad_staging_bytes:
             yield f"gradients on their way to the host: at most {format_bytes(self.grad_staging_bytes)} at once"
+        if request.exchange_bytes:
+            sliced = "parameters, gradients and states" if request.slices_parameters else "gradients and states"
+            rank = f"stage {request.stage}, rank {request.rank} of {request.world_size}: a slice of {sliced}"
+            yield f"{rank}; {format_bytes(request.exchange_bytes)} of cpu for gradients until all ranks have theirs"
+        if request.slices_parameters:
+            landing = format_bytes(request.landing_bytes)
+            yield (
+                f"units are whole in {format_bytes(self.working_bytes)} of the device budget while they are used; "
+                f"{landing} of cpu for one that only other ranks use"
+            )
         if self.wide_bytes:
             room = ", ".join(
                 f"{format_bytes(size)} of the {tier.value} budget" for tier, size in self.wide_bytes.items()

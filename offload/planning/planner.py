@@ -24,7 +24,16 @@ from collections.abc import Mapping, Sequence
 from offload.errors import BudgetError, ConfigError
 from offload.memory.budget import Tier
 from offload.planning import versions
-from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, Plan, Request, most_in_flight
+from offload.planning.plan import (
+    LOOK_AHEAD,
+    NVME_SLACK_CHUNKS,
+    STAGING_SLOTS,
+    WORKING_UNITS,
+    Homes,
+    Plan,
+    Request,
+    most_in_flight,
+)
 from offload.planning.roles import STATE_ROLES, Role, role_bytes
 from offload.planning.traffic import saved_s, step_bytes
 from offload.planning.units import Unit
@@ -124,10 +133,13 @@ class _Buffers:
     pool_bytes: int = 0
     fetch_bytes: int = 0
     grad_bytes: int = 0
+    exchange_bytes: int = 0
+    activation_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.slots * self.slot_bytes + self.pool_bytes + self.fetch_bytes + self.grad_bytes
+        passing = self.pool_bytes + self.fetch_bytes + self.grad_bytes + self.exchange_bytes + self.activation_bytes
+        return self.slots * self.slot_bytes + passing
 
 
 class Planner:
@@ -135,7 +147,7 @@ class Planner:
 
     def __init__(self, request: Request) -> None:
         trained = [unit for unit in request.units if unit.trainable]
-        params = {unit.index: unit.param_bytes for unit in request.units}
+        params = {unit.index: request.role_bytes(unit, Role.PARAM) for unit in request.units}
         grads = {unit.index: request.role_bytes(unit, Role.GRAD) for unit in trained}
         states = {unit.index: sum(request.role_bytes(unit, role) for role in STATE_ROLES) for unit in trained}
         self._request = request
@@ -160,12 +172,6 @@ class Planner:
         committed = versions.committed_bytes(request, buffers.chunk_numel)
         held = versions.held_bytes(request, homes, buffers.chunk_numel)
         nvme = self._nvme_bytes(homes, buffers, committed + held)
-        rewritten = (
-            min(versions.frozen_bytes(request, buffers.chunk_numel), request.budgets[Tier.NVME] - nvme)
-            // PAGE_BYTES
-            * PAGE_BYTES
-        )
-        committed, nvme = committed + rewritten, nvme + rewritten
         chunk = buffers.chunk_numel
         arenas = {
             Tier.DEVICE: self._bytes_at(Tier.DEVICE) + self._working_bytes + self._totals_bytes,
@@ -192,7 +198,7 @@ class Planner:
             staging_slots=buffers.slots,
             staging_slot_bytes=buffers.slot_bytes,
             arena_bytes=arenas,
-            step_bytes=step_bytes(request, homes, chunk),
+            step_bytes=step_bytes(request, homes, chunk, self._working_bytes),
             totals_bytes=self._totals_bytes,
             committed_bytes=committed,
             held_bytes=held,
@@ -215,13 +221,16 @@ class Planner:
         totals = 0 if request.device_is_host else request.total_bytes(trained)
         resident = self._grads.total_bytes + self._states.total_bytes + totals
         params_stay = request.param_tier is Tier.DEVICE
-        needed = self._params.total_bytes if params_stay else sum(unit.param_bytes for unit in widest)
+        needed = 0 if params_stay and not request.slices_parameters else sum(unit.param_bytes for unit in widest)
+        needed += self._params.total_bytes if params_stay else 0
         self._activation_bytes = self._activations(needed + (resident if states_stay else 0))
         room = request.budgets[Tier.DEVICE] - self._activation_bytes - (resident if states_stay else 0)
         if room < 0:
             states_too = 'optimizer states (offload_optimizer="none") and ' if states_stay else ""
             raise _TooSmall(Tier.DEVICE, f"{states_too}{format_bytes(self._activation_bytes)} of activations")
-        if params_stay or (request.param_tier is None and self._params.total_bytes <= room):
+        if request.slices_parameters:
+            room = self._slice_device(room, widest)
+        elif params_stay or (request.param_tier is None and self._params.total_bytes <= room):
             if self._params.total_bytes > room:
                 raise _TooSmall(Tier.DEVICE, 'parameters (offload_param="none")')
             self._params.put_all(Tier.DEVICE)
@@ -270,12 +279,7 @@ class Planner:
     def _share_device(self, room: int, widest: Sequence[Unit]) -> int:
         """Divide the device between working copies and small units that stay; return the bytes that neither takes."""
         request, homes = self._request, self._params.homes
-        largest = sum(unit.param_bytes for unit in widest)
-        if largest > room:
-            what = "largest units" if len(widest) <= WORKING_UNITS else "units that are in use at once"
-            names = ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in widest)
-            text = f"the {len(widest)} {what} ({names}) and {format_bytes(self._activation_bytes)} of activations"
-            raise _TooSmall(Tier.DEVICE, text)
+        largest = self._together(room, widest)
         used = 0
         for unit in sorted(request.units, key=lambda u: u.param_bytes):
             small = unit.param_bytes <= SMALL_UNIT_BYTES and request.param_tier is None
@@ -286,6 +290,35 @@ class Planner:
         away = sum(unit.param_bytes for unit in request.units if unit.index not in homes)
         self._working_bytes = min(room - used, away) // PAGE_BYTES * PAGE_BYTES
         return room - used - self._working_bytes
+
+    def _together(self, room: int, widest: Sequence[Unit]) -> int:
+        """Return the bytes of the units that must fit the device together."""
+        largest = sum(unit.param_bytes for unit in widest)
+        if largest > room:
+            what = "largest units" if len(widest) <= WORKING_UNITS else "units that are in use at once"
+            names = ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in widest)
+            text = f"the {len(widest)} {what} ({names}) and {format_bytes(self._activation_bytes)} of activations"
+            raise _TooSmall(Tier.DEVICE, text)
+        return largest
+
+    def _slice_device(self, room: int, widest: Sequence[Unit]) -> int:
+        """Divide the device between whole units and slices of all, if these fit; return the bytes that neither takes.
+
+        Whole units get what is of use and no more: ranks with other budgets than each other then keep the same ones.
+        """
+        request, slices = self._request, self._params
+        stay = request.param_tier is Tier.DEVICE
+        largest = self._together(room, widest)
+        if stay and largest + slices.total_bytes > room:
+            raise _TooSmall(Tier.DEVICE, 'the largest units and slices of parameters (offload_param="none")')
+        ahead = LOOK_AHEAD * max(unit.param_bytes for unit in request.units)
+        wanted = min(largest + ahead, sum(unit.param_bytes for unit in request.units))
+        self._working_bytes = min(wanted, room - (slices.total_bytes if stay else 0)) // PAGE_BYTES * PAGE_BYTES
+        room -= self._working_bytes
+        if stay or (request.param_tier is None and slices.total_bytes <= room):
+            slices.put_all(Tier.DEVICE)
+            room -= slices.total_bytes
+        return room
 
     # --- host memory ---
 
@@ -345,7 +378,11 @@ class Planner:
     def _buffers(self, *, nvme: bool) -> _Buffers:
         """Return the smallest buffers; no gradient passes through these."""
         request, params = self._request, self._params.sizes
-        buffers = _Buffers(self._chunk_numel())
+        buffers = _Buffers(
+            self._chunk_numel(),
+            exchange_bytes=request.exchange_bytes + request.landing_bytes,
+            activation_bytes=request.host_activation_bytes,
+        )
         if nvme or not request.device_is_host:  # parameters of a GPU pass through staging, too
             may_stay = request.updates_on_device and request.optimizer_tier in (None, Tier.DEVICE)
             buffers.slot_bytes = self._slot_bytes(buffers.chunk_numel, gradients=may_stay, wide=may_stay)
@@ -393,7 +430,7 @@ class Planner:
 
     def _nvme_bytes(self, homes: Sequence[Homes], buffers: _Buffers, beside_bytes: int) -> int:
         """Return the bytes that the swap files need, `beside_bytes` of them for older versions."""
-        request, total = self._request, beside_bytes
+        request, total = self._request, beside_bytes + self._request.nvme_activation_bytes
         for unit, home in zip(request.units, homes, strict=True):
             for tier, roles in ((home.param, (Role.PARAM,)), (home.grad, (Role.GRAD,)), (home.states, STATE_ROLES)):
                 if tier is Tier.NVME:
@@ -403,7 +440,9 @@ class Planner:
         if total > request.budgets[Tier.NVME]:
             twice = ", twice those of parameters and states (run_dir: the last commit and what follows it)"
             again = ", once more those of parameters and states (background_checkpoints)" if request.holds else ""
-            what = f"parameters, gradients and states that do not fit above{twice if request.commit else ''}{again}"
+            also = " and activations" if request.nvme_activation_bytes else ""
+            kinds = f"parameters, gradients and states that do not fit above{also}"
+            what = f"{kinds}{twice if request.commit else ''}{again}"
             raise _TooSmall(Tier.NVME, what)
         return total
 
@@ -413,20 +452,23 @@ class Planner:
         """Return what updates beside the old content take: of host memory by unit, and in the swap files together.
 
         Where host memory has no room for all of them, those that have it are spread over the model: so have those that
-        are left to the next forward, which comes to them one by one. Units that need none of it share what there is in
-        the swap files.
+        are left to the next forward, which comes to them one by one. The one whose gradient comes last is the last to
+        have it: nothing is left that its update could go beside. Units that need none of it share what there is in the
+        swap files.
         """
         request, found, early = self._request, dict[int, int](), 0
         sizes = {unit.index: request.spare_bytes(unit, homes[unit.index]) for unit in request.units}
-        total, room, passed = sum(sizes.values()), left, 0
+        units = [unit for unit in reversed(request.units) if sizes[unit.index]]  # gradients come in this order
+        last = units.pop() if units else None
+        total, room, passed = sum(sizes[unit.index] for unit in units), left, 0
         due = []
-        for unit in reversed(request.units):  # gradients come in this order
+        for unit in units:
             passed += sizes[unit.index]
             if passed * room >= total * (room - left + sizes[unit.index]) and sizes[unit.index] <= left:
                 due.append(unit)
                 left -= sizes[unit.index]
         left = room
-        for unit in (*due, *(unit for unit in reversed(request.units) if unit not in due)):
+        for unit in sorted(request.units, key=lambda unit: (unit is last, unit not in due, -unit.index)):
             size = sizes[unit.index]
             aside = request.aside_bytes(unit, homes[unit.index], chunk_numel)
             if 0 < size <= left and early + aside <= left_on_drive:
@@ -486,7 +528,8 @@ def _refusal(request: Request, short: _TooSmall) -> BudgetError:
     limit, need = request.budgets[short.tier], budgets[short.tier]
     if len(raised) == 1:
         text = (
-            f"{short.what} need {format_bytes(need)} ({need} bytes) but the limit is {format_bytes(limit)}; "
+            f"{short.what} do not fit beside the rest: the tier needs {format_bytes(need)} ({need} bytes) in all but "
+            f"the limit is {format_bytes(limit)}; "
             f'the smallest max_memory["{short.tier.value}"] that would do is {need} bytes'
         )
     else:
@@ -496,7 +539,7 @@ def _refusal(request: Request, short: _TooSmall) -> BudgetError:
             f"what would do is {each}"
         )
     if short.tier is not Tier.NVME and request.commit is None:
-        text += ", or offload more of it: see nvme_path and offload_param/offload_optimizer"
+        text += ", or offload more of it: see nvme_path, offload_param and offload_optimizer"
     return BudgetError(f"{short.tier.value} budget: {text}")
 
 

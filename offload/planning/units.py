@@ -56,6 +56,7 @@ class Unit:
         numel: elements including padding, a multiple of :data:`PAD_NUMEL`.
         slots: the parameters.
         whole: no chunk divides a parameter.
+        ranks: how many may have a slice each; these are of one length, and chunks end where they do.
     """
 
     index: int
@@ -66,6 +67,7 @@ class Unit:
     numel: int
     slots: tuple[Slot, ...]
     whole: bool = False
+    ranks: int = 1
 
     @property
     def param_bytes(self) -> int:
@@ -75,7 +77,9 @@ class Unit:
     def chunks(self, chunk_numel: int) -> list[tuple[int, int]]:
         """Return the element ranges [begin, end) in which the unit is updated and swapped."""
         if not self.whole:
-            return [(begin, min(begin + chunk_numel, self.numel)) for begin in range(0, self.numel, chunk_numel)]
+            length = self.numel // self.ranks
+            slices = range(0, self.numel, length)
+            return [(b, min(b + chunk_numel, s + length)) for s in slices for b in range(s, s + length, chunk_numel)]
         pieces = self._pieces()
         limit = max(chunk_numel, *(end - begin for begin, end in pieces))
         ranges = [pieces[0]]
@@ -103,14 +107,22 @@ def aligned_numel(numel: int, multiple: int = SLOT_ALIGN_NUMEL) -> int:
 
 
 def lay_out(
-    sizes: Sequence[tuple[str, tuple[int, ...]]], global_numels: Sequence[int] | None = None, *, whole: bool = False
+    sizes: Sequence[tuple[str, tuple[int, ...]]],
+    global_numels: Sequence[int] | None = None,
+    *,
+    whole: bool = False,
+    ranks: int = 1,
 ) -> tuple[tuple[Slot, ...], int]:
     """Place parameters one behind the other.
+
+    Those of a page and more begin on one, and smaller ones lie inside one. So a cut at a page divides none of the
+    blocks of elements whose squares are summed as one: the norm of slices is that of the whole, bit for bit.
 
     Args:
         sizes: (name, shape) of each parameter.
         global_numels: index of each one's first element in the model; None where the unit is all of it.
-        whole: no chunk will divide a parameter, so that those of a page and more begin on one.
+        whole: no chunk will divide a parameter, so that nothing else is on the pages of those of a page and more.
+        ranks: how many slices of one length the unit will have.
 
     Returns:
         The slots, and the unit's padded number of elements.
@@ -118,8 +130,8 @@ def lay_out(
     slots, offset = [], 0
     for position, (name, shape) in enumerate(sizes):
         numel = math.prod(shape)
-        if whole and numel >= PAD_NUMEL:
-            offset = aligned_numel(offset, PAD_NUMEL)
+        if numel >= PAD_NUMEL or offset % PAD_NUMEL + numel > PAD_NUMEL:
+            offset = round_up(offset, PAD_NUMEL)
         slots.append(Slot(name, shape, numel, offset, offset if global_numels is None else global_numels[position]))
         offset += aligned_numel(numel, PAD_NUMEL if whole and numel >= PAD_NUMEL else SLOT_ALIGN_NUMEL)
-    return tuple(slots), max(round_up(offset, PAD_NUMEL), PAD_NUMEL)
+    return tuple(slots), max(round_up(offset, PAD_NUMEL * ranks), PAD_NUMEL * ranks)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from offload.memory.budget import Tier
 from offload.planning.plan import Homes, Request
 from offload.planning.roles import STATE_ROLES, Role
+from offload.planning.units import Unit
 from offload.sizes import whole_pages
 
 
@@ -25,12 +26,13 @@ def committed_bytes(request: Request, chunk_numel: int) -> int:
 
 
 def frozen_bytes(request: Request, chunk_numel: int) -> int:
-    """Return what a durable run needs where somebody writes all frozen parameters.
+    """Return what a durable run needs beside, once somebody writes all frozen parameters: no step does."""
+    return sum(rewritten_bytes(request, unit, chunk_numel) for unit in request.units)
 
-    No step does, so it is no more than good to have.
-    """
-    frozen = [unit for unit in request.units if request.commit is not None and not unit.trainable]
-    return sum(request.record_bytes(unit, (Role.PARAM,), chunk_numel) for unit in frozen)
+
+def rewritten_bytes(request: Request, unit: Unit, chunk_numel: int) -> int:
+    """Return the same for one unit; 0 where it is trained: the plan has room for that."""
+    return 0 if unit.trainable else request.record_bytes(unit, (Role.PARAM,), chunk_numel)
 
 
 def held_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int) -> int:

@@ -120,6 +120,11 @@ class BackwardUpdates(Updates[_Guess]):
         except OSError as error:
             self._give_up(error)
 
+    def go_on(self) -> None:
+        """Work on what has arrived as in :meth:`advance`, if a step was guessed."""
+        if self._asked:
+            self.advance(lambda: None)
+
     def withdraw(self, index: int) -> None:
         """Undo what was done for a unit, whose gradient is about to change."""
         for update in self._all():

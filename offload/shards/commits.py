@@ -65,6 +65,11 @@ class Commits:
         self._sealed = b""
         self._memory: Any = None
 
+    @property
+    def has_made(self) -> bool:
+        """Whether the drive holds a commit, of this process or an earlier one."""
+        return STATE_KEY in self._store
+
     def seal(self) -> None:
         """Note that the next step begins: what belongs to the last one is complete, but for its updates."""
         sealed = self._record.seal()
@@ -94,7 +99,9 @@ class Commits:
             self.due = self.failed = False
             self._record.note_commit()
             self._counters.commits += 1
-            self._counters.commit_seconds += time.perf_counter() - begin
+            end = time.perf_counter()
+            self._counters.commit_seconds += end - begin
+            self._counters.spans.add_wait("commit", begin, end)
             self._counters.record_bytes += len(self._sealed) + len(late)
 
     def _put(self, key: tuple[str, str], content: bytes) -> None:

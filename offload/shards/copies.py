@@ -119,12 +119,14 @@ class Copies:
                 if size == 0 or home is None:
                     continue
                 shard = self._table[unit.index, role] = Shard(unit, role, home, size)
-                if home is not Tier.NVME:
+                if home is not Tier.NVME and not (
+                    role is Role.GRAD and plan.on_device(unit)
+                ):  # which torch's memory has
                     shard.home_buffer = arenas[home].take(plan.room_bytes(unit, role))
                     if (
                         role is not Role.PARAM and arenas[home].addressable
                     ):  # room for fp32 gradients stays untouched until it is needed
-                        touch(shard.home_buffer, plan.chunk_bytes(unit, role, unit.numel))
+                        touch(shard.home_buffer, size)
                 if unit.index in plan.spare_units and role is not Role.GRAD and home is not Tier.NVME:
                     shard.spare_buffer = arenas[Tier.HOST].take(size)
                     touch(shard.spare_buffer)
@@ -288,7 +290,7 @@ class Copies:
     def allocate(self, shard: Shard) -> Buffer | None:
         """Return a buffer for the shard's working copy, or None where nothing large enough is free."""
         self.sweep(shard.role)
-        return self.regions[shard.role].allocate(shard.size_bytes, shard.unit.index)
+        return self.regions[shard.role].allocate(shard.work_bytes, shard.unit.index)
 
     def sweep(self, role: Role) -> None:
         """Free the buffers of strays that nothing uses any more. A role's region belongs to one thread at a time."""
@@ -298,7 +300,7 @@ class Copies:
             self._strays.remove(stray)
 
     def begin_in(self, shard: Shard, buffer: Buffer) -> None:
-        """Let a shard without content have a working copy in `buffer`, which somebody is about to fill."""
+        """Let a shard have a working copy in `buffer`, which somebody is about to fill."""
         self.change(shard, Event.OVERWRITE_WORK)
         shard.work_buffer = buffer
 
@@ -410,7 +412,7 @@ class Copies:
 
     def read_sizes(self, shard: Shard) -> list[int]:
         """Return the bytes of each of :meth:`start_reads`."""
-        return [end - begin for begin, end in self._parts(shard)]
+        return [end - begin for _, begin, end in self._parts(shard)]
 
     def require_store(self) -> SwapStore:
         """Return the swap store."""
@@ -456,7 +458,7 @@ class Copies:
         """Call `start` with key, address and bytes of each of a shard's chunks; all or nothing."""
         tickets: list[Ticket] = []
         try:
-            for number, (begin, end) in enumerate(self._parts(shard)):
+            for number, begin, end in self._parts(shard):
                 tickets.append(start(chunk_key(shard, number), address + begin, end - begin))
         except BaseException:
             with contextlib.suppress(Exception):  # the first error is on its way up
@@ -464,10 +466,12 @@ class Copies:
             raise
         return tickets
 
-    def _parts(self, shard: Shard) -> list[tuple[int, int]]:
-        """Return the byte ranges of a shard's chunks."""
-        itemsize = shard.size_bytes // shard.unit.numel
-        return [(begin * itemsize, end * itemsize) for begin, end in shard.unit.chunks(self.plan.chunk_numel)]
+    def _parts(self, shard: Shard) -> list[tuple[int, int, int]]:
+        """Return the number of each of a shard's chunks, and its bytes from the shard's start."""
+        first, last = self.plan.request.owned(shard.unit, shard.role)
+        itemsize = shard.size_bytes // (last - first)
+        chunks = self.plan.chunks(shard.unit, shard.role)
+        return [(number, (begin - first) * itemsize, (end - first) * itemsize) for number, begin, end in chunks]
 
 
 def _key(shard: Shard) -> tuple[int, Role]:

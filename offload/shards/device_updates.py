@@ -7,7 +7,7 @@ of all other units are in :mod:`offload.shards.updates`. Next: :mod:`offload.opt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from offload.kernels import cpu_adam
 from offload.kernels.on_device import DeviceKernels
@@ -32,38 +32,46 @@ class DeviceUpdates:
         return self._tiers.plan.on_device(unit)
 
     def make(self, units: Sequence[Unit], visit: Callable[[Chunk], None]) -> None:
-        """Update units, whose gradients have arrived, as a whole: each is one chunk, at addresses of the device.
+        """Update units, whose gradients have arrived: each parameter is one chunk, at addresses of the device.
 
         Raises:
             RuntimeError: of the device. The unit that was begun is lost.
         """
-        kernels = self._tiers.device.kernels
-        if not units or kernels is None:
+        kernels, there = self._tiers.device.kernels, self._tiers.gradients_there
+        if not units or kernels is None or there is None:
             return
         with self._tiers.mover.alone():
             for unit in units:
-                self._make(unit, kernels, visit)
+                self._make(unit, there.parts(unit, 0, unit.numel), kernels, visit)
 
-    def _make(self, unit: Unit, kernels: DeviceKernels, visit: Callable[[Chunk], None]) -> None:
-        leases = Leases(self._tiers)
+    def _make(
+        self,
+        unit: Unit,
+        gradients: Sequence[tuple[int, int, int]],
+        kernels: DeviceKernels,
+        visit: Callable[[Chunk], None],
+    ) -> None:
+        leases, chunk_bytes = Leases(self._tiers), self._tiers.chunk_bytes
         try:
             access = leases.open(unit, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, on_device=True)
-            chunk = Chunk(unit, 0, 0, unit.numel, access.addresses, access, leases, kernels=kernels)
             if access.fresh_states:
-                self._initialise(chunk, kernels)
-            visit(chunk)
+                self._initialise(unit, access.addresses, kernels)
+            for number, (begin, numel, gradient) in enumerate(gradients):
+                starts = {role: at + chunk_bytes(unit, role, 0, begin) for role, at in access.addresses.items()}
+                starts[Role.GRAD] = gradient
+                visit(Chunk(unit, number, begin, begin + numel, starts, access, leases, kernels=kernels))
         except BaseException:
             leases.abandon({unit.index})
             raise
         leases.close()
 
-    def _initialise(self, chunk: Chunk, kernels: DeviceKernels) -> None:
+    def _initialise(self, unit: Unit, addresses: Mapping[Role, int], kernels: DeviceKernels) -> None:
         """Give states that have no content their first one: zero moments, a master equal to the parameter."""
-        tiers, addresses = self._tiers, chunk.addresses
+        tiers = self._tiers
         for role in STATE_ROLES:
             if role in addresses:
-                size = tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
+                size = tiers.chunk_bytes(unit, role, 0, unit.numel)
                 bytes_at(addresses[role], size, tiers.device.place).zero_()
-        if chunk.unit.dtype == "float16" and Role.MASTER in addresses:
+        if unit.dtype == "float16" and Role.MASTER in addresses:
             half, word = cpu_adam.Dtype.FLOAT16, cpu_adam.Dtype.FLOAT32
-            kernels.convert(addresses[Role.PARAM], half, addresses[Role.MASTER], word, chunk.numel)
+            kernels.convert(addresses[Role.PARAM], half, addresses[Role.MASTER], word, unit.numel)

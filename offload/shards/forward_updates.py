@@ -23,7 +23,8 @@ from offload.memory.transfer import Ticket
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
-from offload.shards.shard import State
+from offload.shards.schedule import Schedules
+from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, come_to_rest
 from offload.shards.tiers import Tiers
 from offload.shards.updates import Pace, Update, Updates
@@ -38,17 +39,17 @@ class _Leaving:
     """A unit's update whose chunks are all done: the writes that take it home."""
 
     update: Update
-    through_staging: bool  # PARAM has to be read from its home again
+    read_again: bool  # PARAM, from its home
     writes: list[Ticket]
     param_writes: list[Ticket]  # of them
 
     @classmethod
-    def of(cls, update: Update) -> _Leaving:
+    def of(cls, update: Update, param: Shard) -> _Leaving:
         """Return that of an update that is done."""
         chunks = update.chunks
         return cls(
             update,
-            any(Role.PARAM in chunk.staged for chunk in chunks),
+            param.work_buffer is None and any(Role.PARAM in chunk.staged for chunk in chunks),
             [ticket for chunk in chunks for ticket in chunk.writing],
             [ticket for chunk in chunks for ticket in chunk.writing_param],
         )
@@ -70,8 +71,12 @@ class ForwardUpdates(Updates[Update]):
         failure: what a part of the step was lost by; None where all is well.
     """
 
-    def __init__(self, tiers: Tiers, safe_point: contextlib.AbstractContextManager[object]) -> None:
+    def __init__(
+        self, tiers: Tiers, safe_point: contextlib.AbstractContextManager[object], schedules: Schedules
+    ) -> None:
+        """Begin with nothing to do; `schedules` tell which room on the device new parameters may have."""
         super().__init__(tiers, safe_point, aside=False)
+        self._schedules = schedules if tiers.shared is None else None  # else a part of each unit is updated here
         self._waiting: deque[Update] = deque()  # not begun
         self._leaving: list[_Leaving] = []  # done, and on their way home
         self._old: set[int] = set()  # units whose parameters must not be used yet
@@ -117,7 +122,7 @@ class ForwardUpdates(Updates[Update]):
             tiers.copies.renew(shard)
         self._pipeline = self._new_pipeline()
         self._pipeline.widen(idle)
-        self._waiting.extend(Update(unit, Leases(tiers), visit) for unit in units)
+        self._waiting.extend(Update(unit, Leases(tiers, self._schedules), visit) for unit in units)
         self._old |= old
 
     def lose(self, error: BaseException) -> None:
@@ -245,7 +250,7 @@ class ForwardUpdates(Updates[Update]):
         return not copies.is_late(param) and not copies.is_late(gradient)
 
     def _end(self, update: Update) -> None:
-        leaving = _Leaving.of(update)
+        leaving = _Leaving.of(update, self._tiers.param(update.unit.index))
         self._leaving.append(leaving)
         self._pipeline.widen(self._tiers.gradients.let_go(update.unit.index))
         self._leave(leaving)
@@ -262,8 +267,8 @@ class ForwardUpdates(Updates[Update]):
         param = tiers.param(index)
         self._wait_for_writes(wait_for)
         home = self._are_over(leaving.writes)  # asked first: whatever is over afterwards, this unit is not forgotten
-        if index in self._old and (home or not leaving.through_staging or self._are_over(leaving.param_writes)):
-            leases.hand_over({Role.PARAM}, () if leaving.through_staging else leaving.writes)
+        if index in self._old and (home or not leaving.read_again or self._are_over(leaving.param_writes)):
+            leases.hand_over({Role.PARAM}, () if leaving.read_again else leaving.writes)
             self._old.discard(index)
             tiers.working.show(param)
         if home:

@@ -9,9 +9,8 @@ them. Next: :mod:`offload.module.handles` stands for them in ``.grad``, :mod:`of
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 
 import torch
 
@@ -99,6 +98,7 @@ class Gradients:
     ) -> None:
         """Begin with none; `there` computes on those that wait on the device, where the host cannot."""
         self._there = there
+        self._request = plan.request
         self._copies = copies
         self._mover = mover
         self._accumulate = plan.request.accumulate
@@ -128,16 +128,17 @@ class Gradients:
         """
         known = self._gradients[index]
         latest, count = known.passes[slot]
-        another = known.arrived[slot] and backward_pass != latest
+        some = known.arrived[slot] or count > 0  # what the mover has not brought yet counts, too
+        another = some and backward_pass != latest
         widen = another and not self._is_fp32(self._copies.of(index, Role.GRAD).unit)
         if widen and not self._may_widen:
             raise StateError(self._refusal(self._copies.of(index, Role.GRAD).unit, slot))
         known.passes[slot] = (backward_pass, count + 1 if another or not count else count)
         known.final_adds += final
         known.handed_over = (known.handed_over + 1) % len(known.arrived)
-        if self.is_there(index):
+        if self._there is not None and index in self._there:
             with self._mover.alone():
-                self._add(index, slot, gradient.contiguous().data_ptr(), final=final, widen=widen)
+                self._keep(self._there, (index, slot), gradient.contiguous(), final=final, widen=widen)
             return
         self._mover.read_tensor(
             gradient.contiguous(),
@@ -151,10 +152,7 @@ class Gradients:
         if widen:
             self._widen(shard)
         unit, dtype = shard.unit, self.dtype(shard.unit)
-        take: Callable[..., tuple[float, int] | None] = cpu_adam.take_gradient
-        if self._there is not None and index in self._there:
-            take = functools.partial(self._there.take, (index, slot))
-        total = take(
+        total = cpu_adam.take_gradient(
             src=source,
             src_dtype=KERNEL_DTYPE[unit.dtype],
             dst=self._address(shard, slot, dtype),
@@ -163,15 +161,40 @@ class Gradients:
             add=gradient.arrived[slot],
             measure=final,
         )
+        self._arrive(shard, slot, total if final else None, final=final)
+
+    def _keep(
+        self, there: GradientsOnDevice, where: Where, gradient: torch.Tensor, *, final: bool, widen: bool
+    ) -> None:
+        """Let a gradient wait on the device."""
+        shard = self._copies.of(where[0], Role.GRAD)
+        if widen:
+            self._widen(shard)
+        self._begin(shard)
+        there.take(where, gradient, self.dtype(shard.unit), measure=final)
+        self._arrive(shard, where[1], None, final=final)
+
+    def _arrive(self, shard: Shard, slot: int, total: tuple[float, int] | None, *, final: bool) -> None:
+        """Note what has arrived, and what was measured of it."""
+        gradient = self._gradients[shard.unit.index]
         gradient.arrived[slot] = True
-        gradient.sums[slot] = total if final else None
+        gradient.sums[slot] = total
         gradient.missing.discard(slot)
         if not gradient.missing:
             gradient.missing = set(range(len(shard.unit.slots)))
             if shard.home is Tier.NVME:
                 self._copies.start_flush(shard)
             if final:
-                self.completed.append(index)
+                self.completed.append(shard.unit.index)
+
+    def begin_backward(self, reached: Callable[[], Collection[Where] | None]) -> None:
+        """Begin a backward pass; nothing where there is one rank."""
+
+    def refuse_backward(self, error: BaseException) -> None:
+        """Let no rank have this backward pass, for this one cannot; nothing where there is one rank."""
+
+    def exchange(self) -> None:
+        """Add the other ranks' gradients of this micro-batch to what has arrived; nothing where there is one rank."""
 
     def is_complete(self, index: int) -> bool:
         """Tell whether all of a unit's gradient was to be there: what comes now changes it."""
@@ -226,14 +249,9 @@ class Gradients:
                 for slot, known in enumerate(gradient.sums):
                     if index in self._there and gradient.arrived[slot] and known is None:
                         numel, dtype = shard.unit.slots[slot].numel, self.dtype(shard.unit)
-                        self._there.measure((index, slot), self._address(shard, slot, dtype), dtype, numel)
+                        self._there.measure((index, slot), dtype, numel)
             for (index, slot), total in self._there.read().items():
                 self._gradients[index].sums[slot] = total
-
-    def move(self, by_bytes: int) -> None:
-        """Note that the device's memory is elsewhere; :meth:`read_sums` has been called before it was given back."""
-        if self._there is not None:
-            self._there.move(by_bytes)
 
     def is_there(self, index: int) -> bool:
         """Tell whether a unit's gradient waits on a device that the host cannot address."""
@@ -245,8 +263,9 @@ class Gradients:
 
     @property
     def any_arrived(self) -> bool:
-        """Whether any gradient has arrived since the last step."""
-        return any(any(gradient.arrived) for gradient in self._gradients.values())
+        """Whether any gradient has come since the last step; those on their way to the host count."""
+        known = self._gradients.values()
+        return any(any(each.arrived) or any(count for _, count in each.passes) for each in known)
 
     # --- what has arrived, for those who look at it or change it -----------------------------------------------------
 
@@ -277,8 +296,8 @@ class Gradients:
 
     def multiply(self, index: int, slot: int, factor: float) -> None:
         """Multiply what has arrived of a parameter's gradient."""
+        view = self.content(index, slot)  # what is on its way is measured when it comes
         self._spoil(index, slot)
-        view = self.content(index, slot)
         with self._mover.alone():
             view.mul_(factor)
 
@@ -288,6 +307,8 @@ class Gradients:
         self._spoil(index, slot)
         gradient = self._gradients[index]
         gradient.arrived[slot], gradient.passes[slot] = False, (-1, 0)
+        if self._there is not None:
+            self._there.release((index, slot))
 
     def count(self, index: int, slot: int) -> int:
         """Return how many backward passes have brought a parameter's gradient since the last step."""
@@ -321,6 +342,14 @@ class Gradients:
 
     # --- life and death ---------------------------------------------------------------------------------------------
 
+    def await_next(self, room_for: int | None = None) -> bool:
+        """Wait until one more unit's gradient has left the device; returns False where none has to be waited for.
+
+        Args:
+            room_for: bytes of a gradient that is to come; None where all are to leave.
+        """
+        return self._mover.await_next(self._deadline_s, room_for=room_for)
+
     def await_copies(self) -> None:
         """Wait until every gradient is in host memory (they may still be on their way to NVMe)."""
         self._mover.wait(self._deadline_s)
@@ -328,8 +357,6 @@ class Gradients:
     def drop(self) -> None:
         """Forget all gradients that have arrived since the last step."""
         self.await_copies()
-        if self._there is not None:
-            self._there.forget_all()
         self.completed.clear()
         for index in self._gradients:
             shard = self._copies.of(index, Role.GRAD)
@@ -363,13 +390,15 @@ class Gradients:
     def _discard(self, shard: Shard) -> None:
         self._copies.discard(shard)
         self._wide.discard(shard.unit.index)
+        if self._there is not None:
+            self._there.release_all(shard.unit)
 
     def _idle(self, index: int) -> list[Buffer]:
         """Return the host memory that only this gradient is ever in; not the room for fp32, which stays untouched."""
         shard = self._copies.of(index, Role.GRAD)
         if shard.home is not Tier.HOST or shard.home_buffer is None:
             return []
-        used_bytes = shard.unit.numel * self.dtype(shard.unit).itemsize
+        used_bytes = self._request.owned_numel(shard.unit, Role.GRAD) * self.dtype(shard.unit).itemsize
         return [dataclasses.replace(shard.home_buffer, size_bytes=used_bytes)]
 
     def empty_pool(self) -> None:
@@ -401,8 +430,12 @@ class Gradients:
         unit = shard.unit
         if self._is_fp32(unit):  # another of its parameters was here before
             return
-        buffer = self._at_home(shard)
-        memory = storage_at(buffer.address, unit.numel * 4, self._place(unit.index))
+        if self._there is not None and unit.index in self._there:
+            with self._mover.alone():
+                self._there.widen(unit)
+            self._wide.add(unit.index)
+            return
+        memory = storage_at(self._at_home(shard).address, unit.numel * 4, HOST)
         narrow = view_at(memory, getattr(torch, unit.dtype), 0, (unit.numel,))
         wide = view_at(memory, torch.float32, 0, (unit.numel,))
         with no_functions(), no_dispatch():
@@ -422,12 +455,22 @@ class Gradients:
 
     def _address(self, shard: Shard, slot: int, dtype: cpu_adam.Dtype) -> int:
         """Return where a parameter's gradient in `dtype` may be read and written now, by the host or where it waits."""
-        buffer = self._at_home(shard) if shard.home_buffer is not None else self._in_pool(shard)
-        return buffer.address + shard.unit.slots[slot].offset_numel * dtype.itemsize
+        if self._there is not None and shard.unit.index in self._there:
+            self._begin(shard)
+            return self._there.room((shard.unit.index, slot), shard.unit.slots[slot].numel, dtype)
+        begin = self._request.owned(shard.unit, Role.GRAD)[0]  # of several ranks: the parameter may begin before it
+        return self._base(shard) + (shard.unit.slots[slot].offset_numel - begin) * dtype.itemsize
 
-    def _at_home(self, shard: Shard) -> Buffer:
+    def _base(self, shard: Shard) -> int:
+        """Return where a shard of gradients may be read and written now."""
+        return (self._at_home(shard) if shard.home_buffer is not None else self._in_pool(shard)).address
+
+    def _begin(self, shard: Shard) -> None:
         if shard.state is State.EMPTY:
             self._copies.change(shard, Event.OVERWRITE_HOME)
+
+    def _at_home(self, shard: Shard) -> Buffer:
+        self._begin(shard)
         assert shard.home_buffer is not None
         return shard.home_buffer
 

@@ -11,10 +11,11 @@ from collections.abc import Container, Sequence
 
 from offload.errors import StateError
 from offload.memory.budget import Tier
-from offload.memory.transfer import Ticket
+from offload.memory.transfer import Ticket, TicketGroup
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.copies import Lease, WriteLease, chunk_key
+from offload.shards.schedule import Schedules
 from offload.shards.shard import Event, Shard, State
 from offload.shards.tiers import Tiers
 
@@ -37,8 +38,16 @@ class Access:
 class Leases:
     """The shards that one stream has open."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, schedules: Schedules | None = None) -> None:
+        """Begin with none.
+
+        Args:
+            tiers: the shards.
+            schedules: by which PARAM that is written and passes through staging comes to the device as well, if there
+                is room; None where it is read from its home again.
+        """
         self._tiers = tiers
+        self._schedules = schedules
         self._copies = tiers.copies
         self._working = tiers.working
         self._reading: list[Lease] = []
@@ -95,12 +104,12 @@ class Leases:
         """Lease PARAM; returns the home address to write a changed working copy through to."""
         home = shard.home_buffer
         addressable = self._tiers.device.addressable
-        if shard.state is State.FETCHING:
+        if shard.state is State.FETCHING and (write or not shard.is_sliced):
             self._working.wait_for_prefetch(shard)
-        if shard.state is State.RESIDENT and not addressable and write:
+        if shard.state is State.RESIDENT and write and (shard.is_sliced or not addressable):
             self._working.refuse_borrowed(shard)
             self._working.evict(shard)
-        if shard.state is State.RESIDENT and addressable:
+        if shard.state is State.RESIDENT and addressable and not shard.is_sliced:
             assert shard.work_buffer is not None
             addresses[Role.PARAM] = shard.work_buffer.address
             if not write:
@@ -112,11 +121,19 @@ class Leases:
             addresses[Role.PARAM] = home.address
             if write:
                 self._tiers.mover.await_source(home.address)
-        if write:
+        if write and self._begins_to_fill(shard):
+            self._writing.append(self._copies.lease_to_write(shard, Event.MODIFY))
+        elif write:
             self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
         else:
             self._reading.append(self._copies.lease(shard))
         return 0
+
+    def _begins_to_fill(self, shard: Shard) -> bool:
+        """Let PARAM that is at home on NVMe have a working copy to be filled beside its home, if there is room."""
+        if self._schedules is None or shard.home is not Tier.NVME or self._tiers.device.addressable:
+            return False
+        return shard.state is State.STORED and self._working.begin_to_fill(shard, self._schedules.current)
 
     def send_param(self, unit: Unit) -> None:
         """Let what is in the spare memory of PARAM, whose home is the device, be its content there.
@@ -156,7 +173,7 @@ class Leases:
             self._copies.flushing(shard, leaving)
         elif shard.state is State.DIRTY:
             self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
-        if shard.home is Tier.DEVICE and shard.unit.index not in self._working:
+        if shard.stays and shard.unit.index not in self._working:
             assert shard.home_buffer is not None
             self._working.bind(shard, shard.home_buffer)
 
@@ -179,8 +196,10 @@ class Leases:
                         self._working.unbind_lost(shard)
             elif before is State.EMPTY:
                 self._copies.change(shard, Event.DISCARD)
-            elif before is State.RESIDENT:
+            elif before in (State.RESIDENT, State.DIRTY):
                 self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
+                if before is State.DIRTY:  # a working copy that nothing has come to
+                    self._working.evict(shard)
         self._writing.clear()
 
     def stop_reading(self) -> None:
@@ -198,7 +217,14 @@ class Leases:
 
         On NVMe, the state roles are one record per chunk, named by :attr:`Role.MASTER`.
         """
-        shard = self._record(unit, role)
+        shard, there = self._record(unit, role), self._tiers.gradients_there
+        if role is Role.GRAD and there is not None and unit.index in there:
+            begin, end = unit.chunks(self._tiers.plan.chunk_numel)[number]
+            itemsize, download = self._tiers.gradients.dtype(unit).itemsize, self._tiers.mover.download
+            parts = there.parts(unit, begin, end)
+            return TicketGroup(
+                [download(source, address + (at - begin) * itemsize, n * itemsize) for at, n, source in parts]
+            )
         if shard.home is Tier.DEVICE:
             return self._tiers.mover.download(self._device_address(shard, number), address, size_bytes)
         store, key = self._copies.require_store(), chunk_key(shard, number)
@@ -222,4 +248,4 @@ class Leases:
         """Return the address on the device of a chunk of a shard whose home is there."""
         assert shard.home_buffer is not None
         begin = shard.unit.chunks(self._tiers.plan.chunk_numel)[number][0]
-        return shard.home_buffer.address + self._tiers.chunk_bytes(shard.unit, shard.role, 0, begin)
+        return shard.home_buffer.address + self._tiers.offset_bytes(shard.unit, shard.role, begin)

@@ -14,15 +14,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
 import torch
 
-from offload.errors import ASLEEP, BudgetError, StateError
+from offload.distributed.ranks import OneRank, Ranks
+from offload.errors import ASLEEP, PARTS, BudgetError, RanksError, StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import LeftToWhoNeedsIt
-from offload.planning.plan import Plan
+from offload.planning.plan import LOOK_AHEAD, Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe
@@ -31,7 +32,9 @@ from offload.shards.copies import Lease
 from offload.shards.device_updates import DeviceUpdates
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.held import Held
-from offload.shards.schedule import Schedule
+from offload.shards.leases import Access, Leases
+from offload.shards.rewritten import Rewritten
+from offload.shards.schedule import Schedule, Schedules
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, stream
 from offload.shards.tiers import Tiers
@@ -43,6 +46,7 @@ from swap import SwapStore
 logger = logging.getLogger(__name__)
 
 PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
+FETCHES_AHEAD = 2  # from host memory, while the processor has updates to make
 PATIENCE = 4  # acquisitions of one unit after which room for a prefetch is looked for again
 
 
@@ -55,8 +59,8 @@ class Manager:
         backward: updates that the next step may have no need to do.
         on_device: updates that the device makes.
         commits: of a durable run; None where nothing is committed.
-        schedule: of the pass that is under way.
         hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
+        overwrites: how often somebody has begun to write content outside of steps.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Manager:
         safe_point: contextlib.AbstractContextManager[object],
         prefetch: bool = True,
         record: Record | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Take the memory that the plan wants.
 
@@ -86,37 +91,52 @@ class Manager:
             safe_point: held while an update is half done: hands Ctrl-C on at its end.
             prefetch: bring parameters before they are asked for.
             record: of a durable run, beside what the store has; None where nothing is committed.
+            ranks: who trains together; None for one process.
 
         Raises:
             BudgetError: a budget has less than the plan wants.
         """
         self.tiers = Tiers(
-            plan, device, budgets, store, binder, counters, deadline_s=deadline_s, reclaim=self._finish_open_updates
+            plan,
+            device,
+            budgets,
+            store,
+            binder,
+            counters,
+            deadline_s=deadline_s,
+            reclaim=self._finish_open_updates,
+            ranks=OneRank() if ranks is None else ranks,
         )
         self.units = self.tiers.units
         self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
-        self.forward = ForwardUpdates(self.tiers, safe_point)
+        self._schedules = Schedules([unit.index for unit in self.units])
+        self.forward = ForwardUpdates(self.tiers, safe_point, self._schedules)
         self.backward = BackwardUpdates(self.tiers, safe_point)
         self._away: list[int] | None = None  # while memory is given back: units that are at home on the device
         self._held: Held | None = None  # what somebody has asked to hold last
+        self.overwrites = 0
+        self._rewritten = Rewritten(self.tiers)
         self.on_device = DeviceUpdates(self.tiers)
         self.commits: Commits | None = None
         if store is not None and record is not None:
             self.commits = Commits(store, record, safe_point, counters)
-        order = [unit.index for unit in self.units]
-        self._schedules = {True: Schedule(order + order[::-1]), False: Schedule(order)}
-        self.schedule = self._schedules[True]
         streams_parameters = Role.PARAM in self.copies.regions
         waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
         self.hides_parameters = streams_parameters or waits_for_updates
         self._is_asynchronous = not device.addressable  # compute: it uses a unit later than the host asks for it
         self._prefetches = prefetch and streams_parameters
+        self._is_sliced = plan.request.slices_parameters
         self._prefetching = LeftToWhoNeedsIt("prefetch")
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
         self._staging_bytes = plan.staging_slots * plan.staging_slot_bytes
 
     # --- parameters -------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of the pass that is under way."""
+        return self._schedules.current
 
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
@@ -155,7 +175,7 @@ class Manager:
             index: unit.
             aside: other units may be wanted while the tensor lives, so the unit must not lie in their way.
         """
-        self.schedule = self._schedules[True]  # only backward asks for it
+        self._schedules.begin(training=True)  # only backward asks for it
         lease = self.acquire(index)
         if aside:
             self.working.lay_aside(self.tiers.param(index))
@@ -165,7 +185,7 @@ class Manager:
     def begin_pass(self, *, training: bool) -> None:
         """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
         self._require_awake()
-        self.schedule = self._schedules[training]
+        self._schedules.begin(training=training)
         if not training:
             self.schedule.restart()
         elif self.commits is not None:
@@ -174,12 +194,13 @@ class Manager:
 
     def restart_schedule(self) -> None:
         """Note that a training step has ended: what was used in it predicts the next one."""
-        self.schedule = self._schedules[True]
+        self._schedules.begin(training=True)
         self.schedule.restart()
 
     def order_of_use(self) -> list[int]:
         """Return per unit its turn in the training step that begins next, as far as is known."""
-        order = list(self._schedules[True].upcoming(len(self._schedules[True].trace)))
+        training = self._schedules.training
+        order = list(training.upcoming(len(training.trace)))
         turn = {index: position for position, index in enumerate(order)}
         return [turn.get(unit.index, len(order) + unit.index) for unit in self.units]
 
@@ -192,27 +213,38 @@ class Manager:
             self._patience -= 1
             return
         wanted = self.backward.wanted_here()
-        for index in self.schedule.upcoming(PREFETCH_WINDOW):
+        for index in self.schedule.upcoming(PREFETCH_WINDOW, within_step=self._is_sliced):
             shard = self.tiers.param(index)
-            if shard.state is State.STORED and shard.home is not Tier.DEVICE and self._may_fetch(shard):
-                if self.forward.active and shard.home is Tier.NVME and self._late_bytes() >= self._staging_bytes:
-                    return  # the drive has updates to bring first
+            if self._is_sliced and len(self.copies.in_flight(Role.PARAM)) >= LOOK_AHEAD:
+                return  # nothing else can be asked of the ranks before these have come
+            if shard.state is State.STORED and not shard.stays and self._may_fetch(shard):
+                if self.forward.active and self._is_far_ahead(shard):
+                    return
                 if not self.working.start_fetch(shard, self.schedule, required=False, wanted=wanted):
                     self._no_room_at, self._patience = here, PATIENCE - 1
                     return
 
-    def _late_bytes(self) -> int:
-        """Return the bytes of parameters that are on their way to the device."""
-        fetched = (shard for shard in self.copies.in_flight(Role.PARAM) if shard.state is State.FETCHING)
-        return sum(shard.size_bytes for shard in fetched if self.copies.is_late(shard))
+    def _is_far_ahead(self, shard: Shard) -> bool:
+        """Tell whether so much is on its way to the device that a unit can wait while updates are left to do.
+
+        The drive has to bring what they need, and copies from host memory leave the processor less of its bandwidth.
+        """
+        copies = self.copies
+        fetched = [other for other in copies.in_flight(Role.PARAM) if other.state is State.FETCHING]
+        if shard.home is Tier.NVME:
+            return sum(other.size_bytes for other in fetched if copies.is_late(other)) >= self._staging_bytes
+        return self._is_asynchronous and sum(copies.is_late(other) for other in fetched) >= FETCHES_AHEAD
 
     def _may_fetch(self, shard: Shard) -> bool:
         """Tell whether the home's content is of use on the device."""
         return not shard.writing and (shard.unit.index not in self.forward or self.tiers.updates_in_place(shard))
 
     def _make_resident(self, shard: Shard) -> None:
+        self.schedule.use(shard.unit.index)
+        self._bring(shard)
+
+    def _bring(self, shard: Shard) -> None:
         index = shard.unit.index
-        self.schedule.use(index)
         if self.forward.active:
             self._require_update(shard)
         assert not self.working.hides(index), shard.describe()
@@ -232,9 +264,22 @@ class Manager:
                     "load them again with engine.load_state_dict"
                 )
             counters.misses += 1
-            self.working.start_fetch(shard, self.schedule, required=True)
-            self.working.wait_for_fetch(shard)
-        counters.stall_seconds += time.perf_counter() - begin
+            with self._telling_ranks():
+                self.working.start_fetch(shard, self.schedule, required=True)
+                self.working.wait_for_fetch(shard)
+        end = time.perf_counter()
+        counters.stall_seconds += end - begin
+        counters.spans.add_wait(f"parameters: {shard.unit.name}", begin, end)
+
+    @contextlib.contextmanager
+    def _telling_ranks(self) -> Iterator[None]:
+        """Tell other ranks that have slices of the same unit what has failed here: they would wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            if self._is_sliced and not isinstance(error, RanksError):
+                self.tiers.ranks.fail(error)
+            raise
 
     def _require_update(self, shard: Shard) -> None:
         index = shard.unit.index
@@ -251,6 +296,8 @@ class Manager:
         """Add one parameter's gradient to what has arrived since the last step; see :meth:`Gradients.add`."""
         if self.forward.active or self.commits is not None:
             self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
+        while not self.gradients.is_there(index) and self.gradients.await_next(gradient.nbytes):
+            self.backward.go_on()
         if final and self.gradients.is_complete(index):
             self.backward.withdraw(index)
         self.gradients.add(index, slot, gradient, final=final, backward_pass=backward_pass)
@@ -285,6 +332,11 @@ class Manager:
             self._try_commit()
         self.backward.advance(guess)
 
+    def await_gradients(self, guess: Callable[[], Recipe | None]) -> None:
+        """Wait for gradients on their way, and let updates go on with what has come."""
+        while self.gradients.await_next():
+            self.backward.advance(guess)
+
     def finish_step(self) -> None:
         """Finish the last step, for what is to become the next one; commit it where each one is.
 
@@ -308,6 +360,7 @@ class Manager:
                 "engine.load_state_dict or engine.load_checkpoint, or close the engine and open the run again"
             )
         self.commits.make()
+        self._rewritten.note_commit()
 
     def _try_commit(self) -> None:
         """Commit if a step is home; what fails is met by whoever begins to change content."""
@@ -338,8 +391,13 @@ class Manager:
         span: tuple[int, int] | None = None,
         keep_early: bool = False,
         widely: bool = False,
+        parts: bool = False,
+        slices: bool = False,
     ) -> None:
         """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
+
+        Where several ranks have slices of parameters, those that are only read are gathered: a chunk is a whole unit,
+        and all ranks come here, or to where they meet. Those that are written are this rank's slices, on all ranks.
 
         Args:
             units: what to run over.
@@ -350,18 +408,28 @@ class Manager:
             span: of a unit's elements, where only chunks that have some of them are to be read; None for all.
             keep_early: updates that are made during backward stay as they are; not where anything is written.
             widely: what passes through staging takes the idle memory of gradients, too, so that more is on its way.
+            parts: `visit` does with the gradients and states of what this rank owns; others have no address.
+            slices: only chunks that have some of what this rank owns are to be read.
 
         Raises:
-            StateError: parameters that are to be written are in use; nothing was touched.
+            StateError: parameters that are to be written are in use, or several ranks have a part each of what is
+                wanted whole; nothing was touched.
             swap.SwapError: an I/O error or a missed deadline. What was to be written of units that `visit` has seen is
                 then FAILED; the others are as they were.
             Exception: what `visit` raised, likewise.
         """
         self._require_awake()
         units = list(units)
-        assert span is None or not writes
+        assert not (writes and (span or slices))
+        if self.tiers.shared is not None and not parts and reads | writes != {Role.PARAM}:
+            raise StateError(PARTS)
+        if self._is_sliced and not (parts or writes):
+            self._visit_whole(units, visit)
+            return
         if Role.PARAM in writes:
             self.tiers.refuse_leased(units)
+            if self._is_sliced:  # nobody gathers half of it
+                self.tiers.ranks.agree(f"writing parameters of {', '.join(unit.name for unit in units)}")
         if keep_early:
             assert not writes
             self.forward.finish()
@@ -371,7 +439,24 @@ class Manager:
         if writes:
             self.commit()  # what is written now belongs to the next one
             self._await_release(units)
-        stream(self.tiers, units, visit, reads=reads, writes=writes, span=span, widely=widely)
+            if self.commits is not None and self.commits.has_made:
+                self._rewritten.make_room(units)
+            self.overwrites += 1
+        stream(self.tiers, units, visit, reads=reads, writes=writes, span=span, widely=widely, slices=slices)
+
+    def _visit_whole(self, units: Iterable[Unit], visit: Callable[[Chunk], None]) -> None:
+        """Call `visit` with all of each unit's parameters, of which each rank has a slice: all ranks come here."""
+        self.finish_updates()
+        for unit in units:
+            shard = self.tiers.param(unit.index)
+            self._bring(shard)
+            assert shard.work_buffer is not None, shard.describe()
+            addresses, leases = {Role.PARAM: shard.work_buffer.address}, Leases(self.tiers)
+            lease = self.copies.lease(shard)
+            try:
+                visit(Chunk(unit, 0, 0, unit.numel, addresses, Access(addresses, fresh_states=False), leases))
+            finally:
+                lease.close()
 
     def rest(self, tiers: Container[Tier]) -> None:
         """Have nothing in the memory of `tiers` but what is at home there, until :meth:`go_on`.
@@ -425,7 +510,8 @@ class Manager:
             self._held.await_release()
 
     def _finish_open_updates(self) -> None:
-        if self.tiers.device.addressable:  # else updates occupy nothing of the device
+        occupied = (State.DIRTY, State.FLUSHING)
+        if any(self.tiers.param(unit.index).state in occupied for unit in self.units):
             self.forward.finish_open()
 
     # --- life and death ---------------------------------------------------------------------------------------------

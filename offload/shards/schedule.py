@@ -68,11 +68,15 @@ class Schedule:
         index = bisect.bisect_left(positions, now)
         return positions[index] - now if index < len(positions) else positions[0] + length - now
 
-    def upcoming(self, limit: int) -> Iterator[int]:
-        """Yield the next distinct units, nearest first, looking at most `limit` uses ahead."""
+    def upcoming(self, limit: int, *, within_step: bool = False) -> Iterator[int]:
+        """Yield the next distinct units, nearest first, looking at most `limit` uses ahead.
+
+        With `within_step`, none that are only used after the step.
+        """
         seen: set[int] = set()
         length = len(self._trace)
-        for step in range(min(limit, length)):
+        ahead = max(length - self._position, 0) if within_step else length
+        for step in range(min(limit, ahead)):
             unit = self._trace[(self._position + step) % length]
             if unit not in seen:
                 seen.add(unit)
@@ -83,3 +87,22 @@ class Schedule:
         self._positions = {}
         for position, unit in enumerate(self._trace):
             self._positions.setdefault(unit, []).append(position)
+
+
+class Schedules:
+    """The schedules of an engine's training steps and evaluations.
+
+    Attributes:
+        training: of steps.
+        current: of the pass that is under way.
+    """
+
+    def __init__(self, order: list[int]) -> None:
+        """Start from units in model order, and back."""
+        self.training = Schedule(order + order[::-1])
+        self._evaluation = Schedule(order)
+        self.current = self.training
+
+    def begin(self, *, training: bool) -> None:
+        """Note which kind of pass begins, or goes on."""
+        self.current = self.training if training else self._evaluation

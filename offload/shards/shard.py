@@ -122,6 +122,21 @@ class Shard:
     version: int = 0
     spare_buffer: Buffer | None = None
 
+    @property
+    def is_sliced(self) -> bool:
+        """Whether other ranks have the rest of these parameters: a working copy is of the whole unit."""
+        return self.role is Role.PARAM and self.size_bytes < self.unit.param_bytes
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is used where it is at home, on the device, and has no working copies."""
+        return self.home is Tier.DEVICE and not self.is_sliced
+
+    @property
+    def work_bytes(self) -> int:
+        """Bytes of a working copy."""
+        return self.unit.param_bytes if self.is_sliced else self.size_bytes
+
     def describe(self) -> str:
         """One line for state dumps."""
         leases = f"{self.readers} readers" + (", writing" if self.writing else "")

@@ -25,6 +25,7 @@ from offload.planning.plan import STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
+from offload.shards.shard import State
 from offload.shards.tiers import Tiers
 from offload.shards.worker import Task
 from offload.sizes import whole_pages
@@ -90,6 +91,7 @@ def stream(
     writes: frozenset[Role] = frozenset(),
     widely: bool = False,
     span: tuple[int, int] | None = None,
+    slices: bool = False,
 ) -> None:
     """Call `visit` for every chunk of `units`, in order, with the roles in `reads | writes` addressable.
 
@@ -104,6 +106,8 @@ def stream(
     chunks: list[Chunk] = []
     try:
         for unit in units:
+            if slices:
+                first, last = tiers.plan.request.owned(unit, Role.GRAD)
             chunks += [chunk for chunk in pipeline.open(unit, leases) if chunk.begin < last and chunk.end > first]
         for chunk in chunks[: pipeline.ahead]:
             pipeline.start(chunk)
@@ -181,7 +185,7 @@ class Pipeline:
         else:
             access = leases.open(unit, reads=self._reads, writes=self._writes)
         spans = _ranges(self._tiers, unit, access, self._reads | self._writes)
-        return [Chunk(unit, number, begin, end, {}, access, leases) for number, (begin, end) in enumerate(spans)]
+        return [Chunk(unit, number, begin, end, {}, access, leases) for number, begin, end in spans]
 
     def takes_slots(self, unit: Unit) -> bool:
         """Tell whether a unit's chunks wait for each other's slots.
@@ -213,14 +217,17 @@ class Pipeline:
         """
         tiers, unit = self._tiers, chunk.unit
         staged, from_device = [], []
+        owned = tiers.plan.request.is_owned(unit, chunk.begin)
         for role in _roles(tiers, unit, self._reads | self._writes):
+            if not owned and role is not Role.PARAM:
+                continue
             base = chunk.access.addresses.get(role)
             if self._aside and tiers.copies.of(unit.index, role).spare_buffer is not None:
                 from_device += [role] if self._put_beside(chunk, role) else []
             elif base is None:
                 staged.append(role)
             else:
-                chunk.addresses[role] = base + tiers.chunk_bytes(unit, role, 0, chunk.begin)
+                chunk.addresses[role] = base + tiers.offset_bytes(unit, role, chunk.begin)
         chunk.staged = frozenset(staged + from_device)
         if staged:
             urgent = self._take_slot(chunk, staged, urgent=urgent)
@@ -244,7 +251,7 @@ class Pipeline:
         """Give a role of the chunk its address in spare memory; returns whether it is to be read from the device."""
         shard, offset = (
             self._tiers.copies.of(chunk.unit.index, role),
-            self._tiers.chunk_bytes(chunk.unit, role, 0, chunk.begin),
+            self._tiers.offset_bytes(chunk.unit, role, chunk.begin),
         )
         assert shard.spare_buffer is not None and shard.home_buffer is not None
         chunk.addresses[role] = shard.spare_buffer.address + offset
@@ -323,6 +330,10 @@ class Pipeline:
                 chunk.writing.append(ticket)
                 if role is Role.PARAM:
                     chunk.writing_param.append(ticket)
+                if role in chunk.staged and shard.state is State.DIRTY:
+                    assert shard.work_buffer is not None
+                    source, offset = chunk.addresses[role], tiers.chunk_bytes(unit, role, 0, chunk.begin)
+                    chunk.writing.append(tiers.mover.fill(source, shard.work_buffer, offset, size))
             elif role is Role.PARAM and chunk.access.write_through:
                 target = chunk.access.write_through + tiers.chunk_bytes(unit, role, 0, chunk.begin)
                 ctypes.memmove(target, chunk.addresses[role], size)
@@ -337,13 +348,20 @@ def _roles(tiers: Tiers, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
     return [role for role in order if role in wanted and tiers.copies.get(unit.index, role) is not None]
 
 
-def _ranges(tiers: Tiers, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int]]:
-    """Return the element ranges that are visited: all at once where everything is at home in memory and stays there."""
-    for role in _roles(tiers, unit, wanted):
+def _ranges(tiers: Tiers, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int, int]]:
+    """Return what is visited, with its number: all at once where everything is at home in memory and stays there.
+
+    With gradients that is what this rank owns. Without them it is all of the unit. States are there of what is owned.
+    """
+    plan, roles = tiers.plan, _roles(tiers, unit, wanted)
+    visited = Role.GRAD if Role.GRAD in roles else Role.PARAM
+    begin, end = plan.request.owned(unit, visited)
+    at_once = all(plan.request.owned(unit, role) == (begin, end) for role in roles if role is not Role.PARAM)
+    for role in roles:
         home = tiers.copies.of(unit.index, role).home_buffer
-        if home is None or access.addresses.get(role) != home.address:
-            return unit.chunks(tiers.plan.chunk_numel)
-    return [(0, unit.numel)]
+        if not at_once or home is None or access.addresses.get(role) != home.address:
+            return plan.chunks(unit, visited)
+    return [(0, begin, end)]
 
 
 def _initialise_states(tiers: Tiers, chunk: Chunk) -> None:

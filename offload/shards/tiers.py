@@ -12,16 +12,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping
 
+from offload.distributed.ranks import Ranks
 from offload.errors import BudgetError, StateError
-from offload.memory.arena import Arena
+from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import Mover, MoverNeeds
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
+from offload.shards.conductor import Conductor
 from offload.shards.copies import Copies, touch
 from offload.shards.gradients import Gradients
+from offload.shards.gradients_of_ranks import MicroBatch, SharedGradients
 from offload.shards.gradients_on_device import GradientsOnDevice
 from offload.shards.shard import Shard, State
 from offload.shards.worker import Caller, Worker, WorkerThread
@@ -42,9 +45,13 @@ class Tiers:
         store: the swap store; None where nothing lives on NVMe.
         counters: of bytes and seconds.
         copies, working, gradients: its parts.
+        gradients_there: those that wait on a device which the host cannot address; None where none may.
+        ranks: who trains together.
+        shared: this rank's part in what several ranks add up; None where there is one.
         mover: of bytes between device and host.
         worker: does the arithmetic of updates.
         staging: buffers of host memory through which chunks pass.
+        activations: part of host memory for those that leave the device.
         optimizer_claim: of the host budget, for what an optimizer's own class keeps.
         deadline_s: after which an operation counts as lost.
     """
@@ -60,6 +67,7 @@ class Tiers:
         *,
         deadline_s: float,
         reclaim: Callable[[], None],
+        ranks: Ranks,
     ) -> None:
         """Take the memory that the plan wants; `binder` and `reclaim` as in :class:`WorkingSet`.
 
@@ -74,6 +82,8 @@ class Tiers:
         self.deadline_s = deadline_s
         self.budgets = budgets
         sizes = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
+        if store is not None:  # a durable run's may be longer
+            sizes[Tier.NVME] = max(sizes[Tier.NVME], store.capacity_bytes)
         claims = {tier: budgets[tier].claim("arena", sizes[tier]) for tier in Tier}
         self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
         in_flight = budgets[Tier.DEVICE].claim("gradients on their way")
@@ -81,7 +91,7 @@ class Tiers:
         self._arena_claims = claims
         self._put_down: dict[Tier, int] = {}  # bytes of claims, of arenas that were released
         with contextlib.ExitStack() as undo:
-            arena = device.arena(sizes[Tier.DEVICE])
+            arena = device.arena(sizes[Tier.DEVICE] - plan.loose_bytes)
             host = device.host_arena(sizes[Tier.HOST])
             undo.callback(host.close)  # it may be page-locked
             self._arenas = {Tier.DEVICE: arena, Tier.HOST: host}
@@ -90,10 +100,17 @@ class Tiers:
             self.copies = Copies(
                 plan, self._arenas, store, deadline_s=deadline_s, release=self.mover.release, dump=self.dump
             )
+            self._conductor: Conductor | None = None
+            if plan.request.slices_parameters:
+                landing = host.take(plan.request.landing_bytes)
+                beside = ranks.beside("parameters")  # where a thread of its own waits
+                self._conductor = Conductor(beside, plan, self.copies, landing, counters, deadline_s=deadline_s)
+            self.ranks = self._conductor or ranks
             self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
             self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
             self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
-            for buffer in self.staging:
+            self.activations = host.take(plan.request.host_activation_bytes)
+            for buffer in (*self.staging, self.activations):
                 touch(buffer)
             self.working = WorkingSet(
                 plan.request,
@@ -104,13 +121,23 @@ class Tiers:
                 self.mover,
                 binder,
                 reclaim,
+                self._conductor,
             )
             self.worker: Worker = Caller() if device.addressable else WorkerThread()
-            there = None
+            self.gradients_there: GradientsOnDevice | None = None
             if device.kernels is not None:
                 totals = arena.take(plan.totals_bytes)
-                there = GradientsOnDevice(plan, device.kernels, device.place, totals)
-            self.gradients = Gradients(plan, self.copies, self.mover, there, deadline_s=deadline_s)
+                self.gradients_there = GradientsOnDevice(plan, device.kernels, device.place, totals)
+            there = self.gradients_there
+            self.shared: MicroBatch | None = None
+            if ranks.world > 1:
+                claim = budgets[Tier.HOST].claim("gradients that wait for other ranks")
+                self._claims.append(claim)
+                self.shared = MicroBatch(plan, self.ranks, host, claim, counters)
+            if self.shared is None:
+                self.gradients = Gradients(plan, self.copies, self.mover, there, deadline_s=deadline_s)
+            else:
+                self.gradients = SharedGradients(plan, self.copies, self.mover, self.shared, deadline_s=deadline_s)
             # Registering page-locks: not for the region, which gives memory back.
             if store is not None and host.size_bytes:
                 store.register_buffer(host.base_address, host.size_bytes)
@@ -147,6 +174,10 @@ class Tiers:
             size_bytes = self._sizes[key] = self.plan.chunk_bytes(unit, role, end - begin)
         return size_bytes
 
+    def offset_bytes(self, unit: Unit, role: Role, element: int) -> int:
+        """Return where a unit's `element` lies in its shard of `role`, in bytes from the shard's start."""
+        return self.chunk_bytes(unit, role, self.plan.request.owned(unit, role)[0], element)
+
     def working_address(self, index: int) -> int | None:
         """Return the host's address of a unit's parameters on the device; None where they have none."""
         shard = self._params[index]
@@ -156,7 +187,7 @@ class Tiers:
 
     def updates_in_place(self, shard: Shard) -> bool:
         """Tell whether a working copy of PARAM is best fetched before an update: it is changed there and read once."""
-        return shard.home is Tier.NVME and self.device.addressable
+        return shard.home is Tier.NVME and self.device.addressable and not shard.is_sliced
 
     # --- who may write ----------------------------------------------------------------------------------------------
 
@@ -177,23 +208,49 @@ class Tiers:
         """Check that the parameters of `units` can be updated.
 
         Raises:
-            StateError: somebody uses them, or views device memory that would be replaced; names the unit.
+            StateError: somebody uses them, views device memory that would be replaced, or has changed a gradient
+                behind the engine's back; names the unit.
         """
         units = list(units)
         self.refuse_leased(units)
-        if not self.device.addressable:
+        for unit in units:
+            if self.gradients_there is not None:
+                self.gradients_there.parts(unit, 0, unit.numel)
+        if not self.device.addressable or self._conductor is not None:
             for unit in units:
                 self.working.refuse_borrowed(self._params[unit.index])
 
+    # --- more of the drive -------------------------------------------------------------------------------------------
+
+    def lengthen(self, size_bytes: int) -> None:
+        """Make the swap files `size_bytes` long together, or as long as the budget allows; never shorter.
+
+        Raises:
+            swap.SwapFullError: the drive has no room; nothing has changed.
+            swap.SwapError: another I/O error.
+        """
+        claim, budget = self._arena_claims[Tier.NVME], self.budgets[Tier.NVME]
+        before, size_bytes = claim.size_bytes, min(size_bytes, claim.size_bytes + budget.free_bytes)
+        if self.store is None or size_bytes <= before:
+            return
+        claim.resize(size_bytes)
+        try:
+            self.store.grow(size_bytes)
+        except BaseException:
+            claim.resize(before)
+            raise
+
     # --- giving memory back for a while -----------------------------------------------------------------------------
 
-    def content(self, tiers: Container[Tier]) -> list[Shard]:
-        """Return the shards whose content is at home in the memory of `tiers`."""
-        return [
-            shard
+    def content(self, tiers: Container[Tier]) -> list[Buffer]:
+        """Return the memory of `tiers` that has the content of shards at home there, in an order that stays."""
+        homes = [
+            shard.home_buffer
             for shard in self.copies
             if shard.home_buffer is not None and shard.home in tiers and shard.state is not State.EMPTY
         ]
+        there = self.gradients_there if Tier.DEVICE in tiers else None
+        return homes + (there.buffers() if there is not None else [])
 
     def release(self, tiers: Iterable[Tier]) -> None:
         """Return the memory of `tiers`: its content is lost; nothing may be in flight."""
@@ -203,6 +260,8 @@ class Tiers:
             if tier is Tier.HOST and self.store is not None and arena.size_bytes:
                 self.store.unregister_buffer(arena.base_address)
             arena.release()
+            if tier is Tier.DEVICE and self.gradients_there is not None:
+                self.gradients_there.put_down()
             self._put_down[tier] = claim.size_bytes
             claim.resize(0)
         self.device.trim()
@@ -227,8 +286,8 @@ class Tiers:
                     )
                 moved = arena.take_again(self.device.arena if tier is Tier.DEVICE else self.device.host_arena)
                 self.copies.move_homes(tier, moved)
-                if tier is Tier.DEVICE:
-                    self.gradients.move(moved)
+                if tier is Tier.DEVICE and self.gradients_there is not None:
+                    self._take_gradients_again(self.gradients_there, moved, size_bytes)
                 if tier is Tier.HOST and self.store is not None and arena.size_bytes:
                     self.store.register_buffer(arena.base_address, arena.size_bytes)
         except BaseException:
@@ -237,7 +296,16 @@ class Tiers:
         for region in self.copies.regions.values():  # what is resident is measured: it shall not grow later
             if region.whole.tier in taken and (self.device.addressable or region.whole.tier is Tier.HOST):
                 touch(region.whole)
+        if Tier.HOST in taken:
+            touch(self.activations)
         self.device.synchronize()  # work of the memory's last owner may be queued
+
+    def _take_gradients_again(self, there: GradientsOnDevice, moved: int, limit_bytes: int) -> None:
+        try:
+            there.take_again(moved)
+        except RuntimeError as error:
+            full = self.device.out_of_memory(error, what="gradients that wait", limit_bytes=limit_bytes, held={})
+            raise (full or error) from error
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -246,6 +314,8 @@ class Tiers:
         host = self._arenas[Tier.HOST]
         if self.store is not None and host.size_bytes:  # pages that the drive may write to are not given back
             self.store.unregister_buffer(host.base_address)
+        if self.gradients_there is not None:
+            self.gradients_there.put_down()
         for shard in self.copies:
             if shard.role is not Role.PARAM:
                 self._drop(shard)
@@ -274,10 +344,16 @@ class Tiers:
             last.callback(self.device.synchronize)
             last.callback(self.mover.close)
             last.callback(self.copies.close)
+            if self._conductor is not None:
+                last.callback(self._conductor.close)  # before: what is on its way comes, or fails
             last.callback(self.worker.close)
+            if self.shared is not None:
+                last.callback(self.shared.exchanges.close)
 
     def _close_memory(self) -> None:
         busy = [*self.working.close(), *self.copies.strays()]
+        if self.gradients_there is not None:
+            self.gradients_there.put_down()
         with contextlib.ExitStack() as last:
             for arena in self._arenas.values():
                 last.callback(arena.close, busy)
@@ -294,6 +370,11 @@ class Tiers:
         """
         self.copies.check()
         self.working.check()
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes of the swap files together."""
+        return 0 if self.store is None else self.store.capacity_bytes
 
     def used_bytes(self) -> dict[str, int]:
         """Return bytes in use per tier: device arena and activations, host arena, occupied swap space."""

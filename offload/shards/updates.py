@@ -254,7 +254,7 @@ class Updates(ABC, Generic[U]):
                 error.add_note(self._tiers.dump())
             raise
         finally:
-            self._tiers.counters.update_stall_seconds += time.perf_counter() - begin
+            self._count_wait(begin)
 
     @labelled("wait")
     def _wait_for_task(self, task: Task) -> None:
@@ -266,7 +266,12 @@ class Updates(ABC, Generic[U]):
                 self._fail(error)
             raise
         finally:
-            self._tiers.counters.update_stall_seconds += time.perf_counter() - begin
+            self._count_wait(begin)
+
+    def _count_wait(self, begin: float) -> None:
+        counters, end = self._tiers.counters, time.perf_counter()
+        counters.update_stall_seconds += end - begin
+        counters.spans.add_wait("updates", begin, end)
 
     def _wait_for_writes(self, writes: Sequence[Ticket]) -> None:
         try:

@@ -17,17 +17,20 @@ import torch
 
 from offload.errors import BudgetError, InternalError, StateError
 from offload.memory.arena import Arena, Buffer
-from offload.memory.budget import Claim, Tier
+from offload.memory.budget import Claim
 from offload.memory.region import Region
-from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Ticket
+from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
 from offload.planning.plan import Request
 from offload.planning.roles import Role
 from offload.planning.units import Unit
+from offload.shards.conductor import Conductor
 from offload.shards.copies import Copies, touch
 from offload.shards.schedule import NEVER, Schedule
 from offload.shards.shard import HAS_WORKING_COPY, Shard, State
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up, whole_pages
 from offload.torch_private import storage_use_count
+
+_FILLED = (State.DIRTY, State.FLUSHING)  # what cannot leave before it is home
 
 
 class Binder(Protocol):
@@ -68,6 +71,7 @@ class WorkingSet:
         mover: Mover,
         binder: Binder,
         reclaim: Callable[[], None],
+        conductor: Conductor | None = None,
     ) -> None:
         """Begin with nothing on the device, and without the memory that could be given back.
 
@@ -80,6 +84,7 @@ class WorkingSet:
             mover: of bytes to the device.
             binder: rebinds parameters.
             reclaim: makes whoever holds working copies for a while, to update them, be done with them.
+            conductor: gathers units of which this rank has slices; None where it has all of them.
         """
         self._request = request
         self._units = request.units
@@ -93,6 +98,7 @@ class WorkingSet:
         self._used: set[int] = set()  # units of which somebody may still have a lease or a view
         self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
         self._reclaim = reclaim
+        self._conductor = conductor
         region = copies.regions.get(Role.PARAM)
         self._elastic = region if arena.elastic else None
         if self._elastic is not None:
@@ -132,27 +138,46 @@ class WorkingSet:
         buffer = self._room_for(shard, schedule, required=required, wanted=wanted)
         if buffer is None:
             return False
-        copies, mover, home = self._copies, self._mover, shard.home_buffer
-        if home is not None:
-            copies.start_fetch(
-                shard, buffer, lambda: mover.fetch_host(home.address, buffer, shard.size_bytes, urgent=required)
-            )
+        conductor = self._conductor
+        if conductor is None:
+            self._copies.start_fetch(shard, buffer, lambda: self._bring(shard, buffer, urgent=required))
         else:
+            place = conductor.place(shard, buffer)
+            self._copies.start_fetch(
+                shard, buffer, lambda: conductor.start(shard, buffer, self._bring(shard, place, urgent=required))
+            )
+        return True
 
-            def read(address: int) -> list[Ticket]:
-                return copies.start_reads(shard, address, urgent=required)
+    def _bring(self, shard: Shard, place: Buffer, *, urgent: bool) -> Transfer:
+        """Start to bring what a shard has at home to `place` on the device."""
+        copies, home = self._copies, shard.home_buffer
+        if home is not None:
+            return self._mover.fetch_host(home.address, place, shard.size_bytes, urgent=urgent)
+        read = functools.partial(copies.start_reads, shard, urgent=urgent)
+        return self._mover.fetch_nvme(read, place, copies.read_sizes(shard), urgent=urgent)
 
-            sizes = copies.read_sizes(shard)
-            copies.start_fetch(shard, buffer, lambda: mover.fetch_nvme(read, buffer, sizes, urgent=required))
+    def begin_to_fill(self, shard: Shard, schedule: Schedule) -> bool:
+        """Let PARAM have a working copy that an update is about to fill, where all that gives way is used later.
+
+        At most half of the region is filled at once, or one unit: what is filled cannot leave.
+        """
+        filled = [each.size_bytes for each in self._copies if each.role is Role.PARAM and each.state in _FILLED]
+        if filled and sum(filled) + shard.size_bytes > self._copies.regions[Role.PARAM].size_bytes // 2:
+            return False
+        buffer = self._room_for(shard, schedule, required=False, wanted=())
+        if buffer is None:
+            return False
+        self._copies.begin_in(shard, buffer)
+        self.bind(shard, buffer)
         return True
 
     def use(self, shard: Shard) -> None:
         """Note that compute is about to use a unit that is on the device, on the stream that is current."""
         if self._addressable:
             return
-        buffer = shard.home_buffer if shard.home is Tier.DEVICE else shard.work_buffer
+        buffer = shard.home_buffer if shard.stays else shard.work_buffer
         assert buffer is not None, shard.describe()
-        if shard.home is not Tier.DEVICE:
+        if not shard.stays:
             self._used.add(shard.unit.index)
         self._mover.use(buffer)
 
@@ -190,7 +215,7 @@ class WorkingSet:
         Where an update does not take place on the device, the working copy is dropped.
         """
         index = shard.unit.index
-        if shard.home is not Tier.DEVICE and not self._addressable:
+        if not shard.stays and (shard.is_sliced or not self._addressable):
             if shard.state is State.FETCHING:
                 self.wait_for_prefetch(shard)
             if shard.state is State.RESIDENT:
@@ -216,15 +241,11 @@ class WorkingSet:
 
     def read_again(self, shard: Shard, deadline_s: float) -> None:
         """Let a working copy be what its home holds, whatever somebody has written to it."""
-        home, buffer, mover = shard.home_buffer, shard.work_buffer, self._mover
-        assert shard.state is State.RESIDENT and buffer is not None, shard.describe()
+        buffer, mover = shard.work_buffer, self._mover
+        assert shard.state is State.RESIDENT and buffer is not None and not shard.is_sliced, shard.describe()
         mover.use(buffer)  # behind what somebody has written there
         mover.release(buffer)
-        if home is not None:
-            mover.fetch_host(home.address, buffer, shard.size_bytes, urgent=True).wait(deadline_s)
-        else:
-            read = functools.partial(self._copies.start_reads, shard, urgent=True)
-            mover.fetch_nvme(read, buffer, self._copies.read_sizes(shard), urgent=True).wait(deadline_s)
+        self._bring(shard, buffer, urgent=True).wait(deadline_s)
         self.use(shard)
 
     # --- going ------------------------------------------------------------------------------------------------------
@@ -276,7 +297,7 @@ class WorkingSet:
             InternalError: it does not.
         """
         for shard in self._copies:
-            if shard.role is Role.PARAM and shard.home is not Tier.DEVICE:
+            if shard.role is Role.PARAM and not shard.stays:
                 if (shard.unit.index in self) != (shard.state in HAS_WORKING_COPY):
                     raise InternalError(f"{shard.describe()}: binding and state disagree")
 
@@ -287,10 +308,10 @@ class WorkingSet:
         the others in two. Only where memory is the CPU's.
         """
         region, copies = self._elastic, self._copies
-        if region is None or shard.home is Tier.DEVICE or self.borrowed(shard.unit.index):
+        if region is None or shard.stays or self.borrowed(shard.unit.index):
             return
-        largest = max(s.size_bytes for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE)
-        if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - whole_pages(shard.size_bytes)):
+        largest = max(s.work_bytes for s in copies if s.role is Role.PARAM and not s.stays)
+        if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - whole_pages(shard.work_bytes)):
             return
         self._reclaim()
         for arriving in copies.in_flight(Role.PARAM):
@@ -321,7 +342,7 @@ class WorkingSet:
                     f"parameters of {self._units[index].name}: a tensor outside the model still views their device "
                     "memory, so it cannot be given back; drop it, and graphs of losses, before"
                 )
-        at_home = [index for index in self._residency if copies.of(index, Role.PARAM).home is Tier.DEVICE]
+        at_home = [index for index in self._residency if copies.of(index, Role.PARAM).stays]
         for index in list(self._residency):
             if index in at_home:
                 self._unbind(copies.of(index, Role.PARAM))
@@ -364,7 +385,7 @@ class WorkingSet:
             return self._mover.make_room(by_bytes)
         copies.sweep(Role.PARAM)
         by_bytes = round_up(by_bytes, HUGE_PAGE_BYTES)
-        streamed = [s.unit for s in copies if s.role is Role.PARAM and s.home is not Tier.DEVICE]
+        streamed = [s.unit for s in copies if s.role is Role.PARAM and not s.stays]
         smallest = min(self._widest_bytes(streamed), region.size_bytes)
         wanted_bytes = max(region.size_bytes - by_bytes, smallest)
         for owner in region.owners_beyond(wanted_bytes):
@@ -447,17 +468,17 @@ class WorkingSet:
                 return None
             return -distance if distance != NEVER else float("-inf")
 
-        window = region.cheapest_window(shard.size_bytes, cost)
+        window = region.cheapest_window(shard.work_bytes, cost)
         if window is None and required:
             self._reclaim()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
                 self.wait_for_prefetch(arriving)
-            window = region.cheapest_window(shard.size_bytes, cost)
-            if window is None and self._grow_for(shard.size_bytes):
+            window = region.cheapest_window(shard.work_bytes, cost)
+            if window is None and self._grow_for(shard.work_bytes):
                 return copies.allocate(shard)
             if window is None:
                 gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
-                window = region.cheapest_window(shard.size_bytes, cost)
+                window = region.cheapest_window(shard.work_bytes, cost)
         if window is None:
             if not required:
                 return None
@@ -465,7 +486,7 @@ class WorkingSet:
             if buffer is not None:
                 return buffer
             raise BudgetError(
-                f"device budget: unit {shard.unit.name} needs {format_bytes(shard.size_bytes)} in one piece but the "
+                f"device budget: unit {shard.unit.name} needs {format_bytes(shard.work_bytes)} in one piece but the "
                 f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
                 f'max_memory["device"] or lower activation_memory\n{copies.dump()}'
             )
@@ -496,7 +517,7 @@ class WorkingSet:
             moved = copies.of(owner, Role.PARAM)
             self._refuse_change(moved.unit)
             self._unbind(moved)
-            self._mover.move(source, target, moved.size_bytes)
+            self._mover.move(source, target, moved.work_bytes)
             copies.note_moved(moved, target)
             self.bind(moved, target)
             self._used.add(owner)

@@ -281,21 +281,37 @@ def _reopen(
     sizes = list(facts.sizes)
     extra = (capacity_bytes - sum(sizes)) // alignment * alignment
     if extra:
-        sizes = _grow(files, manifest, versions, divide_capacity(files, extra, alignment, weights), disk)
+        more = divide_capacity(files, extra, alignment, weights)
+        sizes = [size + added for size, added in zip(sizes, more, strict=True)]
+        grow(files, manifest, versions, sizes, disk)
     return RunDirectory(files, sizes, alignment, manifest, versions, locks)
 
 
-def _grow(
-    files: Sequence[SwapFile], manifest: Manifest, versions: Mapping[Hashable, Version], more: Sequence[int], disk: Disk
-) -> list[int]:
-    """Make every data file longer by so many bytes, then say so in the manifest; returns the sizes."""
-    sizes = [size + extra for size, extra in zip(manifest.facts.sizes, more, strict=True)]
+def grow(
+    files: Sequence[SwapFile],
+    manifest: Manifest,
+    versions: Mapping[Hashable, Version],
+    sizes: Sequence[int],
+    disk: Disk,
+) -> None:
+    """Make the data files longer, then say so in the manifest.
+
+    Args:
+        files: of the run.
+        manifest: of the run.
+        versions: what is committed.
+        sizes: that they are to have.
+        disk: the operating system.
+
+    Raises:
+        SwapFullError: no room.
+        SwapError: something could not be written or flushed.
+    """
     for file, size in zip(files, sizes, strict=True):
         reserve(file, size)
         disk.sync(file.fd)
     manifest.rewrite(versions, replace(manifest.facts, sizes=tuple(sizes)))
-    _log.info("run directory %s: grown by %d bytes to %d", files[0].directory, sum(more), sum(sizes))
-    return sizes
+    _log.info("run directory %s: grown to %d bytes", files[0].directory, sum(sizes))
 
 
 def _check_header(path: str, block: bytes, facts: RunFacts, index: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno as _errno
 import time
 from collections.abc import Sequence
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, error_class
@@ -29,7 +29,7 @@ _REMEDIES = {
 }
 
 
-class Priority(Enum):
+class Priority(IntEnum):
     """Order in which waiting operations go to the device: every urgent one before any normal one.
 
     While urgent operations keep coming, the device is also given fewer normal requests at a time, so that an urgent
@@ -202,6 +202,11 @@ class IoTicket:
     def checksums(self) -> bytes:
         """Checksums of a finished write that asked for them: a word of 4 bytes per granule."""
         return self._operation.checksums
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """When the operation was submitted and when it was over (else 0), in seconds of the monotonic clock."""
+        return self._operation.times
 
     def _what(self) -> str:
         verb = "write" if self._job.write else "read"

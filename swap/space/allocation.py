@@ -103,6 +103,16 @@ class Space:
             allocator.occupy(taken)
         self.peak_used_bytes = max(self.peak_used_bytes, self.used_bytes)
 
+    def grow(self, capacities: Sequence[int]) -> None:
+        """Manage longer files: `capacities` as they are now.
+
+        Raises:
+            ValueError: one is shorter than it was, or not aligned.
+        """
+        for allocator, capacity in zip(self.allocators, capacities, strict=True):
+            allocator.grow(capacity)
+        self.capacity_bytes = sum(capacities)
+
     def free(self, pieces: Sequence[Piece]) -> None:
         """Give pieces back.
 

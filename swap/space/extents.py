@@ -151,6 +151,20 @@ class ExtentAllocator:
         self._free_bytes += extent.length
         self._make_free(extent.offset, extent.length)
 
+    def grow(self, capacity: int) -> None:
+        """Manage the range up to `capacity`, a multiple of the alignment; what is new is free.
+
+        Raises:
+            ValueError: that is less than before, or no multiple.
+        """
+        if capacity < self._capacity or capacity % self.alignment:
+            raise ValueError(f"capacity: expected at least {self._capacity} bytes, aligned, but got {capacity}")
+        more, begin = capacity - self._capacity, self._capacity
+        if more:
+            self._capacity = capacity
+            self._free_bytes += more
+            self._make_free(begin, more)
+
     def free_ranges(self) -> list[Extent]:
         """All free ranges in order of their offset."""
         return [Extent(offset, self._lengths[offset]) for offset in self._offsets]

@@ -204,7 +204,7 @@ def _device_module(core: Any) -> types.ModuleType:
         "max_memory_allocated": lambda device=None: core.usage(index(device))[1],
         "reset_peak_memory_stats": lambda device=None: core.reset_peak(index(device)),
         "mem_get_info": mem_get_info,
-        "empty_cache": lambda: None,
+        "empty_cache": lambda: [core.empty_cache(number) for number in range(core.DEVICES)] and None,
         "host_register": core.lock,
         "host_unregister": core.unlock,
         "manual_seed": seed_all,

@@ -4,6 +4,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
@@ -117,21 +118,17 @@ class Call {
     // Shape functions tell what CUDA's kernels return. The CPU's return statistics of 16-bit inputs in 16
     // bits, and want them so in backward: what they return is found by a trial on zeros.
     void take_dtypes_of_cpu() {
-        bool narrow = false;
-        for (const IValue& argument : arguments_)
+        bool narrow = false, sized = false;  // sized: an argument beside the tensors may tell their sizes
+        for (const IValue& argument : arguments_) {
             narrow |= argument.isTensor() && argument.toTensor().defined() &&
                       c10::isReducedFloatingType(argument.toTensor().scalar_type());
+            sized |= !argument.isTensor() && !argument.isBool() && !argument.isDouble() && !argument.isNone();
+        }
         if (results_.size() < 2 || !narrow || op_.hasTag(at::Tag::nondeterministic_seeded)) return;
         Stack trial;
-        for (const IValue& shape : shapes_)
-            trial.push_back(map_tensors(
-                shape, [](const at::Tensor& t) { return at::zeros_like(t, t.options().device(at::kCPU)); },
-                at::kCPU));
-        try {
-            Machine::execute(
-                [&] { op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &trial); });
-        } catch (const c10::Error&) {
-            return;  // the kernel itself will tell
+        if (sized || !try_on_zeros(trial, true)) {
+            trial.clear();
+            if (!try_on_zeros(trial, false)) return;  // the kernel itself will tell
         }
         for (size_t i = 0; i < results_.size(); ++i) {
             bool both = results_[i].isTensor() && trial[i].isTensor();
@@ -139,6 +136,24 @@ class Call {
             at::ScalarType dtype = trial[i].toTensor().scalar_type();
             if (dtype != results_[i].toTensor().scalar_type()) results_[i] = results_[i].toTensor().to(dtype);
         }
+    }
+
+    // Calls the CPU's kernel on zeros; false if it refuses them. `least`: no dimension is longer than 1.
+    bool try_on_zeros(Stack& stack, bool least) {
+        auto zeros = [&](const at::Tensor& t) {
+            if (!least) return at::zeros_like(t, t.options().device(at::kCPU));
+            std::vector<int64_t> sizes(t.sizes().vec());
+            for (int64_t& size : sizes) size = std::min<int64_t>(size, 1);
+            return at::zeros(sizes, t.options().device(at::kCPU));
+        };
+        for (const IValue& shape : shapes_) stack.push_back(map_tensors(shape, zeros, at::kCPU));
+        try {
+            Machine::execute(
+                [&] { op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack); });
+        } catch (const c10::Error&) {
+            return false;
+        }
+        return true;
     }
 
     // Arguments that are results (`out=`) get the results' shape.

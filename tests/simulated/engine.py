@@ -16,7 +16,7 @@ import pkgutil
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,20 +36,22 @@ from offload.sizes import HUGE_PAGE_BYTES, round_up
 from simulated.clock import (
     Costs,
     Drive,
-    Operation,
     VirtualErrands,
     VirtualExecutor,
     VirtualLock,
     VirtualTicket,
     clock,
+    now,
     operations,
     wait_for_all,
 )
 from simulated.kernels import UpdatingDevice, on_device
-from swap import SwapStats, SwapStore
+from swap import PastTransfer, SwapStats, SwapStore
 
 PIECE_BYTES = 64 << 20  # of a kernel on the CPU, after which others may have a turn
 LEAST_SHARE = 0.25  # of host memory's bandwidth that copies leave to the CPU
+# Commands, and doors: these import the libraries that they stand in, which takes seconds, and nothing of an engine.
+_APART = ("offload.cli", "offload.__main__", "offload._cpu_adam", "offload.integrations.")
 
 
 def costs_of(hardware: Hardware) -> Costs:
@@ -99,10 +101,12 @@ class VirtualStore:
     """A swap store on a drive that goes by the clock. In a dry run it keeps lengths alone."""
 
     alignment = 4096
+    capacity_bytes = 0  # it is never longer than the plan wants
 
     def __init__(self, cpu: Cpu, hardware: Hardware) -> None:
         self._dry = simulated.load().is_dry()
         self._objects: dict[Hashable, bytes | int] = {}
+        self._done: list[tuple[Hashable, VirtualTicket]] = []
         self._drive = Drive(
             read=hardware.drive_read_bytes_s,
             write=hardware.drive_write_bytes_s,
@@ -122,7 +126,8 @@ class VirtualStore:
     def put(self, key: Hashable, address: int, length: int) -> VirtualTicket:
         """Begin to write an object; it takes the bytes at once."""
         self._objects[key] = length if self._dry else ctypes.string_at(address, length)
-        return self._drive.start("write", length)
+        self._done.append((key, self._drive.start("write", length)))
+        return self._done[-1][1]
 
     def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> VirtualTicket:
         """Begin to read an object; the bytes are there at the end."""
@@ -132,7 +137,8 @@ class VirtualStore:
             if not isinstance(found, int):
                 ctypes.memmove(address, found[offset : offset + length], length)
 
-        return self._drive.start("read", length, urgent=urgent, ended=deliver)
+        self._done.append((key, self._drive.start("read", length, urgent=urgent, ended=deliver)))
+        return self._done[-1][1]
 
     def delete(self, key: Hashable) -> None:
         """Forget an object."""
@@ -148,6 +154,11 @@ class VirtualStore:
     def stats(self) -> SwapStats:
         """Return nothing: what has been moved is among the operations."""
         return SwapStats(**{field.name: 0 for field in dataclasses.fields(SwapStats)})  # type: ignore[arg-type]
+
+    def past(self, *, writes: bool) -> list[PastTransfer]:
+        """Return all that is over."""
+        over = [(key, t) for key, t in self._done if t.end <= now() and (t.side == "write") == writes]
+        return [PastTransfer(key, ticket.begin, ticket.end, ticket.size_bytes) for key, ticket in over]
 
     def close(self) -> None:
         """End the drive."""
@@ -165,10 +176,10 @@ class CpuKernels:
     def __getattr__(self, name: str) -> Any:
         prices: dict[str, Callable[..., float]] = {
             "step": _step_bytes,
-            "take_gradient": lambda src, kind, dst, into, numel, add, measure: (
+            "take_gradient": lambda src, kind, dst, into, numel, add, measure, blocks: (
                 numel * (_itemsize(kind) + _itemsize(into) * (2 if add else 1))
             ),
-            "sum_of_squares": lambda address, kind, numel: numel * _itemsize(kind),
+            "sum_of_squares": lambda address, kind, numel, blocks: numel * _itemsize(kind),
             "convert": lambda src, kind, dst, into, numel: numel * (_itemsize(kind) + _itemsize(into)),
             "accumulate": lambda acc, grad, kind, numel: numel * (8 + _itemsize(kind)),
             "accumulate_same": lambda acc, grad, kind, numel: 3 * numel * _itemsize(kind),
@@ -278,20 +289,33 @@ class Use:
     begins: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A gradient was handed over: when the device will have made it, and of how many elements it is."""
+
+    unit: int
+    slot: int
+    numel: int
+    ready: float
+
+
 @dataclasses.dataclass
 class Watch:
     """What is seen of an engine by the clock.
 
     Attributes:
         uses: of units, in the order of calls.
+        made: gradients, likewise.
     """
 
     uses: list[Use] = dataclasses.field(default_factory=list)
+    made: list[Made] = dataclasses.field(default_factory=list)
 
     def begin_window(self) -> None:
         """Forget what was seen so far."""
         core = simulated.load()
         self.uses.clear()
+        self.made.clear()
         operations()
         core.waits(True)
         core.idle(True)
@@ -330,7 +354,7 @@ def engine_clock(hardware: Hardware, *, dry: bool, updates: bool = False) -> Ite
         undo.enter_context(_instead(sys.modules["offload.memory.devices"], "AcceleratorDevice", device))
         undo.enter_context(_instead(sys.modules["offload.memory.page_lock"], "_touch", lambda *_: None))
         undo.enter_context(_instead(Hooks, "_before_forward", _timed_forward(hardware, watch)))
-        undo.enter_context(_instead(GradientHooks, "_take", _timed_gradient(hardware)))
+        undo.enter_context(_instead(GradientHooks, "_take", _timed_gradient(hardware, watch)))
         with simulated.limit(int(hardware.device_bytes)):
             yield watch
 
@@ -342,7 +366,7 @@ def untouched(model: nn.Module) -> nn.Module:
 
 def _engine_modules() -> list[types.ModuleType]:
     for found in pkgutil.walk_packages(offload.__path__, "offload."):
-        if not found.name.startswith(("offload.cli", "offload.__main__", "offload._cpu_adam")):
+        if not found.name.startswith(_APART):
             importlib.import_module(found.name)
     return [module for name, module in sorted(sys.modules.items()) if name.startswith("offload.")]
 
@@ -370,116 +394,12 @@ def _timed_forward(hardware: Hardware, watch: Watch) -> Callable[..., None]:
     return timed
 
 
-def _timed_gradient(hardware: Hardware) -> Callable[..., None]:
+def _timed_gradient(hardware: Hardware, watch: Watch) -> Callable[..., None]:
     before, core = GradientHooks._take, simulated.load()
 
     def timed(self: GradientHooks, parameter: Any, unit: int, slot: int) -> None:
         core.spend(hardware.gradient_s, "")
+        watch.made.append(Made(unit, slot, parameter.numel(), core.end_of(0)))
         before(self, parameter, unit, slot)
 
     return timed
-
-
-# --- what was seen ----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """What a step took, on average over the steps that were watched.
-
-    Attributes:
-        step_s: from the device's last operation of a step to that of the next.
-        busy_s: per lane; of the drive, reads and writes apart.
-        work_s: per lane what its work would take alone: of the drive, reads and writes as well as they go together.
-        moved_bytes: per lane.
-        idle_s: per lane of a stream, what it waited for.
-        waits_s: per actor, what it waited for.
-        ahead: of each use of a unit, how many uses the host was ahead of the device; the least is what counts.
-        peak_bytes: of device memory.
-    """
-
-    step_s: float
-    busy_s: Mapping[str, float]
-    work_s: Mapping[str, float]
-    moved_bytes: Mapping[str, float]
-    idle_s: Mapping[str, Mapping[str, float]]
-    waits_s: Mapping[str, float]
-    ahead: tuple[int, ...]
-    peak_bytes: int
-
-    @property
-    def used(self) -> float:
-        """Share of the time in which the device computes: U."""
-        return self.busy_s.get("compute", 0.0) / self.step_s
-
-    @property
-    def binding(self) -> str:
-        """The lane with the most work."""
-        return max(self.work_s, key=lambda lane: self.work_s[lane])
-
-    @property
-    def bound_s(self) -> float:
-        """What the lane with the most work needs: no step is shorter."""
-        return self.work_s[self.binding]
-
-    @property
-    def reached(self) -> float:
-        """The bound over the time: R."""
-        return self.bound_s / self.step_s
-
-
-def watched(watch: Watch, hardware: Hardware, step: Callable[[], object], *, warm: int = 2, steps: int = 2) -> Figures:
-    """Take steps and return what they took; the first ones tell an engine what comes."""
-    core = simulated.load()
-    for _ in range(warm):
-        step()
-    watch.begin_window()
-    core.reset_peak(0)
-    begin = core.end_of(0)
-    for _ in range(steps):
-        step()
-    done, time = operations(), (core.end_of(0) - begin) / steps
-    return Figures(
-        step_s=time,
-        busy_s={lane: seconds / steps for lane, seconds in _busy(done).items()},
-        work_s={lane: seconds / steps for lane, seconds in _work(done, hardware).items()},
-        moved_bytes={lane: size / steps for lane, size in _moved(done).items()},
-        idle_s={lane: {k: s / steps for k, s in sorted(why.items())} for lane, why in sorted(core.idle(True).items())},
-        waits_s={who: seconds / steps for who, seconds in sorted(core.waits(True).items())},
-        ahead=_ahead(watch.uses),
-        peak_bytes=core.usage(0)[1],
-    )
-
-
-def _busy(done: list[Operation]) -> dict[str, float]:
-    busy: dict[str, float] = {}
-    for operation in done:
-        busy[operation.lane] = busy.get(operation.lane, 0.0) + operation.end - operation.begin
-    return busy
-
-
-def _moved(done: list[Operation]) -> dict[str, float]:
-    moved: dict[str, float] = {}
-    for operation in done:
-        moved[operation.lane] = moved.get(operation.lane, 0.0) + operation.size_bytes
-    return moved
-
-
-def _work(done: list[Operation], hardware: Hardware) -> dict[str, float]:
-    moved, work = _moved(done), _busy(done)
-    read, written = (moved.get(f"drive {side}", 0.0) for side in Drive.SIDES)
-    for side in Drive.SIDES:
-        work.pop(f"drive {side}", None)
-    if read + written:
-        alone = max(read / hardware.drive_read_bytes_s, written / hardware.drive_write_bytes_s)
-        work["drive"] = max(alone, (read + written) / hardware.drive_mixed_bytes_s)
-    if "cpu" in work:
-        work["cpu"] = moved["cpu"] / hardware.update_bytes_s
-    return work
-
-
-def _ahead(uses: list[Use]) -> tuple[int, ...]:
-    """Return per use how many uses, itself among them, were given to the device that it had not begun."""
-    return tuple(
-        sum(1 for earlier in uses[: number + 1] if earlier.begins > use.asked) for number, use in enumerate(uses)
-    )

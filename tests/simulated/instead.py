@@ -17,8 +17,9 @@ import pytest
 from simulated import EAGER, LAZY, Run, Schedule, at_random, first, fixed, load, running
 
 MARK = "cpu"
-FILES = ("parity", "engine", "backward_updates", "forward_updates", "checkpoint", "optimizers", "bad_input")
+FILES = ("wrappers", "parity", "engine", "backward_updates", "forward_updates", "checkpoint", "optimizers", "bad_input")
 TURNS = "in turn"
+MOVER_STREAMS = 3  # it makes one for downloads, then two for uploads
 
 
 def schedule_of(name: str, turn: int = 0) -> Schedule:
@@ -27,7 +28,7 @@ def schedule_of(name: str, turn: int = 0) -> Schedule:
     Raises:
         ValueError: there is none of that name.
     """
-    all_fixed = fixed(2)  # a mover makes a stream for uploads, then one for downloads
+    all_fixed = fixed(MOVER_STREAMS)
     if name == TURNS:
         return all_fixed[turn % len(all_fixed)]
     by_name = {schedule.name: schedule for schedule in (LAZY, EAGER)}

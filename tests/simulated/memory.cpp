@@ -118,6 +118,22 @@ void Memory::used_by(const void* address, int stream) {
     if (found != blocks_.end() && found->second.stream != stream) found->second.others.push_back(stream);
 }
 
+void Memory::empty_cache(int device) {
+    machine().synchronize_device(device);
+    Lock lock(machine().mutex);
+    for (auto& [of, blocks] : devices_[device].free)
+        for (auto& [size, addresses] : blocks)
+            for (char* at : addresses) {
+                char* begin = shadow(at);
+                char* first = begin + (PAGE - reinterpret_cast<uintptr_t>(begin) % PAGE) % PAGE;
+                char* last = begin + size - reinterpret_cast<uintptr_t>(begin + size) % PAGE;
+                if (first >= last) continue;
+                TORCH_CHECK(!mprotect(first, last - first, PROT_NONE), "sim: memory is not given back");
+                madvise(first, last - first, MADV_DONTNEED);
+            }
+    devices_[device].free.clear();
+}
+
 // ---- page-locked memory
 // ------------------------------------------------------------------------------------
 

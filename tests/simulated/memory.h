@@ -36,6 +36,7 @@ class Memory {
     char* take(int device, int stream, size_t size);
     void free(char* address);
     void used_by(const void* address, int stream);  // torch's record_stream
+    void empty_cache(int device);                   // gives back what nobody has: who still uses it, dies
     Usage& usage(int device) { return devices_[device].usage; }
 
     char* take_pinned(size_t size);

@@ -133,6 +133,10 @@ PYBIND11_MODULE(_simulated, m) {
         Usage usage = memory().usage(device);
         return std::make_tuple(usage.used, usage.peak, usage.limit);
     });
+    m.def("empty_cache", [](int device) {
+        Quiet quiet;
+        memory().empty_cache(device);
+    });
     m.def("set_limit", [](int device, size_t size) {
         Quiet quiet;
         memory().usage(device).limit = std::min(size, RANGE);

@@ -2,17 +2,21 @@
 
 #include <Python.h>
 
+#include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "faults.h"
 
 namespace simulated {
 namespace {
 constexpr double POLL_S = 1e-6;  // of the host, by the clock, to ask whether something is done
-}
+std::atomic<int> compute_threads{
+    0};  // of an operator, whichever thread of the host has it run; 0: that one's
+}  // namespace
 
 Lock::Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
     if (mutex_.try_lock()) return;
@@ -34,6 +38,7 @@ void Machine::begin(const Schedule& schedule) {
     Lock lock(mutex);
     for (int device = 0; device < DEVICES; ++device) synchronize_device(device);
     schedule_ = schedule;
+    compute_threads = at::get_num_threads();  // autograd's threads keep what the first tests had
     random_.seed(schedule.seed);
     std::fill(made_, made_ + DEVICES,
               0);  // streams are named by the order in which a schedule's program makes them
@@ -173,6 +178,8 @@ void Machine::execute(const std::function<void()>& run) {
     // Not at::ThreadLocalStateGuard: it copies saved-tensor hooks, and for that it wants Python's lock.
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard plain(c10::python_ks | c10::autocast_dispatch_keyset);
+    if (int threads = compute_threads; threads && threads != at::get_num_threads())
+        at::set_num_threads(threads);
     run();
 }
 

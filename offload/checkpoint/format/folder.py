@@ -14,15 +14,17 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from offload.checkpoint.format.index import FILE_NAME, Index
+from offload.checkpoint.format.index import FILE_NAME, DamagedError, Index
 from offload.checkpoint.format.staging import lock
 from offload.errors import CheckpointError
 from swap.errors import SwapFullError, format_bytes
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LATEST = "latest"
 LOCK = ".lock"
@@ -60,6 +62,11 @@ class Folder:
             if path.name.startswith(_SAVING) or not (path.name.startswith(".") or (path / FILE_NAME).is_file())
         )
 
+    def tell_unfinished(self) -> None:
+        """Log what broken-off saves have left: nobody reads it."""
+        for name in self.unfinished():
+            logger.warning("checkpoint %s: a save was broken off; it is ignored", self.path / name)
+
     def find(self, tag: str | None) -> Path:
         """Return the folder of a checkpoint: of a tag, or of the latest one.
 
@@ -72,8 +79,7 @@ class Folder:
             raise CheckpointError(f"checkpoint {self.path / tag}: there is none{self._hint()}")
         if (self.path / FILE_NAME).is_file():  # the folder of a checkpoint itself
             return self.path
-        for name in self.unfinished():
-            logger.warning("checkpoint %s: a save was broken off; it is ignored", self.path / name)
+        self.tell_unfinished()
         with contextlib.suppress(OSError, UnicodeDecodeError):
             named = (self.path / LATEST).read_text(encoding="utf-8").strip()
             if _TAG.fullmatch(named) and (self.path / named / FILE_NAME).is_file():
@@ -85,14 +91,18 @@ class Folder:
         return self.path / tags[-1]
 
     @contextlib.contextmanager
-    def reading(self, folder: Path) -> Iterator[None]:
-        """Keep a checkpoint from being deleted meanwhile."""
-        with contextlib.ExitStack() as last:
-            with contextlib.suppress(OSError):
-                fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
-                last.callback(os.close, fd)
-                lock(fd, shared=True)
-            yield
+    def reading(self, tag: str | None) -> Iterator[Path]:
+        """Yield the folder that :meth:`find` finds, which nobody replaces or deletes meanwhile.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        while True:
+            path = self.find(tag)
+            with contextlib.ExitStack() as last:
+                if _stays(path / FILE_NAME, last):
+                    yield path
+                    return
 
     def _hint(self) -> str:
         if not self.path.is_dir():
@@ -145,14 +155,19 @@ class Folder:
         return most + 1
 
     @contextlib.contextmanager
-    def begin(self, tag: str, size_bytes: int) -> Iterator[Path]:
+    def begin(self, tag: str, size_bytes: int, token: int | None = None) -> Iterator[Path]:
         """Yield a new folder for a checkpoint of about `size_bytes`; it is deleted if the block raises.
+
+        Args:
+            tag: of the checkpoint.
+            size_bytes: of its tensors.
+            token: that :func:`new_token` has returned, for whoever is to :meth:`join`; None makes one.
 
         Raises:
             swap.SwapFullError: the drive has no room for it.
             CheckpointError: the directory cannot be written to.
         """
-        folder = self.path / f"{_SAVING}{tag}-{secrets.token_hex(4)}"
+        folder = self._saving(tag, new_token() if token is None else token)
         try:
             info = os.statvfs(self.path)
             free = info.f_bavail * info.f_frsize
@@ -176,6 +191,43 @@ class Folder:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
+    def join(self, tag: str, token: int) -> Path:
+        """Return the folder that another process has begun with the same `tag` and `token`.
+
+        Raises:
+            CheckpointError: it is not to be seen here.
+        """
+        folder = self._saving(tag, token)
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"checkpoint directory {self.path}: expected the one that rank 0 writes to but got another one, in "
+                "which its new folder is not to be seen; name the same directory on all ranks, on a file system that "
+                "all their machines share"
+            )
+        return folder
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a file of a checkpoint that is under way.
+
+        Raises:
+            CheckpointError, swap.SwapFullError: it cannot be written.
+        """
+        try:
+            write_text(path, text)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def remove(self, path: Path) -> None:
+        """Delete a file of a checkpoint that is under way.
+
+        Raises:
+            CheckpointError: it cannot be deleted.
+        """
+        try:
+            path.unlink()
+        except OSError as error:
+            raise self._refused(error) from error
+
     def publish(self, folder: Path, tag: str, index: str, *, latest: bool = True) -> Path:
         """Write the text of the index, which completes a folder; give it its name. With `latest`, let that be it.
 
@@ -183,59 +235,80 @@ class Folder:
             CheckpointError: the checkpoint in whose place it comes is being read, or something could not be written.
         """
         target, aside = self.path / tag, self.path / f"{_REPLACED}{tag}"
+        replaces = False
         try:
             write_text(folder / FILE_NAME, index)
             sync_directory(folder)
-            if target.exists():
-                if not self._is_idle(target):
-                    raise CheckpointError(
-                        f"checkpoint {target}: is being read and cannot be replaced; save under another tag"
-                    )
-                target.rename(aside)
+            replaces = target.exists()
+            if replaces and not self._put_aside(target, aside):
+                raise CheckpointError(
+                    f"checkpoint {target}: is being read and cannot be replaced; save under another tag"
+                )
             folder.rename(target)
             sync_directory(self.path)
             if latest:
                 write_text(self.path / LATEST, f"{tag}\n")
                 sync_directory(self.path)
-        except OSError as error:
-            raise self._refused(error) from error
-        self._delete(aside)
+        except BaseException as error:
+            if replaces and not target.exists():
+                with contextlib.suppress(OSError):  # the next save tries again
+                    aside.rename(target)
+            if isinstance(error, OSError):
+                raise self._refused(error) from error
+            raise
+        if replaces:
+            self._give_up(aside)
         return target
 
     def keep(self, count: int) -> None:
-        """Delete the oldest checkpoints until `count` are left; those that somebody reads stay."""
+        """Give up the oldest checkpoints until `count` are left; those that somebody reads stay."""
         for tag in self.tags()[:-count]:
-            if self._is_idle(self.path / tag):
-                self._delete(self.path / tag)
+            self._give_up(self.path / tag)
 
-    def _delete(self, folder: Path) -> None:
-        """Delete a folder; until it is gone, it is none that anybody finds."""
-        if folder.exists():
-            gone = self.path / f"{_DELETED}{secrets.token_hex(4)}"
-            with contextlib.suppress(OSError):  # it costs room, and the next save tries again
-                folder.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+    def given_up(self) -> list[Path]:
+        """Return the folders that are to be deleted: nobody finds them any more."""
+        return [path for path in self._folders() if path.name.startswith(_DELETED)]
+
+    def sweep(self) -> None:
+        """Delete what was given up, in any thread. If it is broken off, the next save deletes the rest."""
+        gone = self.given_up()
+        with contextlib.suppress(OSError):
+            if gone:
+                sync_directory(self.path)  # else a power cut may leave the old names, and half of the files
+            for path in gone:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _give_up(self, folder: Path) -> None:
+        """Let a folder be none that anybody finds, unless somebody reads it."""
+        with contextlib.suppress(OSError):  # it costs room, and the next save tries again
+            self._put_aside(folder, self.path / f"{_DELETED}{secrets.token_hex(4)}")
+
+    def _saving(self, tag: str, token: int) -> Path:
+        return self.path / f"{_SAVING}{tag}-{token:08x}"
 
     def _put_right(self) -> None:
         for path in self._folders():
             if path.name.startswith(_REPLACED):
                 target = self.path / path.name.removeprefix(_REPLACED)
                 if target.exists():
-                    self._delete(path)
+                    self._give_up(path)
                 else:
                     path.rename(target)
-            elif path.name.startswith((_SAVING, _DELETED)):
+            elif path.name.startswith(_SAVING):
                 shutil.rmtree(path, ignore_errors=True)
+        self.sweep()
 
-    def _is_idle(self, folder: Path) -> bool:
-        try:
-            fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
+    @staticmethod
+    def _put_aside(folder: Path, name: Path) -> bool:
+        """Give a folder another name; False where somebody reads it."""
+        with contextlib.ExitStack() as last:
+            with contextlib.suppress(OSError):  # without an index, it is no checkpoint
+                fd = os.open(folder / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+                last.callback(os.close, fd)
+                if not lock(fd):
+                    return False
+            folder.rename(name)
             return True
-        try:
-            return lock(fd)
-        finally:
-            os.close(fd)
 
     def _refused(self, error: OSError) -> Exception:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -249,6 +322,47 @@ class Folder:
             f"checkpoint directory {self.path}: cannot be written to: {error.strerror or error}; name a directory on a "
             "file system that is mounted for writing"
         )
+
+
+def _stays(index: Path, last: contextlib.ExitStack) -> bool:
+    """Lock an index until `last` ends; False where its folder was put aside since it was found."""
+    try:
+        fd = os.open(index, os.O_RDONLY | os.O_CLOEXEC)
+        last.callback(os.close, fd)
+        return lock(fd, shared=True) and os.path.samestat(os.fstat(fd), index.stat())
+    except FileNotFoundError:
+        return False
+    except OSError:  # whoever reads it says why
+        return True
+
+
+def first_whole(folders: Iterable[Path], load: Callable[[Path], T]) -> tuple[Path, T]:
+    """Load the first of some checkpoints that is whole, and log what is wrong with those before it.
+
+    Args:
+        folders: of the checkpoints, one at least.
+        load: one of them.
+
+    Returns:
+        Its folder, and what `load` returns.
+
+    Raises:
+        DamagedError: none is whole.
+    """
+    damage: DamagedError | None = None
+    for folder in folders:
+        try:
+            return folder, load(folder)
+        except DamagedError as error:
+            logger.warning("%s", error)
+            damage = error
+    assert damage is not None, "expected a checkpoint"
+    raise damage
+
+
+def new_token() -> int:
+    """Return a number that tells one save from another."""
+    return secrets.randbits(32)
 
 
 def check_tag(tag: str) -> str:

@@ -23,6 +23,10 @@ BLOCK_BYTES = 4 << 20  # of a range, with a checksum each
 FILE_NAME = "index.json"
 
 
+class DamagedError(CheckpointError):
+    """The files of a checkpoint are not those that were written."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Range:
     """Elements [begin, end) of a tensor, counted in row-major order, in one file.
@@ -127,14 +131,14 @@ class Index:
         """Read an index.
 
         Raises:
-            CheckpointError: it is damaged, or of a newer version.
+            CheckpointError: it is damaged (:class:`DamagedError`), or of a newer version.
         """
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(f"checkpoint index {path}: cannot be read: {error.strerror or error}") from error
         except ValueError as error:
-            raise CheckpointError(f"checkpoint index {path}: is damaged: {error}; load another checkpoint") from error
+            raise DamagedError(f"checkpoint index {path}: is damaged: {error}; load another checkpoint") from error
         if not isinstance(body, dict) or body.get("format") != FORMAT:
             raise CheckpointError(f"checkpoint index {path}: expected one with the format {FORMAT!r}")
         if body.get("version") != VERSION:
@@ -144,7 +148,7 @@ class Index:
             )
         expected = body.pop("checksum", None)
         if expected != _checksum(body):
-            raise CheckpointError(
+            raise DamagedError(
                 f"checkpoint index {path}: is damaged: expected checksum {expected} but got {_checksum(body)}; load "
                 "another checkpoint"
             )

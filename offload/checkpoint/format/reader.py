@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
-from offload.checkpoint.format.index import BLOCK_BYTES, Entry, Index, Range
+from offload.checkpoint.format.index import BLOCK_BYTES, DamagedError, Entry, Index, Range
 from offload.checkpoint.format.safetensors import ITEMSIZES, HeaderError, Member, read_header
 from offload.checkpoint.format.staging import OpenFile, Staging
 from offload.errors import CheckpointError
@@ -26,7 +26,7 @@ from swap import Ticket
 OPEN_FILES = 32  # more than buffers, each of which may be of another file
 
 
-class DamagedError(CheckpointError):
+class DamagedTensorError(DamagedError):
     """Bytes of a tensor are not those that were written.
 
     Attributes:
@@ -46,11 +46,24 @@ class Stretch:
         sums: of the range.
         offset: in the file.
         size_bytes: of them.
+        skip_bytes, drop_bytes: the first and the last of them, which are compared only.
     """
 
     sums: RangeSums
     offset: int
     size_bytes: int
+    skip_bytes: int = 0
+    drop_bytes: int = 0
+
+    @property
+    def wanted(self) -> tuple[int, int]:
+        """Where in the file the others are."""
+        return self.offset + self.skip_bytes, self.offset + self.size_bytes - self.drop_bytes
+
+    def cut(self, begin: int, end: int) -> Stretch:
+        """Return the bytes [begin, end) of the file."""
+        first, last = (min(max(at, begin), end) for at in self.wanted)
+        return Stretch(self.sums, begin, end - begin, first - begin, end - last)
 
 
 class RangeSums:
@@ -60,12 +73,13 @@ class RangeSums:
         path: of the file.
     """
 
-    def __init__(self, entry: Entry, part: Range, path: Path, member: Member) -> None:
+    def __init__(self, entry: Entry, part: Range, path: Path, member: Member, block: int = 0) -> None:
+        """Begin with a block of the range, which its bytes come from on."""
         self.path = path
         self._entry = entry
         self._part = part
         self._member = member
-        self._taken = 0
+        self._taken = block * BLOCK_BYTES
         self._crc = 0
 
     def update(self, address: int, size_bytes: int) -> None:
@@ -89,7 +103,7 @@ class RangeSums:
         if actual != expected:
             itemsize = ITEMSIZES[self._member.dtype]
             begin, end = number * BLOCK_BYTES, self._taken
-            raise DamagedError(
+            raise DamagedTensorError(
                 self._entry,
                 f"checkpoint file {self.path}: is damaged: {self._entry.role} of {self._entry.name}, elements "
                 f"[{self._part.begin + begin // itemsize}, {self._part.begin + end // itemsize}), bytes "
@@ -105,7 +119,8 @@ class Source:
         """Look at every file: its size, and what it says it holds.
 
         Raises:
-            CheckpointError: one is missing, cut off, or another one.
+            DamagedError: one is missing, cut off, or another one.
+            CheckpointError: one cannot be read.
         """
         self._folder = folder
         self._members: dict[str, dict[str, Member]] = {}
@@ -115,27 +130,27 @@ class Source:
                 size_bytes = path.stat().st_size
                 header, members = read_header(path)
             except HeaderError as error:
-                raise CheckpointError(f"checkpoint file {path}: is damaged: {error}; load another checkpoint") from None
+                raise DamagedError(f"checkpoint file {path}: is damaged: {error}; load another checkpoint") from None
             except FileNotFoundError:
-                raise CheckpointError(f"checkpoint file {path}: is missing; load another checkpoint") from None
+                raise DamagedError(f"checkpoint file {path}: is missing; load another checkpoint") from None
             except OSError as error:
                 raise CheckpointError(f"checkpoint file {path}: cannot be read: {error.strerror or error}") from error
             if zlib.crc32(header) != stored.header_checksum:
-                raise CheckpointError(
+                raise DamagedError(
                     f"checkpoint file {path}: is damaged, or another one: its header, {len(header)} bytes, is not the "
                     "one that was written; put the right file there, or load another checkpoint"
                 )
             if size_bytes != stored.size_bytes:
-                raise CheckpointError(
+                raise DamagedError(
                     f"checkpoint file {path}: expected {stored.size_bytes} bytes but got {size_bytes}; load another "
                     "checkpoint"
                 )
             self._members[name] = members
 
-    def range_sums(self, entry: Entry, part: Range) -> tuple[RangeSums, Member]:
-        """Return what compares a range, and where it is in its file."""
+    def range_sums(self, entry: Entry, part: Range, block: int = 0) -> tuple[RangeSums, Member]:
+        """Return what compares a range from one of its blocks on, and where all of it is in its file."""
         member = self._members[part.file][part.key]
-        return RangeSums(entry, part, self._folder / part.file, member), member
+        return RangeSums(entry, part, self._folder / part.file, member, block), member
 
     def stretches(self, entries: Iterable[Entry]) -> Iterator[Stretch]:
         """Yield all bytes of tensors, in order."""
@@ -144,18 +159,47 @@ class Source:
                 sums, member = self.range_sums(entry, part)
                 yield Stretch(sums, member.offset, member.size_bytes)
 
+    def stretches_of(self, entry: Entry, begin: int, end: int) -> Iterator[Stretch]:
+        """Yield the bytes of a tensor's elements [begin, end): whole blocks are read, for they are compared."""
+        itemsize = ITEMSIZES[entry.dtype]
+        for part in entry.ranges:
+            first = (max(part.begin, begin) - part.begin) * itemsize
+            last = (min(part.end, end) - part.begin) * itemsize
+            if first < last:
+                block = first // BLOCK_BYTES
+                sums, member = self.range_sums(entry, part, block)
+                start, stop = block * BLOCK_BYTES, min(round_up(last, BLOCK_BYTES), member.size_bytes)
+                yield Stretch(sums, member.offset + start, stop - start, first - start, stop - last)
+
 
 @dataclasses.dataclass(slots=True)
 class _Piece:
-    """A buffer's worth of a file, on its way or here: [at, end) of the buffer has not been taken."""
+    """A buffer's worth of a file, on its way or here.
+
+    Attributes:
+        file: of it.
+        begin, end: what of the file is read.
+        stretches: what that is.
+        address: of the buffer.
+        wanted: what of the file has not been taken, the first first.
+        ready: over when it is here and compared.
+    """
 
     file: OpenFile
     begin: int
     end: int
     stretches: list[Stretch]
     address: int = 0
-    at: int = 0
+    wanted: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
     ready: Future[None] | None = None
+
+    def take(self, most_bytes: int) -> tuple[int, int]:
+        """Return address and size of what is taken next."""
+        begin, end = self.wanted.popleft()
+        size = min(most_bytes, end - begin)
+        if begin + size < end:
+            self.wanted.appendleft((begin + size, end))
+        return self.address + begin - self.begin // PAGE_BYTES * PAGE_BYTES, size
 
 
 @dataclasses.dataclass(slots=True)
@@ -170,17 +214,23 @@ class _Lane:
 class Reader:
     """Sequences of bytes, each made of stretches and read ahead on its own; a context manager."""
 
-    def __init__(self, lanes: Mapping[str, Iterable[Stretch]], staging: Staging) -> None:
+    def __init__(
+        self, lanes: Mapping[str, Iterable[Stretch]], staging: Staging, widths: Mapping[str, int] | None = None
+    ) -> None:
         """Start to read.
 
         Args:
             lanes: by name, what each sequence consists of.
             staging: for this reader alone, with a buffer per lane at least.
+            widths: bytes of each lane that are taken for so many of another one, which is read as far ahead then.
         """
         self._staging = staging
         self._files: OrderedDict[Path, OpenFile] = OrderedDict()
-        room = staging.count // max(len(lanes), 1)
-        self._lanes = {name: _Lane(self._cut(iter(stretches)), room) for name, stretches in lanes.items()}
+        spare, total = staging.count - len(lanes), sum(widths[name] for name in lanes) if widths else len(lanes)
+        self._lanes = {
+            name: _Lane(self._cut(iter(stretches)), 1 + spare * (widths[name] if widths else 1) // total)
+            for name, stretches in lanes.items()
+        }
         for lane in self._lanes.values():
             self._fill(lane)
 
@@ -193,19 +243,27 @@ class Reader:
         """
         lane = self._lanes[name]
         while size_bytes:
+            self._pass_by(lane)
             piece = lane.coming[0]
             assert piece.ready is not None
             piece.ready.result()
-            size = min(size_bytes, piece.end - piece.at)
+            source, size = piece.take(size_bytes)
             if address:
-                ctypes.memmove(address, piece.address + piece.at - piece.begin // PAGE_BYTES * PAGE_BYTES, size)
+                ctypes.memmove(address, source, size)
                 address += size
-            piece.at, size_bytes = piece.at + size, size_bytes - size
-            if piece.at == piece.end:
-                lane.coming.popleft()
-                self._staging.give(piece.address)
-                lane.room += 1
-                self._fill(lane)
+            size_bytes -= size
+        self._pass_by(lane)
+
+    def _pass_by(self, lane: _Lane) -> None:
+        """Give back the buffers of which nothing is wanted any more, once they are compared."""
+        while lane.coming and not lane.coming[0].wanted:
+            piece = lane.coming[0]
+            assert piece.ready is not None
+            piece.ready.result()
+            lane.coming.popleft()
+            self._staging.give(piece.address)
+            lane.room += 1
+            self._fill(lane)
 
     def __enter__(self) -> Reader:
         return self
@@ -233,7 +291,10 @@ class Reader:
                 if current is None:
                     current = _Piece(self._open(stretch.sums.path), offset, offset, [])
                 size = min(left, limit - (current.end - current.begin))
-                current.stretches.append(Stretch(stretch.sums, offset, size))
+                part = stretch.cut(offset, offset + size)
+                current.stretches.append(part)
+                if part.wanted[0] < part.wanted[1]:
+                    current.wanted.append(part.wanted)
                 current.end, offset, left = offset + size, offset + size, left - size
         if current is not None:
             yield current
@@ -252,7 +313,7 @@ class Reader:
             if piece is None:
                 return
             lane.room -= 1
-            piece.address, piece.at = self._staging.take(), piece.begin
+            piece.address = self._staging.take()
             lane.coming.append(piece)
             self._start(piece)
 

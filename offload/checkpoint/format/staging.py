@@ -23,7 +23,7 @@ from offload.sizes import HUGE_PAGE_BYTES, MIB, PAGE_BYTES, round_up
 from swap import Aio, Priority, Ticket
 from swap.io.aio import file_facts
 
-BUFFERS = 16  # as many as keep a drive busy
+BUFFERS = 32  # half of them keep a drive busy while the others wait for their turn
 BUFFER_BYTES = 2 * MIB
 
 

@@ -7,13 +7,14 @@ Knows neither engines nor models: a checkpoint is read without running code of i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from offload.checkpoint.format.folder import Folder, check_tag
 from offload.checkpoint.format.index import FILE_NAME, Entry, Index
-from offload.checkpoint.format.reader import DamagedError, Reader, Source
+from offload.checkpoint.format.reader import DamagedTensorError, Reader, Source
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.errors import CheckpointError, ConfigError
 from offload.sizes import Share, format_bytes, parse_bytes
@@ -42,10 +43,8 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> None:
-    path, index = _find(arguments)
-    source = Source(path, index)
-    with Staging(BUFFERS, BUFFER_BYTES, deadline_s=DEADLINE_S) as staging:
-        damages = list(damages_of(source, index.entries, staging))
+    with _opened(arguments) as (path, index), Staging(BUFFERS, BUFFER_BYTES, deadline_s=DEADLINE_S) as staging:
+        damages = list(damages_of(Source(path, index), index.entries, staging))
     for damage in damages:
         print(damage)
     if damages:
@@ -60,7 +59,7 @@ def damages_of(source: Source, entries: Sequence[Entry], staging: Staging) -> It
             for number, entry in enumerate(entries):
                 try:
                     reader.take("", 0, entry.size_bytes)
-                except DamagedError as error:  # of this tensor, or of one behind it in the same buffer
+                except DamagedTensorError as error:  # of this tensor, or of one behind it in the same buffer
                     yield str(error)
                     entries = entries[entries.index(error.entry, number) + 1 :]
                     break
@@ -71,26 +70,27 @@ def damages_of(source: Source, entries: Sequence[Entry], staging: Staging) -> It
 def _export(arguments: argparse.Namespace) -> None:
     from offload.cli.checkpoint.export import export_torch, export_weights
 
-    path, index = _find(arguments)
     limit = parse_bytes(arguments.max_shard_size, subject="--max-shard-size")
     if isinstance(limit, Share):
         raise ConfigError(f"--max-shard-size: expected bytes such as 5GB but got {arguments.max_shard_size!r}")
-    if arguments.format == "torch":
-        files = [export_torch(path, index, arguments.output, DEADLINE_S)]
-    elif arguments.format == "dcp":
-        from offload.cli.checkpoint.export_dcp import export_dcp
+    with _opened(arguments) as (path, index):
+        if arguments.format == "torch":
+            files = [export_torch(path, index, arguments.output, DEADLINE_S)]
+        elif arguments.format == "dcp":
+            from offload.cli.checkpoint.export_dcp import export_dcp
 
-        files = export_dcp(path, index, arguments.output, DEADLINE_S)
-    else:
-        files = export_weights(path, index, arguments.output, limit, DEADLINE_S)
+            files = export_dcp(path, index, arguments.output, DEADLINE_S)
+        else:
+            files = export_weights(path, index, arguments.output, limit, DEADLINE_S)
     for file in files:
         print(f"wrote {file}")
 
 
-def _find(arguments: argparse.Namespace) -> tuple[Path, Index]:
-    folder = Folder(arguments.directory)
-    path = folder.find(None if arguments.tag is None else check_tag(arguments.tag))
-    return path, Index.read(path / FILE_NAME)
+@contextlib.contextmanager
+def _opened(arguments: argparse.Namespace) -> Iterator[tuple[Path, Index]]:
+    """Yield the checkpoint that is asked for; a run that trains meanwhile does not delete it."""
+    with Folder(arguments.directory).reading(None if arguments.tag is None else check_tag(arguments.tag)) as path:
+        yield path, Index.read(path / FILE_NAME)
 
 
 def _import(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.format.folder import Folder
 from offload.cli.finetune.report import StepRecord, thinned
 from offload.cli.finetune.settings import FinetuneError, Settings
 
@@ -22,6 +23,7 @@ class Past:
         steps: of it, so far.
         evaluations: (steps done, held-out loss).
         seconds: wall time of the steps.
+        tokens: of the steps.
         sample_before: text that the model had made before training.
         schedule: state of the learning rate's; None before it was saved.
     """
@@ -29,6 +31,7 @@ class Past:
     steps: list[StepRecord] = dataclasses.field(default_factory=list)
     evaluations: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+    tokens: int = 0
     sample_before: str | None = None
     schedule: Mapping[str, Any] | None = None
 
@@ -37,35 +40,46 @@ class Past:
         """Steps that were taken."""
         return self.steps[-1].step if self.steps else 0
 
-    def to_state(self, settings: Settings, schedule: Mapping[str, Any], *, small: bool = False) -> dict[str, Any]:
-        """Return it as the user's part of a checkpoint; `small`, with some of the steps, as that of a commit."""
+    def to_state(
+        self, settings: Settings, digest: str, schedule: Mapping[str, Any], *, small: bool = False
+    ) -> dict[str, Any]:
+        """Return it as the user's part of a checkpoint; `small`, with some of the steps, as that of a commit.
+
+        Args:
+            settings: of the run.
+            digest: of what it trains on.
+            schedule: state of the learning rate's.
+            small: whether some steps are enough.
+        """
         return {
-            "data": _data_of(settings),
+            "data": _data_of(settings, digest),
             "steps": [dataclasses.asdict(record) for record in (thinned(self.steps) if small else self.steps)],
             "evaluations": self.evaluations,
             "seconds": self.seconds,
+            "tokens": self.tokens,
             "sample_before": self.sample_before,
             "schedule": dict(schedule),
         }
 
     @classmethod
-    def of_state(cls, state: Any, settings: Settings) -> Past:
+    def of_state(cls, state: Any, settings: Settings, digest: str) -> Past:
         """Return what a checkpoint has kept.
 
         Raises:
             FinetuneError: it is none of this command, was made with other data, or has taken all steps.
         """
-        if not isinstance(state, dict) or not {"data", "schedule", "sample_before"} <= state.keys():
+        if not isinstance(state, dict) or not {"data", "schedule", "sample_before", "tokens"} <= state.keys():
             raise FinetuneError("resume: expected a checkpoint that finetune has saved; name its --output")
-        for name, value in _data_of(settings).items():
+        for name, value in _data_of(settings, digest).items():
             before = state["data"].get(name)
             if before != value:
                 raise FinetuneError(
-                    f"resume: expected {name} {before!r} but got {value!r}; the order of the text depends "
-                    "on it, so resume with what the run was begun with"
+                    f"resume: expected {name} {before!r} but got {value!r}; what the steps do depends on it, so resume "
+                    "with what the run was begun with"
                 )
         steps = [StepRecord(**record) for record in state["steps"]]
-        past = cls(steps, list(state["evaluations"]), state["seconds"], state["sample_before"], state["schedule"])
+        evaluations = [tuple(one) for one in state["evaluations"]]
+        past = cls(steps, evaluations, state["seconds"], state["tokens"], state["sample_before"], state["schedule"])
         if past.done >= settings.steps:
             raise FinetuneError(
                 f"resume: the run has taken {past.done} of {settings.steps} steps; ask for more with --steps"
@@ -79,7 +93,24 @@ def checkpoints_of(settings: Settings) -> Path:
     return settings.output / "checkpoints"
 
 
-def _data_of(settings: Settings) -> dict[str, Any]:
-    """Return what decides on the order of the data."""
-    names = ("seed", "held_out", "sequence_length", "batch_size", "gradient_accumulation_steps")
-    return {name: getattr(settings, name) for name in names}
+def refuse_another_run(settings: Settings) -> None:
+    """Refuse to begin a run where the checkpoints of another one would go.
+
+    Raises:
+        FinetuneError: there are some.
+    """
+    if settings.output is None or settings.resume:
+        return
+    found = Folder(checkpoints_of(settings)).tags()
+    if found:
+        raise FinetuneError(
+            f"output {settings.output}: expected no run there but checkpoints has {', '.join(found[:3])}; pass "
+            "--resume to go on with that run, or name another --output"
+        )
+
+
+def _data_of(settings: Settings, digest: str) -> dict[str, Any]:
+    """Return what decides on the steps, beside what the engine compares: data, their order, and adapters."""
+    names = ("seed", "sequence_length", "batch_size", "gradient_accumulation_steps", "peft")
+    rates, adapters = ("lr", "weight_decay", "warmup_steps"), ("lora_rank", "lora_alpha", "lora_targets")
+    return {**{name: getattr(settings, name) for name in (*names, *rates, *adapters)}, "tokens of the data": digest}

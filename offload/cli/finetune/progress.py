@@ -24,14 +24,14 @@ PLAIN_LINE_EVERY_S = 5.0
 class Progress:
     """Shows one line per step: rewritten in place on a terminal, else a plain line every few seconds."""
 
-    def __init__(self, stream: TextIO, *, steps: int, tokens_per_step: int) -> None:
+    def __init__(self, stream: TextIO, *, steps: int) -> None:
         from tqdm import tqdm
 
         self._stream = stream
         self._steps = steps
-        self._tokens_per_step = tokens_per_step
         self._due_s = 0.0
-        self._seconds = 0.0  # an exponential mean of the step time
+        self._seconds = 0.0  # exponential means over the steps
+        self._tokens = 0.0
         self._live = stream.isatty()
         # The rows are given because tqdm shows nothing on a terminal that says it has none.
         self._bar = tqdm(total=steps, file=stream, bar_format="{desc}", nrows=20, disable=not self._live)
@@ -40,10 +40,11 @@ class Progress:
         """Show a finished step."""
         weight = 1.0 if record.step <= 2 else 0.2  # the first step warms up
         self._seconds += weight * (record.seconds - self._seconds)
+        self._tokens += weight * (record.tokens - self._tokens)
         parts = [
             f"step {record.step:>{len(str(self._steps))}}/{self._steps}",
             f"loss {record.loss:.4f}",
-            f"{self._tokens_per_step / max(self._seconds, 1e-9):.0f} tokens/s",
+            f"{self._tokens / max(self._seconds, 1e-9):.0f} tokens/s",
             "  ".join(f"{tier} {short_bytes(size)}" for tier, size in used_bytes.items()),
             f"bound by {binding_link}",
         ]

@@ -23,13 +23,23 @@ RSS_HEADROOM_BYTES = 64 * MIB  # what the process may need beyond its budgets an
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step: number (from 1), mean loss, gradient norm if known, learning rate, seconds."""
+    """One optimizer step.
+
+    Attributes:
+        step: number, from 1.
+        loss: mean over the tokens that count.
+        grad_norm: if known.
+        lr: learning rate.
+        seconds: wall time.
+        tokens: of all its micro-batches, without padding.
+    """
 
     step: int
     loss: float
     grad_norm: float | None
     lr: float
     seconds: float
+    tokens: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,10 +85,10 @@ class Report:
 
     model: str  # name of the model's folder
     parameters: int  # tied ones counted once
-    tokens_per_step: int
+    tokens_per_step: int  # in the mean, without padding
     steps: Sequence[StepRecord]
-    evaluations: Sequence[tuple[int, float]]  # (steps done, held-out loss); the first is before training
-    prompt: str  # held-out text; the samples continue it greedily
+    evaluations: Sequence[tuple[int, float]]  # (steps done, held-out loss); the first is before training; perhaps none
+    prompt: str  # held-out text, if there is some; the samples continue it greedily
     sample_before: str
     sample_after: str
     train_seconds: float  # wall time of the steps; evaluations and samples are not in it
@@ -102,14 +112,14 @@ class Report:
         return self.steps[-1].step if self.steps else 0
 
     @property
-    def loss_before(self) -> float:
-        """Held-out loss before training."""
-        return self.evaluations[0][1]
+    def loss_before(self) -> float | None:
+        """Held-out loss before training; None if nothing was held out."""
+        return self.evaluations[0][1] if self.evaluations else None
 
     @property
-    def loss_after(self) -> float:
-        """Held-out loss after training."""
-        return self.evaluations[-1][1]
+    def loss_after(self) -> float | None:
+        """Held-out loss after training; None if nothing was held out."""
+        return self.evaluations[-1][1] if self.evaluations else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values; numbers that are not finite become None."""
@@ -117,16 +127,24 @@ class Report:
         values["tokens_per_second"] = self.tokens_per_second
         values["loss_before"] = self.loss_before
         values["loss_after"] = self.loss_after
+        for when, loss in (("before", self.loss_before), ("after", self.loss_after)):
+            values[f"perplexity_{when}"] = None if loss is None else perplexity(loss)
         values["memory"]["within_budget"] = self.memory.within_budget
-        plain: dict[str, Any] = _plain(values)
+        plain: dict[str, Any] = plain_json(values)
         return plain
 
 
-def _plain(value: Any) -> Any:
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats; that of 50 for whatever is above."""
+    return math.exp(min(loss, 50))
+
+
+def plain_json(value: Any) -> Any:
+    """Return plain JSON values; numbers that are not finite become None, what JSON does not know its text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
@@ -161,9 +179,10 @@ def _sample_text(text: str) -> str:
 
 def render(report: Report) -> str:
     """Return the report as text for a terminal."""
-    before, after = report.loss_before, report.loss_after
-    perplexities = f"perplexity {math.exp(min(before, 50)):.1f}, {math.exp(min(after, 50)):.1f}"
-    rows = [("held-out loss", f"{before:.4f} before, {after:.4f} after ({perplexities})")]
+    before, after, rows = report.loss_before, report.loss_after, list[tuple[str, str]]()
+    if before is not None and after is not None:
+        perplexities = f"perplexity {perplexity(before):.1f}, {perplexity(after):.1f}"
+        rows.append(("held-out loss", f"{before:.4f} before, {after:.4f} after ({perplexities})"))
     if report.steps:
         rows.append(("train loss", f"{report.steps[0].loss:.4f} first step, {report.steps[-1].loss:.4f} last"))
     took = f"{report.taken} steps of {report.tokens_per_step} tokens in {duration_text(report.train_seconds)}"
@@ -184,7 +203,7 @@ def render(report: Report) -> str:
     lines = [f"{report.model}: {report.parameters / 1e6:.1f} M parameters", ""]
     lines += [f"{name:<{width}}{text}" for name, text in rows]
     if report.prompt:
-        lines += ["", "held-out text, as it begins", _sample_text(report.prompt)]
+        lines += ["", f"{'held-out ' if report.evaluations else ''}text, as it begins", _sample_text(report.prompt)]
         lines += ["continued before", _sample_text(report.sample_before)]
         lines += ["continued after", _sample_text(report.sample_after)]
     return "\n".join(lines)
@@ -227,15 +246,16 @@ def write_plot(report: Report, path: Path) -> None:
     axes.plot(
         numbers, smoothed(losses, width=width), color="#1f5aa6", linewidth=2, label=f"training, median of {width}"
     )
-    steps, held_out = zip(*report.evaluations, strict=True)
-    axes.plot(steps, held_out, color="#c4531a", marker="o", linewidth=1.5, label="held out", zorder=3)
-    for step, loss in (report.evaluations[0], report.evaluations[-1]):
+    if report.evaluations:
+        held_out = zip(*report.evaluations, strict=True)
+        axes.plot(*held_out, color="#c4531a", marker="o", linewidth=1.5, label="held out", zorder=3)
+    for step, loss in report.evaluations and (report.evaluations[0], report.evaluations[-1]):
         axes.annotate(
             f"{loss:.3f}",
             (step, loss),
             textcoords="offset points",
             xytext=(0, 10),
-            ha="left" if step == steps[0] else "right",
+            ha="left" if (step, loss) == report.evaluations[0] else "right",
             bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
             color="#c4531a",
             fontweight="bold",

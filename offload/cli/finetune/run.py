@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model of Hugging Face on a text, through the engine.
+"""Fine-tunes a causal language model of Hugging Face through the engine.
 
 Owns the run: training steps, held-out loss, samples before and after, the report. Knows the engine only by its public
 face, so that the run is tested with a fake. Heavy libraries are imported where they are used. Next:
@@ -12,27 +12,34 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 import torch
+from torch import nn
 
 from offload.activations.rss import trim_heap
-from offload.checkpoint.format.folder import Folder
-from offload.cli.finetune.past import Past, checkpoints_of
+from offload.checkpoint.format.folder import Folder, first_whole
+from offload.cli.finetune.adapters import with_adapters
+from offload.cli.finetune.data import Data, load_data
+from offload.cli.finetune.logs import Log, evaluation_scalars, open_log, step_scalars
+from offload.cli.finetune.packing import require_apart
+from offload.cli.finetune.past import Past, checkpoints_of, refuse_another_run
 from offload.cli.finetune.progress import LinkMeter, Progress, RssMeter
-from offload.cli.finetune.report import MemoryReport, Report, StepRecord, render, write_json, write_plot
-from offload.cli.finetune.settings import FinetuneError, Settings
-from offload.cli.finetune.text import Windows, batches, make_windows, read_text
+from offload.cli.finetune.report import MemoryReport, Report, StepRecord, perplexity, render, write_json, write_plot
+from offload.cli.finetune.sequences import Batch, Sequences, orders
+from offload.cli.finetune.settings import Settings
+from offload.cli.finetune.stopping import Stop, Stopped
+from offload.cli.models import load_tokenizer, quiet_transformers, read_causal_model, require_model
+from offload.forecast import compute_again
 from offload.memory import machine
 from offload.memory.device import Device
 from offload.memory.devices import open_device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+    from offload.checkpoint.pretrained import Weights
     from offload.engine import Engine
 
 
@@ -44,17 +51,17 @@ def learning_rate_factor(done: int, settings: Settings) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (done - settings.warmup_steps) / rest)))
 
 
-def evaluate(engine: Engine, windows: torch.Tensor, settings: Settings, device: torch.device) -> float:
-    """Return the mean held-out loss; the engine is left in training mode."""
+def evaluate(engine: Engine, sequences: Sequences, settings: Settings, device: torch.device) -> float:
+    """Return the mean loss over the tokens that count; the engine is left in training mode."""
     engine.eval()
-    total, count = 0.0, 0
+    total, targets = 0.0, 0
     with torch.no_grad():
-        for begin in range(0, len(windows), settings.batch_size):
-            tokens = windows[begin : begin + settings.batch_size].to(device)
-            total += float(engine(input_ids=tokens, labels=tokens).loss) * len(tokens)
-            count += len(tokens)
+        for begin in range(0, len(sequences), settings.batch_size):
+            batch = sequences.batch(range(begin, min(begin + settings.batch_size, len(sequences))))
+            total += float(engine(**batch.on(device)).loss) * batch.targets
+            targets += batch.targets
     engine.train()
-    return total / count
+    return total / targets
 
 
 def continue_text(
@@ -82,130 +89,150 @@ class Training:
     steps: list[StepRecord]
     evaluations: list[tuple[int, float]]
     seconds: float
+    tokens: int
     meter: LinkMeter
+
+
+def take_step(engine: Engine, batches: Sequence[Batch], device: torch.device) -> float:
+    """Train on the micro-batches of one optimizer step; return the mean loss over the tokens that count.
+
+    The engine divides by the number of micro-batches. So the loss of one with more tokens than others gets the weight
+    that makes it a mean over the tokens of the step.
+    """
+    targets = sum(batch.targets for batch in batches)
+    losses = []
+    for batch in batches:
+        loss = engine(**batch.on(device)).loss
+        losses.append(loss.detach())
+        weight = batch.targets * len(batches) / targets
+        engine.backward(loss if weight == 1 else loss * weight)
+        engine.step()
+        del loss  # the graph holds the activations
+    return sum(float(loss) * batch.targets for loss, batch in zip(losses, batches, strict=True)) / targets
 
 
 def train(
     engine: Engine,
-    windows: Windows,
+    data: Data,
     settings: Settings,
     progress: Progress,
     device: torch.device,
     *,
+    log: Log,
+    stop: Stop | None = None,
     past: Past | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Training:
-    """Run the steps with evaluations before, between and after them; those of `past` have been taken already."""
+    """Run the steps with evaluations before, between and after them; those of `past` have been taken already.
+
+    Raises:
+        Stopped: it was asked for; the step in progress was taken and saved first.
+    """
     assert engine.optimizer is not None  # run() gives the engine one
     past = past or Past()
     scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda done: learning_rate_factor(done, settings))
     if past.schedule is not None:
         scheduler.load_state_dict(dict(past.schedule))
-        for group, rate in zip(engine.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate  # making a scheduler has set the first one
-    supply = batches(windows.train, settings, device)
+        for group in engine.optimizer.param_groups:  # making a scheduler has set the first rate
+            group["lr"] = settings.lr * learning_rate_factor(past.done, settings)  # of as many steps as there are now
+    order = orders(len(data.train), settings)
     for _ in range(past.done * settings.gradient_accumulation_steps):
-        next(supply)
-    meter = LinkMeter()
-    after = {round(settings.steps * (i + 1) / settings.evaluations) for i in range(settings.evaluations)}
+        next(order)
+    meter, due = LinkMeter(), settings.evaluated_after
+
+    def evaluated(done: int, when: str) -> None:
+        if data.held_out is None:
+            return
+        loss = evaluate(engine, data.held_out, settings, device)
+        past.evaluations.append((done, loss))
+        log.add(done, evaluation_scalars(loss))
+        if done == settings.steps:
+            progress.close()
+        progress.note(f"held-out loss {loss:.4f} (perplexity {perplexity(loss):.2f}) {when}")
+
     if not past.evaluations:
-        loss = evaluate(engine, windows.held_out, settings, device)
-        past.evaluations.append((0, loss))
-        progress.note(f"held-out loss {loss:.4f} before training")
+        evaluated(0, "before training")
     trim_heap()  # sequences of growing length leave holes of every size
     engine.train()
     for number in range(past.done + 1, settings.steps + 1):
         before, begin = engine.stats(), clock()
-        losses = []
         rate = float(engine.optimizer.param_groups[0]["lr"])
-        for _ in range(settings.gradient_accumulation_steps):
-            loss_tensor = engine(**next(supply)).loss
-            losses.append(loss_tensor.detach())
-            engine.backward(loss_tensor)
-            engine.step()
-            del loss_tensor  # the graph holds the activations
+        batches = [data.train.batch(next(order)) for _ in range(settings.gradient_accumulation_steps)]
+        mean = take_step(engine, batches, device)
         scheduler.step()
-        if number in after:
+        if number in due:
             engine.drain()  # else a part of the step would count to the evaluation
-        mean = sum(float(value) for value in losses) / len(losses)
         seconds = clock() - begin
+        tokens = sum(batch.tokens for batch in batches)
         past.seconds += seconds
+        past.tokens += tokens
         stats = engine.stats()
-        binding = meter.add(before, stats)
-        past.steps.append(StepRecord(number, mean, engine.grad_norm, rate, seconds))
-        progress.step(past.steps[-1], stats.used_bytes, binding)
-        if number in after:
-            loss = evaluate(engine, windows.held_out, settings, device)
-            past.evaluations.append((number, loss))
+        past.steps.append(StepRecord(number, mean, engine.grad_norm, rate, seconds, tokens))
+        progress.step(past.steps[-1], stats.used_bytes, meter.add(before, stats))
+        log.add(number, step_scalars(past.steps[-1], before, stats))
+        if number in due:
+            evaluated(number, f"after step {number}")
             trim_heap()
-            if number == settings.steps:
-                progress.close()
-            progress.note(f"held-out loss {loss:.4f} after step {number}")
-        if settings.is_durable:
-            engine.client_state = past.to_state(settings, scheduler.state_dict(), small=True)
-        if settings.save_every and (number % settings.save_every == 0 or number == settings.steps):
-            state = past.to_state(settings, scheduler.state_dict())
-            folder, keep = checkpoints_of(settings), settings.keep_checkpoints
-            if engine.config.background_checkpoints and number < settings.steps:
-                pending = engine.save_checkpoint(folder, client_state=state, keep=keep, wait=False)
-                progress.note(f"checkpoint {pending.path}, copied while training goes on")
-            else:
-                progress.note(f"checkpoint {engine.save_checkpoint(folder, client_state=state, keep=keep)}")
-    return Training(past.steps, past.evaluations, past.seconds, meter)
+        ends = stop is not None and stop.asked
+        keep(engine, past, settings, data.digest, scheduler.state_dict(), progress, last=ends)
+        if ends and number < settings.steps:
+            progress.close()
+            raise Stopped(_stopped(settings, number))
+    return Training(past.steps, past.evaluations, past.seconds, past.tokens, meter)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder, offline.
+def keep(
+    engine: Engine,
+    past: Past,
+    settings: Settings,
+    digest: str,
+    schedule: Mapping[str, Any],
+    progress: Progress,
+    *,
+    last: bool,
+) -> None:
+    """Commit the step that was taken, or save a checkpoint, as the settings say; the `last` step in any case."""
+    number = past.done
+    last = last or number == settings.steps
+    if settings.is_durable:
+        engine.client_state = past.to_state(settings, digest, schedule, small=True)
+    if settings.save_every and (number % settings.save_every == 0 or last):
+        state = past.to_state(settings, digest, schedule)
+        folder, count = checkpoints_of(settings), settings.keep_checkpoints
+        if engine.config.background_checkpoints and not last:
+            pending = engine.save_checkpoint(folder, client_state=state, keep=count, wait=False)
+            progress.note(f"checkpoint {pending.path}, copied while training goes on")
+        else:
+            progress.note(f"checkpoint {engine.save_checkpoint(folder, client_state=state, keep=count)}")
+
+
+def _stopped(settings: Settings, step: int) -> str:
+    """Return what is said of a run that was told to end."""
+    if settings.save_every:
+        kept = "a checkpoint was saved; go on with --resume"
+    elif settings.is_durable:
+        kept = "it was committed; go on with --resume"
+    else:
+        kept = "nothing was saved: pass --save-every or --run-dir"
+    return f"ended by SIGTERM after step {step} of {settings.steps}; {kept}"
+
+
+def load_model(folder: Path, settings: Settings) -> tuple[nn.Module, Weights | None]:
+    """Return a causal language model in its own dtype, for training without a cache of keys and values; with adapters.
+
+    Returns:
+        The model, and where the values are of what is on the meta device.
 
     Raises:
-        FinetuneError: the folder or its tokenizer is missing, or transformers is not installed.
+        ConfigError: it cannot be loaded.
+        FinetuneError: the adapters cannot be put on it.
     """
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise FinetuneError("finetune: transformers is not installed; pip install 'offload[finetune]'") from error
-    if not (folder / "config.json").is_file():
-        raise FinetuneError(f"model {folder}: expected a folder with config.json, as save_pretrained writes it")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise FinetuneError(f"model {folder}: its tokenizer cannot be loaded: {error}") from error
-    return tokenizer
-
-
-def load_model(folder: Path, settings: Settings) -> PreTrainedModel:
-    """Load a causal language model in its own dtype, for training without a cache of keys and values.
-
-    Raises:
-        FinetuneError: it cannot be loaded.
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise FinetuneError(f"model {folder}: cannot be loaded: {error}") from error
+    read, weights = read_causal_model(folder)
+    model: Any = read
     model.config.use_cache = False
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Keep the progress bars of loading and saving off the run's own lines."""
-    from transformers.utils import logging as transformers_logging
-
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+        compute_again(model)
+    return with_adapters(model, settings), weights
 
 
 def ram_budget(budget_bytes: Mapping[str, int], given: Mapping[Any, Any], device: Device) -> int | None:
@@ -221,13 +248,15 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         The report; it is also written to ``settings.output``.
 
     Raises:
-        FinetuneError: model or text cannot be used.
+        FinetuneError: data or adapters cannot be used.
         OffloadError: of the engine: impossible budgets, unknown options, non-finite losses.
+        Stopped: SIGTERM came while it trained. The step in progress was taken and saved first.
         swap.SwapError: the NVMe path is missing, not writable, or full.
     """
     import offload
 
     out = stream if stream is not None else sys.stdout
+    refuse_another_run(settings)
     begin = time.perf_counter()
     given = dict(settings.engine_options.get("max_memory") or {})
     options = offload.Config.load(
@@ -236,49 +265,52 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         **_durable_options(settings),
     )
-    tokenizer, windows = _tokenized(settings)
+    tokenizer, data = _tokenized(settings)
     from transformers import AutoModelForCausalLM  # noqa: F401 (counts to the baseline)
 
     if settings.output is not None:
         settings.output.mkdir(parents=True, exist_ok=True)
     meter = RssMeter()
-    model, parameters = _shown_model(settings, windows, out)
-    engine = offload.Engine(
-        model, optimizer=offload.AdamW(lr=settings.lr, weight_decay=settings.weight_decay), config=options
-    )
+    model, weights, parameters = _shown_model(settings, data, out)
+    optimizer = offload.AdamW(lr=settings.lr, weight_decay=settings.weight_decay)
+    engine = offload.Engine(model, optimizer, options, weights=weights)
     try:
         device = engine.device
         print(engine.plan, file=out, flush=True)
-        stop = tokenizer.eos_token_id
+        end = tokenizer.eos_token_id
 
         def sample() -> str:
-            tokens = continue_text(engine, windows.prompt, settings.sample_tokens, device, stop)
+            tokens = continue_text(engine, data.prompt, settings.sample_tokens, device, end)
             return str(tokenizer.decode(tokens))
 
-        past = _past(engine, settings, out)
+        past = _past(engine, settings, data.digest, out)
+        if settings.packing is True:
+            require_apart(engine, settings.batch_size, device)
         if past.sample_before is None:
             past.sample_before = sample()
         trim_heap()
         done = past.done
-        showing = Progress(out, steps=settings.steps, tokens_per_step=settings.tokens_per_step)
-        with contextlib.closing(showing) as progress:
-            training = train(engine, windows, settings, progress, device, past=past)
+        with (
+            contextlib.closing(open_log(settings, done)) as log,
+            contextlib.closing(Progress(out, steps=settings.steps)) as progress,
+            Stop() as stop,
+        ):
+            training = train(engine, data, settings, progress, device, log=log, stop=stop, past=past)
         sample_after = sample()
         stats = engine.stats()
         ram = ram_budget(stats.budget_bytes, given, open_device(device))
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram)
-        if settings.save_model and settings.output is not None:
-            _save(engine, tokenizer, settings.output / "model")
+        saved = _save(engine, tokenizer, settings) if settings.save_model else None
     finally:
         meter.close()
         engine.close(restore=False)
     report = Report(
         model=settings.model.name,
         parameters=parameters,
-        tokens_per_step=settings.tokens_per_step,
+        tokens_per_step=round(training.tokens / settings.steps),
         steps=training.steps,
         evaluations=training.evaluations,
-        prompt=str(tokenizer.decode(windows.prompt.tolist())) if settings.sample_tokens else "",
+        prompt=str(tokenizer.decode(data.prompt.tolist())) if settings.sample_tokens else "",
         sample_before=past.sample_before,
         sample_after=sample_after,
         train_seconds=training.seconds,
@@ -294,8 +326,8 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
     print(f"\n{render(report)}", file=out)
     if settings.output is not None:
         write_report(report, settings.output, out)
-        if settings.save_model:
-            print(f"model:  {settings.output / 'model'}", file=out)
+        if saved is not None:
+            print(f"{saved.name + ':':<7} {saved}", file=out)
     return report
 
 
@@ -307,7 +339,7 @@ def _durable_options(settings: Settings) -> dict[str, Any]:
     return {"resume": settings.resume, "checkpoint_dir": checkpoints}
 
 
-def _past(engine: Engine, settings: Settings, out: TextIO) -> Past:
+def _past(engine: Engine, settings: Settings, digest: str, out: TextIO) -> Past:
     """Return what is over of the run: of a resumed one, what its last commit or its latest checkpoint has.
 
     Raises:
@@ -317,42 +349,48 @@ def _past(engine: Engine, settings: Settings, out: TextIO) -> Past:
         if engine.resumed is None:
             return Past()
         state = engine.resumed.client_state
-    elif settings.resume is True or (settings.resume and Folder(checkpoints_of(settings)).tags()):
-        state = engine.load_checkpoint(checkpoints_of(settings))
     else:
-        return Past()
-    past = Past.of_state(state, settings)
+        folder = Folder(checkpoints_of(settings))
+        found = [folder.path / tag for tag in reversed(folder.tags())] if settings.resume else []
+        if not found and settings.resume is not True:
+            return Past()
+        state = first_whole(found, engine.load_checkpoint)[1] if found else engine.load_checkpoint(folder.path)
+    past = Past.of_state(state, settings, digest)
     print(f"resumed after step {past.done}", file=out, flush=True)
     return past
 
 
-def _shown_model(settings: Settings, windows: Windows, out: TextIO) -> tuple[PreTrainedModel, int]:
-    """Return the model and how many parameters it has; says so."""
-    with _quiet_transformers():
-        model = load_model(settings.model, settings)
+def _shown_model(settings: Settings, data: Data, out: TextIO) -> tuple[nn.Module, Weights | None, int]:
+    """Return the model, its values, and how many parameters it has; says so, and what the data are."""
+    with quiet_transformers():
+        model, weights = load_model(settings.model, settings)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
-        f"{settings.model.name}: {parameters / 1e6:.1f} M parameters; {len(windows.train)} windows of "
-        f"{settings.sequence_length} tokens to train on, {len(windows.held_out)} held out",
-        file=out,
-    )
-    return model, parameters
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    first, *others = data.notes
+    adapters = f", of which {trained} in adapters are trained" if settings.peft else ""
+    print(f"{settings.model.name}: {parameters / 1e6:.1f} M parameters{adapters}; {first}", file=out)
+    for note in others:
+        print(note, file=out)
+    return model, weights, parameters
 
 
-def _tokenized(settings: Settings) -> tuple[Any, Windows]:
-    """Return the tokenizer, and the text in windows of tokens."""
-    text = read_text(settings.text)
+def _tokenized(settings: Settings) -> tuple[Any, Data]:
+    """Return the tokenizer, and the data as tokens."""
+    require_model(settings.model)
     torch.manual_seed(settings.seed)
-    tokenizer = load_tokenizer(settings.model)
-    with _quiet_transformers():
-        windows = make_windows(lambda part: tokenizer(part, add_special_tokens=False)["input_ids"], text, settings)
-    return tokenizer, windows
+    tokenizer = load_tokenizer(settings.model, settings.chat_template)
+    with quiet_transformers():
+        return tokenizer, load_data(tokenizer, settings)
 
 
-def _save(engine: Engine, tokenizer: Any, folder: Path) -> None:
-    with _quiet_transformers():
+def _save(engine: Engine, tokenizer: Any, settings: Settings) -> Path:
+    """Write the model, or its adapters alone, and the tokenizer; returns where to."""
+    assert settings.output is not None  # the settings have checked it
+    folder = settings.output / ("model" if settings.peft is None else "adapter")
+    with quiet_transformers():
         engine.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    return folder
 
 
 def write_report(report: Report, folder: Path, out: TextIO) -> None:

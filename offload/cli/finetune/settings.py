@@ -9,28 +9,28 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
-import typing
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
-from offload.errors import ConfigError, OffloadError
+from offload.cli.options import option, values_of
+from offload.cli.placement import PlacementSettings, memory
+from offload.errors import OffloadError
 
 
 class FinetuneError(OffloadError):
     """The run cannot start or go on; the text says why and what to do."""
 
 
-def _option(group: str, text: str, metavar: str | None = None) -> dict[str, str | None]:
-    return {"group": group, "help": text, "metavar": metavar}
+_data = functools.partial(option, "what to train on")
+_training = functools.partial(option, "training")
+_adapters = functools.partial(option, "adapters")
+_showing = functools.partial(option, "evaluation, samples and logs")
 
-
-_data = functools.partial(_option, "what to train on")
-_training = functools.partial(_option, "training")
-_memory = functools.partial(_option, "memory (sizes such as 700MiB, 8GiB, 80%; default: what is free)")
-_showing = functools.partial(_option, "evaluation and samples")
+HELD_OUT = 0.05
+EVALUATIONS = 3
+EVALUATED_OF_A_SHARE = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,12 +38,29 @@ class Settings:
     """Options of a run; `engine_options` are further ones of :class:`offload.Config`.
 
     Raises:
-        FinetuneError: a value is out of range.
+        FinetuneError: a value is out of range, or contradicts another one.
     """
 
     model: Path = field(metadata=_data("folder of the model and its tokenizer", "DIR"))
-    text: Path = field(metadata=_data("UTF-8 text", "FILE"))
-    held_out: float = field(default=0.05, metadata=_data("share kept for evaluation, at the end", "SHARE"))
+    data: Path = field(
+        metadata=_data(
+            "rows in .jsonl, .json or .parquet (messages; prompt and completion; or text), or a UTF-8 text",
+            "FILE",
+            also="text",
+        )
+    )
+    loss_on: Literal["assistant", "all"] = field(
+        default="assistant", metadata=_data("tokens of rows that count: those of the assistant or completion, or all")
+    )
+    packing: bool | Literal["joined"] = field(
+        default=False,
+        metadata=_data(
+            "put several rows into a sequence, each of which sees itself alone; joined: rows may see those before"
+        ),
+    )
+    chat_template: Path | None = field(
+        default=None, metadata=_data("Jinja file for messages, in place of the model's own template", "FILE")
+    )
     output: Path | None = field(default=None, metadata=_data("folder for report.json and loss.png", "DIR"))
     save_every: int = field(
         default=0, metadata=_data("checkpoint in OUTPUT/checkpoints every N steps and at the end; 0: none", "N")
@@ -53,7 +70,9 @@ class Settings:
         default=False,
         metadata=_data("go on with the run in RUN_DIR, or the latest checkpoint in OUTPUT/checkpoints; auto: if any"),
     )
-    save_model: bool = field(default=False, metadata=_data("also write the trained model to OUTPUT/model"))
+    save_model: bool = field(
+        default=False, metadata=_data("also write the trained model to OUTPUT/model, or adapters to OUTPUT/adapter")
+    )
     steps: int = field(default=100, metadata=_training("optimizer steps", "N"))
     lr: float = field(default=2e-5, metadata=_training("learning rate of AdamW; it falls to a tenth", "RATE"))
     warmup_steps: int = field(default=5, metadata=_training("steps of rising learning rate", "N"))
@@ -63,121 +82,130 @@ class Settings:
     gradient_accumulation_steps: int = field(default=1, metadata=_training("micro-batches per optimizer step", "N"))
     max_grad_norm: float | None = field(default=1.0, metadata=_training("clip to it; 0 does not clip", "NORM"))
     gradient_checkpointing: bool = field(default=False, metadata=_training("recompute activations in backward"))
-    seed: int = field(default=0, metadata=_training("of the order of the text and of dropout", "N"))
-    evaluations: int = field(default=3, metadata=_showing("evaluations after the first, evenly spread", "N"))
-    evaluation_sequences: int = field(default=8, metadata=_showing("sequences in one evaluation", "N"))
+    seed: int = field(default=0, metadata=_training("of the order of the data, adapters and dropout", "N"))
+    peft: Literal["lora"] | None = field(
+        default=None, metadata=_adapters("train adapters beside the frozen model, by the library PEFT")
+    )
+    lora_rank: int | None = field(default=None, metadata=_adapters("of the adapters (default: PEFT's)", "N"))
+    lora_alpha: int | None = field(
+        default=None, metadata=_adapters("adapters count times ALPHA / rank (default: PEFT's)", "ALPHA")
+    )
+    lora_targets: list[str] | None = field(
+        default=None,
+        metadata=_adapters(
+            "module that gets one, such as q_proj, or all-linear; repeatable (default: PEFT's for the model)", "NAME"
+        ),
+    )
+    eval: str = field(
+        default=str(HELD_OUT),
+        metadata=_showing("share of the data to hold out, or a file to evaluate on; 0: no evaluation", "SHARE|FILE"),
+    )
+    eval_every: int = field(
+        default=0, metadata=_showing("evaluate every N steps and at the end, in place of --evaluations", "N")
+    )
+    evaluations: int | None = field(
+        default=None,
+        metadata=_showing(f"evaluations after the first, evenly spread (default: {EVALUATIONS})", "N"),
+    )
+    evaluation_sequences: int | None = field(
+        default=None,
+        metadata=_showing(f"sequences in one (default: {EVALUATED_OF_A_SHARE} of a share, all of a file)", "N"),
+    )
     sample_tokens: int = field(default=40, metadata=_showing("length of the sample; 0: none", "N"))
     prompt: str | None = field(default=None, metadata=_showing("text to continue; default: held-out text", "TEXT"))
+    log: Literal["tensorboard", "jsonl", "wandb"] | None = field(
+        default=None, metadata=_showing("write losses, speed, memory and stalls of each step to OUTPUT/log")
+    )
+    log_dir: Path | None = field(default=None, metadata=_showing("another folder for the log", "DIR"))
     engine_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         counts = ("steps", "sequence_length", "batch_size", "gradient_accumulation_steps", "keep_checkpoints")
-        for name in (*counts, "evaluation_sequences", "evaluations"):
-            if getattr(self, name) < 1:
-                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {getattr(self, name)}")
+        for name in (*counts, "evaluation_sequences", "evaluations", "lora_rank", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise FinetuneError(f"{name}: expected a whole number >= 1 but got {value}")
         if self.sequence_length < 2:
             raise FinetuneError("sequence_length: a sequence of one token has no next token; use at least 2")
-        if not 0 < self.held_out < 1:
-            raise FinetuneError(f"held_out: expected a share in (0, 1) but got {self.held_out}")
-        if min(self.sample_tokens, self.warmup_steps, self.save_every) < 0:
-            raise FinetuneError("sample_tokens, warmup_steps and save_every: expected whole numbers >= 0")
+        if self.held_out is not None and not 0 <= self.held_out < 1:
+            raise FinetuneError(f"eval: expected a share in [0, 1) or a file but got {self.eval}")
+        if min(self.sample_tokens, self.warmup_steps, self.save_every, self.eval_every) < 0:
+            raise FinetuneError("sample_tokens, warmup_steps, save_every and eval_every: expected whole numbers >= 0")
         for name in ("save_model", "save_every", *(() if self.is_durable else ("resume",))):
             if getattr(self, name) and self.output is None:
                 raise FinetuneError(f"{name}: no output folder is given")
-        if self.resume not in (True, False, "auto"):
-            raise FinetuneError(f'resume: expected True, False or "auto" but got {self.resume!r}')
+        for name, words in (("resume", (True, False, "auto")), ("packing", (True, False, "joined"))):
+            if getattr(self, name) not in words:
+                raise FinetuneError(f'{name}: expected True, False or "{words[2]}" but got {getattr(self, name)!r}')
+        self._check_companions()
+
+    def _check_companions(self) -> None:
+        """Refuse options that say nothing without another one, or beside it."""
+        for name in ("lora_rank", "lora_alpha", "lora_targets"):
+            if getattr(self, name) is not None and self.peft is None:
+                raise FinetuneError(f"{name}: expected peft beside it but got none; add --peft lora")
+        for name in ("eval_every", "evaluations", "evaluation_sequences"):
+            if getattr(self, name) and not self.evaluates:
+                raise FinetuneError(f"{name}: expected something to evaluate on but got eval 0; leave one out")
+        if self.eval_every and self.evaluations is not None:
+            raise FinetuneError("eval_every: expected it or evaluations but got both; leave one out")
+        if self.log_dir is not None and self.log is None:
+            raise FinetuneError("log_dir: expected log beside it but got none; add --log tensorboard, jsonl or wandb")
+        if self.log is not None and self.log_dir is None and self.output is None:
+            raise FinetuneError("log: no folder is given; add --log-dir or --output")
+
+    @property
+    def held_out(self) -> float | None:
+        """Share of the data that is held out; 0 if nothing is evaluated, None if a file has what is."""
+        try:
+            return float(self.eval)
+        except ValueError:
+            return None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out losses are taken."""
+        return self.held_out != 0
+
+    @property
+    def evaluated_most(self) -> int | None:
+        """Sequences in one evaluation; None for all."""
+        if self.evaluation_sequences is not None or self.held_out is None:
+            return self.evaluation_sequences
+        return EVALUATED_OF_A_SHARE
+
+    @property
+    def evaluated_after(self) -> set[int]:
+        """Steps after which the held-out loss is taken."""
+        if not self.evaluates:
+            return set()
+        if self.eval_every:
+            return {*range(self.eval_every, self.steps, self.eval_every), self.steps}
+        count = self.evaluations or EVALUATIONS
+        return {round(self.steps * (i + 1) / count) for i in range(count)}
 
     @property
     def is_durable(self) -> bool:
         """Whether each step is committed to a run directory."""
         return self.engine_options.get("run_dir") is not None
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step."""
-        return self.sequence_length * self.batch_size * self.gradient_accumulation_steps
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSettings:
-    """Options of :class:`offload.Config` that the command line has; None leaves one to the file, or to its default."""
+class EngineSettings(PlacementSettings):
+    """What a training engine takes beside its placement; None leaves one to the file, or to its default."""
 
-    dtype: str | None = field(
-        default=None, metadata=_training("bfloat16, float16 or float32; default: the model's", "NAME")
-    )
-    device: str | None = field(default=None, metadata=_memory("cuda or cpu; default: cuda where there is one", "NAME"))
-    device_memory: str | None = field(default=None, metadata=_memory("of the device, activations included", "SIZE"))
-    activation_memory: str | None = field(default=None, metadata=_memory("part of it kept for activations", "SIZE"))
-    cpu_memory: str | None = field(default=None, metadata=_memory("of the host", "SIZE"))
-    nvme_memory: str | None = field(default=None, metadata=_memory("of the drive", "SIZE"))
-    nvme_path: list[Path] | None = field(default=None, metadata=_memory("folder on the drive; repeatable", "DIR"))
     run_dir: list[Path] | None = field(
-        default=None, metadata=_memory("the same, for a durable run: each step is committed there", "DIR")
+        default=None, metadata=memory("as nvme-path, for a durable run: each step is committed there", "DIR")
     )
-    offload_param: str | None = field(
-        default=None, metadata=_memory("auto, none, cpu or nvme: force where parameters live", "TIER")
+    offload_optimizer: str | None = field(
+        default=None, metadata=memory("as offload-param, for the optimizer's states", "TIER")
     )
-    offload_optimizer: str | None = field(default=None, metadata=_memory("the same for the optimizer's states", "TIER"))
     state_dtype: str | None = field(
-        default=None, metadata=_memory("of Adam's moments: float32 (exact), bfloat16 or int8", "NAME")
+        default=None, metadata=memory("of Adam's moments: float32 (exact), bfloat16 or int8", "NAME")
     )
     background_checkpoints: bool | None = field(
-        default=None, metadata=_memory("room on the drive to save checkpoints while training goes on")
+        default=None, metadata=memory("room on the drive to save checkpoints while training goes on")
     )
-    config: Path | None = field(default=None, metadata=_memory("JSON file with options of offload.Config", "FILE"))
-
-    def options(self) -> dict[str, Any]:
-        """Return the options that are set, on top of those in the file `config`.
-
-        Raises:
-            ConfigError: the file cannot be read.
-        """
-        options: dict[str, Any] = {} if self.config is None else _read_options(self.config)
-        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        given.pop("config", None)
-        tiers = ("device", "cpu", "nvme")
-        budgets = {tier: given.pop(f"{tier}_memory") for tier in tiers if f"{tier}_memory" in given}
-        if budgets:
-            given["max_memory"] = {**(options.get("max_memory") or {}), **budgets}
-        return options | given
-
-
-def _read_options(path: Path) -> dict[str, Any]:
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config file {path}: cannot be read as JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise ConfigError(f"config file {path}: expected a JSON object at the top")
-    return options
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every field with a help text, in the groups that the fields name."""
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for owner in (Settings, EngineSettings):
-        kinds = typing.get_type_hints(owner)
-        for option in dataclasses.fields(owner):
-            if not option.metadata:
-                continue
-            title, text, default = option.metadata["group"], option.metadata["help"], option.default
-            if title not in groups:
-                groups[title] = parser.add_argument_group(title)
-            how: dict[str, Any] = {"default": default}
-            kind, *others = typing.get_args(kinds[option.name]) or [kinds[option.name]]  # of `int | None`: int
-            if kind is bool and others:  # a flag that takes a word, too
-                how |= {"nargs": "?", "const": True, "choices": typing.get_args(others[0])}
-            elif kind is bool:
-                how["action"] = "store_true"
-            elif typing.get_origin(kind) is list:
-                how |= {"action": "append", "type": typing.get_args(kind)[0], "metavar": option.metadata["metavar"]}
-            else:
-                how |= {"type": kind, "metavar": option.metadata["metavar"]}
-            if default is dataclasses.MISSING:
-                how |= {"default": None, "required": True}
-            elif default is not None and default is not False:
-                text += " (default: %(default)s)"
-            groups[title].add_argument(f"--{option.name.replace('_', '-')}", help=text, **how)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -186,8 +214,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     Raises:
         OffloadError: a value is out of range, or the configuration file cannot be read.
     """
-    given = vars(arguments)
-    engine = EngineSettings(**{option.name: given[option.name] for option in dataclasses.fields(EngineSettings)})
-    values = {option.name: given[option.name] for option in dataclasses.fields(Settings) if option.metadata}
+    engine = EngineSettings(**values_of(arguments, EngineSettings))
+    values = values_of(arguments, Settings)
     values["max_grad_norm"] = values["max_grad_norm"] or None
     return Settings(**values, engine_options=engine.options())

@@ -1,12 +1,12 @@
-"""The token windows that a fine-tuning run trains on.
+"""The token windows of a text that a fine-tuning run trains on.
 
-Owns the way from a text to batches. Knows neither models nor the engine. Next: :mod:`offload.cli.finetune.run`.
+Owns the way from a text to windows. Knows neither models nor the engine. Next: :mod:`offload.cli.finetune.sequences`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ class Windows:
     Attributes:
         train: (windows, sequence_length) int64, HOST.
         held_out: (evaluation_sequences or fewer, sequence_length) int64, HOST.
-        prompt: (tokens,) int64, HOST: beginning of a held-out paragraph.
+        prompt: (tokens,) int64, HOST: beginning of a held-out paragraph, or of one to train on if none is held out.
     """
 
     train: torch.Tensor
@@ -64,21 +64,28 @@ def make_windows(encode: Callable[[str], Sequence[int]], text: str, settings: Se
     Raises:
         FinetuneError: the text is too short for one window of each kind.
     """
-    train_text, held_text = split_text(text, settings.held_out)
+    train_text, held_text = split_text(text, settings.held_out or 0.0)
     length = settings.sequence_length
     train, held = list(encode(train_text)), list(encode(held_text))
     counts = len(train) // length, len(held) // length
-    if min(counts) < 1:
+    if counts[0] < 1 or (counts[1] < 1 and settings.held_out):
+        parts = f"{length} tokens to train on and {length} held out", f"{len(train)} and {len(held)}"
+        wanted, got = parts if settings.held_out else (f"{length} tokens", str(len(train)))
         raise FinetuneError(
-            f"text: expected at least {length} tokens to train on and {length} held out (sequence_length) but got "
-            f"{len(train)} and {len(held)}; take a longer text, or a shorter sequence_length"
+            f"text: expected at least {wanted} (sequence_length) but got {got}; take a longer text, or a shorter "
+            "sequence_length"
         )
     train_windows = torch.tensor(train[: counts[0] * length]).view(-1, length)
     held_windows = torch.tensor(held[: counts[1] * length]).view(-1, length)
-    wanted = min(settings.evaluation_sequences, counts[1])
-    chosen = torch.linspace(0, counts[1] - 1, wanted).round().long()
-    prompt = settings.prompt if settings.prompt is not None else first_sentences(held_text)
+    chosen = evenly(counts[1], settings.evaluated_most)
+    prompt = settings.prompt if settings.prompt is not None else first_sentences(held_text or train_text)
     return Windows(train_windows, held_windows[chosen], torch.tensor(list(encode(prompt)) or train[:1]))
+
+
+def evenly(count: int, most: int | None) -> torch.Tensor:
+    """Return `most` of `count` indices, evenly spread: int64, HOST; all without `most`."""
+    wanted = count if most is None else min(most, count)
+    return torch.linspace(0, count - 1, wanted).round().long()
 
 
 def first_sentences(text: str, *, words: int = 24) -> str:
@@ -88,15 +95,3 @@ def first_sentences(text: str, *, words: int = 24) -> str:
         if len(parts) >= 2 * words:
             return " ".join(parts[:words])
     return " ".join(text.split()[:words])
-
-
-def batches(windows: torch.Tensor, settings: Settings, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield micro-batches for ever: every window once per epoch, in an order drawn from the seed."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    order: list[int] = []
-    while True:
-        while len(order) < settings.batch_size:
-            order.extend(torch.randperm(len(windows), generator=generator).tolist())
-        chosen, order = order[: settings.batch_size], order[settings.batch_size :]
-        tokens = windows[chosen].to(device)
-        yield {"input_ids": tokens, "labels": tokens}

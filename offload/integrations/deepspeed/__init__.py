@@ -1,28 +1,30 @@
 """The door for DeepSpeed scripts: ``from offload import deepspeed`` in the place of ``import deepspeed``.
 
-Owns the module that scripts see. What is of DeepSpeed and not here is refused by name. ``docs/deepspeed.md`` says what
-the keys of a configuration are here. Next: :mod:`offload.integrations.deepspeed.engine`.
+Owns the module that scripts see. What is of DeepSpeed and not here is refused by name, with the remedies of
+:mod:`offload.integrations.deepspeed.refusals`. ``docs/deepspeed.md`` says what the keys of a configuration are here.
+Next: :mod:`offload.integrations.deepspeed.engine`.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
-from collections.abc import Mapping
+import sys
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader
 
-from offload.errors import ConfigError, did_you_mean
-from offload.integrations.deepspeed import ops, runtime, utils, zero
+from offload.errors import ConfigError
+from offload.integrations.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from offload.integrations.deepspeed.accelerator import get_accelerator
+from offload.integrations.deepspeed.comm import init_distributed
 from offload.integrations.deepspeed.config import Translation, config_from
 from offload.integrations.deepspeed.data import RepeatingLoader
 from offload.integrations.deepspeed.engine import DeepSpeedEngine
 from offload.integrations.deepspeed.optimizers import optimizer_from
-from offload.module.refusals import refuse_ranks
+from offload.integrations.deepspeed.refusals import Refusals, missing
+from offload.integrations.deepspeed.utils.logging import log_dist, logger
 from offload.optimizer import OffloadOptimizer
 from offload.spec import OptimizerSpec
 
@@ -30,35 +32,24 @@ __all__ = [
     "DeepSpeedEngine",
     "RepeatingLoader",
     "Translation",
+    "accelerator",
     "add_config_arguments",
+    "checkpointing",
+    "comm",
     "config_from",
+    "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
     "ops",
     "runtime",
     "utils",
     "zero",
 ]
 
-logger = logging.getLogger(__name__)
-
-_ELSEWHERE: Mapping[str, str] = {
-    "comm": "there is one process: leave it out, or use torch.distributed after deepspeed.init_distributed()",
-    "checkpointing": "take torch.utils.checkpoint, or model.gradient_checkpointing_enable()",
-    "accelerator": "take engine.device",
-    "get_accelerator": "take engine.device",
-    "init_inference": "offload.Engine(model) evaluates a model of any size",
-    "InferenceEngine": "offload.Engine(model) evaluates a model of any size",
-    "PipelineModule": "one process has all of the model: wrap an ordinary module",
-    "pipe": "one process has all of the model: wrap an ordinary module",
-    "tp_model_init": "one process has all of the model: leave it out",
-    "moe": "take the model's own experts: they are offloaded like other parameters",
-    "OnDevice": 'take torch.device("meta") as a context, and offload.Engine(model, weights=...)',
-    "DeepSpeedConfig": "deepspeed.config_from(config) reads and explains one",
-    "DeepSpeedHybridEngine": "engine.module.generate works during training",
-    "compression": "leave it out: weights would be others",
-    "launcher": "start the script with python",
-}
+__version__ = "0.19.8"  # of the DeepSpeed whose names these are
+sys.meta_path.append(Refusals("offload.deepspeed", __name__))  # last: asked for what nobody else has found
 
 
 def initialize(
@@ -160,45 +151,6 @@ def _optimizer(
     return chosen  # type: ignore[no-any-return]
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: Any = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: Any = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Make a process group of one, so that ``torch.distributed.get_rank()`` and the like work.
-
-    Args:
-        dist_backend: of torch; None: torch's choice.
-        auto_mpi_discovery: not heeded, as all that is said of others.
-        distributed_port: not heeded.
-        verbose: not heeded.
-        timeout: not heeded.
-        init_method: not heeded.
-        dist_init_required: False makes none.
-        config: not heeded.
-        rank: 0 or -1.
-        world_size: 1 or -1.
-
-    Raises:
-        StateError: there are several processes.
-        ConfigError: there are to be.
-    """
-    refuse_ranks()
-    if world_size > 1 or rank > 0:
-        raise ConfigError(f"init_distributed: expected one process but got rank {rank} of {world_size}; start one")
-    there = torch.distributed.is_available() and not torch.distributed.is_initialized()
-    if there and dist_init_required is not False:
-        store = HashStore()
-        torch.distributed.init_process_group(dist_backend, store=store, rank=0, world_size=1)
-
-
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed`` and ``--deepspeed_config FILE``; returns the parser."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed's configuration")
@@ -208,6 +160,4 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ELSEWHERE:
-        raise ConfigError(f"deepspeed.{name}: expected one of {', '.join(__all__)}; {_ELSEWHERE[name]}")
-    raise AttributeError(f"deepspeed has no {name!r} here{did_you_mean(name, __all__)}; it has {', '.join(__all__)}")
+    raise missing("deepspeed", name, __all__)

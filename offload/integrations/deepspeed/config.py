@@ -109,6 +109,9 @@ def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any
         args: what ``"auto"`` values are filled from, with the names of Hugging Face's ``TrainingArguments``.
         **options: of :class:`offload.Config`, on top.
 
+    Returns:
+        The options, and what became of each key; printable.
+
     Raises:
         ConfigError: a key is unknown, or would change results; batch sizes contradict each other; a value is missing or
             is ``"auto"`` and nothing says what it is.
@@ -303,8 +306,10 @@ def _fill(values: dict[str, Any], args: Any, section: str = "") -> None:
                 continue
             filled = FILLED[path](args) if path in FILLED else None
             if filled is None:
+                value = "true or false" if name == "enabled" else "a value"
+                why = "outside of Hugging Face's Trainer nobody fills it" if args is None else "args= does not say it"
                 raise ConfigError(
-                    f'{path}: expected a value but got "auto", and no argument says what it is; give the number, or '
+                    f'{path}: expected {value} but got "auto", and {why}; write {value} into the configuration, or '
                     "pass args= with the names of Hugging Face's TrainingArguments (a schedule needs max_steps)"
                 )
             values[name] = filled

@@ -342,7 +342,7 @@ class DeepSpeedEngine(Engine):
 
     def has(self, parameter: object) -> bool:
         """Tell whether a parameter is one of the open engine's."""
-        return not self._life.closed and self._parts.hooks.binding.slot_of(parameter) is not None
+        return not self._life.closed and bool(self._parts.hooks.binding.places_of(parameter))
 
     def read_full(self, parameter: nn.Parameter, state: str | None = None) -> torch.Tensor | None:
         """Return a copy of a parameter's fp32 master, or of a state; None where there is none (yet).

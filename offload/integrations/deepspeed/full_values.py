@@ -52,8 +52,13 @@ class FullValues:
         checkpoint.scatter_states(manager, self._parts.steps.counts, {where: {**found, state: new}})
 
     def _where(self, parameter: nn.Parameter) -> Where:
-        where = self._parts.hooks.binding.slot_of(parameter)
-        assert where is not None
+        binding = self._parts.hooks.binding
+        where = binding.slot_of(parameter)
+        if where is None:
+            raise StateError(
+                f"parameter {binding.name(parameter)}: expected one with elements of its own but it is quantized; take "
+                "its dequantize()"
+            )
         return where
 
     def _states(self, manager: Manager, where: Where) -> dict[str, Any]:

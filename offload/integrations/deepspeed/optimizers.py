@@ -25,19 +25,7 @@ _FP32_STATES = (
 )
 
 
-class _Adam(torch.optim.Adam):
-    """Adam or AdamW with the options that DeepSpeed's have."""
-
-    def __init__(self, params: Any, *, decoupled: bool, bias_correction: bool, amsgrad: bool, **options: Any) -> None:
-        subject = type(self).__name__
-        if not bias_correction:
-            raise ConfigError(f"{subject}: expected bias correction but got bias_correction=False; leave it out")
-        if amsgrad:
-            raise ConfigError(f"{subject}: expected amsgrad=False but got True; pass torch.optim.AdamW(amsgrad=True)")
-        super().__init__(params, decoupled_weight_decay=decoupled, **options)
-
-
-class DeepSpeedCPUAdam(_Adam):
+class DeepSpeedCPUAdam(torch.optim.Adam):
     """AdamW; Adam with ``adamw_mode=False``. Unlike in torch, `weight_decay` is 0 if it is left out."""
 
     def __init__(
@@ -57,21 +45,24 @@ class DeepSpeedCPUAdam(_Adam):
         Raises:
             ConfigError: an option asks for another step.
         """
+        subject = type(self).__name__
         if not fp32_optimizer_states:
             raise ConfigError(_FP32_STATES.format(fp32_optimizer_states))
+        if not bias_correction:
+            raise ConfigError(f"{subject}: expected bias correction but got bias_correction=False; leave it out")
+        if amsgrad:
+            raise ConfigError(f"{subject}: expected amsgrad=False but got True; pass torch.optim.AdamW(amsgrad=True)")
         super().__init__(
             model_params,
-            decoupled=adamw_mode,
-            bias_correction=bias_correction,
-            amsgrad=amsgrad,
             lr=lr,
-            betas=tuple(betas),
+            betas=(betas[0], betas[1]),
             eps=eps,
             weight_decay=weight_decay,
+            decoupled_weight_decay=bool(adamw_mode),
         )
 
 
-class FusedAdam(_Adam):
+class FusedAdam(DeepSpeedCPUAdam):
     """As :class:`DeepSpeedCPUAdam`, with the arguments of DeepSpeed's optimizer for GPUs."""
 
     def __init__(
@@ -86,21 +77,8 @@ class FusedAdam(_Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        """Make it for parameters or groups of them, as in ``torch.optim``.
-
-        Raises:
-            ConfigError: an option asks for another step.
-        """
-        super().__init__(
-            params,
-            decoupled=bool(adam_w_mode),
-            bias_correction=bias_correction,
-            amsgrad=amsgrad,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-        )
+        """Make it; see :class:`DeepSpeedCPUAdam`."""
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):

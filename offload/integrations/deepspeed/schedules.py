@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offload.errors import ConfigError, did_you_mean
 from offload.integrations.deepspeed.config import Named
+from offload.integrations.libraries import refuse_other_schedule
 
 Rates = float | Sequence[float]
 
@@ -85,20 +86,49 @@ class Schedule(LRScheduler):
         return list(given)
 
 
-def _rise(n: int, steps: int, kind: str) -> float:
-    """Return how far a warm-up of so many steps has come, from 0 to 1."""
-    return math.log(n + 1) * (1.0 / math.log(steps)) if kind == "log" else n / steps
+class Warmup(Schedule):
+    """A schedule that begins with a rise.
+
+    Attributes:
+        warmup_num_steps: steps of the rise.
+        warmup_type: ``"log"`` or ``"linear"``.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, steps: object, kind: object, last_batch_iteration: int
+    ) -> None:
+        """Begin.
+
+        Args:
+            optimizer: whose param groups have the rates.
+            steps: of the rise; at least 2 are made.
+            kind: ``"log"`` or ``"linear"``.
+            last_batch_iteration: as in :class:`Schedule`.
+
+        Raises:
+            ConfigError: an argument is out of its range.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"warmup_num_steps: expected a whole number of at least 1 but got {steps!r}")
+        if kind not in ("log", "linear"):
+            raise ConfigError(f'warmup_type: expected "log" or "linear" but got {kind!r}')
+        self.warmup_num_steps, self.warmup_type = max(2, steps), kind
+        super().__init__(optimizer, last_batch_iteration)
+
+    def share(self, n: int, low: float) -> float:
+        """Return how far the rise from `low` to 1 has come at step `n`, or what :meth:`after` says."""
+        steps = self.warmup_num_steps
+        if n >= steps:
+            return self.after(n)
+        risen = math.log(n + 1) * (1.0 / math.log(steps)) if self.warmup_type == "log" else n / steps
+        return low + risen * (1.0 - low)
+
+    def after(self, n: int) -> float:
+        """Return the share of the maximum at a step after the rise."""
+        return 1.0
 
 
-def _check_warmup(steps: Any, kind: Any) -> int:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"warmup_num_steps: expected a whole number of at least 1 but got {steps!r}")
-    if kind not in ("log", "linear"):
-        raise ConfigError(f'warmup_type: expected "log" or "linear" but got {kind!r}')
-    return max(2, steps)
-
-
-class WarmupLR(Schedule):
+class WarmupLR(Warmup):
     """From a minimum to a maximum, logarithmically or linearly, and then the maximum."""
 
     def __init__(
@@ -125,21 +155,16 @@ class WarmupLR(Schedule):
         """
         self.optimizer = optimizer
         own = [group["lr"] for group in optimizer.param_groups]
-        self.warmup_num_steps, self.warmup_type = _check_warmup(warmup_num_steps, warmup_type), warmup_type
         self.min_lrs = self._each("warmup_min_lr", warmup_min_lr)
         self.max_lrs = self._each("warmup_max_lr", own if warmup_max_lr is None else warmup_max_lr)
-        super().__init__(optimizer, last_batch_iteration)
+        super().__init__(optimizer, steps=warmup_num_steps, kind=warmup_type, last_batch_iteration=last_batch_iteration)
 
     def rates(self, n: int) -> list[float]:
         """Return the learning rates at step `n`."""
         if n < 0:
             return self.min_lrs
-        reached = _rise(n, self.warmup_num_steps, self.warmup_type) if n < self.warmup_num_steps else self.after(n)
-        return [low + (high - low) * reached for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-
-    def after(self, n: int) -> float:
-        """Return the share of the maximum at a step after the rise."""
-        return 1.0
+        share = self.share(n, 0.0)
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
 
 class WarmupDecayLR(WarmupLR):
@@ -164,7 +189,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, float(self.total_num_steps - n) / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(Warmup):
     """From a share of each group's own rate up to all of it, and then down to another share, by a cosine."""
 
     def __init__(
@@ -191,23 +216,18 @@ class WarmupCosineLR(Schedule):
         Raises:
             ConfigError: an argument is out of its range.
         """
-        self.warmup_num_steps, self.warmup_type = _check_warmup(warmup_num_steps, warmup_type), warmup_type
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.own_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        super().__init__(optimizer, last_batch_iteration)
+        super().__init__(optimizer, steps=warmup_num_steps, kind=warmup_type, last_batch_iteration=last_batch_iteration)
 
     def rates(self, n: int) -> list[float]:
         """Return the learning rates at step `n`."""
-        ratio = self._ratio(n)
-        return [rate * ratio for rate in self.own_lrs]
+        share = 0.0 if n < 0 else self.share(n, self.warmup_min_ratio)
+        return [rate * share for rate in self.own_lrs]
 
-    def _ratio(self, n: int) -> float:
-        if n < 0:
-            return 0.0
-        if n < self.warmup_num_steps:
-            low = self.warmup_min_ratio
-            return low + _rise(n, self.warmup_num_steps, self.warmup_type) * (1.0 - low)
+    def after(self, n: int) -> float:
+        """Return the share of the maximum at a step after the rise."""
         done = min(1.0, (n - self.warmup_num_steps + 1) / max(1, self.total_num_steps - self.warmup_num_steps))
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ((1 + math.cos(math.pi * done)) / 2))
 
@@ -319,19 +339,17 @@ class OneCycle(Schedule):
 
     def rates(self, n: int) -> list[float]:
         """Return the learning rates at step `n`."""
-        total = self.first_step_size + self.second_step_size
-        if n >= total:
-            decayed = self._decayed(n - total + 1, self.decay_lr_rate)
-            return [low / decayed for low in self.min_lrs]
+        decay = self._decay(n, self.decay_lr_rate)
+        if decay is not None:
+            return [low / decay for low in self.min_lrs]
         up = self._height(n + 1)
         return [low + (high - low) * up for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def momenta(self, n: int) -> list[float]:
         """Return the first beta of each param group at step `n`."""
-        total = self.first_step_size + self.second_step_size
-        if n >= total:
-            decayed = self._decayed(n - total + 1, self.decay_mom_rate)
-            return [high * decayed for high in self.max_moms]
+        decay = self._decay(n, self.decay_mom_rate)
+        if decay is not None:
+            return [high * decay for high in self.max_moms]
         up = self._height(n + 1)
         return [high - (high - low) * up for low, high in zip(self.min_moms, self.max_moms, strict=True)]
 
@@ -345,8 +363,12 @@ class OneCycle(Schedule):
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (momentum, 0.99)
 
-    def _decayed(self, steps: float, rate: float) -> float:
-        return 1.0 if math.isclose(self.decay_step_size, 0) else 1 + rate * (steps / self.decay_step_size)
+    def _decay(self, n: int, rate: float) -> float | None:
+        """Return the factor of a decay at step `n`; None while the cycle lasts."""
+        steps = n - (self.first_step_size + self.second_step_size)
+        if steps < 0:
+            return None
+        return 1.0 if math.isclose(self.decay_step_size, 0) else 1 + rate * ((steps + 1) / self.decay_step_size)
 
     def _height(self, steps: float) -> float:
         """Return where in the cycle so many steps lead: 0 at its ends, 1 at its top."""
@@ -376,7 +398,8 @@ def make_schedule(optimizer: torch.optim.Optimizer | None, given: Any, section: 
         section: of the configuration.
 
     Raises:
-        ConfigError: it is unknown, there is no optimizer, or it cannot be stepped without more arguments.
+        ConfigError: it is unknown, there is no optimizer, it is another one's, or it cannot be stepped without more
+            arguments.
     """
     if given is None and section is None:
         return None
@@ -391,6 +414,7 @@ def make_schedule(optimizer: torch.optim.Optimizer | None, given: Any, section: 
             raise ConfigError(f"scheduler.params: expected those of {section.type} but got: {error}") from error
     elif isinstance(given, type) or not hasattr(given, "step"):
         given = given(optimizer)
+    refuse_other_schedule("lr_scheduler", given, [optimizer])
     needed = [
         name
         for name, one in inspect.signature(given.step).parameters.items()

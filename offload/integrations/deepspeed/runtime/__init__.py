@@ -1,5 +1,12 @@
-"""Schedules where scripts look for them: ``runtime.lr_schedules``."""
+"""Modules where scripts look for them: ``runtime.lr_schedules`` and others."""
 
-from offload.integrations.deepspeed.runtime import lr_schedules
+from typing import Any
 
-__all__ = ["lr_schedules"]
+from offload.integrations.deepspeed.refusals import missing
+from offload.integrations.deepspeed.runtime import dataloader, engine, lr_schedules, utils, zero
+
+__all__ = ["dataloader", "engine", "lr_schedules", "utils", "zero"]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("deepspeed.runtime", name, __all__)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,10 @@ from offload.errors import ConfigError
 from offload.initialisation import init
 from offload.integrations.deepspeed.config import nvme_path_of
 from offload.integrations.deepspeed.engine import engine_of
+from offload.integrations.deepspeed.refusals import missing
 from offload.memory.machine import mount_of
+
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
 logger = logging.getLogger(__name__)
 
@@ -154,12 +157,4 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def __getattr__(name: str) -> Any:
-    known = "Init, GatheredParameters, register_external_parameter"
-    remedies: Mapping[str, str] = {
-        "TiledLinear": "units are split where the device budget asks for it; take torch.nn.Linear",
-        "TiledLinearReturnBias": "units are split where the device budget asks for it; take torch.nn.Linear",
-        "unwrap_model_for_generation": "engine.module.generate works as it is",
-    }
-    if name in remedies:
-        raise ConfigError(f"deepspeed.zero.{name}: expected one of {known}; {remedies[name]}")
-    raise AttributeError(f"deepspeed.zero has no {name!r}, but {known}")
+    raise missing("deepspeed.zero", name, __all__)

@@ -5,21 +5,24 @@ Next: :mod:`offload.integrations.deepspeed`.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.errors import ConfigError, StateError
+from offload.errors import StateError
 from offload.integrations.deepspeed.data import RepeatingLoader
 from offload.integrations.deepspeed.engine import DeepSpeedEngine, engine_of
+from offload.integrations.deepspeed.refusals import missing
+from offload.integrations.deepspeed.utils import logging
+from offload.integrations.deepspeed.utils.logging import log_dist, logger
 
 __all__ = [
     "RepeatingLoader",
     "log_dist",
     "logger",
+    "logging",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
@@ -28,14 +31,6 @@ __all__ = [
     "safe_set_full_optimizer_state",
     "set_z3_leaf_modules",
 ]
-
-logger = logging.getLogger("offload.deepspeed")
-
-
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message, if rank 0 or all are to."""
-    if not ranks or 0 in ranks or -1 in ranks:
-        logger.log(level, message)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -108,14 +103,4 @@ def _require(parameter: nn.Parameter) -> DeepSpeedEngine:
 
 
 def __getattr__(name: str) -> Any:
-    kinds: tuple[tuple[str, str], ...] = (
-        ("safe_get_local_", "there is one process: take safe_get_full_*"),
-        ("safe_set_local_", "there is one process: take safe_set_full_*"),
-        ("groups", "there is one process: leave it out"),
-        ("OnDevice", 'take torch.device("meta") as a context, and Engine(model, weights=...)'),
-        ("zero_to_fp32", "engine.import_checkpoint, or python -m offload checkpoint export"),
-    )
-    for start, remedy in kinds:
-        if name.startswith(start):
-            raise ConfigError(f"deepspeed.utils.{name}: expected one of {', '.join(__all__)}; {remedy}")
-    raise AttributeError(f"deepspeed.utils has no {name!r}, but {', '.join(__all__)}")
+    raise missing("deepspeed.utils", name, __all__)

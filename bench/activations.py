@@ -1,0 +1,256 @@
+"""What does it cost to keep activations elsewhere, and how much of the device does it save? Without a GPU.
+
+A bf16 Llama (the real one of 135 M, or a random one) trains in each mode by turns, the same batches in each round:
+
+* keep: activations stay on the device.
+* host: they go to host memory.
+* nvme: a small part of host memory, and the drive behind it.
+* recompute: the model's own gradient checkpointing, non-reentrant.
+* save_on_cpu: torch's hooks around the forward. On a CPU they have nothing to do, as their memory is the same.
+
+Per mode: seconds of a step, those of the processor against keep's (what others take of a shared machine is not in
+them), the most that was booked of the device for activations, the most that was resident beside what was before the
+step, and bytes moved. The bound is max(keep, bytes over each link by its own busy time, bytes of the drive by what it
+gives in the same round). Losses of all modes must be the same bits, and are compared. `--context` finds instead the
+longest context that each mode trains in one device budget, with the loss computed in pieces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from _common import emit, load_model
+from step import drive_gb_s
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.activations.rss import reset_high_water, status_bytes, trim_heap
+from offload.memory.budget import Tier
+from offload.sizes import MIB, format_bytes, parse_bytes
+
+MODES = ("keep", "host", "nvme", "recompute", "save_on_cpu")
+PIECE = 512  # tokens whose logits are computed at once
+
+
+class LossInPieces(nn.Module):
+    """A causal language model whose logits are computed a piece at a time, and again in backward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of all tokens but the first."""
+        hidden = self.model.model(input_ids, use_cache=False).last_hidden_state[:, :-1]
+        labels = input_ids[:, 1:]
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        for begin in range(0, labels.shape[1], PIECE):
+            piece = slice(begin, begin + PIECE)
+            loss = loss + checkpoint(self._of_piece, hidden[:, piece], labels[:, piece], use_reentrant=False)
+        return loss / labels.shape[1]
+
+    def _of_piece(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.model.lm_head(hidden).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def options(mode: str, path: str, room: dict[str, str | int]) -> dict[str, Any]:
+    """Return the engine's options for a mode: parameters on the device, states in host memory."""
+    found: dict[str, Any] = {
+        "device": "cpu",
+        "max_memory": {"device": "12GiB", "cpu": "10GiB", "nvme": "16GiB"},
+        "nvme_path": path,
+        "offload_param": "none",
+        "offload_optimizer": "cpu",
+        "activation_memory": room["near"],
+    }
+    if mode in ("host", "nvme"):
+        found["activations"] = "offload"
+        found["activation_cpu_memory"] = room["host" if mode == "host" else "staging"]
+        found["activation_nvme_memory"] = 0 if mode == "host" else room["drive"]
+    return found
+
+
+@contextlib.contextmanager
+def engine_of(mode: str, name: str, path: str, room: dict[str, str | int], **more: Any) -> Iterator[offload.Engine]:
+    """Yield an engine in a mode."""
+    model, _ = load_model(name)
+    model.train()
+    if mode == "recompute":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    whole = LossInPieces(model) if more.pop("in_pieces", False) else model
+    engine = offload.Engine(whole, offload.AdamW(lr=1e-5), **{**options(mode, path, room), **more})
+    try:
+        yield engine
+    finally:
+        engine.close(restore=False)
+
+
+def batch(number: int, tokens: int, vocabulary: int) -> torch.Tensor:
+    """Return token numbers, the same for each mode."""
+    return torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(number))
+
+
+def run_mode(mode: str, name: str, path: str, room: dict[str, str | int], tokens: int, steps: int) -> dict[str, Any]:
+    """Train for `steps` and return what the last ones took; the first one fills caches."""
+    seconds, processor, losses, resident = [], [], [], 0
+    with engine_of(mode, name, path, room) as engine:
+        vocabulary = engine.module.config.vocab_size
+        for number in range(steps):
+            ids = batch(number, tokens, vocabulary)
+            engine.drain()
+            trim_heap()
+            before, rss = engine.stats(), status_bytes("VmRSS")
+            reset_high_water()
+            begin, busy_before = time.perf_counter(), time.process_time()
+            saving = torch.autograd.graph.save_on_cpu() if mode == "save_on_cpu" else contextlib.nullcontext()
+            with saving:
+                loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+            losses.append(loss.item())
+            del loss
+            engine.step()
+            engine.drain()
+            if number:
+                seconds.append(time.perf_counter() - begin)
+                processor.append(time.process_time() - busy_before)
+                resident = max(resident, status_bytes("VmHWM") - rss)
+        after = engine.stats()
+        moved = {link: after.links[link].bytes - before.links[link].bytes for link in before.links}
+        busy = {link: after.links[link].seconds - before.links[link].seconds for link in before.links}
+        booked = after.peak_bytes["device"] - engine.plan.arena_bytes[Tier.DEVICE]
+    return {
+        "seconds": statistics.median(seconds),
+        "processor_seconds": statistics.median(processor),
+        "losses": losses,
+        "booked_bytes": booked,
+        "resident_bytes": resident,
+        "moved": moved,
+        "busy": busy,
+    }
+
+
+def bound_s(run: dict[str, Any], keep_s: float, drive: float) -> float:
+    """Return the most of computing, copying, and what the drive needs at `drive` GB/s."""
+    on_drive = run["moved"]["nvme_read"] + run["moved"]["nvme_write"]
+    return max(keep_s, run["busy"]["d2h"] + run["busy"]["h2d"], on_drive / drive / 1e9)
+
+
+def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[str, Any]:
+    """Run all modes by turns, and print a table."""
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in arguments.modes}
+    drives = []
+    for _ in range(arguments.rounds):
+        drives.append(drive_gb_s(arguments.path, (64 if arguments.smoke else 512) * MIB))
+        for mode in arguments.modes:
+            run = run_mode(mode, arguments.model, arguments.path, room, arguments.tokens, arguments.steps)
+            runs[mode].append(run)
+    drive = statistics.median(drives)
+    keep_s = statistics.median(run["seconds"] for run in runs["keep"])
+    kept = max(run["booked_bytes"] for run in runs["keep"])
+    kept_resident = max(run["resident_bytes"] for run in runs["keep"])
+    print(f"{arguments.model}, {arguments.tokens} tokens; drive: {drive:.2f} GB/s, half read and half written")
+    print(f"{'mode':<12}{'s/step':>8}{'/keep':>7}{'bound':>8}{'/bound':>8}{'cpu /keep':>11}", end="")
+    print(f"{'booked MiB':>12}{'less':>7}{'resident MiB':>14}{'less':>7}{'d2h+h2d MiB':>13}{'drive MiB':>11}")
+    table = {}
+    for mode, results in runs.items():
+        seconds = statistics.median(run["seconds"] for run in results)
+        ratio = statistics.median(a["seconds"] / b["seconds"] for a, b in zip(results, runs["keep"], strict=True))
+        pairs = zip(results, runs["keep"], strict=True)
+        busy = statistics.median(a["processor_seconds"] / b["processor_seconds"] for a, b in pairs)
+        last = results[-1]
+        bound = bound_s(last, keep_s, drive)
+        booked = max(run["booked_bytes"] for run in results)
+        resident = max(run["resident_bytes"] for run in results)
+        copied = (last["moved"]["d2h"] + last["moved"]["h2d"]) / MIB
+        on_drive = (last["moved"]["nvme_read"] + last["moved"]["nvme_write"]) / MIB
+        counts = mode != "save_on_cpu"  # what its hooks keep is in no book of ours
+        print(f"{mode:<12}{seconds:>8.3f}{ratio:>7.2f}{bound:>8.3f}{seconds / bound:>8.2f}{busy:>11.2f}", end="")
+        print(f"{booked / MIB if counts else float('nan'):>12.0f}", end="")
+        print(f"{100 * (1 - booked / kept) if counts else float('nan'):>6.0f}%{resident / MIB:>14.0f}", end="")
+        print(f"{100 * (1 - resident / kept_resident):>6.0f}%{copied:>13.0f}{on_drive:>11.0f}")
+        table[mode] = {"seconds": seconds, "to_keep": ratio, "processor_to_keep": busy, "bound_s": bound}
+        table[mode] |= {
+            "booked_bytes": booked,
+            "resident_bytes": resident,
+            "moved": last["moved"],
+            "busy": last["busy"],
+        }
+    losses = {mode: results[0]["losses"] for mode, results in runs.items()}
+    if any(loss != losses["keep"] for mode, loss in losses.items()):
+        sys.exit(f"losses differ: {losses}")
+    print("losses of all modes have the same bits")
+    return {"modes": table, "drive_gb_s": drive}
+
+
+def trains(mode: str, name: str, path: str, room: dict[str, str | int], tokens: int, device: int) -> float | None:
+    """Train one step in a device budget; returns its seconds, None where that does not fit."""
+    try:
+        memory = {"device": device, "cpu": "10GiB", "nvme": "16GiB"}
+        with engine_of(mode, name, path, room, in_pieces=True, max_memory=memory) as engine:
+            vocabulary = engine.module.model.config.vocab_size
+            begin = time.perf_counter()
+            engine.backward(engine(batch(0, tokens, vocabulary)))
+            engine.step()
+            return time.perf_counter() - begin
+    except offload.BudgetError:
+        return None
+
+
+def find_contexts(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[str, Any]:
+    """Find the longest context of each mode, by doubling, and print it."""
+    with engine_of("keep", arguments.model, arguments.path, room) as engine:
+        arena = engine.plan.arena_bytes[Tier.DEVICE]
+    near = parse_bytes(room["near"], subject="--near")
+    assert isinstance(near, int)
+    device = arena + near
+    print(f"{arguments.model} in a device budget of {format_bytes(device)}, {format_bytes(near)} for activations")
+    found = {}
+    for mode in (mode for mode in arguments.modes if mode in ("keep", "host", "nvme")):
+        longest, tokens, took = 0, arguments.tokens, 0.0
+        while tokens <= arguments.most_tokens:
+            seconds = trains(mode, arguments.model, arguments.path, room, tokens, device)
+            if seconds is None:
+                break
+            longest, took, tokens = tokens, seconds, tokens * 2
+        print(f"{mode:<12}{longest:>6} tokens, {took:.1f} s, the first step", flush=True)
+        found[mode] = {"tokens": longest, "seconds": took}
+    return {"contexts": found, "device_bytes": device}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["tiny", "small", "real"], default="real")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--most-tokens", type=int, default=8192, help="with --context")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--near", default="512MiB", help="of the device, for activations and temporaries")
+    parser.add_argument("--host", default="3GiB", help="of host memory, for mode host")
+    parser.add_argument("--staging", default="256MiB", help="of host memory, for mode nvme")
+    parser.add_argument("--drive", default="4GiB", help="of the drive, for mode nvme")
+    parser.add_argument("--path", default="/var/tmp", help="directory on the drive")
+    parser.add_argument("--context", action="store_true", help="find the longest context instead")
+    parser.add_argument("--smoke", action="store_true", help="a tiny random model, one round")
+    parser.add_argument("--json", help="write the result here")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.model, arguments.rounds, arguments.steps = "tiny", 1, 2
+        arguments.tokens, arguments.most_tokens = 2048, 2048
+        arguments.near, arguments.host, arguments.staging, arguments.drive = "16MiB", "128MiB", "4MiB", "128MiB"
+    room = {name: getattr(arguments, name) for name in ("near", "host", "staging", "drive")}
+    result = find_contexts(arguments, room) if arguments.context else compare(arguments, room)
+    emit(arguments.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""Where activations are that have left the device: a part of host memory, and behind it one of the drive.
+
+Owns the rooms in both parts, and the transfers between them. What was saved first is needed last, so it goes on to the
+drive first. Some of the host's part is for what passes through alone, so that reads and writes of the drive always find
+room. Knows neither tensors nor the device. Next: :mod:`offload.activations.leaving` copies between here and the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+from offload.memory.arena import Buffer
+from offload.memory.gaps import Gaps
+from offload.memory.transfer import Ticket
+from offload.sizes import whole_pages
+from swap import SwapStore
+
+PASSING_SHARE = 4  # this part of the host's is for what passes through to the drive, and back
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Room:
+    """What one storage has of the two parts.
+
+    Attributes:
+        key: the higher, the later it was saved.
+        size_bytes: whole pages.
+        offset: in the host's part; None where it has none there.
+        stored: the drive has the content.
+        ticket: of a read or a write of the drive that is under way.
+        resting: it is in host memory until there is too much.
+        copied: the device reads what is in host memory, so that it must stay.
+        dead: nobody wants it any more.
+    """
+
+    key: int
+    size_bytes: int
+    offset: int | None = None
+    stored: bool = False
+    ticket: Ticket | None = None
+    resting: bool = False
+    copied: bool = False
+    dead: bool = False
+
+
+class Away:
+    """Rooms of one engine's activations. See the module's text. Called from one thread at a time."""
+
+    def __init__(self, host: Buffer, store: SwapStore | None, drive_bytes: int) -> None:
+        """Begin with nothing.
+
+        Args:
+            host: the part of host memory.
+            store: the swap store; None where there is none.
+            drive_bytes: part of it.
+        """
+        self._host = host
+        self._store = store if drive_bytes else None
+        self._gaps = Gaps(host.size_bytes)
+        self._drive_free_bytes = drive_bytes
+        passing_bytes = host.size_bytes // PASSING_SHARE if self._store is not None else 0
+        self._most_resting_bytes = host.size_bytes - passing_bytes
+        self._largest_bytes = passing_bytes or host.size_bytes
+        self._resting: dict[int, Room] = {}  # by key, in the order in which they came
+        self._resting_bytes = 0
+        self._flying: deque[Room] = deque()  # with transfers of the drive, in the order in which they began
+        self._back: dict[int, Room] = {}  # by key: in host memory although the drive has them
+
+    def address(self, room: Room) -> int:
+        """Return where the bytes are in host memory."""
+        assert room.offset is not None, room
+        return self._host.address + room.offset
+
+    # --- going ------------------------------------------------------------------------------------------------------
+
+    def take(self, room: Room) -> bool:
+        """Find host memory for what leaves the device, if need be by waiting for the drive; False where there is none.
+
+        Raises:
+            swap.SwapError: what was there before could not be written.
+        """
+        if room.size_bytes > self._largest_bytes:
+            return False
+        room.offset = self._gaps.take(room.size_bytes)
+        while room.offset is None and self._free_some():
+            room.offset = self._gaps.take(room.size_bytes)
+        return room.offset is not None
+
+    def rest(self, room: Room) -> None:
+        """Note that the bytes are in host memory: they stay, or others go on to the drive for them.
+
+        Raises:
+            swap.SwapError: a write could not be begun.
+        """
+        room.resting = True
+        self._resting[room.key] = room
+        self._resting_bytes += room.size_bytes
+        while self._resting_bytes > self._most_resting_bytes and self._write_first():
+            pass
+
+    def _write_first(self) -> bool:
+        """Begin to write what was saved first; False where there is nothing, or no room for it."""
+        room = next(iter(self._resting.values()), None)
+        if room is None or self._store is None or room.size_bytes > self._drive_free_bytes:
+            return False
+        room.ticket = self._store.put(_name(room), self.address(room), room.size_bytes)
+        self._drive_free_bytes -= room.size_bytes
+        self._unrest(room)
+        self._flying.append(room)
+        return True
+
+    def _free_some(self) -> bool:
+        """Wait for a transfer of the drive, or begin one; False where that would free nothing."""
+        if not self._flying and not self._write_first():
+            return False
+        self._end(self._flying.popleft())
+        return True
+
+    # --- coming back ------------------------------------------------------------------------------------------------
+
+    def begin_read(self, room: Room, *, urgent: bool) -> bool:
+        """Begin to read what the drive has, if host memory has room now.
+
+        Raises:
+            swap.SwapError: it could not be begun.
+        """
+        assert self._store is not None and room.stored and room.ticket is None, room
+        offset = self._gaps.take(room.size_bytes)
+        if offset is None:
+            return False
+        try:
+            address = self._host.address + offset
+            room.ticket = self._store.get(_name(room), address, room.size_bytes, urgent=urgent)
+        except BaseException:
+            self._gaps.give_back(offset, room.size_bytes)
+            raise
+        room.offset = offset
+        self._flying.append(room)
+        return True
+
+    def make_room(self) -> bool:
+        """Free host memory for what has to be read; False where nothing can be done.
+
+        Raises:
+            swap.SwapError: what was there before could not be written.
+        """
+        if self._free_some():
+            return True
+        room = min((room for room in self._back.values() if not room.copied), key=lambda r: r.key, default=None)
+        if room is not None:
+            self._give_back(room)
+        return room is not None
+
+    def is_here(self, room: Room) -> bool:
+        """Tell whether the bytes are in host memory now."""
+        if room.ticket is not None and room.stored and room.ticket.done():
+            self.wait(room)
+        return room.offset is not None and (room.ticket is None or not room.stored)
+
+    def wait(self, room: Room) -> None:
+        """Wait for a read.
+
+        Raises:
+            swap.SwapError: it has failed; it may be begun again.
+        """
+        if room.ticket is not None and room.stored:
+            self._flying.remove(room)
+            self._end(room, wanted=True)
+
+    def vacate(self, room: Room) -> None:
+        """Note that the device has read it: host memory of what the drive has, too, is given back."""
+        room.copied = False
+        if room.key in self._back:
+            self._give_back(room)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def reap(self) -> None:
+        """Note the transfers of the drive that are over.
+
+        Raises:
+            swap.SwapError: a write has failed. What was to be written stays in host memory.
+        """
+        while self._flying and self._flying[0].ticket is not None and self._flying[0].ticket.done():
+            self._end(self._flying.popleft())
+
+    def settle(self) -> None:
+        """Wait for the transfers of the drive that are under way.
+
+        Raises:
+            swap.SwapError: a write has failed. What was to be written stays in host memory.
+        """
+        while self._flying:
+            self._end(self._flying.popleft())
+
+    def release(self, room: Room) -> None:
+        """Give back all rooms, of host memory once nothing is under way there."""
+        room.dead = True
+        if room.ticket is None:
+            self._forget(room)
+
+    def close(self) -> None:
+        """Wait for what is under way, whatever becomes of it."""
+        while self._flying:
+            room = self._flying.popleft()
+            room.dead = True
+            self._end(room)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes taken of host memory."""
+        return self._host.size_bytes - self._gaps.free_bytes
+
+    def _end(self, room: Room, *, wanted: bool = False) -> None:
+        """Take note of a transfer that is no longer among those under way; waits for it.
+
+        Whoever needs what could not be read meets the error again.
+
+        Raises:
+            swap.SwapError: it was a write, or `wanted`, and has failed.
+        """
+        ticket, reads = room.ticket, room.stored
+        assert ticket is not None, room
+        try:
+            ticket.wait()
+        except OSError:
+            room.ticket = None
+            if reads:
+                self._give_back(room)
+            else:
+                self._undo(room)
+            if not room.dead and (wanted or not reads):
+                raise
+        else:
+            room.ticket, room.stored = None, True
+            self._back[room.key] = room
+            if not reads and not room.copied:
+                self._give_back(room)
+        if room.dead:
+            self._forget(room)
+
+    def _undo(self, room: Room) -> None:
+        """Let what could not be written rest where it is."""
+        self._drive_free_bytes += room.size_bytes
+        room.resting = True
+        self._resting = {room.key: room, **self._resting}  # again the first
+        self._resting_bytes += room.size_bytes
+
+    def _forget(self, room: Room) -> None:
+        self._unrest(room)
+        if room.stored and self._store is not None:
+            self._store.delete(_name(room))
+            self._drive_free_bytes += room.size_bytes
+            room.stored = False
+        if room.offset is not None:
+            self._give_back(room)
+
+    def _unrest(self, room: Room) -> None:
+        if room.resting:
+            room.resting = False
+            del self._resting[room.key]
+            self._resting_bytes -= room.size_bytes
+
+    def _give_back(self, room: Room) -> None:
+        assert room.offset is not None
+        self._gaps.give_back(room.offset, room.size_bytes)
+        room.offset = None
+        self._back.pop(room.key, None)
+
+
+def _name(room: Room) -> tuple[str, int]:
+    """Return its key in the swap store."""
+    return "activation", room.key
+
+
+def room_for(key: int, size_bytes: int) -> Room:
+    """Return a room for a storage, which has nothing yet."""
+    return Room(key, whole_pages(size_bytes))

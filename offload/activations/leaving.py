@@ -1,0 +1,449 @@
+"""Activations that leave the device between forward and backward, and come back in time.
+
+What autograd keeps leaves in the order in which it was saved, once enough was saved after it: the last ones stay, for
+they are needed first. It comes back in the reverse order, ahead of its use. What somebody else holds as well stays,
+too: moving it would free nothing. So whatever has left cannot be changed by anybody.
+
+Owns when a storage leaves and comes back, and the copies between the device and :mod:`offload.activations.away`. A
+storage moves once, however many tensors of it are saved. Knows no units and no modules. Next:
+:mod:`offload.module.saved` hands tensors over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections import deque
+
+import torch
+
+from offload.activations.away import Away, Room, room_for
+from offload.activations.ledger import Activations, Elastic, Meter, SavedActivation
+from offload.errors import BudgetError, StateError
+from offload.memory.arena import view_at
+from offload.memory.budget import Budget
+from offload.memory.transfer import Arriving, LeftToWhoNeedsIt, Mover, Ticket
+from offload.sizes import format_bytes
+from offload.stats import Counters
+from offload.torch_private import no_dispatch, no_functions, storage_place, storage_use_count
+
+LEAST_BYTES = 256 << 10  # of a storage that is worth a copy
+AHEAD = 64  # storages that are looked at to bring them back
+_ALONE = 2  # uses of a storage that one tensor has, while one asks
+
+
+class Leaver:
+    """A storage that autograd keeps; it lives as long as somebody may ask for it.
+
+    A destructor may run anywhere: it leaves its record behind, for :class:`LeavingActivations` to give the room back.
+
+    Attributes:
+        held: what keeps it on the device, charged; None where it is elsewhere.
+        record: what is known of it.
+    """
+
+    __slots__ = ("__weakref__", "_gone", "held", "record")
+
+    def __init__(self, held: SavedActivation, number: int, room: Room, size_bytes: int, gone: deque[_Record]) -> None:
+        self.held: SavedActivation | None = held
+        self.record = _Record(room, weakref.ref(self), number, size_bytes)
+        self._gone = gone
+
+    def __del__(self) -> None:
+        self._gone.append(self.record)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Record:
+    """What is known of one storage.
+
+    Attributes:
+        room: elsewhere.
+        leaver: the storage itself.
+        number: torch's of the storage, as long as it has not left.
+        size_bytes: of it.
+        handles: tensors of it that were saved.
+        time: it has come back so many times; `unpacked` tensors of it were asked for since.
+        going, coming: a copy under way, with what keeps the device's memory meanwhile.
+        near: it counts as one that is on the device.
+        dead: nobody wants it any more.
+    """
+
+    room: Room
+    leaver: weakref.ref[Leaver]
+    number: int
+    size_bytes: int
+    handles: int = 0
+    time: int = 0
+    unpacked: int = 0
+    going: tuple[Ticket, SavedActivation] | None = None
+    coming: tuple[Arriving, SavedActivation] | None = None
+    near: bool = True
+    dead: bool = False
+
+
+class SavedElsewhere:
+    """What autograd keeps of a tensor whose storage may leave the device."""
+
+    __slots__ = ("dtype", "leaver", "offset", "shape", "stride", "time")
+
+    def __init__(self, leaver: Leaver, tensor: torch.Tensor) -> None:
+        self.leaver = leaver
+        self.dtype = tensor.dtype
+        self.offset = int(tensor.storage_offset())
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.time = -1  # of the storage's, when it was asked for last
+
+
+class LeavingActivations(Activations):
+    """Ledger of one engine's activations, which leave the device. See the module's text."""
+
+    def __init__(
+        self,
+        budget: Budget,
+        region: Elastic,
+        meter: Meter | None,
+        away: Away,
+        mover: Mover,
+        place: torch.device,
+        counters: Counters,
+        *,
+        near_bytes: int,
+        deadline_s: float,
+        beside_bytes: int = 0,
+        gradient_bytes: int = 0,
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            budget: as in :class:`Activations`.
+            region: the same.
+            meter: the same.
+            away: rooms elsewhere.
+            mover: of bytes between there and the device.
+            place: torch's device.
+            counters: of waits.
+            near_bytes: of the device budget, for the last ones and those that come and go.
+            deadline_s: after which a copy counts as lost.
+            beside_bytes: as in :class:`Activations`.
+            gradient_bytes: the same.
+        """
+        super().__init__(budget, region, meter, beside_bytes=beside_bytes, gradient_bytes=gradient_bytes)
+        self._away = away
+        self._mover = mover
+        self._place = place
+        self._counters = counters
+        self._most_near_bytes = near_bytes
+        self._deadline_s = deadline_s
+        self._closed = False
+        self._records: dict[int, _Record] = {}  # by key, in the order in which they were saved
+        self._gone: deque[_Record] = deque()
+        self._by_number: dict[int, weakref.ref[Leaver]] = {}  # storages that have not left
+        self._last_key = 0
+        self._saved_bytes = 0  # of all that was ever saved
+        self._waiting: deque[tuple[int, weakref.ref[Leaver]]] = deque()  # on the device, and `_saved_bytes` then
+        self._near_bytes = 0
+        self._going: deque[_Record] = deque()
+        self._coming: deque[_Record] = deque()
+        self._used_up: list[weakref.ref[Leaver]] = []  # all of whose tensors were asked for since it has come back
+        self._prefetching = LeftToWhoNeedsIt("prefetch of activations")
+
+    # --- going ------------------------------------------------------------------------------------------------------
+
+    def keep(self, tensor: torch.Tensor) -> SavedActivation | SavedElsewhere:
+        """Return what autograd shall keep for a tensor of the device.
+
+        Raises:
+            swap.SwapError: what has left before could not be written to the drive.
+        """
+        self._collect()
+        size_bytes = tensor.untyped_storage().nbytes()
+        if size_bytes < LEAST_BYTES or not _may_leave(tensor):
+            return SavedActivation(tensor, self)
+        number = storage_place(tensor)
+        found = self._by_number.get(number)
+        leaver = found() if found is not None else None
+        held = leaver.held if leaver is not None else None
+        if leaver is None or held is None or held.changed or held.version != tensor._version:
+            leaver = self._begin(tensor, number, size_bytes)
+        leaver.record.handles += 1
+        return SavedElsewhere(leaver, tensor)
+
+    def _begin(self, tensor: torch.Tensor, number: int, size_bytes: int) -> Leaver:
+        self._last_key += 1
+        room = room_for(self._last_key, size_bytes)
+        with no_functions(), no_dispatch():
+            own = tensor.detach()  # so that the uses of the storage tell whether anybody else has the tensor
+        leaver = Leaver(SavedActivation(own, self), number, room, size_bytes, self._gone)
+        self._records[room.key] = leaver.record
+        self._by_number[number] = leaver.record.leaver
+        self._saved_bytes += size_bytes
+        self._near_bytes += size_bytes
+        self._waiting.append((self._saved_bytes, leaver.record.leaver))
+        self._let_go(self._most_near_bytes // 2)
+        while self._going and self._near_bytes > self._most_near_bytes:
+            self._end_going(self._going.popleft())
+        return leaver
+
+    def _let_go(self, kept_bytes: int) -> None:
+        """Let storages leave after which more than `kept_bytes` were saved; those in use wait once more as long."""
+        for _ in range(len(self._waiting)):
+            saved_bytes, reference = self._waiting[0]
+            if self._saved_bytes - saved_bytes <= kept_bytes:
+                return
+            self._waiting.popleft()
+            leaver = reference()
+            held = leaver.held if leaver is not None else None
+            if leaver is None or held is None or held.changed:
+                continue
+            if storage_use_count(held.tensor.untyped_storage()) > _ALONE or not self._away.take(leaver.record.room):
+                self._waiting.append((self._saved_bytes, reference))
+            else:
+                self._begin_going(leaver, held)
+
+    def _begin_going(self, leaver: Leaver, held: SavedActivation) -> None:
+        record = leaver.record
+        source = held.tensor.untyped_storage().data_ptr()
+        ticket = self._mover.save(source, self._away.address(record.room), record.size_bytes)
+        record.going = ticket, held
+        self._going.append(record)
+        self._by_number.pop(record.number, None)
+        leaver.held = None
+
+    def _end_going(self, record: _Record) -> None:
+        """Wait for a copy that is no longer among those under way; the device's memory is free then."""
+        assert record.going is not None
+        ticket, held = record.going
+        ticket.wait(self._deadline_s)
+        record.going = None
+        leaver = record.leaver()
+        if leaver is None or leaver.held is not held:
+            self._note_far(record)
+        if record.dead:
+            self._away.release(record.room)
+        else:
+            self._away.rest(record.room)
+
+    # --- coming back ------------------------------------------------------------------------------------------------
+
+    def bring(self, saved: SavedElsewhere) -> torch.Tensor:
+        """Return a tensor that was saved.
+
+        Raises:
+            BudgetError: the device budget, or the part of host memory, has no room for it.
+            StateError: it was changed in place since, or the engine is closed.
+            swap.SwapError: the drive could not be read.
+        """
+        self._collect()
+        leaver = saved.leaver
+        record = leaver.record
+        if leaver.held is None:
+            if self._closed:
+                raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
+            if record.going is not None:  # it need not leave
+                leaver.held = record.going[1]
+            else:
+                self._bring_now(leaver)
+        held = leaver.held
+        assert held is not None
+        with self._prefetching:
+            self._bring_ahead(record.room.key)
+        if record.coming is not None:
+            begin = time.perf_counter()
+            record.coming[0].use(self._deadline_s)
+            self._note_wait(begin)
+        whole = held.get()
+        if saved.time != record.time:
+            saved.time = record.time
+            record.unpacked += 1
+            if record.unpacked >= record.handles and self._has_copy(record):
+                self._used_up.append(record.leaver)
+        return view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
+
+    def _bring_now(self, leaver: Leaver) -> None:
+        """Begin to bring a storage that is asked for: its place in host memory, and on the device."""
+        away, room, begin = self._away, leaver.record.room, time.perf_counter()
+        if not away.is_here(room):
+            while room.ticket is None and not away.begin_read(room, urgent=True):
+                if self._coming:
+                    self._end_coming(self._coming.popleft())
+                elif not away.make_room():
+                    raise BudgetError(
+                        f"cpu budget: {format_bytes(room.size_bytes)} of activations have to come back from the drive "
+                        "but what is set aside for them is in use; raise activation_cpu_memory"
+                    )
+            away.wait(room)
+            self._note_wait(begin)
+        held = SavedActivation(self._memory(leaver.record.size_bytes), self)
+        self.balance()
+        self._begin_coming(leaver, held)
+
+    def _bring_ahead(self, key: int) -> None:
+        """Begin to bring what was saved before `key`, the last one first, as far as there is room."""
+        away, looked, reads = self._away, 0, True
+        for record in reversed(self._records.values()):
+            room, leaver = record.room, record.leaver()
+            if room.key >= key or leaver is None or leaver.held is not None or record.going is not None:
+                continue
+            looked += 1
+            if looked > AHEAD:
+                return
+            fits = record.size_bytes <= min(self._most_near_bytes - self._near_bytes, self._budget.free_bytes)
+            if away.is_here(room):
+                if fits:
+                    self._begin_coming(leaver, SavedActivation(self._memory(record.size_bytes), self))
+                continue
+            if room.ticket is None and reads:
+                reads = away.begin_read(room, urgent=False)
+            if not reads and not fits:
+                return
+
+    def _begin_coming(self, leaver: Leaver, held: SavedActivation) -> None:
+        record, away = leaver.record, self._away
+        target = held.tensor.untyped_storage().data_ptr()
+        copy = self._mover.restore(away.address(record.room), target, record.size_bytes)
+        record.room.copied = True
+        record.coming = copy, held
+        record.near = True
+        self._near_bytes += record.size_bytes
+        self._coming.append(record)
+        leaver.held = held
+
+    def _end_coming(self, record: _Record) -> None:
+        """Wait for a copy that is no longer among those under way; nobody reads the host's memory then."""
+        assert record.coming is not None
+        record.coming[0].wait(self._deadline_s)
+        record.coming = None
+        self._away.vacate(record.room)
+        if record.dead:
+            self._note_far(record)
+            self._away.release(record.room)
+
+    def _memory(self, size_bytes: int) -> torch.Tensor:
+        """Return memory of the device; no mode sees it."""
+        with no_functions(), no_dispatch():
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._place)
+
+    # --- bookkeeping ------------------------------------------------------------------------------------------------
+
+    def balance(self) -> None:
+        """See :meth:`Activations.balance`; first, what leaves is waited for, where it is in the way.
+
+        Raises:
+            BudgetError: what autograd keeps does not fit beside the smallest region.
+        """
+        self._collect()
+        if self._owed_bytes > self._budget.free_bytes:
+            self._go_away()
+        try:
+            super().balance()
+        except BudgetError as error:
+            raise BudgetError(
+                f"{error}, or activation_cpu_memory and activation_nvme_memory, which say how much of the activations "
+                "may leave the device"
+            ) from None
+
+    def _go_away(self) -> None:
+        """Let all leave that may, and wait until they have."""
+        self._let_go(0)
+        while self._going:
+            self._end_going(self._going.popleft())
+        self.refund()
+
+    def is_empty(self) -> bool:
+        """See :meth:`Activations.is_empty`."""
+        self._collect()
+        if self._records:
+            return False
+        self._end_all()  # copies of what nobody wants any more
+        self.refund()
+        return super().is_empty()
+
+    def has_left(self) -> bool:
+        """See :meth:`Activations.has_left`; waits for what is under way."""
+        self._collect()
+        self._end_all()
+        self._away.settle()
+        return bool(self._away.used_bytes)
+
+    def _end_all(self) -> None:
+        """Wait for the copies under way."""
+        while self._going:
+            self._end_going(self._going.popleft())
+        while self._coming:
+            self._end_coming(self._coming.popleft())
+
+    def close(self) -> None:
+        """Wait for what is under way, and bring nothing back any more. Idempotent."""
+        self._closed = True
+        for copies in (self._going, self._coming):
+            while copies:
+                record = copies.popleft()
+                copy = record.going or record.coming
+                record.going = record.coming = None
+                if copy is not None:
+                    copy[0].wait(self._deadline_s)
+        self._away.close()
+        self._records.clear()
+        super().close()
+
+    def _collect(self) -> None:
+        """Take note of what has happened meanwhile: copies that are over, storages that nobody wants any more."""
+        while self._gone:
+            self._bury(self._gone.popleft())
+        while self._going and self._going[0].going is not None and self._going[0].going[0].done():
+            self._end_going(self._going.popleft())
+        while self._coming and self._coming[0].coming is not None and self._coming[0].coming[0].done():
+            self._end_coming(self._coming.popleft())
+        if self._used_up:
+            self._used_up = [reference for reference in self._used_up if not self._put_down(reference)]
+        self._away.reap()
+
+    def _bury(self, record: _Record) -> None:
+        if self._records.pop(record.room.key, None) is None:
+            return  # the engine is closed
+        found = self._by_number.get(record.number)
+        if found is record.leaver:
+            del self._by_number[record.number]
+        if record.going is not None or record.coming is not None:
+            record.dead = True
+            return
+        self._note_far(record)
+        self._away.release(record.room)
+
+    def _put_down(self, reference: weakref.ref[Leaver]) -> bool:
+        """Free the device's memory of what is wanted again at most in another backward pass; False where it is used."""
+        leaver = reference()
+        if leaver is None or leaver.held is None:
+            return True
+        record = leaver.record
+        if record.going is not None or record.coming is not None:
+            return False
+        if storage_use_count(leaver.held.tensor.untyped_storage()) > _ALONE:
+            return False
+        leaver.held = None
+        record.time, record.unpacked = record.time + 1, 0
+        self._note_far(record)
+        return True
+
+    def _has_copy(self, record: _Record) -> bool:
+        return record.room.stored or record.room.offset is not None
+
+    def _note_far(self, record: _Record) -> None:
+        if record.near:
+            record.near = False
+            self._near_bytes -= record.size_bytes
+
+    def _note_wait(self, begin: float) -> None:
+        end = time.perf_counter()
+        self._counters.stall_seconds += end - begin
+        self._counters.spans.add_wait("activations", begin, end)
+
+
+def _may_leave(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor can be made of its bytes alone: no subclass, no bits beside shape and strides."""
+    if type(tensor) is not torch.Tensor:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)

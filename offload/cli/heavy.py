@@ -1,0 +1,45 @@
+"""Libraries that transformers and PEFT import wherever they are installed, and that a command can do without.
+
+Owns which these are, and when they are needed: torchao and bitsandbytes take seconds to import, and tell of kernels
+that this machine lacks. Next: :mod:`offload.cli.main`, whose own process leaves them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError
+
+QUANTIZERS = ("torchao", "bitsandbytes")
+_COMMANDS = ("finetune", "generate", "merge", "plan")  # whose model is one of transformers
+
+
+def leave_out_quantizers(parsed: argparse.Namespace) -> None:
+    """Let this process do without libraries that quantize, unless the model of a command is quantized.
+
+    What imports them then finds them missing, until the process ends.
+    """
+    if parsed.command not in _COMMANDS or is_quantized(Path(parsed.model)):
+        return
+    modules: dict[str, Any] = sys.modules
+    for name in QUANTIZERS:
+        modules.setdefault(name, None)
+
+
+def is_quantized(folder: Path) -> bool:
+    """Tell whether the weights of a model of transformers are; False for a folder that cannot be read.
+
+    Raises:
+        ConfigError: its config.json is no JSON object.
+    """
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return values.get("quantization_config") is not None
+    except OSError:
+        return False
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"model {folder}: expected a JSON object in config.json but got: {error}") from error

@@ -1,0 +1,247 @@
+"""Models of Hugging Face, as the commands load them: offline, from a folder, with a tokenizer or adapters beside.
+
+Owns what is said where a folder is not what it should be. Heavy libraries are imported where they are used. Next:
+:mod:`offload.checkpoint.pretrained` reads a checkpoint without the model in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offload.cli.heavy import is_quantized
+from offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from offload.checkpoint.pretrained import Weights
+    from offload.engine import Engine
+
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+LEAVE_THE_MODEL = (True, False, "gaussian", "eva", "orthogonal")  # ways to initialise LoRA
+
+
+def require_model(folder: Path) -> None:
+    """Refuse a folder that is no model.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model {folder}: expected a folder with config.json, as save_pretrained writes it")
+
+
+def tokenizer_folder(model: Path, adapter: Path | None) -> Path:
+    """Return where the tokenizer is: beside the adapters if there is one, else beside the model."""
+    if adapter is not None and (adapter / "tokenizer_config.json").is_file():
+        return adapter
+    return model
+
+
+def load_tokenizer(folder: Path, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder, offline.
+
+    Args:
+        folder: where it is.
+        chat_template: a Jinja file in place of its own template.
+
+    Raises:
+        ConfigError: it or the template cannot be loaded, or transformers is not installed.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"model {folder}: transformers is not installed; pip install 'offload[finetune]'") from error
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(
+            f"model {folder}: expected a tokenizer beside the model but there is none; copy tokenizer.json and "
+            "tokenizer_config.json of the model into the folder"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {folder}: its tokenizer cannot be loaded: {' '.join(str(error).split())}") from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template {chat_template}: cannot be read: {error}") from error
+    return tokenizer
+
+
+def read_causal_model(folder: Path) -> tuple[torch.nn.Module, Weights | None]:
+    """Return a causal language model, its parameters on the meta device, and where their values are.
+
+    If transformers alone can read the files, quantized ones or pickles, their values are in memory, and None comes
+    with the model.
+
+    Args:
+        folder: of the model: config.json and weights.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has to be in memory and does not fit there.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from offload.checkpoint.pretrained import read_pretrained
+
+    try:
+        whole = _why_whole(folder)
+        if whole is None:
+            return read_pretrained(folder, AutoModelForCausalLM, "auto", {})
+        _require_memory(folder, whole)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True), None
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {folder}: cannot be loaded: {error}") from error
+
+
+def _why_whole(folder: Path) -> str | None:
+    """Return why a model has to be in memory as a whole; None if it has not."""
+    if is_quantized(folder):
+        return "its weights are quantized"
+    return None if any(folder.glob("*.safetensors")) else "its weights are not in safetensors"
+
+
+def _require_memory(folder: Path, why: str) -> None:
+    """Refuse a model that does not fit memory.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    from offload.memory.limits import free_host_bytes
+    from offload.sizes import format_bytes
+
+    files = {path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)}
+    size, free = sum(path.stat().st_size for path in files), free_host_bytes()
+    if size > free:
+        raise ConfigError(
+            f"model {folder}: expected {format_bytes(size)} of free memory, where all of it has to be because {why}, "
+            f"but got {format_bytes(free)}; where there is more, save it once as save_pretrained does, in safetensors "
+            "that are not quantized: such a model may be larger than memory"
+        )
+
+
+def load_engine(folder: Path, adapter: Path | None, options: dict[str, Any]) -> Engine:
+    """Return an engine that evaluates a model whose weights go straight into its tiers.
+
+    Args:
+        folder: of the model: config.json and safetensors.
+        adapter: folder that PEFT has saved; None for the model alone.
+        options: of :class:`offload.Config`.
+
+    Raises:
+        ConfigError: a folder is not what it should be, or a library is not installed.
+        BudgetError: the budgets cannot hold the model.
+        swap.SwapError: the NVMe path is missing, not writable, or full.
+    """
+    from offload.checkpoint.pretrained import read_pretrained
+    from offload.config import Config
+    from offload.engine import Engine
+
+    require_model(folder)
+    config = Config.load(options)
+    with quiet_transformers():
+        model, weights = read_pretrained(folder, None, "auto", {})
+        with contextlib.closing(weights):
+            adapted: Any = model if adapter is None else _adapted(model, adapter)
+            return Engine(adapted, None, config, weights=weights)
+
+
+def _adapted(model: Any, adapter: Path) -> Any:
+    """Return a model with adapters, which are in memory; the model's own parameters stay on the meta device."""
+    try:
+        from peft import PeftConfig
+    except ImportError as error:
+        raise ConfigError(f"adapter {adapter}: peft is not installed; pip install peft") from error
+    if not (adapter / "adapter_config.json").is_file() or not any((adapter / name).is_file() for name in ADAPTER_FILES):
+        raise ConfigError(
+            f"adapter {adapter}: expected a folder with adapter_config.json and {ADAPTER_FILES[0]}, as PEFT saves it"
+        )
+    try:
+        return _with_values(model, PeftConfig.from_pretrained(str(adapter), inference_mode=True), adapter)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines()] or [repr(error)]
+        raise ConfigError(
+            f"adapter {adapter}: cannot be put on the model in {model.name_or_path}: {' '.join(lines[:2])}"
+        ) from error
+
+
+def _with_values(model: Any, config: Any, adapter: Path) -> Any:
+    """Return a model with the adapters that a folder has.
+
+    Raises:
+        ValueError: the folder has other tensors than the adapters, or they change the model's own parameters.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    initialised = getattr(config, "init_lora_weights", True)
+    if initialised not in LEAVE_THE_MODEL:
+        raise ValueError(
+            f"init_lora_weights={initialised!r} changes the model's own weights, too; load both with "
+            "PeftModel.from_pretrained, and pass the model to offload.Engine"
+        )
+    with as_in_memory(model):
+        adapted = get_peft_model(model, config)
+    values = load_peft_weights(str(adapter), device="cpu")
+    names = get_peft_model_state_dict(adapted, save_embedding_layers=False).keys()
+    if names != values.keys():
+        others = sorted(names ^ values.keys())
+        raise ValueError(f"{len(others)} tensors are missing or unexpected, such as {others[0]}")
+    set_peft_model_state_dict(adapted, values)
+    return adapted.eval()
+
+
+@contextlib.contextmanager
+def as_in_memory(model: torch.nn.Module) -> Iterator[None]:
+    """Let parameters on the meta device be on the CPU meanwhile, without memory of their own.
+
+    PEFT makes adapters where the model is, and looks at nothing but shapes and dtypes. What it makes of
+    ``requires_grad`` stays.
+    """
+    import torch
+
+    from offload.module.binding import stand_in
+
+    away: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    instead: dict[int, torch.nn.Parameter] = {}  # one for those that are tied
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.is_meta:
+                form = stand_in(tuple(parameter.shape), parameter.dtype, torch.device("cpu"))
+                made = instead.setdefault(id(parameter), torch.nn.Parameter(form, parameter.requires_grad))
+                away.append((module, name, parameter))
+                module.register_parameter(name, made)
+    try:
+        yield
+    finally:
+        for module, name, parameter in away:
+            parameter.requires_grad_(instead[id(parameter)].requires_grad)
+            module.register_parameter(name, parameter)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep progress bars, and what these libraries have to tell each other, off the command's own lines."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

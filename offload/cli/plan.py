@@ -1,0 +1,136 @@
+"""``offload plan``: where a model would live and what a step would take, for models and machines that are not here.
+
+Owns the options of the command, and what it shows while it works. Next: :mod:`offload.forecast`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, get_args
+
+from offload.cli.wording import in_options
+from offload.config import Config, OffloadTier
+from offload.errors import BudgetError
+from offload.kernels import optimizers
+from offload.known_models import KNOWN
+from offload.planning.hardware import PRESETS
+
+DESCRIPTION = (
+    "Tell where a model would live within budgets, whether a batch fits, how long a step would take, which lane binds, "
+    "and what would help. Nothing is loaded, and no device is needed. Exit code 0: it fits, 1: it does not; the text "
+    "then names the smallest budget that would do."
+)
+_OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion", "Adagrad", "LAMB")
+_BATCH = re.compile(r"(\d+)x(\d+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    known, machines = ", ".join(KNOWN), ", ".join(PRESETS)
+    parser.add_argument("--model", required=True, help=f"a folder with config.json, or one of {known}")
+    parser.add_argument("--batch", type=_batch, metavar="ROWSxLENGTH", help="of a micro-batch, in tokens: 4x2048")
+    parser.add_argument("--hardware", metavar="NAME|FILE", help=f"the machine: here, {machines}, or a JSON file")
+    parser.add_argument("--measure-again", action="store_true", help="what is known of this machine (--hardware here)")
+    parser.add_argument("--device", metavar="BYTES", help="budget of the device, such as 24GiB")
+    parser.add_argument("--cpu", metavar="BYTES", help="budget of host memory")
+    parser.add_argument("--nvme", metavar="BYTES", help="budget of the drive")
+    parser.add_argument(
+        "--drive", default=os.curdir, metavar="DIR", help="a folder on the drive that --hardware here measures"
+    )
+    for name, what in (("--offload-param", "parameters"), ("--offload-optimizer", "states")):
+        parser.add_argument(name, default="auto", choices=get_args(OffloadTier), help=f"force where {what} live")
+    parser.add_argument("--optimizer", default="AdamW", choices=_OPTIMIZERS)
+    parser.add_argument("--state-dtype", default="float32", help="float32, bfloat16 or int8")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
+    parser.add_argument("--clip", action="store_true", help="every step clips the norm of its gradient")
+    parser.add_argument("--keep-activations", action="store_true", help="instead of computing them again in backward")
+    parser.add_argument("--activation-memory", metavar="BYTES", help="of the device; half of it if nothing is said")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the forecast.
+
+    Raises:
+        BudgetError: it does not fit; after the forecast, if only activations do not.
+        ConfigError: an option makes no sense.
+    """
+    from offload.forecast import plan
+
+    memory = {tier: getattr(arguments, tier) for tier in ("device", "cpu", "nvme") if getattr(arguments, tier)}
+    options: dict[str, Any] = {
+        "max_memory": memory,
+        "state_dtype": arguments.state_dtype,
+        "gradient_accumulation_steps": arguments.accumulate,
+        "max_grad_norm": 1.0 if arguments.clip else None,
+        "activation_memory": arguments.activation_memory,
+        "offload_param": arguments.offload_param,
+        "offload_optimizer": arguments.offload_optimizer,
+    }
+    if "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer):
+        options["nvme_path"] = arguments.drive
+    with telling(sys.stderr):
+        found = plan(
+            arguments.model,
+            getattr(optimizers, arguments.optimizer)(lr=1e-4),
+            batch=arguments.batch,
+            hardware=arguments.hardware,
+            checkpointing=not arguments.keep_activations,
+            measure_again=arguments.measure_again,
+            config=Config.load(options),
+        )
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else in_options(str(found), vars(arguments)))
+    if not found.fits:
+        raise BudgetError(found.remedy())
+
+
+class _OneLine(logging.Handler):
+    """Shows on a terminal what is being done, each time in the place of what was done before."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a line."""
+        self._show(f"{record.getMessage()} ...")
+
+    def clear(self) -> None:
+        """Leave no line behind."""
+        self._show("")
+
+    def _show(self, text: str) -> None:
+        self._stream.write(f"\r\x1b[K{text}")
+        self._stream.flush()
+
+
+@contextlib.contextmanager
+def telling(stream: TextIO) -> Iterator[None]:
+    """Show what a forecast is doing, if somebody looks at `stream`."""
+    if not stream.isatty():
+        yield
+        return
+    logger, line = logging.getLogger("offload.forecast"), _OneLine(stream)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(line)
+    try:
+        yield
+    finally:
+        logger.removeHandler(line)
+        logger.setLevel(before)
+        line.clear()
+
+
+def _batch(text: str) -> tuple[int, int]:
+    match = _BATCH.fullmatch(text)
+    if match is None or not all(map(int, match.groups())):
+        raise argparse.ArgumentTypeError(f"expected ROWSxLENGTH, such as 4x2048, but got {text!r}")
+    return int(match[1]), int(match[2])

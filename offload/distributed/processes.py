@@ -1,0 +1,364 @@
+"""Ranks over torch.distributed: groups of their own, waits that end, and one error on all of them.
+
+Owns the groups, the words in the store, and every wait for another rank. A wait polls: it sees that the collective is
+over, that another rank has failed, or that its deadline has passed. Both groups are gloo over host memory, beside
+whatever the user's own group is: what is exchanged is at home there. Next: :mod:`offload.distributed.exchange`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+
+from offload.distributed.ranks import Agreement, Fact, OneRank, Ranks
+from offload.distributed.records import (
+    RECORD_BYTES,
+    Record,
+    all_agree,
+    detail_of,
+    digest_of,
+    disagreement,
+    named,
+    uneven,
+)
+from offload.distributed.words import Words
+from offload.errors import ConfigError, RanksError
+from offload.spans import COLLECTIVES
+from offload.stats import Counters
+from offload.torch_private import default_store, start_all_gather
+
+distributed: Any = torch.distributed
+
+DEADLINE_S = 600.0  # after which a rank that does not come counts as lost
+LOOK_S = 0.05  # between looks for words, while waiting
+CENSUS_S = 0.3  # in which all who wait say where
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
+_CLOSED = "ranks: closed"
+_GROUP_TIMEOUT = 4  # times the deadline: gloo's own is only for what nobody waits for any more
+
+_opened: Counter[tuple[int, ...]] = Counter()  # engines of each set of ranks so far: their words have different names
+
+
+def open_ranks(group: Any = None, *, deadline_s: float = DEADLINE_S, counters: Counters | None = None) -> Ranks:
+    """Return the ranks of a process group, once all of them have come.
+
+    Args:
+        group: a ``torch.distributed.ProcessGroup``; None for the default group, if there is one.
+        deadline_s: seconds after which a rank that does not come counts as lost.
+        counters: of the bytes that are sent; None where nobody looks.
+
+    Raises:
+        ConfigError: this process is not in the group, or torch has no gloo.
+        RanksError: a rank has not come.
+    """
+    if not distributed.is_available() or not distributed.is_initialized():
+        return OneRank()
+    if distributed.get_rank(group) < 0:
+        raise ConfigError(
+            f"group: expected one that this process is in but got ranks {distributed.get_process_group_ranks(group)}, "
+            f"and it is rank {distributed.get_rank()}; make the engine only in processes of the group"
+        )
+    if distributed.get_world_size(group) == 1:
+        return OneRank()
+    if not distributed.is_gloo_available():
+        raise ConfigError("group: expected a torch with gloo, which carries host memory, but got one without it")
+    members = tuple(distributed.get_process_group_ranks(group))
+    meeting = _Meeting(members, deadline_s, Counters() if counters is None else counters)
+    return Processes(meeting, "control", "data")  # what is agreed on does not wait behind what is sent
+
+
+class _Meeting:
+    """What all threads of a rank have in common that wait for other ranks.
+
+    Attributes:
+        rank, world: of this process, and how many there are.
+        deadline_s: after which a rank that does not come counts as lost.
+        counters: of the bytes that are sent.
+        words: for what no collective can tell.
+        ended: text of the error that all ranks raise; None while they go on.
+    """
+
+    def __init__(self, members: tuple[int, ...], deadline_s: float, counters: Counters) -> None:
+        """Meet the others; `members` are their ranks in the default group.
+
+        Raises:
+            RanksError: a rank has not come.
+        """
+        self.rank = members.index(distributed.get_rank())
+        self.world = len(members)
+        self.deadline_s = deadline_s
+        self.counters = counters
+        self.ended: str | None = None
+        _opened[members] += 1
+        name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+        self._store = distributed.PrefixStore(f"offload/{name}/{_opened[members]}", default_store())
+        self.words = Words(self._store, self.rank, self.world)
+        self.words.meet(deadline_s)
+
+    def connect(self, name: str) -> Any:
+        """Return a group of its own.
+
+        Raises:
+            RanksError: another rank has ended.
+        """
+        timeout = timedelta(seconds=self.deadline_s * _GROUP_TIMEOUT)
+        try:
+            store = distributed.PrefixStore(name, self._store)
+            return distributed.ProcessGroupGloo(store, self.rank, self.world, timeout)
+        except RuntimeError as error:
+            raise RanksError(f"ranks: expected to reach all {self.world} but one has ended ({error})") from error
+
+
+class Processes:
+    """Ranks that are processes. See the module's text.
+
+    Attributes:
+        rank: of this process.
+        world: how many there are.
+    """
+
+    def __init__(self, meeting: _Meeting, *names: str, beside: bool = False) -> None:
+        """Connect with the others.
+
+        Args:
+            meeting: of all of them.
+            names: of the groups: one for agreements, and one for what is sent, which may be the same.
+            beside: these are for another thread than the one that computes, which waits for nobody here.
+
+        Raises:
+            RanksError: another rank has ended.
+        """
+        self.rank, self.world = meeting.rank, meeting.world
+        self._meeting = meeting
+        self._words = meeting.words
+        self._groups = [meeting.connect(name) for name in names]
+        self._beside: list[Processes] = []
+        self._is_beside = beside
+        self._told: BaseException | None = None  # why this rank could not go on, as an agreement has told all
+
+    def beside(self, name: str) -> Processes:
+        """Return the same ranks for another thread; see :meth:`Ranks.beside`."""
+        other = Processes(self._meeting, name, beside=True)
+        self._beside.append(other)
+        return other
+
+    # --- agreements -------------------------------------------------------------------------------------------------
+
+    def agree(
+        self,
+        where: str,
+        facts: Mapping[str, Fact] | None = None,
+        *,
+        stop: bool = False,
+        numbers: Sequence[float] = (),
+        error: BaseException | None = None,
+        wants: int | None = None,
+    ) -> Agreement:
+        """Meet all ranks in one place; see :meth:`Ranks.agree`."""
+        facts = facts or {}
+        detail = detail_of(facts, error)
+        mine = Record(where, digest_of(facts), stop, error is not None, len(detail), tuple(numbers), wants)
+        records = [Record.unpack(row) for row in self._gather_bytes(mine.pack(), RECORD_BYTES, where)]
+        wanted = tuple(record.wants for record in records)
+        wishes = any(wish is not None for wish in wanted) and not any(record.failed for record in records)
+        if wishes or all_agree(records):
+            numbers_of_all = tuple(record.numbers for record in records)
+            return Agreement(any(record.stop for record in records), numbers_of_all, wanted if wishes else ())
+        most = max(record.detail_bytes for record in records)
+        rows = self._gather_bytes(detail, most, where)
+        if error is not None:
+            self._told = error
+            raise error
+        details = [row[: record.detail_bytes] for row, record in zip(rows, records, strict=True)]
+        raise RanksError(disagreement(records, details))
+
+    def _gather_bytes(self, mine: bytes, size: int, where: str) -> list[bytes]:
+        row = torch.frombuffer(bytearray(mine.ljust(max(size, 1), b"\0")), dtype=torch.uint8)
+        rows = self._gather_rows(0, row, where)
+        return [bytes(found.numpy()) for found in rows]
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    def gather(self, full: torch.Tensor, where: str) -> None:
+        """Fill `full`, of which this rank's part is in place; see :meth:`Ranks.gather`."""
+        numel = full.numel() // self.world
+        own = full[self.rank * numel : (self.rank + 1) * numel]
+        self._run(where, lambda groups: start_all_gather(groups[-1], full, own), own.nbytes * (self.world - 1))
+
+    def gather_from_all(self, mine: torch.Tensor, where: str) -> torch.Tensor:
+        """Return (world, n) of each rank's (n,); see :meth:`Ranks.gather_from_all`."""
+        return self._gather_rows(-1, mine, where)
+
+    def swap(self, received: torch.Tensor, sent: torch.Tensor, where: str) -> None:
+        """Send row r to rank r; see :meth:`Ranks.swap`."""
+        size_bytes = sent.nbytes // self.world * (self.world - 1)
+        self._run(where, lambda groups: groups[-1].alltoall_base(received, sent, [], []), size_bytes)
+
+    def _gather_rows(self, group: int, mine: torch.Tensor, where: str) -> torch.Tensor:
+        rows = torch.empty(self.world, mine.numel(), dtype=mine.dtype)
+        size_bytes = mine.nbytes * (self.world - 1)
+        self._run(where, lambda groups: start_all_gather(groups[group], rows.view(-1), mine), size_bytes, meets=True)
+        return rows
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _run(self, where: str, start: Callable[[Sequence[Any]], Any], size_bytes: int, *, meets: bool = False) -> None:
+        """Start a collective, and wait until it is over.
+
+        Args:
+            where: the place, for errors.
+            start: starts it with the groups.
+            size_bytes: that this rank sends.
+            meets: others may come much later: its time is not that of the bytes.
+
+        Raises:
+            RanksError: another rank has failed, ended or not come; the text is the same on all.
+        """
+        groups, ended = self._groups, self._meeting.ended
+        if ended is not None:
+            raise RanksError(f"{ended} (close the engine and resume from a checkpoint)")
+        begin = time.perf_counter()
+        try:
+            work = start(groups)
+            self._wait(work, where)
+            work.wait()
+        except KeyboardInterrupt as error:
+            self.fail(error)
+            raise
+        except RanksError:
+            raise
+        except RuntimeError:  # of gloo
+            self._raise_census(where, "a connection was lost")
+        end = time.perf_counter()
+        counters = self._meeting.counters
+        counters.add(COLLECTIVES, size_bytes=size_bytes, seconds=0.0 if meets else end - begin)
+        if not meets:
+            counters.spans.add(COLLECTIVES, where, begin, end, size_bytes)
+        if not self._is_beside:
+            counters.wait_for_ranks(begin, end)
+
+    def _wait(self, work: Any, where: str) -> None:
+        begin = time.monotonic()
+        deadline_s = self._meeting.deadline_s
+        ask = begin + max(deadline_s - CENSUS_S, deadline_s / 2)
+        look, pause = begin + LOOK_S, _SHORTEST_PAUSE_S
+        while not work.is_completed():
+            now = time.monotonic()
+            if self._meeting.ended is not None:  # by another thread
+                raise RanksError(self._meeting.ended)
+            if now >= ask:
+                self._raise_census(where, f"nobody came within {deadline_s:g} s")
+            if now >= look:
+                look = now + LOOK_S
+                if self._is_alarmed():
+                    self._answer_census(where)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE_S)
+
+    def _is_alarmed(self) -> bool:
+        try:
+            return self._words.is_alarmed()
+        except RuntimeError as error:
+            self._end(_store_gone(error))
+
+    # --- failures ---------------------------------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed, unless they have agreed on it; see :meth:`Ranks.fail`."""
+        if self._meeting.ended is None and error is not self._told:
+            text = f"rank {self.rank}: {type(error).__name__}: {error}"
+            with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could be told
+                text = self._words.fail(text)
+            self._give_up(text)
+
+    def _raise_census(self, where: str, reason: str) -> NoReturn:
+        """Ask all where they are, and let it be what all of them raise."""
+        try:
+            self._words.ask(where)
+            self._await_words(all_places=True)
+            text = self._words.failure() or self._words.fail(self._census(reason))
+        except RuntimeError as error:
+            text = _store_gone(error)
+        self._end(text)
+
+    def _answer_census(self, where: str) -> NoReturn:
+        """Say where this rank waits, and raise what is made of it."""
+        try:
+            self._words.answer(where)
+            self._await_words(all_places=False)
+            text = self._words.failure() or self._words.fail(self._census("who asked has ended"))
+        except RuntimeError as error:
+            text = _store_gone(error)
+        self._end(text)
+
+    def _await_words(self, *, all_places: bool) -> None:
+        """Wait until somebody says what has failed, or (with `all_places`) until all have said where they are."""
+        until = time.monotonic() + (CENSUS_S if all_places else 4 * CENSUS_S)
+        while time.monotonic() < until and self._words.failure() is None:
+            if all_places and len(self._words.places()) == self.world:
+                return
+            time.sleep(_LONGEST_PAUSE_S)
+
+    def _census(self, reason: str) -> str:
+        """Return who waits where, and of whom nothing is known."""
+        places, left = self._words.places(), self._words.left()
+        silent = [rank for rank in range(self.world) if rank not in places and rank not in left]
+        waiting: dict[str, list[int]] = {}
+        for rank, place in places.items():
+            waiting.setdefault(place, []).append(rank)
+        waits = ", ".join(f"{named(ranks)} waiting in {place}" for place, ranks in waiting.items())
+        if left:
+            waiting["engine.close()"] = left
+            waits = f"{named(left)} closed the engine, {waits}"
+        if not silent:
+            hint = f"call the same methods on all ranks{uneven(waiting)}"
+            return f"ranks: expected all in one place but {reason}: {waits}; {hint}"
+        return (
+            f"ranks: expected {named(silent)} but {reason}: no word of {named(silent)}, {waits}; see whether "
+            f"{named(silent)} ended, had a batch less, computes, or waits for something else"
+        )
+
+    def _end(self, text: str) -> NoReturn:
+        self._give_up(text)
+        raise RanksError(text)
+
+    def _give_up(self, text: str) -> None:
+        """Let nobody wait any more.
+
+        A collective that is under way stays so until gloo's own timeout. Whoever frees its group waits for that, as at
+        the process's end: so the group is never freed.
+        """
+        self._meeting.ended = text
+        self._keep_groups()
+
+    def _keep_groups(self) -> None:
+        for group in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._groups = []
+
+    def close(self) -> None:
+        """Give the connections back, also those beside. Idempotent."""
+        if self._meeting.ended is None and not self._is_beside:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self._words.leave()
+        for other in self._beside:
+            other.close()
+        if self._groups and self._meeting.ended not in (None, _CLOSED):  # a collective may be under way
+            self._keep_groups()
+        self._groups = []
+        self._meeting.ended = self._meeting.ended or _CLOSED
+
+
+def _store_gone(error: BaseException) -> str:
+    return (
+        f"ranks: expected the process group's store but it is gone ({str(error).splitlines()[0]}): the process that "
+        "keeps it, rank 0 or torchrun's agent, has ended"
+    )

@@ -1,0 +1,160 @@
+"""What a rank may ask of the others, and what is true where there are none.
+
+Owns the interface that the rest of the package sees, and the one-rank null object behind which nothing happens. Next:
+:mod:`offload.distributed.processes` is the same over torch.distributed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+Fact = str | int | float | bool | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks have said in one place.
+
+    Attributes:
+        stop: one of them was asked to stop, by Ctrl-C.
+        numbers: what each has said, by rank.
+        wanted: by rank, what each wants that has not come to the place yet; empty where all have come.
+    """
+
+    stop: bool
+    numbers: tuple[tuple[float, ...], ...]
+    wanted: tuple[int | None, ...] = ()
+
+
+class Ranks(Protocol):
+    """The processes that train one model. Each method is called by all of them, in one order.
+
+    What is sent comes behind an agreement that all are in one place, for gloo ends the process where two ranks send
+    each other different numbers of bytes. Agreements have one size, so that ranks in different places learn of it.
+
+    Attributes:
+        rank: of this process, counted from 0.
+        world: how many there are.
+    """
+
+    rank: int
+    world: int
+
+    def agree(
+        self,
+        where: str,
+        facts: Mapping[str, Fact] | None = None,
+        *,
+        stop: bool = False,
+        numbers: Sequence[float] = (),
+        error: BaseException | None = None,
+        wants: int | None = None,
+    ) -> Agreement:
+        """Meet all ranks in one place, and compare what must be the same on all.
+
+        Where some want something before, nothing is compared: all take part in what they want, and come again.
+
+        Args:
+            where: the place, for errors; the same on all ranks.
+            facts: what must be the same on all ranks, by name.
+            stop: this rank was asked to stop.
+            numbers: what the others are to know, at most :data:`offload.distributed.records.MOST_NUMBERS`.
+            error: why this rank cannot go on.
+            wants: what this rank wants of all before it comes to a place: a number that all understand, below 65535.
+
+        Raises:
+            RanksError: ranks are in different places or have different facts, with one text on all of them; or another
+                rank cannot go on. The ranks can be used further.
+            BaseException: `error`.
+        """
+
+    def gather(self, full: torch.Tensor, where: str) -> None:
+        """Fill `full`: (world * n,), contiguous, of which this rank has its n elements in place.
+
+        Raises:
+            RanksError: another rank has failed, ended or not come.
+        """
+
+    def gather_from_all(self, mine: torch.Tensor, where: str) -> torch.Tensor:
+        """Return what each rank has: (world, n), of `mine`: (n,).
+
+        Raises:
+            RanksError: another rank has failed, ended or not come.
+        """
+
+    def swap(self, received: torch.Tensor, sent: torch.Tensor, where: str) -> None:
+        """Send row r of `sent` to rank r, whose row for this rank becomes row r of `received`.
+
+        Args:
+            received: (world, n), contiguous, overwritten.
+            sent: (world, n), contiguous, of the same dtype.
+            where: the place, for errors.
+
+        Raises:
+            RanksError: another rank has failed, ended or not come.
+        """
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed: whoever waits for it raises a :class:`RanksError`."""
+
+    def beside(self, name: str) -> Ranks:
+        """Return the same ranks for another thread: what they send there has an order of its own.
+
+        Their words and their failures are one. They are closed with these.
+
+        Args:
+            name: of the order, another one for each; all ranks call this in one order.
+
+        Raises:
+            RanksError: another rank has ended.
+        """
+
+    def close(self) -> None:
+        """Give the connections back. Idempotent."""
+
+
+class OneRank:
+    """The null object: one process, which agrees with itself and waits for nobody."""
+
+    rank = 0
+    world = 1
+
+    def agree(
+        self,
+        where: str,
+        facts: Mapping[str, Fact] | None = None,
+        *,
+        stop: bool = False,
+        numbers: Sequence[float] = (),
+        error: BaseException | None = None,
+        wants: int | None = None,
+    ) -> Agreement:
+        """Return what was said, or raise `error`."""
+        if error is not None:
+            raise error
+        return Agreement(stop, (tuple(numbers),), () if wants is None else (wants,))
+
+    def gather(self, full: torch.Tensor, where: str) -> None:
+        """Do nothing: all of it is in place."""
+
+    def gather_from_all(self, mine: torch.Tensor, where: str) -> torch.Tensor:
+        """Return (1, n): a view of `mine`."""
+        return mine.view(1, -1)
+
+    def swap(self, received: torch.Tensor, sent: torch.Tensor, where: str) -> None:
+        """Copy: what this rank sends is for itself."""
+        received.copy_(sent)
+
+    def fail(self, error: BaseException) -> None:
+        """Do nothing: nobody waits."""
+
+    def beside(self, name: str) -> Ranks:
+        """Return this one, which waits for nobody."""
+        return self
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,354 @@
+"""Will it fit, how long will a step take, and what would help? For models and machines that are not here.
+
+Owns the question (:func:`plan`) and the answer (:class:`Forecast`). The homes are those that an engine would choose.
+Next: :mod:`offload.planning.timing` has the formula, :mod:`offload.planning.work` what a batch takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import Config, tier_named
+from offload.errors import BudgetError, ConfigError, did_you_mean
+from offload.kernels.optimizers import AdamW
+from offload.known_models import KNOWN
+from offload.measuring import Here
+from offload.memory.budget import Tier
+from offload.memory.devices import open_device
+from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
+from offload.memory.machine import free_bytes
+from offload.module.quantized import ready_meanwhile
+from offload.optim.rules import Rule, rule_of
+from offload.planning.hardware import Hardware
+from offload.planning.plan import Plan
+from offload.planning.planner import make_plan
+from offload.planning.timing import Timing, timing_of
+from offload.planning.work import Work, work_of
+from offload.request import request_of, unit_bytes_of, units_of
+from offload.sizes import Share, format_bytes
+from offload.spec import OptimizerSpec
+
+logger = logging.getLogger(__name__)
+
+HERE = "here"
+_MORE = 1.5
+_WORTH = 0.98  # of the seconds: what saves less is not told
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forecast:
+    """What an engine would do. ``print(forecast)`` shows it.
+
+    Attributes:
+        plan: homes and bytes, as ``engine.plan``.
+        hardware: the machine; None where nothing is known but its memory.
+        work: of one micro-batch; None without a batch.
+        timing: seconds of a step; None without either.
+        tokens: of a step; None where the batch was given as tensors.
+        savings: what would make a step shorter, with its seconds, the best first.
+    """
+
+    plan: Plan
+    hardware: Hardware | None
+    work: Work | None
+    timing: Timing | None
+    tokens: int | None
+    savings: Mapping[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the activations of the batch fit what the plan leaves them, as far as it is known."""
+        return self.work is None or self.plan.request.device_is_host or self.missing_bytes == 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that activations need beyond what the plan leaves them, on the device and where they may go."""
+        request = self.plan.request
+        room = self.plan.activation_bytes + request.host_activation_bytes + request.nvme_activation_bytes
+        return 0 if self.work is None else max(self.work.peak_bytes - room, 0)
+
+    def remedy(self) -> str:
+        """Return what would make a batch fit."""
+        peak = 0 if self.work is None else self.work.peak_bytes
+        return (
+            f"device budget: activations need {format_bytes(peak)} but the plan leaves them "
+            f"{format_bytes(self.plan.activation_bytes)}; take smaller micro-batches, compute activations again in "
+            'backward (checkpointing), move them elsewhere (activations="offload"), or raise activation_memory or the '
+            f"device budget by {format_bytes(self.missing_bytes)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON.
+
+        Returns:
+            ``plan`` as its own, and ``fits``. With a batch: ``flops``, ``activation_bytes`` and ``tokens``. With a
+            machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per
+            lane, ``bytes`` per lane, and ``savings``.
+        """
+        found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
+        if self.work is not None:
+            found |= {"flops": self.work.flops, "activation_bytes": self.work.peak_bytes, "tokens": self.tokens}
+        if self.timing is not None and self.hardware is not None:
+            found |= {
+                "hardware": self.hardware.name,
+                "step_s": self.timing.step_s,
+                "bound_s": self.timing.bound_s,
+                "fill_s": self.timing.fill_s,
+                "binding": self.timing.binding,
+                "spans": [{"name": span.name, "seconds": dict(span.seconds)} for span in self.timing.spans],
+                "bytes": dataclasses.asdict(self.timing.moved),
+                "savings": dict(self.savings),
+            }
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.plan), *self._lines()])
+
+    def _lines(self) -> Iterator[str]:
+        if self.hardware is None and self.plan.request.device_is_host:
+            yield (
+                "for the CPU of this machine as the device; name a machine (hardware, --hardware) to plan for a GPU, "
+                "or 'here' to measure this one"
+            )
+        if self.work is not None:
+            yield (
+                f"a micro-batch: {self.work.flops / 1e12:.4g} TFLOP, {format_bytes(self.work.peak_bytes)} of "
+                "activations at their peak"
+            )
+            if self.work.unmeasured:
+                yield f"  by their bytes, for they do not run alone: {', '.join(self.work.unmeasured)}"
+            if self.work.assumed:
+                yield f"  assumed: yes, to {self.work.assumed} questions of the model about values of tensors"
+        if not self.fits:
+            yield f"DOES NOT FIT: {self.remedy()}"
+        if self.timing is None or self.hardware is None:
+            return
+        timing = self.timing
+        rate = f", {self.tokens / timing.step_s:.4g} tokens/s" if self.tokens else ""
+        yield f"a step on {self.hardware.name}: {timing.step_s:.3g} s{rate}; {timing.binding} binds"
+        for span in timing.spans:
+            lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in span.seconds.items() if seconds)
+            yield f"  {span.name}: {lanes}"
+        yield f"  bound {timing.bound_s:.3g} s, fill {timing.fill_s:.3g} s"
+        for what, seconds in self.savings.items():
+            yield f"  with {what}: {seconds:.3g} s"
+
+
+def plan(
+    model: nn.Module | str | os.PathLike[str] | Any,
+    optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
+    *,
+    batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any] | None = None,
+    hardware: Hardware | str | os.PathLike[str] | None = None,
+    checkpointing: bool = True,
+    measure_again: bool = False,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Forecast:
+    """Tell where an engine would put everything, and what a step would take. Nothing is loaded or moved.
+
+    Args:
+        model: a module, which is not changed, on the meta device, too; a config of transformers; a folder with
+            ``config.json``; or the name of a known model, such as ``"llama-3.1-70b"``.
+        optimizer: as in :class:`offload.Engine`; None is ``AdamW``.
+        batch: of one micro-batch: (rows, length) of token ids for a language model, else what its forward takes, as a
+            mapping or a sequence. None: bytes without seconds.
+        hardware: the machine: a preset (``"desktop"``, ``"h200"``, ``"gh200"``), a JSON file with the attributes of
+            :class:`offload.planning.hardware.Hardware`, or such a value. Its budgets are shares of its memory where
+            `max_memory` does not say, and none of NVMe. ``"here"``: this machine, measured once: the operators of the
+            model run one by one on the device, and updates, copies and drives (a file in ``nvme_path``) for a few
+            seconds. None: the memory of this machine, and no seconds.
+        checkpointing: of activations, where the model is made here; a module stays as it is.
+        measure_again: forget what was measured of this machine.
+        config: options as in :class:`offload.Engine`.
+        **options: options of :class:`offload.Config`. A budget of NVMe needs no path.
+
+    Returns:
+        The forecast.
+
+    Raises:
+        ConfigError: an option, the machine or the batch makes no sense, or shapes cannot be known; names it.
+        BudgetError: the model cannot be trained within the budgets; names the smallest that would do.
+        ImportError: transformers is needed and not installed.
+    """
+    here = hardware is None or hardware == HERE
+    machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
+    options = _without_path(config, options)
+    asked = Config.load(config, **options)
+    if not isinstance(model, nn.Module):
+        logger.info("making the model without its weights")
+    module = model if isinstance(model, nn.Module) else _made(model, asked, checkpointing=checkpointing)
+    cast = getattr(torch, asked.dtype) if asked.dtype else None
+    spec = AdamW(lr=1e-4) if optimizer is None else optimizer
+    rule = rule_of(spec, cast)
+    with ready_meanwhile(module, cast):
+        logger.info("placing parameters, gradients and states")
+        found = _planned(module, asked, rule, _budgets(asked, machine), here=here)
+        if batch is not None:
+            logger.info("running a micro-batch on shapes alone")
+        work = None if batch is None else work_of(module, batch)
+        if work is not None and hardware == HERE:
+            logger.info("measuring this machine, as far as it is not known yet")
+            machine, work = _measured(asked, spec, found, work, again=measure_again)
+        if work is None or machine is None:
+            return Forecast(found, machine, work, None, _tokens(batch, asked), {})
+        logger.info("looking for what would make a step shorter")
+        timing = _timed(found, work, machine, asked)
+        savings = dict(_savings(module, asked, rule, machine, found, work, timing.step_s, here=here))
+        return Forecast(found, machine, work, timing, _tokens(batch, asked), savings)
+
+
+def _without_path(
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Give options a path, which nobody opens, where the drive is of another machine."""
+    given = config if isinstance(config, Mapping) else {}
+    memory = options.get("max_memory", given.get("max_memory"))
+    wants = isinstance(memory, Mapping) and any(tier_named(key) == "nvme" for key in memory)
+    wants |= "nvme" in (options.get("offload_param"), options.get("offload_optimizer"))
+    named = any(options.get(name) or given.get(name) for name in ("nvme_path", "run_dir"))
+    return (
+        options
+        if named or not wants or isinstance(config, (Config, str, os.PathLike))
+        else options | {"nvme_path": "."}
+    )
+
+
+def _made(model: Any, asked: Config, *, checkpointing: bool) -> nn.Module:
+    """Return a model of transformers on the meta device, in 16 bits if nothing else is asked for."""
+    import transformers
+
+    if isinstance(model, (str, os.PathLike)):
+        if isinstance(model, str) and model in KNOWN:
+            shapes = dict(KNOWN[model])
+            model = transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
+        elif (Path(model) / "config.json").is_file():
+            model = transformers.AutoConfig.from_pretrained(model)
+        else:
+            raise ConfigError(
+                f"model {os.fspath(model)}: expected a folder with config.json or the name of a known model"
+                f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
+            )
+    if not isinstance(model, transformers.PretrainedConfig):
+        raise ConfigError(f"model: expected a module, a config of transformers, a folder or a name but got {model!r}")
+    if getattr(model, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model {type(model).__name__}: expected weights that are not quantized but it has a quantization_config; "
+            "load it with from_pretrained, and pass the module"
+        )
+    dtype = getattr(model, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        try:
+            made = transformers.AutoModelForCausalLM.from_config(model, dtype=dtype)
+        except ValueError as error:
+            raise ConfigError(
+                f"model {type(model).__name__}: is no causal language model of transformers; make the module yourself "
+                "on the meta device, and pass it"
+            ) from error
+    if checkpointing and made.supports_gradient_checkpointing:
+        compute_again(made)
+    made.config.use_cache = False
+    return made.train()  # type: ignore[no-any-return]
+
+
+def compute_again(model: Any) -> None:
+    """Let a model of transformers compute activations again in backward; older versions have another name for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _budgets(asked: Config, machine: Hardware | None) -> dict[Tier, int]:
+    given = asked.budgets()
+    if machine is None:
+        return resolve_budgets(given, open_device(asked.device), free_bytes(tuple(map(_existing, asked.paths()))))
+    size = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes, Tier.NVME: 0}
+    share = {Tier.DEVICE: DEVICE_HEADROOM, Tier.HOST: HOST_HEADROOM, Tier.NVME: 0}
+    budgets = {}
+    for tier in Tier:
+        value = given.get(tier.value)
+        if isinstance(value, Share) and tier is Tier.NVME:
+            raise ConfigError('max_memory["nvme"]: expected bytes for a machine that is not here but got a percentage')
+        fraction = value.fraction if isinstance(value, Share) else share[tier]
+        budgets[tier] = value if isinstance(value, int) else int(size[tier] * fraction)
+    return budgets
+
+
+def _existing(path: Path) -> Path:
+    """Return the directory in which an engine would make `path`, or that itself."""
+    return next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+
+
+def _measured(
+    asked: Config, spec: OptimizerSpec | torch.optim.Optimizer, found: Plan, work: Work, *, again: bool
+) -> tuple[Hardware, Work]:
+    """Return this machine, and the work with the seconds that it takes here."""
+    known = Here(open_device(asked.device), again=again)
+    machine = known.hardware(
+        spec,
+        state_dtype=asked.state_dtype,
+        paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
+        device_bytes=found.request.budgets[Tier.DEVICE],
+        host_bytes=found.request.budgets[Tier.HOST],
+    )
+    return machine, known.timed(work, machine)
+
+
+def _planned(module: nn.Module, asked: Config, rule: Rule, budgets: Mapping[Tier, int], *, here: bool) -> Plan:
+    tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]))
+    host = here and open_device(asked.device).addressable
+    request = request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=False)
+    return make_plan(request)
+
+
+def _timed(found: Plan, work: Work, machine: Hardware, asked: Config) -> Timing:
+    steps = asked.gradient_accumulation_steps
+    return timing_of(found, work, machine, micro_batches=steps, clips=asked.max_grad_norm is not None)
+
+
+def _tokens(batch: Any, asked: Config) -> int | None:
+    if not isinstance(batch, tuple) or not all(isinstance(value, int) for value in batch):
+        return None
+    return int(batch[0]) * int(batch[1]) * asked.gradient_accumulation_steps
+
+
+def _savings(
+    module: nn.Module,
+    asked: Config,
+    rule: Rule,
+    machine: Hardware,
+    found: Plan,
+    work: Work,
+    step_s: float,
+    *,
+    here: bool,
+) -> Iterator[tuple[str, float]]:
+    """Yield what would make a step shorter, the best first."""
+    budgets = dict(found.request.budgets)
+    seconds = {}
+    for tier in (Tier.DEVICE, Tier.HOST):
+        more = {**budgets, tier: int(budgets[tier] * _MORE)}
+        try:
+            other = _planned(module, asked, rule, more, here=here)
+        except BudgetError:  # larger units
+            continue
+        seconds[f'max_memory["{tier.value}"] = {format_bytes(more[tier])}'] = _timed(other, work, machine, asked).step_s
+    for lane, names in (
+        ("a drive", ("drive_read_bytes_s", "drive_write_bytes_s", "drive_mixed_bytes_s")),
+        ("a link to the host", ("h2d_bytes_s", "d2h_bytes_s")),
+        ("host memory", ("update_bytes_s", "host_bytes_s")),
+        ("a device", ("flops_16", "flops_32", "device_bytes_s")),
+    ):
+        faster = dataclasses.replace(machine, **{name: getattr(machine, name) * 2 for name in names})
+        there = work.twice_as_fast() if lane == "a device" else work
+        seconds[f"{lane} of twice the speed"] = _timed(found, there, faster, asked).step_s
+    yield from (
+        (what, took) for what, took in sorted(seconds.items(), key=lambda item: item[1]) if took < step_s * _WORTH
+    )

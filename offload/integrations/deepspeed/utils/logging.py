@@ -1,0 +1,23 @@
+"""``deepspeed.utils.logging``: the log of scripts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from offload.integrations.deepspeed.refusals import missing
+
+__all__ = ["log_dist", "logger"]
+
+logger = logging.getLogger("offload.deepspeed")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message, if rank 0 or all are to."""
+    if not ranks or 0 in ranks or -1 in ranks:
+        logger.log(level, message)
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("deepspeed.utils.logging", name, __all__)

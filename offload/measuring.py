@@ -1,0 +1,308 @@
+"""What this machine gives: seconds of a model's operators, and bytes per second of updates, copies, memory and drives.
+
+Owns how each is measured, and the file in the user's cache folder that keeps it, per machine and version of torch.
+Operators run one by one, on tensors of the shapes that a pass over the meta device has seen: no model is loaded.
+Updates and copies are those of an engine with a small model, and drives are reached through a store as engines have
+one. Next: :mod:`offload.forecast` makes seconds of a step of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine import Engine
+from offload.memory import drives
+from offload.memory.arena import HostArena
+from offload.memory.budget import Tier
+from offload.memory.device import Device
+from offload.memory.kept import keep, read_kept
+from offload.memory.machine import cpu_name
+from offload.planning.hardware import Hardware
+from offload.planning.timing import update_bytes
+from offload.planning.work import Blank, Call, Kernel, Work
+from offload.sizes import MIB
+from offload.spec import OptimizerSpec
+from swap import SwapStore, wait_all
+from swap.store import StoreTicket
+
+logger = logging.getLogger(__name__)
+
+_ENOUGH_S, _LEAST, _MOST = 0.03, 3, 7  # of one measurement: so long, and so often
+_IN_SUCCESSION = 20
+_CACHE_BYTES = 64 * MIB
+_WIDE, _LAYERS, _STEPS = 2048, 4, 3  # of the small model: 32 MiB of parameters, and 192 MiB of states
+_OBJECT_BYTES, _OBJECTS = 4 * MIB, 64
+_COPY_BYTES = 128 * MIB
+_NONE = 1e6  # bytes per second of a drive that nobody has named: the least that a machine may have
+
+_ATTENTION = "aten._scaled_dot_product_flash_attention.default"
+_ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_backward.default"
+
+
+class Here:
+    """This machine, as far as it was measured; what was not is measured when it is asked for.
+
+    Attributes:
+        file: that keeps it.
+    """
+
+    def __init__(self, device: Device, *, again: bool = False) -> None:
+        """Read what is kept of the machine; with `again`, forget it."""
+        self._device = device
+        self.file = drives.cache_file().with_name("measured.json")
+        self._name = f"{device.name()}; {cpu_name()}; torch {torch.__version__}; {torch.get_num_threads()} threads"
+        known = {} if again else read_kept(self.file).get(self._name)
+        self._known: dict[str, Any] = known if isinstance(known, dict) else {}
+
+    @property
+    def operators(self) -> int:
+        """How many operators were measured."""
+        return sum(name.startswith("Call(") for name in self._known)
+
+    def timed(self, work: Work, hardware: Hardware) -> Work:
+        """Return the work with the seconds that its kernels take on the device.
+
+        Args:
+            work: counted.
+            hardware: this machine, for operators that do not run alone: what they take follows from their bytes.
+        """
+        known = {kernel: self._kernel_s(kernel) for kernel in {**work.forward, **work.backward}}
+        alone = {kernel: kernel.seconds(hardware) if took is None else took for kernel, took in known.items()}
+        forward_s, backward_s = (
+            sum(alone[kernel] * many for kernel, many in part.items()) for part in (work.forward, work.backward)
+        )
+        unmeasured = {kernel.call.operator for kernel, took in known.items() if took is None}
+        self._keep()
+        return dataclasses.replace(work, measured_s=(forward_s, backward_s), unmeasured=tuple(sorted(unmeasured)))
+
+    def _kernel_s(self, kernel: Kernel) -> float | None:
+        found: float | None = self._value(str(kernel.call), lambda: seconds_of(kernel.call, self._device))
+        return found
+
+    def hardware(
+        self,
+        optimizer: OptimizerSpec | torch.optim.Optimizer,
+        *,
+        state_dtype: str,
+        paths: Sequence[Path],
+        device_bytes: int,
+        host_bytes: int,
+    ) -> Hardware:
+        """Return the machine's numbers.
+
+        Args:
+            optimizer: whose updates are measured; one of torch for another model, of which the class and options count.
+            state_dtype: in which it keeps its states.
+            paths: directories on the drives; where none is named, the drive has no speed.
+            device_bytes: of the device.
+            host_bytes: of the host.
+        """
+        what = f"{type(optimizer).__module__}.{type(optimizer).__name__} with {state_dtype}"
+        rates = self._value(f"updates of {what}", lambda: _engine_rates(self._device, optimizer, state_dtype))
+        products = {
+            dtype: self._value(f"products in {dtype}", functools.partial(_product_rate, self._device, dtype))
+            for dtype in (torch.bfloat16, torch.float32)
+        }
+        copies = {
+            place: self._value(f"memory of {place}", functools.partial(_copy_rate, self._device, place))
+            for place in ("device", "host")
+        }
+        names = "; ".join(drives.device_of(path) or str(path) for path in paths)
+        drive = self._value(f"drive {names}", lambda: _drive_rates(paths)) if paths else dict.fromkeys(_DRIVE, _NONE)
+        self._keep()
+        return Hardware(
+            name="this machine",
+            flops_16=products[torch.bfloat16],
+            flops_32=products[torch.float32],
+            flops_share=1.0,
+            device_bytes=device_bytes,
+            device_bytes_s=copies["device"],
+            h2d_bytes_s=rates["h2d"],
+            d2h_bytes_s=rates["d2h"],
+            host_bytes=host_bytes,
+            host_bytes_s=max(copies["host"], rates["update"]),
+            update_bytes_s=rates["update"],
+            drive_read_bytes_s=drive["read"],
+            drive_write_bytes_s=drive["write"],
+            drive_mixed_bytes_s=min(drive["mixed"], drive["read"] + drive["write"]),
+            drive_s=0.0,  # these seconds are in those of operators, updates and objects
+            kernel_s=0.0,
+            copy_s=0.0,
+            launch_s=0.0,
+            operator_s=0.0,
+            hook_s=0.0,
+            gradient_s=0.0,
+        )
+
+    def _value(self, name: str, measure: Callable[[], Any]) -> Any:
+        if name not in self._known:
+            self._known[name] = measure()
+        return self._known[name]
+
+    def _keep(self) -> None:
+        """Write what is known; whoever cannot write measures again next time."""
+        try:
+            keep(self.file, self._name, self._known)
+        except OSError as error:
+            logger.warning("measurements: not kept in %s (%s)", self.file, error)
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+def seconds_of(call: Call, device: Device) -> float | None:
+    """Return the seconds of one operator on `device`; None where it does not run alone."""
+    try:
+        if call.operator in (_ATTENTION, _ATTENTION_BACKWARD):
+            return _attention_s(call, device)
+        operator = functools.reduce(getattr, call.operator.split("."), torch.ops)
+        arguments = [_filled(value, device) for value in call.arguments]
+        named = {name: device.place if name == "device" else _filled(value, device) for name, value in call.named}
+        with torch.no_grad():
+            return _median_s(lambda: operator(*arguments, **named), device)  # type: ignore[operator]
+    except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        logger.info("operator %s: not measured, for it does not run alone: %s", call.operator, error)
+        return None
+
+
+def _attention_s(call: Call, device: Device) -> float:
+    """Return the seconds of attention, by the kernel that torch takes here."""
+    backward = call.operator == _ATTENTION_BACKWARD
+    blanks = call.arguments[1:4] if backward else call.arguments[:3]
+    query, key, value = (_filled(blank, device).requires_grad_(backward) for blank in blanks)
+    causal = bool(call.arguments[11 if backward else 4])
+    attend = functools.partial(nn.functional.scaled_dot_product_attention, query, key, value, is_causal=causal)
+    if not backward:
+        with torch.no_grad():
+            return _median_s(attend, device)
+    output, gradient = attend(), _filled(call.arguments[0], device)
+
+    def go_back() -> None:
+        torch.autograd.backward(output, gradient, retain_graph=True, inputs=(query, key, value))
+        query.grad = key.grad = value.grad = None
+
+    return _median_s(go_back, device)
+
+
+def _filled(value: Any, device: Device) -> Any:
+    """Return an argument with content: ones of floats, which no kernel minds, and zeros as indices."""
+    if isinstance(value, tuple):
+        return [_filled(one, device) for one in value]
+    if not isinstance(value, Blank):
+        return value
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.strides, strict=True))
+    content = 1 if value.dtype.is_floating_point or value.dtype is torch.bool else 0
+    memory = torch.full((max(extent, 0),), content, dtype=value.dtype, device=device.place)
+    return memory.as_strided(value.shape, value.strides)
+
+
+def _median_s(run: Callable[[], Any], device: Device) -> float:
+    """Return the seconds of a call, the median of some, after one that is not counted.
+
+    Caches of a processor are filled with something else in between, as by the other operators of a step.
+    On another device a measurement is of several calls in succession, as the host does not wait for each in a step.
+    """
+    others = torch.ones(_CACHE_BYTES, dtype=torch.uint8) if device.addressable else None
+    many = 1 if device.addressable else _IN_SUCCESSION
+    run()
+    device.synchronize()
+    seconds: list[float] = []
+    while len(seconds) < _LEAST or (sum(seconds) < _ENOUGH_S and len(seconds) < _MOST):
+        if others is not None:
+            others.add_(1)
+        begin = time.perf_counter()
+        for _ in range(many):
+            run()
+        device.synchronize()
+        seconds.append((time.perf_counter() - begin) / many)
+    return statistics.median(seconds)
+
+
+def _product_rate(device: Device, dtype: torch.dtype) -> float:
+    one = torch.ones(_WIDE, _WIDE, dtype=dtype, device=device.place)
+    return 2.0 * _WIDE**3 / _median_s(lambda: one @ one, device)
+
+
+# --- memory, updates, copies, drives ----------------------------------------------------------------------------------
+
+
+def _copy_rate(device: Device, place: str) -> float:
+    """Return bytes per second of memory, read and written together."""
+    where = device.place if place == "device" else torch.device("cpu")
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=where)
+    target = torch.zeros_like(source)
+    return 2.0 * _COPY_BYTES / _median_s(lambda: target.copy_(source), device)
+
+
+def _engine_rates(
+    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str
+) -> dict[str, float]:
+    """Return bytes per second of updates and of copies, as an engine counts them: states are in host memory."""
+    model = nn.Sequential(*(nn.Linear(_WIDE, _WIDE, bias=False, dtype=torch.bfloat16) for _ in range(_LAYERS)))
+    x = torch.ones(1, _WIDE, dtype=torch.bfloat16, device=device.place)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
+    with Engine(
+        model,
+        optimizer,
+        device=device.place,
+        offload_param="cpu",
+        offload_optimizer="cpu",
+        state_dtype=state_dtype,
+    ) as engine:
+        seen = []
+        for _ in range(1 + _STEPS):
+            engine.backward(engine(x).float().sum())
+            engine.step()
+            engine.drain()
+            seen.append(engine.stats().links)
+        plan = engine.plan
+
+    def rate(link: str, size_bytes: int) -> float:
+        """Return that of the median step behind the first; 0 where the link has no seconds."""
+        took = statistics.median(
+            after[link].seconds - before[link].seconds for before, after in itertools.pairwise(seen)
+        )
+        return size_bytes / took if took > 0 else 0.0
+
+    host = _copy_rate(device, "host") / 2
+    return {
+        "update": rate("cpu_adam", sum(update_bytes(plan, unit) for unit in plan.request.units)),
+        "h2d": rate("h2d", plan.step_bytes["h2d"]) or host,
+        "d2h": rate("d2h", plan.step_bytes["d2h"]) or host,
+    }
+
+
+_DRIVE = ("write", "read", "mixed")
+
+
+def _drive_rates(paths: Sequence[Path]) -> dict[str, float]:
+    """Return bytes per second of the drives together, through a store as an engine has one."""
+    arena = HostArena(Tier.HOST, _OBJECTS * _OBJECT_BYTES)
+    items = [(number, arena.base_address + number * _OBJECT_BYTES, _OBJECT_BYTES) for number in range(_OBJECTS)]
+
+    def start(store: SwapStore, way: str) -> list[StoreTicket]:
+        if way == "mixed":
+            pairs = zip(items[::2], items[1::2], strict=True)
+            return [ticket for put, get in pairs for ticket in (store.put(*put), store.get(*get))]
+        return store.put_many(items) if way == "write" else store.get_many(items)
+
+    seconds: dict[str, list[float]] = {way: [] for way in _DRIVE}
+    with SwapStore(list(paths), 3 * _OBJECTS * _OBJECT_BYTES, **drives.store_options(paths)) as store:
+        for _ in range(1 + _LEAST):
+            for way in _DRIVE:
+                begin = time.perf_counter()
+                wait_all(start(store, way))
+                seconds[way].append(time.perf_counter() - begin)
+    return {way: _OBJECTS * _OBJECT_BYTES / statistics.median(took[1:]) for way, took in seconds.items()}

@@ -1,0 +1,113 @@
+"""Computes blocks of a model again in backward, where the model has no such way of its own.
+
+Owns which blocks these are - elements of lists that are of one class, such as transformer layers - and their forwards,
+in whose place it puts one that torch's checkpointing runs. It is put back at the end. A model of transformers is asked
+to do it in its own way. Next: :mod:`offload.build`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.errors import ConfigError, StateError
+
+
+class Recomputing:
+    """Blocks of one model that are computed again. See the module's text."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Find the blocks; :meth:`attach` begins.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        self._model = model
+        self._asks = bool(getattr(model, "supports_gradient_checkpointing", False))
+        self._blocks = [] if self._asks else list(blocks_of(model))
+        self._before: list[tuple[nn.Module, Any]] = []  # forwards that others had put in place, or None
+        self._is_on = False
+        if not self._asks and not self._blocks:
+            raise ConfigError(
+                'activations: "recompute" expected blocks that repeat, as elements of a ModuleList or a Sequential, '
+                f"but found none in {type(model).__name__}; use torch.utils.checkpoint in its forward, or "
+                'activations="offload"'
+            )
+
+    def attach(self) -> None:
+        """Compute the blocks again from now on."""
+        if self._asks:
+            model: Any = self._model
+            if not _recomputes(model):
+                enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+                enable({"use_reentrant": False})
+                self._is_on = True
+            return
+        for name, block in self._blocks:
+            self._before.append((block, vars(block).get("forward")))
+            block.forward = functools.partial(_run, name, block, block.forward)
+
+    def detach(self) -> None:
+        """Let the model be as it was. Idempotent."""
+        if self._is_on:
+            model: Any = self._model
+            disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+            disable()
+            self._is_on = False
+        while self._before:
+            block, before = self._before.pop()
+            if before is None:
+                vars(block).pop("forward", None)
+            else:
+                block.forward = before
+
+
+def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks of a model that repeat, the outermost ones, with their paths."""
+
+    def descend(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        children = [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+        alike = len(children) > 1 and len({type(child) for _, child in children}) == 1
+        if alike and isinstance(module, (nn.ModuleList, nn.Sequential)) and all(map(_is_block, module.children())):
+            yield from children
+            return
+        for name, child in children:
+            yield from descend(name, child)
+
+    yield from descend("", model)
+
+
+def _recomputes(model: Any) -> bool:
+    """Tell whether a model of transformers does it already; later versions have another name for it."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if found is None else found)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Tell whether a module is more than one operator, and has something to train."""
+    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _run(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward so that backward repeats it.
+
+    Raises:
+        StateError: it changes a buffer, which would happen twice.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    buffers = dict(block.named_buffers())
+    versions = {key: buffer._version for key, buffer in buffers.items()}
+    output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    changed = next((key for key, buffer in buffers.items() if buffer._version != versions[key]), None)
+    if changed is not None:
+        raise StateError(
+            f"activations: expected a forward that changes no buffer, for it is repeated, but that of {name} changes "
+            f'{changed}; use activations="offload"'
+        )
+    return output

@@ -1,0 +1,291 @@
+"""How long a step takes by a plan, on a machine of which only numbers are known.
+
+Owns the formula, max(compute, links, CPU) + fill, and what it needs: bytes per lane and step, with what stays in the
+working region. Pure arithmetic over plain values. Next: :mod:`offload.forecast` shows it.
+
+A step has two spans. While micro-batches but the last are computed, parameters come and gradients go. From the last
+backward to the end of the next forward, updates are made as well: gradients come from the last unit to the first, and
+parameters are needed from the first to the last. If every step clips, updates wait for the norm. Units' updates are
+served one behind the other: as gradients come, and in the order of the forward once backward has ended. By how much
+this takes longer than the busiest lane is the fill. Shares of compute are those of parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from offload.memory.budget import Tier
+from offload.planning.hardware import Hardware
+from offload.planning.plan import Plan
+from offload.planning.roles import STATE_ROLES, Role
+from offload.planning.units import Unit
+from offload.planning.work import Kernel, Work
+
+LANES = ("compute", "h2d", "d2h", "cpu", "drive")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of one step, by lane: `drive_read` and `drive_write` share one."""
+
+    h2d: int = 0
+    d2h: int = 0
+    cpu: int = 0
+    drive_read: int = 0
+    drive_write: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        names = [field.name for field in dataclasses.fields(Moved)]
+        return Moved(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def __mul__(self, many: int) -> Moved:
+        return Moved(**{field.name: getattr(self, field.name) * many for field in dataclasses.fields(Moved)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a step in which lanes work side by side.
+
+    Attributes:
+        name: of it.
+        seconds: of work per lane.
+    """
+
+    name: str
+    seconds: Mapping[str, float]
+
+    @property
+    def binding(self) -> str:
+        """The lane with the most work."""
+        return max(self.seconds, key=lambda lane: self.seconds[lane])
+
+    @property
+    def bound_s(self) -> float:
+        """Its seconds."""
+        return self.seconds[self.binding]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds of one optimizer step.
+
+    Attributes:
+        spans: the parts of a step, one behind the other.
+        fill_s: in which the busiest lane waits for others.
+        moved: bytes.
+    """
+
+    spans: tuple[Span, ...]
+    fill_s: float
+    moved: Moved
+
+    @property
+    def bound_s(self) -> float:
+        """Of the busiest lane of each span: no schedule is faster."""
+        return sum(span.bound_s for span in self.spans)
+
+    @property
+    def step_s(self) -> float:
+        """Of the step."""
+        return self.bound_s + self.fill_s
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Work per lane."""
+        return {lane: sum(span.seconds[lane] for span in self.spans) for lane in LANES}
+
+    @property
+    def binding(self) -> str:
+        """The lane that takes most of the step."""
+        bound = dict.fromkeys(LANES, 0.0)
+        for span in self.spans:
+            bound[span.binding] += span.bound_s
+        return max(bound, key=lambda lane: bound[lane])
+
+
+def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int, clips: bool) -> Timing:
+    """Predict a step.
+
+    Args:
+        plan: homes of the shards.
+        work: of one micro-batch.
+        hardware: the machine.
+        micro_batches: of a step.
+        clips: every step is clipped, so that no update begins before all gradients are there.
+    """
+    forward_s, backward_s = work.measured_s or (
+        max(_device_s(work.forward, hardware), work.operators * hardware.operator_s),
+        _device_s(work.backward, hardware),
+    )
+    host = plan.request.device_is_host
+    early = _early(plan, hardware, backward_s, clips=clips)
+    fresh, again = _fetched(plan, kept=0) + Moved(drive_read=-_filled(plan, early)), _fetched(plan, kept=_kept(plan))
+    gradients, updates, earlier = _out(plan, first=True), _updates(plan), micro_batches - 1
+    if earlier:
+        gradients = _out(plan, first=False)
+        moved = again * (2 * earlier) + gradients * (earlier - 1) + _out(plan, first=True)
+        spans = [_span("micro-batches but the last", earlier * (forward_s + backward_s), moved, hardware, host)]
+    else:
+        moved, spans = Moved(), []
+    last = again + gradients + fresh + updates
+    forward_s += _updates_there_s(plan, hardware)  # of the one forward that comes behind them
+    spans.append(_span("backward, updates, forward", forward_s + backward_s, last, hardware, host))
+    took_s = spans[-1].bound_s if host else _in_turn_s(plan, early, hardware, forward_s, backward_s)
+    if clips:  # no update goes beside backward
+        behind_s = _span("", forward_s, fresh + updates, hardware, host).bound_s
+        before_s = backward_s if host else _span("", backward_s, again + gradients, hardware, host).bound_s
+        took_s = before_s + behind_s if host else max(took_s, before_s + behind_s)
+    return Timing(tuple(spans), max(took_s - spans[-1].bound_s, 0.0), moved + last)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Early:
+    """Updates during backward, in seconds since it began; per unit that the host updates.
+
+    Attributes:
+        arrived_s: when its gradient is there.
+        serve_s: what its update takes of the CPU or the drive.
+        done_s: when it is updated; absent where it is left to the next forward.
+        free_s: when the last of these is.
+    """
+
+    arrived_s: Mapping[int, float]
+    serve_s: Mapping[int, float]
+    done_s: Mapping[int, float]
+    free_s: float
+
+
+def _early(plan: Plan, hardware: Hardware, backward_s: float, *, clips: bool) -> _Early:
+    """Return which units are updated before backward has ended, with units served one by one."""
+    units = plan.request.units
+    total = sum(unit.numel for unit in units)
+    arrived_s, serve_s, done_s, at_s = dict[int, float](), dict[int, float](), dict[int, float](), 0.0
+    for unit in reversed(units):
+        at_s += backward_s * unit.numel / total
+        if unit.trainable and not plan.on_device(unit):
+            arrived_s[unit.index] = at_s + _lane_seconds(Moved(d2h=unit.param_bytes), hardware)["d2h"]
+            lanes = _lane_seconds(_update(plan, unit), hardware)
+            serve_s[unit.index] = max(lanes["cpu"], lanes["drive"])
+    free_s = 0.0
+    for unit in reversed(units):
+        begin_s = max(free_s, arrived_s.get(unit.index, 0.0))
+        if unit.index in arrived_s and not clips and plan.updates_early(unit) and begin_s < backward_s:
+            free_s = done_s[unit.index] = begin_s + serve_s[unit.index]
+    return _Early(arrived_s, serve_s, done_s, free_s)
+
+
+def _filled(plan: Plan, early: _Early) -> int:
+    """Return the bytes of parameters at home on NVMe that come to an accelerator from where they were updated."""
+    if plan.request.device_is_host or plan.request.world_size > 1:
+        return 0
+    late = (unit for unit in _trained(plan) if unit.index not in early.done_s)
+    return sum(unit.param_bytes for unit in late if plan.home(unit, Role.PARAM) is Tier.NVME)
+
+
+def _in_turn_s(plan: Plan, early: _Early, hardware: Hardware, forward_s: float, backward_s: float) -> float:
+    """Return the seconds from the last backward to the end of the next forward, with units served one by one."""
+    units = plan.request.units
+    total = sum(unit.numel for unit in units)
+    done_s, free_s, clock_s = dict(early.done_s), max(early.free_s, backward_s), backward_s
+    for unit in units:
+        if unit.index in early.arrived_s:
+            if unit.index not in done_s:
+                free_s = done_s[unit.index] = max(free_s, early.arrived_s[unit.index]) + early.serve_s[unit.index]
+            clock_s = max(clock_s, done_s[unit.index] + unit.param_bytes / hardware.h2d_bytes_s)
+        clock_s += forward_s * unit.numel / total
+    return clock_s
+
+
+def _device_s(kernels: Mapping[Kernel, int], hardware: Hardware) -> float:
+    return sum(kernel.seconds(hardware) * many for kernel, many in kernels.items())
+
+
+def _updates_there_s(plan: Plan, hardware: Hardware) -> float:
+    """Return what a device takes for the units that it updates by itself."""
+    there = [unit for unit in _trained(plan) if plan.on_device(unit)]
+    return sum(update_bytes(plan, unit) for unit in there) / hardware.device_bytes_s
+
+
+def _span(name: str, compute_s: float, moved: Moved, hardware: Hardware, one_processor: bool) -> Span:
+    seconds = {"compute": compute_s, **_lane_seconds(moved, hardware)}
+    if one_processor:  # which computes and updates
+        seconds["compute"] += seconds["cpu"]
+        seconds["cpu"] = 0.0
+    return Span(name, seconds)
+
+
+def _lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
+    read, write = moved.drive_read, moved.drive_write
+    alone = max(read / hardware.drive_read_bytes_s, write / hardware.drive_write_bytes_s)
+    return {
+        "h2d": moved.h2d / hardware.h2d_bytes_s,
+        "d2h": moved.d2h / hardware.d2h_bytes_s,
+        "cpu": moved.cpu / hardware.update_bytes_s,
+        "drive": max(alone, (read + write) / hardware.drive_mixed_bytes_s),
+    }
+
+
+def _kept(plan: Plan) -> int:
+    """Return the bytes that are in the working region still when the direction turns: all but the unit in use."""
+    away = [unit.param_bytes for unit in plan.request.units if plan.home(unit, Role.PARAM) is not Tier.DEVICE]
+    return max(plan.working_bytes - max(away, default=0), 0)
+
+
+def _fetched(plan: Plan, *, kept: int) -> Moved:
+    """Return what one pass fetches of parameters that are not at home on the device."""
+    host = sum(u.param_bytes for u in plan.request.units if plan.home(u, Role.PARAM) is Tier.HOST)
+    drive = sum(u.param_bytes for u in plan.request.units if plan.home(u, Role.PARAM) is Tier.NVME)
+    share = max(1 - kept / (host + drive), 0.0) if host + drive else 0.0
+    read = int(drive * share)
+    up = 0 if plan.request.device_is_host else int((host + drive) * share)
+    return Moved(h2d=up, drive_read=read)
+
+
+def _out(plan: Plan, *, first: bool) -> Moved:
+    """Return what one backward moves of gradients: taken from what arrives, and added if it is not the `first` one."""
+    moved, request = Moved(), plan.request
+    for unit in _trained(plan):
+        if plan.home(unit, Role.GRAD) is Tier.DEVICE:
+            continue
+        size, kept = unit.param_bytes, request.role_bytes(unit, Role.GRAD)
+        moved += Moved(d2h=0 if request.device_is_host else size, cpu=size + kept + (0 if first else kept))
+    return moved
+
+
+def _updates(plan: Plan) -> Moved:
+    """Return what the updates of a step move."""
+    moved = Moved()
+    for unit in _trained(plan):
+        moved += _update(plan, unit)
+    return moved
+
+
+def _update(plan: Plan, unit: Unit) -> Moved:
+    request, homes = plan.request, plan.homes[unit.index]
+    if request.on_device(homes):
+        return Moved()
+    numel = request.owned_numel(unit, Role.MASTER)
+    param, grad = request.chunk_bytes(unit, Role.PARAM, numel), request.role_bytes(unit, Role.GRAD)
+    read = write = 0
+    if homes.states is Tier.NVME:
+        record = request.record_bytes(unit, STATE_ROLES, plan.chunk_numel)
+        read, write = read + record, write + record
+    if homes.param is Tier.NVME:
+        read, write = read + (0 if request.device_is_host else param), write + param
+    if homes.grad is Tier.NVME:
+        read, write = read + grad, write + grad
+    link = param if homes.param is Tier.DEVICE and not request.device_is_host else 0  # down to be updated, and up again
+    return Moved(h2d=link, d2h=link, cpu=update_bytes(plan, unit), drive_read=read, drive_write=write)
+
+
+def update_bytes(plan: Plan, unit: Unit) -> int:
+    """Return the bytes that the update of a unit reads and writes: all is written but gradients."""
+    request = plan.request
+    numel = request.owned_numel(unit, Role.MASTER)
+    kept = sum(request.chunk_bytes(unit, role, numel) for role in (Role.PARAM, *STATE_ROLES))
+    return 2 * kept + request.role_bytes(unit, Role.GRAD)
+
+
+def _trained(plan: Plan) -> list[Unit]:
+    return [unit for unit in plan.request.units if unit.trainable]

@@ -1,0 +1,348 @@
+"""What a device has to do for one micro-batch, found out without a device: operators of a forward and a backward pass.
+
+Owns the pass over the meta device, where tensors have shapes and no bytes, and what it counts (:class:`Work`): the
+operations and bytes of each operator, and the bytes that are alive at once beside parameters. Knows neither plans nor
+machines. Next: :mod:`offload.planning.timing` makes seconds of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from offload.errors import ConfigError
+from offload.nested import tensors_in
+from offload.planning.hardware import Hardware
+from offload.torch_private import TorchDispatchMode, storage_place
+from offload.wrappers import is_wrapper
+
+_aten = torch.ops.aten
+_CAUSAL = {
+    _aten._scaled_dot_product_flash_attention: 4,
+    _aten._scaled_dot_product_flash_attention_backward: 11,
+}  # the argument that says so
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blank:
+    """A tensor without content: all that the seconds of an operator depend on."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Blank:
+        """Return that of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """How an operator was called.
+
+    Attributes:
+        operator: with its overload, such as "aten.mm.default".
+        arguments: with :class:`Blank` for tensors, tuples for lists, and None for devices.
+        named: the same, by name.
+    """
+
+    operator: str
+    arguments: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operator on a device.
+
+    Attributes:
+        flops: multiplications and additions of matrix products.
+        size_bytes: read and written.
+        narrow: it computes in 16 bits.
+        call: how to have it run alone.
+    """
+
+    flops: float
+    size_bytes: int
+    narrow: bool
+    call: Call
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return what it takes on a device of which only numbers are known."""
+        rate = (hardware.flops_16 if self.narrow else hardware.flops_32) * hardware.flops_share
+        return max(self.flops / rate, self.size_bytes / hardware.device_bytes_s, hardware.kernel_s)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """One micro-batch.
+
+    Attributes:
+        forward, backward: how often each kernel runs; what is computed again belongs to the latter.
+        operators: calls of torch by the host in forward.
+        peak_bytes: that are alive at once beside parameters and their gradients.
+        assumed: questions about values of tensors that were answered with yes: on the meta device there are none.
+        measured_s: of forward and of backward, where their kernels were measured on the device.
+        unmeasured: operators among them that could not be.
+    """
+
+    forward: Mapping[Kernel, int]
+    backward: Mapping[Kernel, int]
+    operators: int
+    peak_bytes: int
+    assumed: int
+    measured_s: tuple[float, float] | None = None
+    unmeasured: tuple[str, ...] = ()
+
+    def twice_as_fast(self) -> Work:
+        """Return it as measured on a device of twice the speed; as it is where it was not measured."""
+        halves = None if self.measured_s is None else (self.measured_s[0] / 2, self.measured_s[1] / 2)
+        return dataclasses.replace(self, measured_s=halves)
+
+    @property
+    def flops(self) -> float:
+        """Of both passes."""
+        return sum(kernel.flops * many for part in (self.forward, self.backward) for kernel, many in part.items())
+
+
+def work_of(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any]) -> Work:
+    """Count what a forward and a backward pass take.
+
+    Args:
+        model: any module; it is not changed, and may be on the meta device.
+        batch: (rows, length) of token ids, for a model that takes ``input_ids`` and ``labels``; else what its forward
+            takes, by name or in order, with tensors of any device. Their values are not looked at.
+
+    Raises:
+        ConfigError: weights are quantized, or the passes need values of tensors, or fail for another reason; names it.
+    """
+    arguments, named = _inputs(batch)
+    _refuse_quantized(model)
+    state = {name: _hollow(tensor) for name, tensor in model.named_parameters(remove_duplicate=True)}
+    parameters = list(state.values())
+    state |= {name: _hollow(tensor) for name, tensor in model.named_buffers()}
+    counter = _Counter(parameters)
+    with contextlib.ExitStack() as undo:
+        for parameter in parameters:
+            if parameter.requires_grad:
+                undo.enter_context(contextlib.closing(_Dropped(parameter, counter)))
+        undo.enter_context(contextlib.closing(_Attention(model)))
+        undo.enter_context(torch.enable_grad())
+        undo.enter_context(counter)
+        try:
+            passes = _Passes(model, counter)
+            inside = {f"model.{name}": tensor for name, tensor in state.items()}
+            forward, operators, backward = torch.func.functional_call(passes, inside, arguments, named)
+        except Exception as error:
+            raise ConfigError(
+                f"model {type(model).__name__}: what a batch takes cannot be told without running it: "
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; leave batch out to have "
+                "the plan in bytes"
+            ) from error
+    return Work(forward, backward, operators, counter.peak_bytes, counter.assumed)
+
+
+def _refuse_quantized(model: nn.Module) -> None:
+    """Refuse weights whose kernels are a library's own: nobody knows what these do."""
+    for name, parameter in model.named_parameters():
+        if is_wrapper(parameter) or hasattr(parameter, "quant_state") or hasattr(parameter, "SCB"):
+            raise ConfigError(
+                f"parameter {name}: expected an ordinary tensor but got {type(parameter).__name__}, whose kernels "
+                "cannot be counted; leave batch out to have the plan in bytes"
+            )
+
+
+class _Passes(nn.Module):
+    """Both passes as one call, so that what is computed again in backward has the same parameters."""
+
+    def __init__(self, model: nn.Module, counter: _Counter) -> None:
+        super().__init__()
+        self.model = model
+        self._counter = counter
+
+    def forward(self, *arguments: Any, **named: Any) -> tuple[Mapping[Kernel, int], int, Mapping[Kernel, int]]:
+        """Return the kernels of forward, its operators, and the kernels of backward."""
+        loss = _loss(self.model(*arguments, **named))
+        forward, operators = self._counter.next_pass()
+        if loss.requires_grad:
+            torch.autograd.backward(loss)
+        return forward, operators, self._counter.next_pass()[0]
+
+
+def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), {name: _on_meta(value) for name, value in batch.items()}
+    if not isinstance(batch, Sequence) or isinstance(batch, str) or not batch:
+        raise ConfigError(f"batch: expected (rows, length) or what forward takes but got {batch!r}")
+    if not all(isinstance(value, int) for value in batch):
+        return tuple(_on_meta(value) for value in batch), {}
+    if len(batch) != 2 or min(batch) < 1:
+        raise ConfigError(f"batch: expected (rows, length), two numbers >= 1, but got {batch!r}")
+    ids = torch.empty(tuple(batch), dtype=torch.int64, device="meta")
+    return (), {"input_ids": ids, "labels": ids}
+
+
+def _on_meta(value: Any) -> Any:
+    return _hollow(value) if isinstance(value, torch.Tensor) else value
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a leaf of the same shape without bytes."""
+    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+
+
+def _loss(output: Any) -> torch.Tensor:
+    """Return the loss in an output, or a sum of its first tensor."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, torch.Tensor):
+        return found
+    first = next(iter(tensors_in(output)), None)
+    if first is None:
+        raise ConfigError("no tensor in the output of forward")
+    return first.float().sum()
+
+
+class _Dropped:
+    """A gradient that goes as soon as it has come, as an engine has it."""
+
+    def __init__(self, parameter: torch.Tensor, counter: _Counter) -> None:
+        def drop(_: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                counter.forget(parameter.grad)
+            parameter.grad = None
+
+        self._handle = parameter.register_post_accumulate_grad_hook(drop)
+
+    def close(self) -> None:
+        self._handle.remove()
+
+
+class _Attention:
+    """While a module's forward runs, again in backward, too, attention is one kernel, as on accelerators."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modes: list[_Fused | None] = []  # of the modules that are running, the outermost has one
+        self._handles = [
+            handle
+            for module in model.modules()
+            for handle in (
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+
+    def _enter(self, module: nn.Module, arguments: Any) -> None:
+        mode = None if self._modes else _Fused()
+        if mode is not None:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+        self._modes.append(mode)
+
+    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        mode = self._modes.pop()
+        if mode is not None:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Fused(TorchFunctionMode):
+    """Takes attention as one operator: the meta device has none, and would make all scores of all heads."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            if key.shape[1] != query.shape[1]:  # heads that share keys and values
+                many = query.shape[1] // key.shape[1]
+                key, value = (tensor.repeat_interleave(many, 1) for tensor in (key, value))
+            causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+            return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False)[0]
+        return func(*args, **kwargs)
+
+
+class _Counter(TorchDispatchMode):
+    """Counts kernels, and bytes that are alive."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kernels: collections.Counter[Kernel] = collections.Counter()
+        self._alive: dict[int, weakref.ref[Any] | None] = {storage_place(tensor): None for tensor in parameters}
+        self._alive_bytes = 0
+        self._operators = 0
+        self.peak_bytes = 0
+        self.assumed = 0
+
+    def next_pass(self) -> tuple[Mapping[Kernel, int], int]:
+        """Return what was counted since the last pass: kernels, and operators."""
+        found = dict(self._kernels), self._operators
+        self._kernels, self._operators = collections.Counter(), 0
+        return found
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Count a tensor as gone."""
+        self._end(storage_place(tensor), tensor.untyped_storage().nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._operators += 1
+        if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            self.assumed += 1
+            return True
+        output = func(*args, **kwargs)
+        made = list(tensors_in(output))
+        given = list(tensors_in((args, kwargs)))
+        if not func.is_view:
+            self._kernels[_kernel(func, args, kwargs, output, [*given, *made])] += 1
+        for tensor in made:
+            self._begin(tensor)
+        return output
+
+    def _begin(self, tensor: torch.Tensor) -> None:
+        storage, place = tensor.untyped_storage(), storage_place(tensor)
+        if place not in self._alive:
+            size = storage.nbytes()
+            self._alive_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._alive_bytes)
+            self._alive[place] = weakref.ref(storage, lambda _: self._end(place, size))
+
+    def _end(self, place: int, size: int) -> None:
+        if self._alive.pop(place, None) is not None:
+            self._alive_bytes -= size
+
+
+def _kernel(func: Any, args: Any, kwargs: Any, output: Any, tensors: Sequence[torch.Tensor]) -> Kernel:
+    packet = func.overloadpacket
+    flops = 0.0
+    if packet is _aten._grouped_mm:  # of experts: one operand or the result has a dimension for them, tokens have not
+        left, right = args[:2]
+        flops = 2.0 * left.numel() * right.shape[-1]
+    if packet in flop_registry:
+        flops = float(flop_registry[packet](*args, **kwargs, out_val=output))
+        position = _CAUSAL.get(packet)
+        if position is not None and len(args) > position and args[position]:
+            flops /= 2  # half of the scores are not computed
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    narrow = any(tensor.dtype in (torch.bfloat16, torch.float16) for tensor in tensors)
+    named = tuple((name, _blank(value)) for name, value in kwargs.items())
+    return Kernel(flops, size, narrow, Call(str(func), _blank(tuple(args)), named))
+
+
+def _blank(value: Any) -> Any:
+    """Return an argument of an operator without content, hashable."""
+    if isinstance(value, torch.Tensor):
+        return Blank.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(_blank(one) for one in value)
+    return None if isinstance(value, torch.device) else value

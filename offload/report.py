@@ -1,0 +1,164 @@
+"""Where the time of the last steps went: per lane, and what the thread that computes has waited for.
+
+Owns the sums over spans, and how they are shown on one screen. Next: :mod:`offload.snapshot` collects the spans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from offload.sizes import short_bytes
+from offload.spans import COLLECTIVES, COMPUTE, CPU_ADAM, LANES, STEP, WAIT, Recorded, Span, covered_s
+from offload.stats import Stats
+
+STEPS = 8  # that are looked at
+LINKS = tuple(lane for lane in LANES if lane not in (STEP, WAIT))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LaneReport:
+    """What a lane did in the time of a report: the seconds in which it was busy, and the bytes that it moved."""
+
+    seconds: float
+    size_bytes: int
+
+    @property
+    def bandwidth_gb_s(self) -> float:
+        """Bytes over busy seconds, in 1e9 bytes per second (0 where nothing was moved)."""
+        return self.size_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """Where the time of the last steps went; ``print`` it.
+
+    Attributes:
+        step_seconds: of each step, from the end of the one before, the oldest first; empty where none is recorded as a
+            whole: none has ended, or one takes more spans than are kept.
+        seconds: of all of them; where there is none, of all the time of which everything is recorded.
+        lanes: per link, in that time.
+        waits: seconds that the thread that computes has waited, per what it waited for.
+        waited_seconds: of all waits; some lie within others.
+        stats: bytes of the tiers.
+    """
+
+    step_seconds: tuple[float, ...]
+    seconds: float
+    lanes: Mapping[str, LaneReport]
+    waits: Mapping[str, float]
+    waited_seconds: float
+    stats: Stats
+
+    @property
+    def binding_lane(self) -> str | None:
+        """The lane that was busy longest; None where none was."""
+        name = max(LINKS, key=lambda lane: self.lanes[lane].seconds)
+        return name if self.lanes[name].seconds > 0 else None
+
+    def __str__(self) -> str:
+        return "\n".join([self._headline(), *self._lane_lines(), *self._wait_lines(), *self._tier_lines()])
+
+    def _headline(self) -> str:
+        if not self.step_seconds:
+            return f"no whole step is recorded: the last {self.seconds:.3f} s"
+        count, per = len(self.step_seconds), self.seconds / len(self.step_seconds)
+        spread = f" ({min(self.step_seconds):.3f} to {max(self.step_seconds):.3f} s)" if count > 1 else ""
+        return f"the last {count} steps: {per:.3f} s each{spread}" if count > 1 else f"the last step: {per:.3f} s"
+
+    def _lane_lines(self) -> list[str]:
+        lines = [f"  {'lane':<11}{'busy':>10}{'of time':>9}{'bytes':>11}{'GB/s':>8}"]
+        for name in LINKS:
+            lane = self.lanes[name]
+            if name == COLLECTIVES and not lane.size_bytes:  # one rank
+                continue
+            moved = f"{short_bytes(lane.size_bytes / self._count):>11}{lane.bandwidth_gb_s:>8.2f}"
+            share, busy = f"{self._share(lane.seconds):.0f} %", f"{lane.seconds / self._count:.3f} s"
+            lines.append(f"  {name:<11}{busy:>10}{share:>9}{moved if lane.size_bytes else ''}")
+        binding = self.binding_lane
+        if binding is None:
+            return [*lines, "  nothing was busy"]
+        return [*lines, f"  {binding} binds: busy in {self._share(self.lanes[binding].seconds):.0f} % of the time"]
+
+    def _wait_lines(self) -> list[str]:
+        if not self.waits:
+            return ["computing waited for nothing"]
+        parts = [
+            f"{what} {seconds / self._count:.3f} s"
+            for what, seconds in sorted(self.waits.items(), key=lambda wait: -wait[1])
+        ]
+        waited = f"{self.waited_seconds / self._count:.3f} s, {self._share(self.waited_seconds):.0f} %"
+        return [f"computing waited {waited}: {', '.join(parts)}"]
+
+    def _tier_lines(self) -> list[str]:
+        lines = [f"  {'tier':<11}{'used':>11}{'peak':>11}{'budget':>11}"]
+        stats = self.stats
+        for tier, budget in stats.budget_bytes.items():
+            sizes = (stats.used_bytes.get(tier, 0), stats.peak_bytes.get(tier, 0), budget)
+            lines.append(f"  {tier:<11}" + "".join(f"{short_bytes(size):>11}" for size in sizes))
+        return lines
+
+    @property
+    def _count(self) -> int:
+        return max(len(self.step_seconds), 1)
+
+    def _share(self, seconds: float) -> float:
+        return 100 * seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+def make_report(recorded: Recorded, stats: Stats, *, host_computes: bool) -> Report:
+    """Return where the time of the last steps went, of those that were recorded as a whole.
+
+    Args:
+        recorded: spans of all lanes.
+        stats: bytes of the tiers.
+        host_computes: the device is the CPU: what its thread waits for or updates in between is not computing.
+    """
+    steps = [
+        span for span in recorded.spans if span.lane == STEP and span.begin >= recorded.complete_from
+    ]  # in the order of time: a thread takes them
+    steps = steps[-STEPS:]
+    begin, end = _window(steps, recorded)
+    inside = [span for span in recorded.spans if span.begin < end and span.end > begin]
+    per_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
+    for span in inside:
+        per_lane[span.lane].append(span)
+
+    def seconds(*lanes: str) -> float:
+        spans = (span for lane in lanes for span in per_lane[lane])
+        return covered_s((max(span.begin, begin), min(span.end, end)) for span in spans)
+
+    lanes = {
+        lane: LaneReport(seconds(lane), sum(_bytes_inside(span, begin, end) for span in per_lane[lane]))
+        for lane in LINKS
+    }
+    if host_computes:
+        lanes[COMPUTE] = LaneReport(seconds(COMPUTE, WAIT, CPU_ADAM) - seconds(WAIT, CPU_ADAM), 0)
+    waits: dict[str, list[tuple[float, float]]] = {}
+    for span in per_lane[WAIT]:
+        what = span.name.partition(":")[0]
+        waits.setdefault(what, []).append((max(span.begin, begin), min(span.end, end)))
+    return Report(
+        step_seconds=tuple(span.end - span.begin for span in steps),
+        seconds=end - begin,
+        lanes=lanes,
+        waits={what: covered_s(spans) for what, spans in waits.items()},
+        waited_seconds=seconds(WAIT),
+        stats=stats,
+    )
+
+
+def _window(steps: Sequence[Span], recorded: Recorded) -> tuple[float, float]:
+    """Return the time that is looked at."""
+    if steps:
+        return steps[0].begin, steps[-1].end
+    if not recorded.spans:
+        return 0.0, 0.0
+    return max(recorded.spans[0].begin, recorded.complete_from), max(span.end for span in recorded.spans)
+
+
+def _bytes_inside(span: Span, begin: float, end: float) -> int:
+    """Return a span's bytes, or of one that lies partly outside of a time its share."""
+    if span.begin >= begin and span.end <= end:
+        return span.size_bytes
+    return round(span.size_bytes * (min(span.end, end) - max(span.begin, begin)) / (span.end - span.begin))

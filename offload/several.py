@@ -1,0 +1,268 @@
+"""Several ranks of one engine: what they must have in common, and what they cannot have yet.
+
+Owns the facts that ranks compare when an engine is made and before each step, and the refusals by name. How they are
+compared is :mod:`offload.distributed.processes`' business. Next: :mod:`offload.build`, :mod:`offload.training` ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from offload.config import Config
+from offload.distributed.processes import open_ranks
+from offload.distributed.ranks import Fact, OneRank, Ranks
+from offload.errors import PARTS, BudgetError, ConfigError, OffloadError, RanksError, StateError
+from offload.memory.budget import Tier
+from offload.memory.device import Device
+from offload.module.refusals import refuse_ranks
+from offload.optim.progress import Progress
+from offload.optim.rules import Rule
+from offload.planning.partition import UnitTree
+from offload.planning.plan import Plan
+from offload.planning.roles import Role
+from offload.shards.manager import Manager
+from offload.shards.stream import Chunk
+from offload.stats import Counters
+
+_SAME = (  # options that decide on bits
+    "dtype",
+    "state_dtype",
+    "max_grad_norm",
+    "gradient_accumulation_steps",
+    "gradient_reduction",
+    "initial_loss_scale",
+    "loss_scale_window",
+    "loss_scale_hysteresis",
+    "min_loss_scale",
+)
+
+
+Stage = int | str | None  # of ZeRO
+
+
+def ranks_of(stage: Stage, group: Any, counters: Counters) -> Ranks:
+    """Return the ranks of an engine, once all of them have come; one process is a rank of its own.
+
+    Args:
+        stage: of ZeRO, or ``"auto"``; None where several processes are not meant.
+        group: their process group; None for the default one.
+        counters: of the bytes that are sent.
+
+    Raises:
+        ConfigError: a stage that there is not, or a group that is none.
+        StateError: there are several processes, and no stage or no process group.
+        RanksError: a rank has not come.
+    """
+    if stage is None:
+        refuse_ranks()
+        if group is not None:
+            raise ConfigError('group: expected stage="auto" beside it but got none; pass both for several ranks')
+        return OneRank()
+    if stage not in (1, 2, 3, "auto") or isinstance(stage, bool):
+        raise ConfigError(
+            'stage: expected 1 or 2, gradients and optimizer states in slices, 3, parameters, too, or "auto" but got '
+            f"{stage!r}"
+        )
+    if hasattr(group, "get_group"):
+        raise ConfigError(
+            "group: expected a process group but got a device mesh; pass mesh.get_group() of one dimension"
+        )
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        if os.environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
+            raise StateError(
+                f"engine: expected a process group but got none, and WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
+                "torch.distributed.init_process_group() before"
+            )
+        return OneRank()
+    return open_ranks(group, counters=counters)
+
+
+@contextlib.contextmanager
+def made_together(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks if this one's engine is not made: they would wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, RanksError):  # which all of them raise
+            ranks.fail(error)
+        ranks.close()
+        raise
+
+
+def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule | None, device: Device) -> None:
+    """Refuse what several ranks cannot have yet; nothing where there is one.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if ranks.world == 1:
+        return
+    if rule is None or optimizer is None:
+        raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")
+    refused = {
+        "run_dir": config.run_dir is not None,
+        "background_checkpoints": config.background_checkpoints,
+        f"device {device.place}": not device.addressable,
+        f"optimizer {type(optimizer).__name__}, which looks at whole parameters": rule.whole or rule.own is not None,
+        "a torch optimizer that has states": isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state),
+    }
+    for what, is_asked_for in refused.items():
+        if is_asked_for:
+            raise ConfigError(f"{what}: not with several ranks yet; leave it out, or train in one process")
+
+
+def agree_on_options(ranks: Ranks, config: Config, optimizer: object, unit_bytes: int, stage: Stage) -> int:
+    """Compare options; returns by which size all ranks cut units: the smallest that one of them wants.
+
+    Raises:
+        RanksError: an option differs.
+    """
+    if ranks.world == 1:
+        return unit_bytes
+    facts: dict[str, Fact] = {option: getattr(config, option) for option in _SAME}
+    facts |= {"torch": torch.__version__, "optimizer": type(optimizer).__name__, "stage": stage}
+    agreement = ranks.agree("making an engine", facts, numbers=[unit_bytes])
+    return int(min(number for (number,) in agreement.numbers))
+
+
+def agree_on_plan(ranks: Ranks, tree: UnitTree, make: Callable[[int], Plan], stage: Stage) -> Plan:
+    """Return the plan of this rank, once all ranks have one for the same model.
+
+    Args:
+        ranks: who train together.
+        tree: units.
+        make: makes the plan for a stage.
+        stage: as it is asked for.
+
+    Raises:
+        RanksError: the models differ, or another rank has no plan.
+        OffloadError: this one has none.
+    """
+    chosen = _choose_stage(ranks, make) if stage == "auto" else int(stage or 1)
+    try:
+        plan = make(chosen)
+    except OffloadError as error:
+        if ranks.world > 1:
+            ranks.agree("planning", error=error)
+        raise
+    if ranks.world > 1:
+        ranks.agree("planning", _facts_of_model(tree))
+    return plan
+
+
+def _choose_stage(ranks: Ranks, make: Callable[[int], Plan]) -> int:
+    """Return 1 if the memory of all ranks holds whole parameters, else 3."""
+    try:
+        plan = make(1)
+        fits = all(plan.home(unit, Role.PARAM) is not Tier.NVME for unit in plan.request.units)
+    except BudgetError:
+        fits = False
+    numbers = ranks.agree("choosing a stage", numbers=[fits]).numbers
+    return 1 if all(fits for (fits,) in numbers) else 3
+
+
+def _facts_of_model(tree: UnitTree) -> dict[str, Fact]:
+    facts: dict[str, Fact] = {}
+    for unit in tree.units:
+        trained = "trained" if unit.trainable else "frozen"
+        for slot in unit.slots:
+            facts[f"parameter {slot.name}"] = f"{unit.dtype} {slot.shape} {trained} at {unit.index}/{slot.offset_numel}"
+    for wrapper in tree.wrappers:
+        with contextlib.suppress(ConfigError):  # what has no plain values cannot be compared
+            facts[f"what makes {wrapper.name}"] = json.dumps(wrapper.shell.described(), sort_keys=True)
+    return facts
+
+
+def agree_on_values(manager: Manager, loaded: Mapping[str, str]) -> None:
+    """Compare the parameters that have been loaded; nothing where there is one rank.
+
+    Args:
+        manager: owner of the shards.
+        loaded: digests by name, where the shards have slices of what was loaded.
+
+    Raises:
+        RanksError: one differs.
+    """
+    shared = manager.tiers.shared
+    if shared is None:
+        return
+    digests = loaded if manager.tiers.plan.request.slices_parameters else _digests(manager)
+    manager.tiers.ranks.agree("loading", {f"the values of {name}": digest for name, digest in digests.items()})
+    shared.note_loaded()
+
+
+def _digests(manager: Manager) -> dict[str, str]:
+    """Return a digest of each parameter's values, by name."""
+    found = {slot.name: hashlib.blake2b(digest_size=16) for unit in manager.units for slot in unit.slots}
+
+    def visit(chunk: Chunk) -> None:
+        size = chunk.unit.itemsize
+        for slot in chunk.unit.slots:
+            start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
+            if start < stop:
+                content = (ctypes.c_char * ((stop - start) * size)).from_address(chunk.at(Role.PARAM, start, size))
+                found[slot.name].update(content)
+
+    manager.stream(manager.units, visit, reads=frozenset({Role.PARAM}))
+    return {name: known.hexdigest() for name, known in found.items()}
+
+
+def refuse_parts(ranks: Ranks) -> None:
+    """Refuse what needs gradients and states as a whole; nothing where there is one rank.
+
+    Raises:
+        StateError: there are several.
+    """
+    if ranks.world > 1:
+        raise StateError(PARTS)
+
+
+def agree_on_step(
+    ranks: Ranks, manager: Manager, groups: Iterable[Mapping[str, Any]], run: Progress, micro_batches: int
+) -> None:
+    """Compare what decides on a step, beside the gradients; nothing where there is one rank.
+
+    Args:
+        ranks: who takes it.
+        manager: has the gradients that wait, and knows what was written to parameters.
+        groups: the optimizer's.
+        run: steps so far, and the loss scale.
+        micro_batches: closed since the last step.
+
+    Raises:
+        RanksError: something differs, or a rank is elsewhere. Nothing was changed.
+    """
+    shared = manager.tiers.shared
+    if shared is None:
+        return
+    ranks.agree(f"step {run.steps + 1}", facts_of_step(manager, groups, run, micro_batches))
+    shared.note_loaded()
+
+
+def facts_of_step(
+    manager: Manager, groups: Iterable[Mapping[str, Any]], run: Progress, micro_batches: int
+) -> dict[str, Fact]:
+    """Return what decides on a step, beside the gradients, and is the same on all ranks; arguments as above."""
+    shared = manager.tiers.shared
+    if shared is None:
+        return {}
+    facts: dict[str, Fact] = {"the loss scale": run.scaler.scale, "the number of micro-batches": micro_batches}
+    facts |= {f"what was written to {name}": digest for name, digest in shared.written.items()}
+    for number, group in enumerate(groups):
+        for name, value in group.items():
+            if name != "params":
+                plain = value.item() if isinstance(value, torch.Tensor) else value
+                facts[f"{name} of parameter group {number}"] = repr(plain)
+    for unit in manager.units:
+        if unit.trainable:
+            flags = manager.gradients.arrived(unit.index)
+            facts[f"the gradients that wait of {unit.name}"] = "".join("x" if flag else "." for flag in flags)
+    return facts

@@ -1,0 +1,193 @@
+"""Who sends which parameters when, where each of several ranks has a slice of them.
+
+Owns the order of gathers, which is the same on all ranks. Before each one, all of them say what they want next: units
+that some want are gathered in rank order, and who does not want one takes part and drops it. So no rank waits for what
+another does not send, whichever modules it uses. A rank that comes to an agreement takes part until all have come
+there. One thread does all this, ahead of the one that computes; what is there ahead is a guess that others' wishes do
+not depend on.
+
+It is what several ranks ask each other through: a :class:`.Ranks`. Next: :mod:`offload.shards.working_set` asks for
+units, :mod:`offload.distributed.processes` sends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from offload.distributed.ranks import Agreement, Fact, Ranks
+from offload.errors import RanksError, StateError
+from offload.memory.arena import HOST, Buffer, view_at
+from offload.memory.errands import Errands
+from offload.memory.transfer import TicketGroup, Transfer
+from offload.planning.plan import Plan
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+from offload.shards.copies import Copies
+from offload.shards.shard import Shard, State
+from offload.stats import Counters
+from offload.torch_private import storage_at
+
+T = TypeVar("T")
+
+
+class Conductor:
+    """The ranks of one engine with slices of parameters. See the module's text.
+
+    Attributes:
+        rank, world: as in :class:`.Ranks`.
+    """
+
+    def __init__(
+        self, ranks: Ranks, plan: Plan, copies: Copies, landing: Buffer, counters: Counters, *, deadline_s: float
+    ) -> None:
+        """Begin.
+
+        Args:
+            ranks: what is asked and sent through; nobody else does from now on.
+            plan: which slice is whose.
+            copies: the shards.
+            landing: host memory for a unit that only others want.
+            counters: of gathers.
+            deadline_s: after which a read of a slice counts as lost.
+        """
+        self.rank = ranks.rank
+        self.world = ranks.world
+        self._ranks = ranks
+        self._plan = plan
+        self._copies = copies
+        self._landing = landing
+        self._counters = counters
+        self._deadline_s = deadline_s
+        self._errands: Errands[Any] = Errands(1, "offload-ranks")
+        self._last: Future[Any] | None = None
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def place(self, shard: Shard, buffer: Buffer) -> Buffer:
+        """Return where this rank's slice belongs in `buffer`, which is to have all of its unit."""
+        begin = self._plan.request.owned(shard.unit, Role.PARAM)[0] * shard.unit.itemsize
+        address, offset = buffer.address + begin, buffer.offset_bytes + begin
+        return dataclasses.replace(buffer, address=address, offset_bytes=offset, size_bytes=shard.size_bytes)
+
+    def start(self, shard: Shard, buffer: Buffer, slice_on_its_way: Transfer) -> Transfer:
+        """Start to gather a unit in `buffer`, where `slice_on_its_way` brings this rank's slice to its place."""
+        return Gathering(self._submit(lambda: self._gather(shard.unit, buffer, slice_on_its_way)))
+
+    def _gather(self, unit: Unit, buffer: Buffer, slice_on_its_way: Transfer) -> None:
+        slice_on_its_way.wait(self._deadline_s)
+        wanted = self._ranks.agree(f"parameters of {unit.name}", wants=unit.index).wanted
+        self._serve(wanted, mine=unit.index, address=buffer.address)
+
+    def _serve(self, wanted: Sequence[int | None], *, mine: int | None = None, address: int = 0) -> None:
+        """Gather what some ranks want, in rank order; `mine` at `address`, where this rank's slice is in place."""
+        for index in dict.fromkeys(one for one in wanted if one is not None):
+            shard = self._copies.of(index, Role.PARAM)
+            full = address if index == mine else self._land(shard)
+            storage = storage_at(full, shard.unit.param_bytes, HOST)
+            elements = view_at(storage, getattr(torch, shard.unit.dtype), 0, (shard.unit.numel,))
+            self._ranks.gather(elements, f"gather of {shard.unit.name}")
+            self._counters.gathers += 1
+            self._counters.gathers_for_others += index != mine
+
+    def _land(self, shard: Shard) -> int:
+        """Bring this rank's slice of a unit that others want to its place; returns where the unit begins.
+
+        Its home has the content whatever else has it: nobody writes there while others may want it.
+        """
+        target = self.place(shard, self._landing).address
+        try:
+            if shard.state in (State.EMPTY, State.FAILED):
+                raise StateError(f"parameters of {shard.unit.name}: another rank wants them but they have no content")
+            if shard.home_buffer is not None:
+                ctypes.memmove(target, shard.home_buffer.address, shard.size_bytes)
+            else:
+                TicketGroup(self._copies.start_reads(shard, target, urgent=True)).wait(self._deadline_s)
+        except BaseException as error:
+            self._ranks.fail(error)  # they wait for it
+            raise
+        return self._landing.address
+
+    # --- what ranks ask each other ----------------------------------------------------------------------------------
+
+    def agree(
+        self,
+        where: str,
+        facts: Mapping[str, Fact] | None = None,
+        *,
+        stop: bool = False,
+        numbers: Sequence[float] = (),
+        error: BaseException | None = None,
+        wants: int | None = None,
+    ) -> Agreement:
+        """Meet all ranks in one place; take part in what those want that have not come yet."""
+        assert wants is None
+
+        def meet() -> Agreement:
+            while True:
+                agreement = self._ranks.agree(where, facts, stop=stop, numbers=numbers, error=error)
+                if not agreement.wanted:
+                    return agreement
+                self._serve(agreement.wanted)
+
+        begin = time.perf_counter()
+        future = self._submit(meet)
+        try:
+            return future.result()
+        except KeyboardInterrupt as interrupt:
+            self._ranks.fail(interrupt)
+            raise
+        finally:
+            self._counters.wait_for_ranks(begin, time.perf_counter())
+
+    def gather(self, full: torch.Tensor, where: str) -> None:
+        """As :meth:`.Ranks.gather`; behind an agreement, after which nothing is wanted until this returns."""
+        self._ranks.gather(full, where)
+
+    def gather_from_all(self, mine: torch.Tensor, where: str) -> torch.Tensor:
+        """As :meth:`.Ranks.gather_from_all`, behind an agreement."""
+        return self._ranks.gather_from_all(mine, where)
+
+    def swap(self, received: torch.Tensor, sent: torch.Tensor, where: str) -> None:
+        """As :meth:`.Ranks.swap`, behind an agreement."""
+        self._ranks.swap(received, sent, where)
+
+    def beside(self, name: str) -> Ranks:
+        """Return the same ranks for another thread; see :meth:`.Ranks.beside`."""
+        return self._ranks.beside(name)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed."""
+        self._ranks.fail(error)
+
+    def close(self) -> None:
+        """End the thread. Whoever waits for something that was started here is told. Idempotent."""
+        if self._last is not None and not self._last.done():
+            self._ranks.fail(RanksError(f"rank {self.rank} has closed its engine"))
+        self._ranks.close()
+        self._errands.close()
+
+    def _submit(self, errand: Callable[[], T]) -> Future[T]:
+        self._last = self._errands.submit(lambda _: errand(), urgent=False)
+        return self._last
+
+
+class Gathering:
+    """A unit on its way from all ranks: how long that may take is theirs to say."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Tell whether all of it is there, or has failed."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for all of it; raise what went wrong."""
+        self._future.result()

@@ -1,0 +1,248 @@
+"""Gradients of several ranks: this one's of a micro-batch, and the sum of all, of which each rank keeps its slices.
+
+Owns what is measured of sums of which each rank has a part, and what was written to parameters since all ranks had the
+same. Next: :mod:`offload.shards.exchanges` sends and adds up, :mod:`offload.shards.gathers` brings the parameters that
+come of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from offload.distributed.exchange import Part, parts_of
+from offload.distributed.ranks import Ranks
+from offload.errors import StateError
+from offload.kernels import cpu_adam
+from offload.memory.arena import Arena
+from offload.memory.budget import Claim, Tier
+from offload.memory.transfer import Mover
+from offload.planning.plan import Plan
+from offload.planning.roles import Role
+from offload.planning.slices import owned_range
+from offload.planning.units import Unit, Where
+from offload.shards.copies import Copies
+from offload.shards.exchanges import Exchanges, elements_at
+from offload.shards.gradients import Gradients
+from offload.stats import Counters
+
+_SUM_BYTES = 4  # of an element of a sum
+
+
+class MicroBatch:
+    """A micro-batch's gradients of all ranks. See the module's text.
+
+    Attributes:
+        exchanges: of gradients.
+    """
+
+    def __init__(self, plan: Plan, ranks: Ranks, host: Arena, claim: Claim, counters: Counters) -> None:
+        """Take the memory that the plan wants of `host`; `claim` and `counters` as in :class:`Exchanges`."""
+        request = plan.request
+        self._ranks = ranks
+        self._units = {unit.index: unit for unit in request.units if unit.trainable}
+        self._slices = {index: request.owned(unit, Role.GRAD) for index, unit in self._units.items()}
+        self._parts = {index: self._parts_of(unit, ranks.rank) for index, unit in self._units.items()}
+        self.exchanges = Exchanges(plan, ranks, host, claim, counters, self._parts)
+        self._written: dict[str, str] | None = None  # digests of what was written to parameters, once they are loaded
+
+    def _parts_of(self, unit: Unit, rank: int) -> list[Part]:
+        spans = [(slot.offset_numel, slot.end_numel) for slot in unit.slots]
+        return parts_of(spans, *owned_range(unit.numel, rank, self._ranks.world))
+
+    def measure(
+        self, total_of: Callable[[int], int], arrived: Mapping[int, Sequence[bool]]
+    ) -> dict[Where, tuple[float, int]]:
+        """Return (sum of squares, elements that are not finite) of each sum: the same bits as one process's.
+
+        Args:
+            total_of: returns the address of this rank's slice of a unit, until it is asked for another one.
+            arrived: per unit and slot, whether there is a sum.
+
+        Raises:
+            RanksError: another rank has failed, ended or not come.
+        """
+        where = f"norm after {self.exchanges.where}"
+        self._ranks.agree(where)
+        blocks = [self._blocks(rank, arrived) for rank in range(self._ranks.world)]
+        longest = max(sum(count + 1 for count in of_rank.values()) for of_rank in blocks)
+        mine = torch.zeros(max(longest, 1), dtype=torch.float64)
+        at = 0
+        for index, parts in self._parts.items():
+            here = [part for part in parts if arrived[index][part.slot]]
+            total = total_of(index) if here else 0
+            for part in here:
+                first, numel = total + part.begin * _SUM_BYTES, part.end - part.begin
+                count = blocks[self._ranks.rank][index, part.slot]
+                _, bad = cpu_adam.sum_of_squares(first, cpu_adam.Dtype.FLOAT32, numel, blocks=mine[at:].data_ptr())
+                mine[at + count] = bad
+                at += count + 1
+        rows = self._ranks.gather_from_all(mine, where)
+        return self._join(rows, blocks, arrived)
+
+    def _blocks(self, rank: int, arrived: Mapping[int, Sequence[bool]]) -> dict[Where, int]:
+        """Return how many blocks a rank measures of each sum, in the order in which it does."""
+        size = cpu_adam.SUM_BLOCK
+        return {
+            (index, part.slot): -(-(part.end - part.begin) // size)
+            for index, unit in self._units.items()
+            for part in self._parts_of(unit, rank)
+            if arrived[index][part.slot]
+        }
+
+    def _join(
+        self, rows: torch.Tensor, blocks: Sequence[Mapping[Where, int]], arrived: Mapping[int, Sequence[bool]]
+    ) -> dict[Where, tuple[float, int]]:
+        sums: dict[Where, list[torch.Tensor]] = {}
+        bad: dict[Where, int] = {}
+        for row, counts in zip(rows, blocks, strict=True):
+            at = 0
+            for where, count in counts.items():  # a parameter's slices follow each other in rank order
+                sums.setdefault(where, []).append(row[at : at + count])
+                bad[where] = bad.get(where, 0) + int(row[at + count])
+                at += count + 1
+        found: dict[Where, tuple[float, int]] = {}
+        for index, unit in self._units.items():
+            for slot in range(len(unit.slots)):
+                if arrived[index][slot]:
+                    joined = torch.cat(sums.get((index, slot), [torch.zeros(0, dtype=torch.float64)]))
+                    total = cpu_adam.join_block_sums(joined.data_ptr(), joined.numel())
+                    found[index, slot] = (total, bad.get((index, slot), 0))
+        return found
+
+    # --- new parameters ---------------------------------------------------------------------------------------------
+
+    def note_loaded(self) -> None:
+        """Note that all ranks have the same parameters; what is written from now on has to be the same, too."""
+        self._written = {}
+
+    @property
+    def compares_writes(self) -> bool:
+        """Whether parameters have been loaded, so that what is written has to be the same on all ranks."""
+        return self._written is not None
+
+    def note_written(self, name: str, pieces: Iterable[torch.Tensor]) -> None:
+        """Note what is written to a parameter: in pieces, on the CPU."""
+        assert self._written is not None
+        known = hashlib.blake2b(self._written.get(name, "").encode(), digest_size=16)
+        for piece in pieces:
+            known.update(piece.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self._written[name] = known.hexdigest()
+
+    @property
+    def written(self) -> dict[str, str]:
+        """Digests of what was written to parameters since :meth:`note_loaded`, by name."""
+        return dict(self._written or {})
+
+    def room_for(self, index: int) -> torch.Tensor:
+        """Return memory for a unit's parameters, (numel,) of its dtype: that of gradients, while none wait."""
+        return self.exchanges.room(self._units[index])
+
+    def owned(self, index: int) -> tuple[int, int]:
+        """Return the elements [begin, end) of a unit that this rank updates."""
+        return self._slices[index]
+
+    def gather(self, full: torch.Tensor, index: int) -> None:
+        """Fill `full`: (numel,) of a unit's parameters, of which this rank's slice is in place.
+
+        Raises:
+            RanksError: another rank has failed, ended or not come.
+        """
+        self._ranks.gather(full, f"gather of {self._units[index].name} after {self.exchanges.where}")
+
+    def gather_at(self, address: int, index: int) -> None:
+        """Do the same with what is at `address`."""
+        self.gather(elements_at(address, self._units[index]), index)
+
+
+class SharedGradients(Gradients):
+    """Gradients of an engine that is one of several ranks: nobody sees one as a whole when they have been added up."""
+
+    def __init__(self, plan: Plan, copies: Copies, mover: Mover, batch: MicroBatch, *, deadline_s: float) -> None:
+        """Begin with none; `batch` has those of the micro-batch under way."""
+        super().__init__(plan, copies, mover, deadline_s=deadline_s)
+        self._batch = batch
+        self._exchanges = batch.exchanges
+
+    def begin_backward(self, reached: Callable[[], Collection[Where] | None]) -> None:
+        """Begin a backward pass; `reached` returns which parameters it may reach, None where that is not known.
+
+        Raises:
+            RanksError: a rank is elsewhere, or has failed, ended or not come.
+        """
+        if self._exchanges.early:
+            self._exchanges.begin(self, reached())
+
+    def refuse_backward(self, error: BaseException) -> None:
+        """Let no rank have this backward pass; see :meth:`Exchanges.refuse`."""
+        self._exchanges.refuse(error)
+
+    def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0) -> None:
+        """Take one parameter's gradient of this micro-batch; see :meth:`Gradients.add`."""
+        take = functools.partial(self._exchanges.take, (index, slot))
+        self._mover.read_tensor(gradient.contiguous(), take, group=index, last=True)
+
+    def exchange(self) -> None:
+        """Add this micro-batch's gradients of all ranks to what has arrived.
+
+        Raises:
+            RanksError: another rank has failed, ended or not come.
+        """
+        self.await_copies()
+        for index, arrived in self._exchanges.end(self).items():
+            known = self._gradients[index]
+            known.arrived, known.sums = arrived, [None] * len(arrived)
+
+    def address(self, index: int) -> int:
+        """Return where this rank's slice of a unit's sum is, until another one is asked for."""
+        return self._base(self._copies.of(index, Role.GRAD))
+
+    def leave(self, index: int) -> None:
+        """Let a unit's sum go home."""
+        shard = self._copies.of(index, Role.GRAD)
+        if shard.home is Tier.NVME:
+            self._copies.start_flush(shard)
+
+    def sum_of(self, index: int, slot: int) -> tuple[float, int] | None:
+        """Return (sum of squares, non-finite elements) of a parameter's gradient, None where none has arrived.
+
+        The first time after a micro-batch, all ranks have to ask.
+        """
+        known = self._gradients[index]
+        if known.arrived[slot] and known.sums[slot] is None:
+            arrived = {other: gradient.arrived for other, gradient in self._gradients.items()}
+            found = self._batch.measure(self.address, arrived)
+            for (unit, position), total in found.items():
+                self._gradients[unit].sums[position] = total
+        return known.sums[slot]
+
+    def content(self, index: int, slot: int) -> torch.Tensor:
+        """Refuse: nobody has all of it."""
+        raise self._parts(index, slot)
+
+    def overwrite(self, index: int, slot: int, content: torch.Tensor | float) -> None:
+        """Refuse: other ranks do not know."""
+        raise self._parts(index, slot)
+
+    def multiply(self, index: int, slot: int, factor: float) -> None:
+        """Refuse: other ranks do not know."""
+        raise self._parts(index, slot)
+
+    def forget(self, index: int, slot: int) -> None:
+        """Refuse: other ranks do not know."""
+        raise self._parts(index, slot)
+
+    def _parts(self, index: int, slot: int) -> StateError:
+        name = self._copies.of(index, Role.GRAD).unit.slots[slot].name
+        return StateError(
+            f"gradient of {name}: expected it to be left alone between backward and step but each of several ranks has "
+            "a part of it; use engine.zero_grad() and max_grad_norm, or train in one process"
+        )
+
+    def drop(self) -> None:
+        """Forget all gradients that have arrived since the last step."""
+        self._exchanges.drop()
+        super().drop()

@@ -1,0 +1,95 @@
+"""What the lanes of an engine have lately done: spans of time in rings of fixed size.
+
+Owns the lanes' names and what is forgotten: the oldest, of each lane by itself. Times are those of
+``time.perf_counter``. Knows nothing of who writes. Next: :mod:`offload.report` sums them up, :mod:`offload.trace`
+writes them to a file.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+STEP, COMPUTE, WAIT, CPU_ADAM = "step", "compute", "wait", "cpu_adam"
+H2D, D2H, NVME_READ, NVME_WRITE = "h2d", "d2h", "nvme_read", "nvme_write"
+COLLECTIVES = "collectives"  # with other ranks
+LANES = (STEP, COMPUTE, WAIT, CPU_ADAM, H2D, D2H, NVME_READ, NVME_WRITE, COLLECTIVES)
+
+KEPT = 4096  # spans per lane, which take less than a MiB
+SHORTEST_WAIT_S = 1e-5  # what is waited for no longer than that had arrived
+
+
+class Span(NamedTuple):
+    """One thing that a lane did.
+
+    Attributes:
+        lane: one of `LANES`.
+        name: what it was; of a wait, what was waited for, and of which unit, as ``"parameters: layers.0"``.
+        begin: seconds.
+        end: seconds: of a copy by a device or of the drive, when it was over there, whenever somebody asked.
+        size_bytes: that were moved.
+    """
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+    size_bytes: int = 0
+
+
+class Spans:
+    """Rings of the last spans. Safe from several threads: each call appends to one ring or copies one, in one go."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        """Begin with nothing; each lane keeps its last `kept` spans."""
+        self._kept = kept
+        # Bare tuples: they take a quarter of the time, and garbage collection soon forgets them.
+        self._rings: dict[str, deque[tuple[str, float, float, int]]] = {lane: deque(maxlen=kept) for lane in LANES}
+
+    def add(self, lane: str, name: str, begin: float, end: float, size_bytes: int = 0) -> None:
+        """Keep a span that is over; the lane's oldest is forgotten where it has too many."""
+        self._rings[lane].append((name, begin, end, size_bytes))
+
+    def add_wait(self, name: str, begin: float, end: float) -> None:
+        """Keep a wait of the thread that computes, unless what it wanted was there."""
+        if end - begin >= SHORTEST_WAIT_S:
+            self.add(WAIT, name, begin, end)
+
+    def recorded(self) -> Recorded:
+        """Return what is kept."""
+        lanes = {lane: list(ring) for lane, ring in self._rings.items()}
+        return Recorded.of({lane: [Span(lane, *span) for span in lanes[lane]] for lane in lanes}, self._kept)
+
+
+class Recorded(NamedTuple):
+    """What lanes have done lately.
+
+    Attributes:
+        spans: the earlier begin first.
+        complete_from: from this time on nothing is missing, in seconds; 0 where nothing was forgotten.
+    """
+
+    spans: Sequence[Span]
+    complete_from: float
+
+    @classmethod
+    def of(cls, lanes: dict[str, list[Span]], kept: int) -> Recorded:
+        """Return the spans of lanes, each in the order in which they were kept; a lane of `kept` may have lost some."""
+        full = [spans[0].end for spans in lanes.values() if len(spans) >= kept]
+        spans = sorted((span for spans in lanes.values() for span in spans), key=lambda span: span.begin)
+        return cls(spans, max(full, default=0.0))
+
+    def beside(self, other: Recorded) -> Recorded:
+        """Return both together."""
+        spans = sorted((*self.spans, *other.spans), key=lambda span: span.begin)
+        return Recorded(spans, max(self.complete_from, other.complete_from))
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds in which at least one of `spans`, each a begin and an end, was under way."""
+    seconds, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        seconds += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return seconds

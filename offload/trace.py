@@ -1,0 +1,71 @@
+"""Spans in a file that Perfetto and Chrome show: the Trace Event Format.
+
+Owns the format. Both viewers want the events of one row to follow or contain each other: lanes that do several things
+at once get several rows. Next: :mod:`offload.engine` offers it to users.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.errors import ConfigError
+from offload.spans import LANES, Span
+
+
+def write_trace(path: str | Path, spans: Sequence[Span]) -> None:
+    """Write spans to a file, in place of what was there, all or nothing.
+
+    Args:
+        path: of the file; its folder must exist.
+        spans: in any order; times in the file begin with the earliest.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"trace: expected the path of a file but got {path}, which is something else; name a file")
+    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, file)
+        os.replace(partial, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise ConfigError(
+            f"trace: expected a file that can be written but got {path}: {error.strerror}; name one in a folder that "
+            "exists, is writable and has room"
+        ) from error
+
+
+def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """Return the rows' names, then one complete event per span; times are microseconds, exact to the nanosecond."""
+    process = os.getpid()
+    events: list[dict[str, Any]] = [_name("process_name", process, 0, name="offload")]
+    start = min((span.begin for span in spans), default=0.0)
+    threads = 0
+    for lane in LANES:
+        first, rows = threads + 1, list[int]()  # per row, when it is free again, in nanoseconds
+        for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin):
+            begin, end = round((span.begin - start) * 1e9), round((span.end - start) * 1e9)
+            row = next((row for row, free in enumerate(rows) if free <= begin), len(rows))
+            thread = first + row
+            if row == len(rows):
+                rows.append(0)
+                threads += 1
+                events.append(_name("thread_name", process, thread, name=f"{lane} {row + 1}" if row else lane))
+                events.append(_name("thread_sort_index", process, thread, sort_index=thread))
+            rows[row] = end
+            event = {"name": span.name, "cat": lane, "ph": "X", "ts": begin / 1e3, "dur": (end - begin) / 1e3}
+            events.append(event | {"pid": process, "tid": thread, "args": {"bytes": span.size_bytes}})
+    return events
+
+
+def _name(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": args}

@@ -1,0 +1,25 @@
+"""The bench of activations runs, and says what it promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parent.parent / "bench" / "activations.py"
+
+
+def test_smoke(tmp_path: Path) -> None:
+    output = tmp_path / "activations.json"
+    command = [sys.executable, str(BENCH), "--smoke", "--path", str(tmp_path), "--json", str(output)]
+    command += ["--modes", "keep", "host", "nvme"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "losses of all modes have the same bits" in done.stdout
+    modes = json.loads(output.read_text(encoding="utf-8"))["modes"]
+    for mode in ("host", "nvme"):
+        assert modes[mode]["booked_bytes"] < 0.4 * modes["keep"]["booked_bytes"]
+        assert modes[mode]["moved"]["d2h"] == modes[mode]["moved"]["h2d"] > 0
+    assert modes["nvme"]["moved"]["nvme_write"] == modes["nvme"]["moved"]["nvme_read"] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["activations.json"]

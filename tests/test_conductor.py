@@ -1,0 +1,197 @@
+"""Who gathers when: whatever units ranks use, in whatever order, nobody waits for ever and nobody gets a mixture."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.distributed.ranks import Agreement
+from offload.errors import RanksError
+from offload.memory.arena import Buffer, HostArena
+from offload.memory.budget import Tier
+from offload.planning.plan import Request
+from offload.planning.roles import Role
+from offload.planning.units import PAD_NUMEL, Unit
+from offload.shards.conductor import Conductor
+from offload.shards.shard import Shard, State
+from offload.stats import Counters
+
+UNITS = 5
+LIMIT_S = 20.0  # whoever waits for so long waits for ever
+
+
+class Meeting:
+    """Ranks that are threads: whoever comes puts something down, and gets what all have put down."""
+
+    def __init__(self, world: int) -> None:
+        self._barrier = threading.Barrier(world)
+        self._rows: list[Any] = [None] * world
+
+    def share(self, rank: int, mine: Any) -> list[Any]:
+        self._rows[rank] = mine
+        self._barrier.wait(LIMIT_S)
+        rows = list(self._rows)
+        self._barrier.wait(LIMIT_S)
+        return rows
+
+
+class ThreadRanks:
+    """What the conductor asks of ranks, over a meeting."""
+
+    received_bytes = 0
+
+    def __init__(self, rank: int, world: int, meeting: Meeting) -> None:
+        self.rank, self.world, self._meeting = rank, world, meeting
+
+    def agree(self, where: str, *_: Any, wants: int | None = None, **__: Any) -> Agreement:
+        places, wanted = zip(*self._meeting.share(self.rank, (where, wants)), strict=True)
+        if any(wish is not None for wish in wanted):
+            return Agreement(False, (), wanted)
+        if len(set(places)) > 1:
+            raise RanksError(f"in {sorted(set(places))}")
+        return Agreement(False, ())
+
+    def gather(self, full: torch.Tensor, where: str) -> None:
+        numel = full.numel() // self.world
+        own = full[self.rank * numel : (self.rank + 1) * numel].clone()
+        rows = self._meeting.share(self.rank, (where, own))
+        assert {place for place, _ in rows} == {where}
+        full.copy_(torch.cat([row for _, row in rows]))
+
+    def fail(self, error: BaseException) -> None:
+        raise AssertionError(error)
+
+    def close(self) -> None:
+        pass
+
+
+class Here:
+    """A transfer that is over."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        pass
+
+
+class Rank:
+    """One rank's slices and its conductor. Element e of unit u has the value 100000 * u + e."""
+
+    def __init__(self, rank: int, world: int, meeting: Meeting, on_drive: set[int]) -> None:
+        sizes = [(1 + index % 2) * PAD_NUMEL * world for index in range(UNITS)]
+        units = [
+            Unit(index, f"u{index}", "float32", 4, True, size, (), ranks=world) for index, size in enumerate(sizes)
+        ]
+        self.whole = [torch.arange(size, dtype=torch.float32) + 100000 * index for index, size in enumerate(sizes)]
+        self._request = Request(units, {}, rank=rank, world_size=world, stage=3)
+        self._arena = HostArena(Tier.HOST, 4 * (max(sizes) + 2 * sum(sizes)))
+        self._shards = [self._shard(unit, on_drive=unit.index in on_drive) for unit in units]
+        self.buffers = [self._arena.take(unit.param_bytes) for unit in units]
+        self.counters = Counters()
+        copies: Any = SimpleNamespace(of=lambda index, role: self._shards[index], start_reads=self._read)
+        plan: Any = SimpleNamespace(request=self._request)
+        ranks: Any = ThreadRanks(rank, world, meeting)
+        landing = self._arena.take(4 * max(sizes))
+        self.conductor = Conductor(ranks, plan, copies, landing, self.counters, deadline_s=LIMIT_S)
+
+    def _shard(self, unit: Unit, *, on_drive: bool) -> Shard:
+        begin, end = self._request.owned(unit, Role.PARAM)
+        home = Tier.NVME if on_drive else Tier.HOST
+        shard = Shard(unit, Role.PARAM, home, (end - begin) * 4, State.STORED)
+        if not on_drive:
+            shard.home_buffer = self._arena.take(shard.size_bytes)
+            self._read(shard, shard.home_buffer.address)
+        return shard
+
+    def _read(self, shard: Shard, address: int, *, urgent: bool = False) -> list[Here]:
+        begin = self._request.owned(shard.unit, Role.PARAM)[0]
+        ctypes.memmove(address, self.whole[shard.unit.index].data_ptr() + 4 * begin, shard.size_bytes)
+        return [Here()]
+
+    def start(self, index: int) -> Callable[[], None]:
+        """Start to gather a unit; returns what waits for it and looks at every element."""
+        shard, buffer = self._shards[index], self.buffers[index]
+        ctypes.memset(buffer.address, 0xFF, buffer.size_bytes)  # NaN
+        place: Buffer = self.conductor.place(shard, buffer)
+        self._read(shard, place.address)
+        gathering = self.conductor.start(shard, buffer, Here())
+
+        def check() -> None:
+            gathering.wait(LIMIT_S)
+            found = torch.frombuffer(
+                (ctypes.c_char * buffer.size_bytes).from_address(buffer.address), dtype=torch.float32
+            )
+            assert torch.equal(found, self.whole[index]), index
+
+        return check
+
+    def follow(self, passes: Sequence[Sequence[int]], ahead: int, *, last: str = "the end") -> int:
+        """Use units in passes, at the end of each of which all ranks meet; returns how many were gathered."""
+        for number, units in enumerate(passes):
+            under_way: deque[tuple[int, Callable[[], None]]] = deque()
+            for index in units:
+                while len(under_way) > ahead or any(index == other for other, _ in under_way):
+                    under_way.popleft()[1]()
+                under_way.append((index, self.start(index)))
+            if number % 2:  # what was asked for ahead is not waited for before all meet
+                self.conductor.agree(f"pass {number}")
+            for _, check in under_way:
+                check()
+            self.conductor.agree(f"after pass {number}")
+        self.conductor.agree(last)
+        return self.counters.gathers
+
+
+def together(world: int, on_drive: set[int], act: Callable[[Rank, int], Any]) -> list[Any]:
+    meeting = Meeting(world)
+    ranks = [Rank(rank, world, meeting, on_drive) for rank in range(world)]
+    with ThreadPoolExecutor(world) as pool:
+        futures = [pool.submit(act, one, rank) for rank, one in enumerate(ranks)]
+        try:
+            return [future.result(LIMIT_S) for future in futures]
+        finally:
+            for one in ranks:
+                one.conductor.close()
+
+
+orders = st.lists(st.integers(0, UNITS - 1), max_size=8)
+
+
+@given(st.data(), st.integers(2, 5), st.integers(1, 3), st.sets(st.integers(0, UNITS - 1)))
+def test_any_orders_come_to_their_end(data: st.DataObject, world: int, passes: int, on_drive: set[int]) -> None:
+    """Each rank has passes of its own: all get what they want, take part in the same gathers, and meet."""
+    programs = [data.draw(st.lists(orders, min_size=passes, max_size=passes)) for _ in range(world)]
+    aheads = [data.draw(st.integers(0, 3)) for _ in range(world)]
+    counts = together(world, on_drive, lambda one, rank: one.follow(programs[rank], aheads[rank]))
+    assert len(set(counts)) == 1
+    assert (
+        max(sum(map(len, program)) for program in programs) <= counts[0] <= sum(len(p) for pr in programs for p in pr)
+    )
+
+
+@given(st.lists(orders, min_size=1, max_size=3), st.integers(2, 4), st.integers(0, 3))
+def test_equal_orders_gather_each_unit_once(program: list[list[int]], world: int, ahead: int) -> None:
+    counts = together(world, set(), lambda one, rank: one.follow(program, ahead))
+    assert counts == [sum(map(len, program))] * world
+
+
+@given(orders, orders)
+def test_different_ends_are_an_error_on_all(first: list[int], second: list[int]) -> None:
+    def act(one: Rank, rank: int) -> str:
+        try:
+            one.follow([(first, second)[rank]], 1, last=("a step", "an evaluation")[rank])
+        except RanksError as error:
+            return str(error)
+        return "nothing"
+
+    assert together(2, set(), act) == ["in ['a step', 'an evaluation']"] * 2

@@ -1,0 +1,260 @@
+"""``offload finetune --peft lora``, and what becomes of the adapters: resumed, loaded, generated with, merged."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetuning import CHAT, chats, make_model_folder, make_tokenizer, write_rows
+from harness import assert_same_tensors
+
+from offload.cli import main as cli
+from offload.cli.finetune import report
+from offload.cli.finetune import run as finetune
+from offload.cli.finetune.progress import Progress
+from offload.cli.finetune.settings import FinetuneError, Settings
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+
+pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+BUDGETS = ["--device", "cpu", "--device-memory", "64MiB", "--cpu-memory", "64MiB"]
+
+
+def settings(folder: Path, output: str, **changes: Any) -> Settings:
+    budgets = {"device": "64MiB", "cpu": "64MiB", "nvme": "64MiB"}
+    values: dict[str, Any] = {
+        "model": folder / "model",
+        "data": folder / "rows.jsonl",
+        "output": folder / output,
+        "steps": 6,
+        "sequence_length": 64,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "lr": 1e-2,
+        "warmup_steps": 1,
+        "sample_tokens": 4,
+        "evaluations": 2,
+        "save_model": True,
+        "peft": "lora",
+        "lora_rank": 4,
+        "engine_options": {"device": "cpu", "max_memory": budgets, "nvme_path": folder, "offload_param": "nvme"},
+    }
+    return Settings(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, report.Report, str]:
+    """Return a folder with a model, rows and a run's adapters; the report of the run, and what it showed."""
+    folder = tmp_path_factory.mktemp("trained")
+    make_model_folder(folder / "model")
+    write_rows(folder / "rows.jsonl", chats(12))
+    out = io.StringIO()
+    return folder, finetune.run(settings(folder, "whole"), stream=out), out.getvalue()
+
+
+def adapters(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(safetensors.load_file(folder / "adapter_model.safetensors"))
+
+
+def adapted(folder: Path) -> Any:
+    """Return the model with its adapters, as PEFT loads them."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    return peft.PeftModel.from_pretrained(base, folder / "whole" / "adapter")
+
+
+def test_adapters_learn_and_peft_loads_them(trained: tuple[Path, report.Report, str]) -> None:
+    folder, made, shown = trained
+    assert made.loss_after < made.loss_before - 0.05
+    model = adapted(folder)
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha, set(config.target_modules)) == (4, 8, {"q_proj", "v_proj"})  # PEFT's defaults
+    saved = adapters(folder / "whole" / "adapter")
+    trained_numel = sum(value.numel() for value in saved.values())
+    assert any(value.abs().sum() > 0 for name, value in saved.items() if "lora_B" in name)
+    assert f"of which {trained_numel} in adapters are trained" in shown
+    assert "11 rows to train on with" in shown and "1 rows held out with" in shown
+    assert (folder / "whole" / "adapter" / "tokenizer.json").is_file() and not (folder / "whole" / "model").exists()
+    # the loss that the run has reported last, of the one row that was held out
+    held_out = json.loads((folder / "whole" / "report.json").read_text())["evaluations"][-1][1]
+    assert held_out == made.loss_after
+
+
+def test_training_is_that_of_plain_peft(trained: tuple[Path, report.Report, str]) -> None:
+    """The first loss of the run, from PEFT's own model and the same batch."""
+    folder, made, _ = trained
+    from offload.cli.finetune.data import load_data
+    from offload.cli.finetune.sequences import orders
+
+    given = settings(folder, "whole")
+    data = load_data(make_tokenizer(), given)
+    order = orders(len(data.train), given)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4))
+    batches = [data.train.batch(next(order)) for _ in range(2)]
+    losses = [float(model(**batch.inputs).loss) * batch.targets for batch in batches]
+    assert made.steps[0].loss == pytest.approx(sum(losses) / sum(batch.targets for batch in batches), rel=1e-6)
+
+
+def test_a_resumed_run_has_the_same_adapters(trained: tuple[Path, report.Report, str]) -> None:
+    """Interrupted in the fourth of six steps, with two steps between checkpoints."""
+    folder, whole, _ = trained
+    real = Progress.step
+
+    def interrupted(self: Progress, record: report.StepRecord, *args: Any) -> None:
+        if record.step == 4:
+            raise KeyboardInterrupt
+        real(self, record, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Progress, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            finetune.run(settings(folder, "parts", save_every=2, log="jsonl"), stream=io.StringIO())
+    more = {"save_every": 2, "log": "jsonl", "resume": True}
+    for name, value, message in (
+        ("lora_alpha", 9, "lora_alpha None but got 9"),
+        ("loss_on", "all", "tokens of the data '[0-9a-f]+' but got"),
+    ):
+        with pytest.raises(FinetuneError, match=f"resume: expected {message}"):
+            finetune.run(settings(folder, "parts", **more, **{name: value}), stream=io.StringIO())
+    resumed = finetune.run(settings(folder, "parts", **more), stream=io.StringIO())
+    assert [(r.step, r.loss, r.tokens) for r in resumed.steps] == [(r.step, r.loss, r.tokens) for r in whole.steps]
+    assert resumed.evaluations == whole.evaluations and resumed.sample_after == whole.sample_after
+    assert_same_tensors(adapters(folder / "parts" / "adapter"), adapters(folder / "whole" / "adapter"))
+    lines = [json.loads(line) for line in (folder / "parts" / "log" / "log.jsonl").read_text().splitlines()]
+    assert [line["train/loss"] for line in lines if "train/loss" in line] == [record.loss for record in whole.steps]
+    assert [(line["step"], line["eval/loss"]) for line in lines if "eval/loss" in line] == whole.evaluations
+    assert {"train/lr", "train/grad_norm", "train/tokens_per_second", "memory/nvme_bytes"} <= lines[1].keys()
+    assert {"wait/parameters_seconds", "wait/updates_seconds"} <= lines[1].keys()
+
+
+def test_packed_rows_train(trained: tuple[Path, report.Report, str]) -> None:
+    """With every linear layer adapted, a template that is saved beside the adapters, and evaluated on a file."""
+    folder, *_ = trained
+    write_rows(folder / "eval.jsonl", chats(5))
+    (folder / "other.jinja").write_text(f"hi {CHAT}")
+    how = {
+        "packing": True,
+        "sequence_length": 128,
+        "chat_template": folder / "other.jinja",
+        "eval": str(folder / "eval.jsonl"),
+        "eval_every": 4,
+        "evaluations": None,
+        "lora_targets": ["all-linear"],
+    }
+    out = io.StringIO()
+    made = finetune.run(settings(folder, "packed", **how), stream=out)
+    assert [step for step, _ in made.evaluations] == [0, 4, 6]
+    assert made.loss_after < made.loss_before
+    # as without packing and the three letters: 12 * 3 more
+    assert "12 rows to train on with 488 tokens, of which 110 count, in 4 sequences of 128, 95% full" in out.getvalue()
+    assert json.loads((folder / "packed" / "report.json").read_text())["perplexity_after"] > 1
+    saved = transformers.AutoTokenizer.from_pretrained(folder / "packed" / "adapter")
+    assert saved.chat_template == f"hi {CHAT}"
+
+
+def generated(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert cli.main(["generate", *words, *BUDGETS, "--max-new-tokens", "5", "--temperature", "0"]) == 0
+    shown = capsys.readouterr()
+    assert "tokens/s" in shown.err
+    return shown.out.removesuffix("\n")
+
+
+def continued(model: Any, text: str) -> str:
+    """Return what plain transformers generates."""
+    tokenizer = make_tokenizer()
+    inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    made = model.generate(inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=5, do_sample=False)
+    return str(tokenizer.decode(made[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_generate_and_merge(
+    trained: tuple[Path, report.Report, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is generated is what plain transformers and PEFT make; merged files are PEFT's, bit by bit."""
+    folder, adapter = trained[0], str(trained[0] / "whole" / "adapter")
+    base = ["--model", str(folder / "model"), "--nvme-path", str(tmp_path), "--offload-param", "nvme"]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    chat = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nsay ab<|im_end|>\n<|im_start|>assistant\n"
+    assert generated(capsys, *base, "--prompt", "say ab") == continued(plain, "say ab")
+    words = ["--prompt", "say ab", "--chat", "--system", "be brief", "--adapter", adapter]
+    with_adapter = generated(capsys, *base, *words)
+    assert with_adapter == continued(adapted(folder), chat)
+
+    merge = [
+        "merge",
+        *base,
+        "--adapter",
+        adapter,
+        "--out",
+        str(tmp_path / "merged"),
+        "--max-shard-size",
+        "8KB",
+        *BUDGETS,
+    ]
+    assert cli.main(merge) == 0
+    assert f"wrote {tmp_path / 'merged'}, with the tokenizer of {adapter}" in capsys.readouterr().out
+    adapted(folder).merge_and_unload().save_pretrained(tmp_path / "truth")
+    found = [
+        {name: value for path in sorted((tmp_path / side).glob("*.safetensors")) for name, value in adapters_in(path)}
+        for side in ("merged", "truth")
+    ]
+    assert_same_tensors(*found)
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    generated(capsys, "--model", str(tmp_path / "merged"), "--prompt", "say ab", "--chat")
+    assert cli.main(merge) == 1
+    assert "merged: is there already; name another folder" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "truth"]
+
+
+def adapters_in(path: Path) -> Any:
+    return safetensors.load_file(path).items()
+
+
+def test_what_cannot_be_generated_or_merged(
+    trained: tuple[Path, report.Report, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, model = trained[0], ["--model", str(trained[0] / "model")]
+
+    def refused(*words: str) -> str:
+        capsys.readouterr()
+        assert cli.main([*words, *BUDGETS]) == 1
+        shown = capsys.readouterr().err
+        assert shown.count("\n") == 1 and "Traceback" not in shown
+        return shown
+
+    out = ["--out", str(tmp_path / "out")]
+    assert "expected a folder with config.json" in refused("generate", "--model", str(tmp_path), "--prompt", "a")
+    assert "expected a folder with adapter_config.json" in refused("merge", *model, "--adapter", str(tmp_path), *out)
+    assert "--prompt: expected text but it is empty" in refused("generate", *model, "--prompt", "")
+    assert "--max-new-tokens: expected" in refused("generate", *model, "--prompt", "a", "--max-new-tokens", "0")
+    assert "--temperature: expected" in refused("generate", *model, "--prompt", "a", "--temperature", "nan")
+    assert "--system: expected chat" in refused("generate", *model, "--prompt", "a", "--system", "b")
+    assert "BudgetError" not in refused("generate", *model, "--prompt", "a", "--config", str(tmp_path / "none"))
+    make_model_folder(tmp_path / "wide", hidden_size=32)
+    wide = ["--model", str(tmp_path / "wide"), "--adapter", str(folder / "whole" / "adapter")]
+    assert "cannot be put on the model" in refused("merge", *wide, *out)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+    make_model_folder(tmp_path / "plain", None)
+    plain = ["--model", str(tmp_path / "plain")]
+    assert "it has none; pass --chat-template FILE, or leave --chat out" in refused(
+        "generate", *plain, "--prompt", "a", "--chat"
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "plain" / name).unlink()
+    assert "expected a tokenizer beside the model but there is none" in refused("generate", *plain, "--prompt", "a")
+
+
+def test_adapters_that_cannot_be_trained(trained: tuple[Path, report.Report, str]) -> None:
+    folder, *_ = trained
+    with pytest.raises(
+        FinetuneError, match="peft: cannot put adapters on LlamaForCausalLM: .*name modules with --lora"
+    ):
+        finetune.run(settings(folder, "none", lora_targets=["q_prj"]), stream=io.StringIO())

@@ -1,0 +1,343 @@
+"""What a step would take: counted on the meta device, timed by a formula, and planned as an engine plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.cli.main import main
+from offload.known_models import KNOWN
+from offload.memory.budget import Tier
+from offload.planning.hardware import DESKTOP, H200
+from offload.planning.planner import make_plan
+from offload.planning.timing import timing_of
+from offload.planning.work import work_of
+
+ROWS, WIDE, INNER = 6, 32, 64
+FLOPS = 2 * ROWS * WIDE * INNER  # of one product
+
+
+class Block(nn.Module):
+    """Two products."""
+
+    def __init__(self, *, again: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDE, INNER, bias=False), nn.Linear(INNER, WIDE, bias=False)
+        self.again = again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (rows, WIDE)."""
+        if not self.again:
+            return self._inner(x)
+        found: torch.Tensor = checkpoint(self._inner, x, use_reentrant=False)
+        return found
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def tiny(**sizes: int):
+    transformers = pytest.importorskip("transformers")
+    return transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=sizes.get("layers", 2),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+    )
+
+
+# --- what a batch takes ---
+
+
+def test_products_of_both_passes_are_counted() -> None:
+    """Two products forward; backward two for each weight's gradient, and one for the input of the second layer."""
+    work = work_of(Block(), [torch.ones(ROWS, WIDE)])
+    assert sum(kernel.flops * many for kernel, many in work.forward.items()) == 2 * FLOPS
+    assert sum(kernel.flops * many for kernel, many in work.backward.items()) == 3 * FLOPS
+    assert work.flops == 5 * FLOPS
+
+
+def test_what_is_computed_again_belongs_to_backward() -> None:
+    """A checkpoint repeats the first product: the second one's result is not needed, and torch stops before it."""
+    work = work_of(nn.Sequential(Block(again=True)), [torch.ones(ROWS, WIDE, requires_grad=True)])
+    assert sum(kernel.flops * many for kernel, many in work.forward.items()) == 2 * FLOPS
+    assert sum(kernel.flops * many for kernel, many in work.backward.items()) == (1 + 4) * FLOPS
+
+
+def test_checkpoints_lower_the_peak_of_activations() -> None:
+    kept, again = (
+        work_of(nn.Sequential(*(Block(again=again) for _ in range(8))), [torch.ones(999, WIDE)])
+        for again in (False, True)
+    )
+    assert again.peak_bytes < kept.peak_bytes / 2
+
+
+def test_gradients_that_have_come_do_not_count_as_activations() -> None:
+    """Weights of 8 KiB each, 64 layers: with all of their gradients the peak would be over 1 MiB."""
+    work = work_of(nn.Sequential(*(Block() for _ in range(64))), [torch.ones(1, WIDE)])
+    assert work.peak_bytes < 256 << 10
+
+
+def test_attention_is_one_kernel_whose_scores_take_no_memory() -> None:
+    """Scores of 4 heads over 4096 tokens would take 256 MiB in fp32."""
+    with torch.device("meta"):
+        model = pytest.importorskip("transformers").AutoModelForCausalLM.from_config(tiny())
+    model.config.use_cache = False
+    work = work_of(model, (1, 4096))
+    assert work.peak_bytes < 200 << 20
+    assert work.flops > 6 * sum(p.numel() for n, p in model.named_parameters() if "embed" not in n) * 4096
+
+
+def test_counting_leaves_the_module_as_it_was() -> None:
+    model = Block()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    work_of(model, [torch.ones(ROWS, WIDE)])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None and not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Asks(nn.Module):
+    """Needs a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return as many elements as the first one says."""
+        return self.weight[: int(x.sum().item())]
+
+
+def test_shapes_that_cannot_be_known_are_refused() -> None:
+    with pytest.raises(offload.ConfigError, match=r"model Asks: what a batch takes cannot be told.*leave batch out"):
+        work_of(Asks(), [torch.ones(3)])
+
+
+@pytest.mark.parametrize("batch", [(0, 8), (1, 2, 3), "4x8", ()])
+def test_a_batch_that_is_none_is_refused(batch: object) -> None:
+    with pytest.raises(offload.ConfigError, match="batch: expected"):
+        work_of(Block(), batch)  # type: ignore[arg-type]
+
+
+# --- how long it takes ---
+
+SPEEDS = [
+    field.name for field in dataclasses.fields(DESKTOP) if field.name.endswith("bytes_s") or field.name == "flops_16"
+]
+MEMORY = {"device": "2GiB", "cpu": "4GiB", "nvme": "40GiB"}
+
+
+@pytest.fixture(scope="module")
+def forecast() -> offload.Forecast:
+    pytest.importorskip("transformers")
+    return offload.plan("llama-3.2-1b", batch=(1, 128), hardware="desktop", max_memory=MEMORY)
+
+
+@given(name=st.sampled_from(SPEEDS), factor=st.floats(1.0, 4.0), clips=st.booleans(), micro_batches=st.integers(1, 4))
+def test_no_part_that_is_faster_makes_a_step_longer(
+    forecast: offload.Forecast, name: str, factor: float, clips: bool, micro_batches: int
+) -> None:
+    assert forecast.work is not None
+    faster = {name: getattr(DESKTOP, name) * factor}
+    if name == "update_bytes_s":
+        faster["host_bytes_s"] = DESKTOP.host_bytes_s * factor
+    if name in ("drive_mixed_bytes_s",):
+        faster |= {each: getattr(DESKTOP, each) * factor for each in ("drive_read_bytes_s", "drive_write_bytes_s")}
+    seconds = [
+        timing_of(forecast.plan, forecast.work, machine, micro_batches=micro_batches, clips=clips).step_s
+        for machine in (DESKTOP, dataclasses.replace(DESKTOP, **faster))
+    ]
+    assert seconds[1] <= seconds[0] * (1 + 1e-9)
+
+
+def test_the_bytes_of_lanes_are_those_of_the_plan(forecast: offload.Forecast) -> None:
+    """The plan counts a step in which no working copy survives; the turn from forward to backward keeps some."""
+    assert forecast.timing is not None
+    moved, plan = forecast.timing.moved, forecast.plan
+    assert moved.drive_write == plan.step_bytes["nvme_write"] > 0
+    assert moved.d2h == plan.step_bytes["d2h"] > 0
+    assert 0.5 * plan.step_bytes["h2d"] < moved.h2d < plan.step_bytes["h2d"]  # the region keeps some
+    assert moved.drive_read <= plan.step_bytes["nvme_read"]
+
+
+def test_clipping_takes_no_less_and_accumulation_takes_more(forecast: offload.Forecast) -> None:
+    assert forecast.work is not None
+    plain, clipped, many = (
+        timing_of(forecast.plan, forecast.work, DESKTOP, micro_batches=count, clips=clips)
+        for count, clips in ((1, False), (1, True), (3, False))
+    )
+    # Behind a step, new parameters come to the device from where they are updated; of those before it they are read.
+    read_again = plain.moved.drive_read - clipped.moved.drive_read
+    early = {unit.param_bytes for unit in forecast.plan.request.units if forecast.plan.updates_early(unit)}
+    assert read_again in early, "one unit is updated before this short backward ends"
+    assert clipped.step_s == pytest.approx(plain.step_s - read_again / DESKTOP.drive_mixed_bytes_s)
+    assert many.step_s > plain.step_s
+    homes = [dataclasses.replace(each, param=Tier.HOST) for each in forecast.plan.homes]
+    in_host = dataclasses.replace(forecast.plan, homes=homes)
+    plain, clipped = (
+        timing_of(in_host, forecast.work, DESKTOP, micro_batches=1, clips=clips) for clips in (False, True)
+    )
+    assert clipped.step_s >= plain.step_s and clipped.moved == plain.moved
+
+
+def test_with_everything_on_the_device_compute_alone_is_left() -> None:
+    """And the fill is nothing but rounding."""
+    pytest.importorskip("transformers")
+    found = offload.plan(tiny(), batch=(1, 64), hardware=H200)
+    assert found.plan.homes[0].param is Tier.DEVICE
+    assert found.timing is not None
+    assert found.timing.seconds["drive"] == 0
+
+
+def test_the_device_updates_once_per_step() -> None:
+    pytest.importorskip("transformers")
+    machine = dataclasses.replace(H200, operator_s=0.0, device_bytes_s=1e6)  # updates take far longer than passes
+    found = offload.plan(tiny(), batch=(1, 64), hardware=machine)
+    assert found.work is not None
+    plan = make_plan(dataclasses.replace(found.plan.request, updates_on_device=True))
+    assert any(plan.on_device(unit) for unit in plan.request.units)
+    passes, last = timing_of(plan, found.work, machine, micro_batches=2, clips=False).spans
+    assert passes.bound_s < 0.9 * last.bound_s
+    assert last.bound_s == timing_of(plan, found.work, machine, micro_batches=1, clips=False).spans[-1].bound_s
+
+
+# --- where it would live ---
+
+
+def test_the_plan_is_the_one_that_an_engine_makes(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    memory = {"device": "4MiB", "cpu": "6MiB", "nvme": "64MiB"}
+    model = transformers.AutoModelForCausalLM.from_config(tiny(layers=8))
+    named = {"gpu": "4MiB", "host": "6MiB", "disk": "64MiB"}  # as an engine takes them, too
+    found = offload.plan(model, offload.AdamW(lr=1e-3), device="cpu", max_memory=named, max_grad_norm=1.0)
+    with offload.Engine(
+        model, offload.AdamW(lr=1e-3), device="cpu", max_memory=memory, nvme_path=tmp_path, max_grad_norm=1.0
+    ) as engine:
+        assert str(found.plan) == str(engine.plan)
+    assert found.timing is None
+    assert "for the CPU of this machine as the device; name a machine" in str(found)
+
+
+def test_a_durable_run_is_planned_before_its_directory_is_there(tmp_path: Path) -> None:
+    budgets = {"device": "1MiB", "cpu": "32MiB"}
+    forecast = offload.plan(Block(), device="cpu", max_memory=budgets, run_dir=tmp_path / "runs" / "one")
+    assert not (tmp_path / "runs").exists()
+    with offload.Engine(
+        Block(), offload.AdamW(), device="cpu", max_memory=budgets, run_dir=tmp_path / "runs" / "one"
+    ) as engine:
+        assert engine.plan.homes == forecast.plan.homes
+
+
+def test_a_forecast_prints_itself_and_is_json(forecast: offload.Forecast) -> None:
+    text = str(forecast)
+    for words in ("a micro-batch:", "a step on desktop:", "tokens/s", "binds", "bound", "with "):
+        assert words in text
+    found = json.loads(json.dumps(forecast.to_dict()))
+    assert found["step_s"] == pytest.approx(found["bound_s"] + found["fill_s"])
+    assert found["savings"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [Terminal, io.StringIO])
+def test_a_terminal_shows_what_is_being_done(
+    stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And keeps nothing of it; what is no terminal gets nothing."""
+    pytest.importorskip("transformers")
+    tiny(layers=1).save_pretrained(tmp_path)
+    shown = stream()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", shown)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            assert main(["plan", "--model", str(tmp_path), "--batch", "1x8", "--hardware", "desktop"]) == 0
+    lines = shown.getvalue().split("\r\x1b[K")
+    expected = ["making the model without", "placing parameters", "running a micro-batch", "looking for what would"]
+    if stream is Terminal:
+        assert [line[: len(head)] for line, head in zip(lines[1:], expected, strict=False)] == expected
+    assert lines[-1] == "" and (stream is Terminal) == (len(lines) == 6)
+    assert "a step on desktop" in capsys.readouterr().out
+
+
+def test_activations_that_do_not_fit_are_told_with_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    call = ["plan", "--model", "llama-3.2-1b", "--batch", "8x4096", "--hardware", "desktop", "--device", "4GiB"]
+    assert main(call) == 1
+    out, err = capsys.readouterr()
+    assert "DOES NOT FIT" in out
+    assert "take smaller micro-batches" in err
+
+
+def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    assert main(["plan", "--model", "llama-3.1-70b", "--hardware", "desktop"]) == 1
+    said = capsys.readouterr().err
+    assert "the tier needs" in said and "the smallest --cpu that would do is" in said
+    assert said.rstrip().endswith("see --nvme, --offload-param and --offload-optimizer")
+    call = ["plan", "--model", "llama-3.1-70b", "--hardware", "desktop", "--nvme", "2TB", "--json"]
+    assert main(call) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (["--model", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),
+        (["--model", "llama-3.1-8b", "--hardware", "desk"], "did you mean 'desktop'"),
+        (["--model", "llama-3.1-8b", "--cpu", "much"], "error: --cpu: expected bytes"),
+    ],
+)
+def test_unknown_models_and_machines_are_refused(
+    call: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    assert main(["plan", *call]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_batch_that_cannot_be_read_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "--model", "llama-3.1-8b", "--batch", "4,2048"])
+    assert left.value.code == 2
+    assert "expected ROWSxLENGTH" in capsys.readouterr().err
+
+
+def test_a_config_of_quantized_weights_is_refused(tmp_path: Path) -> None:
+    """Nothing would be quantized, and all of it would be trained."""
+    config = tiny(layers=1)
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config.save_pretrained(tmp_path)
+    for model in (config, tmp_path):
+        with pytest.raises(
+            offload.ConfigError, match=r"^model LlamaConfig: .* quantization_config; load it with from_"
+        ):
+            offload.plan(model, hardware="desktop")
+
+
+def test_every_known_model_can_be_made() -> None:
+    transformers = pytest.importorskip("transformers")
+    for name, shapes in KNOWN.items():
+        few = {**shapes, "num_hidden_layers": 1}
+        config = transformers.AutoConfig.for_model(few.pop("model_type"), **few)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        assert next(model.parameters()).is_meta, name

@@ -1,0 +1,591 @@
+"""Activations that leave the device: the same bits and the same errors, less of the device, and no room lost."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Outcome, assert_equal, collect, everything_on_device
+from harness import run as train
+from hypothesis import given
+from hypothesis import strategies as st
+from test_activations import FakeRegion
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.activations import leaving
+from offload.activations.away import Away
+from offload.activations.leaving import LeavingActivations, SavedElsewhere
+from offload.activations.ledger import SavedActivation
+from offload.errors import BudgetError, ConfigError, StateError
+from offload.memory.arena import HostArena
+from offload.memory.budget import Budget, Tier
+from offload.memory.cpu import CpuMover
+from offload.memory.gaps import Gaps
+from offload.stats import Counters
+from swap import Fault, FaultTarget, SwapError, SwapFullError, SwapStore
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread", "small_ones_leave")
+
+PAGE = 4096
+SIDE = 32  # a tensor of SIDE x SIDE fp32 is a page
+WIDTH, ROWS = 32, 512  # of the nets: an activation is 64 KiB
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page is worth a copy."""
+    monkeypatch.setattr(leaving, "LEAST_BYTES", PAGE)
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.one_of(st.integers(1, 9), st.integers(-20, -1)), max_size=60))
+def test_gaps_are_what_is_not_handed_out(events: list[int]) -> None:
+    """A positive number is taken, a negative one names a range that comes back."""
+    size = 20
+    gaps, taken = Gaps(size), list[tuple[int, int]]()
+    for event in events:
+        free = set(range(size)) - {at for begin, length in taken for at in range(begin, begin + length)}
+        if event > 0:
+            begin = gaps.take(event)
+            first = next((at for at in range(size) if free >= set(range(at, at + event)) and at + event <= size), None)
+            assert begin == first
+            if begin is not None:
+                taken.append((begin, event))
+        elif taken:
+            gaps.give_back(*taken.pop(-event % len(taken)))
+        assert gaps.free_bytes == size - sum(length for _, length in taken)
+
+
+# --- the ledger alone -------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A ledger whose device has room for `near` pages, over `host` pages and a drive of `drive` pages."""
+
+    def __init__(self, store: SwapStore | None, *, near: int, host: int, drive: int, device: int) -> None:
+        self.budget = Budget(Tier.DEVICE, device * PAGE)
+        self.counters = Counters()
+        self.mover = CpuMover(self.counters)
+        self.arena = HostArena(Tier.HOST, host * PAGE)
+        self.store = store
+        self.away = Away(self.arena.take(host * PAGE), store, drive * PAGE)
+        self.ledger = LeavingActivations(
+            self.budget,
+            FakeRegion(self.budget, 0, 0, 0),
+            None,
+            self.away,
+            self.mover,
+            torch.device("cpu"),
+            self.counters,
+            near_bytes=near * PAGE,
+            deadline_s=60.0,
+        )
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        def unpack(saved: SavedActivation | SavedElsewhere) -> torch.Tensor:
+            return saved.get() if isinstance(saved, SavedActivation) else self.ledger.bring(saved)
+
+        return torch.autograd.graph.saved_tensors_hooks(self.ledger.keep, unpack)
+
+    def moved(self, lane: str) -> int:
+        """Pages that a lane has moved."""
+        return self.counters.links()[lane].bytes // PAGE
+
+    def drive_pages(self) -> int:
+        return 0 if self.store is None else self.store.stats().written_bytes // PAGE
+
+    def assert_empty(self) -> None:
+        collect()
+        assert self.ledger.is_empty() and not self.ledger.has_left()
+        self.ledger.refund()
+        assert self.budget.used_bytes == 0
+        assert self.store is None or not len(self.store)
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Make]:
+    with contextlib.ExitStack() as last:
+
+        def make(*, near: int = 4, host: int = 64, drive: int = 0, device: int = 1000) -> Bench:
+            store = last.enter_context(SwapStore(tmp_path, (drive + 16) * PAGE)) if drive else None
+            made = Bench(store, near=near, host=host, drive=drive, device=device)
+            last.callback(made.mover.close)
+            last.callback(made.ledger.close)
+            return made
+
+        yield make
+
+
+def page(seed: int = 0) -> torch.Tensor:
+    return torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed))
+
+
+def chain(x: torch.Tensor, length: int = 20) -> torch.Tensor:
+    """Twice `length` operators, each of which keeps its result."""
+    for _ in range(length):
+        x = x.exp().tanh()
+    return x.sum()
+
+
+def gradient(of: Callable[[torch.Tensor], torch.Tensor], hooks: Any = None, **options: Any) -> torch.Tensor:
+    x = page().requires_grad_()
+    with hooks or contextlib.nullcontext():
+        loss = of(x)
+    loss.backward(**options)
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize(("host", "drive"), [(64, 0), (8, 64), (16, 0)])
+def test_what_leaves_comes_back(bench: Make, host: int, drive: int) -> None:
+    """Forty pages are kept; where there is room for 16 alone, the others stay."""
+    made = bench(host=host, drive=drive)
+    assert torch.equal(gradient(chain, made.hooks()), gradient(chain))
+    assert made.moved("d2h") >= 14 and made.moved("h2d") >= 14
+    assert (made.drive_pages() > 20) == bool(drive)
+    if host + drive > 40:
+        assert made.budget.peak_bytes <= (4 + 2) * PAGE  # and the one that is saved, and the one that is used
+    made.assert_empty()
+
+
+def test_every_byte_moves_once(bench: Make) -> None:
+    """Of a storage that is saved several times, in any shape; and nothing else that is near is touched."""
+    made = bench(near=2)
+
+    def several(x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh()  # kept by all of these
+        return chain((y * y.t()).sum(0, keepdim=True) + y[:, ::2].sin().sum() + y.view(-1)[5:].tanh().sum() + y.sin())
+
+    assert torch.equal(gradient(several, made.hooks()), gradient(several))
+    assert made.moved("h2d") == made.moved("d2h")
+    keys = made.ledger._last_key
+    assert made.moved("d2h") < keys  # one each, less those that stayed
+    made.assert_empty()
+
+
+def test_the_next_ones_come_ahead(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench(near=8)
+    asked: list[str] = []
+    bring, restore = made.ledger.bring, made.mover.restore
+    monkeypatch.setattr(made.ledger, "bring", lambda saved: (asked.append("use"), bring(saved))[1])
+    monkeypatch.setattr(made.mover, "restore", lambda *a: (asked.append("copy"), restore(*a))[1])
+    gradient(lambda x: chain(x, 30), made.hooks())
+    copies = [number for number, what in enumerate(asked) if what == "copy"]
+    uses = [number for number, what in enumerate(asked) if what == "use"]
+    for number, at in enumerate(copies[:-1]):
+        # four of the 60 stay and are used first; a copy begins while at least two later uses lie before its own
+        assert uses[number + 4] > at or number < 4, (number, asked)
+    made.assert_empty()
+
+
+def test_a_graph_may_be_used_again(bench: Make) -> None:
+    made = bench(host=16, drive=64)
+    x, y = page().requires_grad_(), page().requires_grad_()
+    with made.hooks():
+        loss = chain(x)
+    truth = chain(y)
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+        truth.backward(retain_graph=True)
+        assert torch.equal(x.grad, y.grad)
+        made.ledger.balance()
+        assert made.ledger._near_bytes <= 5 * PAGE
+    del loss
+    made.assert_empty()
+
+
+def test_gradients_of_gradients(bench: Make) -> None:
+    made = bench()
+    grads = []
+    for hooks in (made.hooks(), contextlib.nullcontext()):
+        x = page().requires_grad_()
+        with hooks:
+            (first,) = torch.autograd.grad(chain(x, 6), x, create_graph=True)
+            first.pow(2).sum().backward()
+        grads.append(x.grad)
+        del first
+    assert torch.equal(*grads)
+    made.assert_empty()
+
+
+def test_what_never_comes_back_leaves_its_room(bench: Make) -> None:
+    made = bench(host=8, drive=64)
+    for _ in range(5):
+        with made.hooks():
+            loss = chain(page().requires_grad_())
+        del loss
+    made.assert_empty()
+
+
+def test_room_of_a_failed_forward_comes_back(bench: Make) -> None:
+    made = bench(host=8, drive=64)
+    for _ in range(3):
+        with made.hooks(), pytest.raises(RuntimeError, match="cannot be multiplied"):
+            torch.ones(2, 3) @ chain(page().requires_grad_()).expand(2, 2)
+    made.assert_empty()
+
+
+def test_in_place_changes_are_refused(bench: Make) -> None:
+    """What somebody can still change has not left: torch's check would see it, and so does this."""
+    made = bench(near=2)
+    x = page().requires_grad_()
+    with made.hooks():
+        y = x.exp()
+        loss = y.sin().sum() + chain(x)
+        y.mul_(2)
+        with pytest.raises(StateError, match="was changed in place"):
+            loss.backward()
+    del loss, y
+    made.assert_empty()
+
+
+def test_a_storage_that_changes_between_saves_has_both_contents_checked(bench: Make) -> None:
+    made = bench(near=2)
+    x = page().requires_grad_()
+    with made.hooks():
+        y = x * 1
+        first = y.detach().exp().requires_grad_()
+        loss = (first * first).sum()
+        with torch.no_grad():
+            first.mul_(0.5)
+        again = (first * first).sum()
+        again.backward()
+        assert torch.equal(first.grad, 2 * first)
+        with pytest.raises(StateError, match="was changed in place"):
+            loss.backward()
+
+
+def test_an_alias_with_a_count_of_its_own_is_another_one(bench: Make) -> None:
+    """Torch counts changes of ``.data`` apart: what is saved of it is right, what was saved before is not."""
+    made = bench(near=2)
+    w = page(1).requires_grad_()
+    with made.hooks():
+        x = page(2)
+        before = (w * x).sum()
+        alias = x.data
+        x.add_(1)
+        (w * alias).sum().backward()
+        assert torch.equal(w.grad, x)
+        with pytest.raises(StateError, match="was changed in place"):
+            before.backward()
+
+
+def test_what_somebody_holds_stays(bench: Make) -> None:
+    made = bench(near=2)
+    held = page(1)
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        loss = (x * held).sum()
+        for seed in range(2, 8):
+            loss = loss + (x * page(seed)).sum()
+        return loss
+
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = of(x)
+    made.ledger.balance()
+    assert made.moved("d2h") >= 3
+    leavers = [record.leaver() for record in made.ledger._records.values()]
+    near = [leaver.held.tensor.data_ptr() for leaver in leavers if leaver is not None and leaver.held is not None]
+    assert held.data_ptr() in near
+    del leavers
+    loss.backward()
+    assert torch.equal(x.grad, gradient(of))
+
+
+class Tagged(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+def test_subclasses_are_left_alone(bench: Make) -> None:
+    made = bench(near=1)
+    classes: list[type] = []
+
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(other)
+            return x * other.as_subclass(torch.Tensor)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            (other,) = ctx.saved_tensors
+            classes.append(type(other))
+            return grad * other.as_subclass(torch.Tensor), None
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        for seed in range(4):
+            x = Times.apply(x, page(seed).as_subclass(Tagged))
+        return x.sum()
+
+    assert torch.equal(gradient(of, made.hooks()), gradient(of))
+    assert classes == [Tagged] * 8 and made.moved("d2h") == 0
+
+
+def test_what_has_no_room_is_refused_with_the_remedy(bench: Make) -> None:
+    made = bench(near=2, host=4, device=12)
+    with made.hooks():
+        loss = chain(page().requires_grad_())
+        with pytest.raises(BudgetError, match=r"device budget: activations needs .* activation_cpu_memory"):
+            made.ledger.balance()
+    del loss
+    made.assert_empty()
+
+
+def test_room_is_made_where_the_budget_is_short(bench: Make) -> None:
+    """What would have stayed for a while leaves at once."""
+    made = bench(near=40, host=64, device=24)
+    with made.hooks():
+        x = page().requires_grad_()
+        loss = chain(x)
+        made.ledger.balance()
+    assert made.budget.used_bytes <= 24 * PAGE
+    loss.backward()
+    assert torch.equal(x.grad, gradient(chain))
+
+
+def test_a_drive_that_is_full_or_broken_is_told(bench: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """A write that fails is told in the forward, a read in backward; what was not lost can be used again."""
+    made = bench(host=8, drive=64)
+    assert made.store is not None
+    made.store.inject(Fault(nth=3, errno=errno.ENOSPC, target=FaultTarget.WRITES, forever=True))
+    with made.hooks(), pytest.raises(SwapFullError, match="ENOSPC"):
+        chain(page().requires_grad_())
+    made.store.clear_faults()
+    made.assert_empty()
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = chain(x)
+    made.store.inject(Fault(target=FaultTarget.READS, forever=True))
+    with pytest.raises(SwapError, match="EIO"):
+        loss.backward(retain_graph=True)
+    made.store.clear_faults()
+    x.grad = None
+    loss.backward()
+    assert torch.equal(x.grad, gradient(chain))
+    del loss
+    caplog.clear()  # an error that was logged knows the frames that it came through
+    made.assert_empty()
+
+
+def test_a_closed_ledger_brings_nothing_back(bench: Make) -> None:
+    made = bench(host=8, drive=64)
+    with made.hooks():
+        loss = chain(page().requires_grad_())
+    made.ledger.close()
+    with pytest.raises(StateError, match="the engine that ran this forward is closed"):
+        loss.backward()
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Blocks of a unit each, with a residual and a dropout; checkpointed where that is asked for."""
+
+    def __init__(self, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)
+        )
+        self.checkpointing = checkpointing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            again = self.checkpointing is not None and number
+            x = x + (checkpoint(block, x, use_reentrant=self.checkpointing) if again else block(x))
+        return x
+
+
+def net(checkpointing: bool | None = None) -> Net:
+    torch.manual_seed(0)
+    return Net(checkpointing)
+
+
+def rows(number: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(forward: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return forward(x).sub(1).pow(4).mean()
+
+
+def options(path: Path, *, home: str = "none", **more: Any) -> dict[str, Any]:
+    """Options: an eighth of 2 MiB stays near, which is four activations."""
+    return {
+        "device": "cpu",
+        "max_memory": {"device": "16MiB", "cpu": "32MiB", "nvme": "32MiB"},
+        "activation_memory": "2MiB",
+        "offload_param": home,
+        "offload_optimizer": "cpu",
+        "nvme_path": path,
+        "unit_bytes": 8 << 10,
+        "activations": "offload",
+        **more,
+    }
+
+
+def run(model: nn.Module, **given_options: Any) -> Outcome:
+    data = [rows(number) for number in range(3)]
+    return train(model, data, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, max_grad_norm=0.5, **given_options)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_the_same_bits_wherever_they_are(checkpointing: bool | None, tmp_path: Path) -> None:
+    truth = run(net(checkpointing), **everything_on_device())
+    kept = truth.stats.peak_bytes["device"] - truth.plan.arena_bytes[Tier.DEVICE]
+    homes = (("none", "8MiB", 0), ("nvme", "512KiB", "8MiB"), ("cpu", "256KiB", 0))
+    for home, host, drive in homes if checkpointing is None else homes[1:2]:
+        room = {"activation_cpu_memory": host, "activation_nvme_memory": drive}
+        ours = run(net(checkpointing), **options(tmp_path, home=home, **room))
+        assert_equal(ours, truth)
+        links = ours.stats.links
+        if checkpointing is None:
+            assert links["d2h"].bytes > MIB // 2
+            assert not drive or links["nvme_write"].bytes > MIB
+            if home == "none":
+                assert ours.stats.peak_bytes["device"] - ours.plan.arena_bytes[Tier.DEVICE] < 0.4 * kept
+
+
+def test_nothing_is_installed_where_activations_are_kept() -> None:
+    with offload.Engine(net(), offload.AdamW(), **everything_on_device()) as engine:
+        assert not isinstance(engine._parts.activations, LeavingActivations)
+        assert engine.plan.near_bytes == 0
+        assert engine._parts.hooks.saved._leaving is None
+
+
+def test_evaluation_and_dropped_graphs_take_no_room(tmp_path: Path) -> None:
+    with offload.Engine(net(), offload.AdamW(), **options(tmp_path)) as engine:
+        with torch.no_grad():
+            engine(rows(0))
+        assert engine.stats().links["d2h"].bytes == 0
+        for number in range(3):
+            loss_of(engine, rows(number))  # nobody runs its backward
+        collect()
+        assert engine._parts.activations.is_empty()
+        assert engine.stats().used_bytes["device"] == engine.plan.arena_bytes[Tier.DEVICE]
+
+
+def test_in_place_changes_are_refused_in_a_module(tmp_path: Path) -> None:
+    class Changes(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.blocks[0](x).exp()
+            z = super().forward(y)
+            y.add_(1)
+            return z
+
+    torch.manual_seed(0)
+    with offload.Engine(Changes(), offload.AdamW(), **options(tmp_path)) as engine:
+        loss = loss_of(engine, rows(0))
+        with pytest.raises(StateError, match="was changed in place"):
+            engine.backward(loss)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_a_drive_that_fails_in_backward_drops_the_gradients(code: int, tmp_path: Path) -> None:
+    """ENOSPC: a reentrant segment is repeated, and what it keeps has no room. EIO: the drive cannot be read."""
+    full = code == errno.ENOSPC
+    target = FaultTarget.WRITES if full else FaultTarget.READS
+    room = {"activation_cpu_memory": "256KiB", "activation_nvme_memory": "8MiB", "activation_memory": "1MiB"}
+
+    class Segments(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + 0 * self.blocks[0](x).sum()
+            return checkpoint(super().forward, x, use_reentrant=True) if full else super().forward(x)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Segments()
+
+    truth = run(make(), **everything_on_device())
+    with offload.Engine(make(), offload.AdamW(lr=1e-2), max_grad_norm=0.5, **options(tmp_path, **room)) as engine:
+        store = engine._manager.tiers.store
+        torch.manual_seed(1000)
+        loss = loss_of(engine, rows(0))
+        store.inject(Fault(errno=code, target=target, forever=True))
+        with pytest.raises(SwapFullError if full else SwapError):
+            engine.backward(loss)
+        store.clear_faults()
+        del loss
+        assert not engine._training.has_gradients()
+        for number in range(3):
+            torch.manual_seed(1000 + number)
+            loss = loss_of(engine, rows(number))
+            assert torch.equal(loss.detach(), truth.losses[number])
+            engine.backward(loss)
+            del loss
+            engine.step()
+            assert engine.grad_norm == truth.norms[number]
+
+
+def test_host_memory_is_not_given_back_under_a_graph(tmp_path: Path) -> None:
+    with offload.Engine(net(), offload.AdamW(), **options(tmp_path)) as engine:
+        loss = loss_of(engine, rows(0))
+        with pytest.raises(StateError, match="sleep: activations of a forward are in host memory"):
+            engine.sleep(host=True)
+        engine.backward(loss)
+        engine.step()
+        del loss
+        engine.sleep(host=True)
+        engine.wake()
+        engine.backward(loss_of(engine, rows(1)))
+        engine.step()
+
+
+def test_the_plan_says_what_is_set_aside(tmp_path: Path) -> None:
+    room = {"activation_cpu_memory": "4MiB", "activation_nvme_memory": "6MiB"}
+    with offload.Engine(net(), offload.AdamW(), **options(tmp_path, **room)) as engine:
+        line = (
+            "activations that leave the device: 4.00 MiB of the cpu buffers, 6.00 MiB of the nvme buffers; 256.00 KiB"
+        )
+        assert line in str(engine.plan)
+        kept = offload.Engine(net(), offload.AdamW(), **options(tmp_path, activations="keep"))
+        for tier, size in ((Tier.HOST, 4 * MIB), (Tier.NVME, 6 * MIB)):
+            assert engine.plan.arena_bytes[tier] - kept.plan.arena_bytes[tier] >= size
+        kept.close()
+
+
+def test_defaults_are_shares_of_the_budgets(tmp_path: Path) -> None:
+    with offload.Engine(net(), offload.AdamW(), **options(tmp_path)) as engine:
+        request = engine.plan.request
+        assert (request.host_activation_bytes, request.nvme_activation_bytes) == (8 * MIB, 8 * MIB)  # quarters
+
+
+def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r'cpu budget: .*smallest max_memory\["cpu"\]'):
+        offload.Engine(net(), offload.AdamW(), **options(tmp_path, activation_cpu_memory="40MiB"))
+    with pytest.raises(
+        BudgetError, match=r"nvme budget: .* and activations do not fit beside the rest: the tier needs"
+    ):
+        offload.Engine(net(), offload.AdamW(), **options(tmp_path, activation_nvme_memory="40MiB"))
+
+
+@pytest.mark.parametrize(
+    ("given_options", "message"),
+    [
+        ({"activations": "ofload"}, "activations: expected one of keep, offload, recompute but got 'ofload'.*offload"),
+        ({"activation_cpu_memory": "1GiB"}, 'activation_cpu_memory: expected activations="offload" beside it'),
+        ({"activations": "offload", "activation_nvme_memory": "1GiB"}, "activation_nvme_memory: nvme_path is missing"),
+        (
+            {"activations": "offload", "activation_nvme_memory": "1GiB", "run_dir": "."},
+            "activation_nvme_memory: the drive of a durable run",
+        ),
+        ({"activations": "offload", "activation_cpu_memory": "10%"}, "activation_cpu_memory: expected bytes"),
+    ],
+)
+def test_contradicting_options_are_refused(given_options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offload.Config(**given_options)

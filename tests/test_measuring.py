@@ -1,0 +1,154 @@
+"""This machine, measured: operators one by one, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload import measuring
+from offload.cli.doctor import gather
+from offload.cli.main import main
+from offload.measuring import Here, seconds_of
+from offload.memory import drives
+from offload.memory.devices import open_device
+from offload.planning.work import Blank, Call, work_of
+from offload.sizes import MIB
+
+
+class Model(nn.Module):
+    """Has products, a lookup, attention, and an operator whose backward differs on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.norm = nn.LayerNorm(16, dtype=torch.bfloat16)
+        self.out = nn.Linear(16, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return a number."""
+        x = self.embed(tokens)[:, None]
+        x = nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)[:, 0]
+        x = self.norm(x.bfloat16()).float()
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), tokens.flatten())
+
+
+TOKENS = [torch.zeros(2, 8, dtype=torch.int64)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Measure small things, and keep them apart."""
+    monkeypatch.setattr(drives, "cache_file", lambda: tmp_path / "drives.json")
+    for name, value in (("_WIDE", 512), ("_OBJECTS", 2), ("_COPY_BYTES", MIB), ("_CACHE_BYTES", MIB)):
+        monkeypatch.setattr(measuring, name, value)
+
+
+def planned(**options: Any) -> offload.Forecast:
+    return offload.plan(Model(), batch=TOKENS, hardware="here", **options)
+
+
+def test_each_operator_has_seconds_and_those_that_do_not_run_alone_are_named() -> None:
+    found = planned()
+    assert found.work is not None
+    assert found.work.measured_s is not None
+    assert found.timing is not None
+    assert min(found.work.measured_s) > 0
+    assert found.work.unmeasured == ("aten.native_layer_norm_backward.default",)
+    assert "do not run alone: aten.native_layer_norm_backward" in str(found)
+    assert found.timing.spans[-1].seconds["compute"] >= sum(found.work.measured_s)
+    assert found.timing.spans[-1].seconds["drive"] == 0
+    assert "a step on this machine" in str(found)
+
+
+def test_twice_the_operators_take_twice_the_seconds() -> None:
+    device = open_device("cpu")
+    here = Here(device)
+    machine = offload.Hardware.load("desktop")
+    x = torch.ones(4, 64)
+    one, two = (work_of(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(count))), [x]) for count in (1, 2))
+    (first, _), (second, _) = (here.timed(work, machine).measured_s or (0.0, 0.0) for work in (one, two))
+    (known,) = json.loads(here.file.read_text()).values()
+    product = next(known[str(kernel.call)] for kernel in one.forward if kernel.flops)
+    assert second - first == pytest.approx(product)
+
+
+def test_what_does_not_run_alone_has_no_seconds() -> None:
+    wrong = Blank(torch.float32, (2, 3), (3, 1))
+    assert seconds_of(Call("aten.mm.default", (wrong, wrong), ()), open_device("cpu")) is None
+    assert seconds_of(Call("nobody.knows.this", (), ()), open_device("cpu")) is None
+
+
+def test_content_fits_the_strides_of_any_tensor() -> None:
+    """Also of those that overlap themselves or are empty."""
+    for shape, strides in (((3, 4), (0, 1)), ((0, 4), (4, 1)), ((), ()), ((2, 2), (1, 2))):
+        tensor = measuring._filled(Blank(torch.int64, shape, strides), open_device("cpu"))
+        assert (tuple(tensor.shape), tensor.stride()) == (shape, strides)
+        assert not tensor.any()
+
+
+def test_what_was_measured_is_kept_until_it_is_to_be_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gather().operators_measured == 0
+    first = planned()
+    assert first.work is not None
+    kernels = {kernel.call for kernel in {**first.work.forward, **first.work.backward}}
+    assert gather().operators_measured == len(kernels)
+    measured: list[Call] = []
+    monkeypatch.setattr(measuring, "seconds_of", lambda call, device: measured.append(call) or 1.0)
+    with monkeypatch.context() as patch:
+        for name in ("_engine_rates", "_product_rate", "_copy_rate"):
+            patch.setattr(measuring, name, lambda *_: pytest.fail("measured a second time"))
+        assert planned().work == first.work
+        assert not measured
+    assert planned(measure_again=True).work != first.work
+    assert set(measured) == kernels
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"other machine": {}}'])
+def test_a_file_that_says_nothing_is_no_hindrance(content: str) -> None:
+    here = Here(open_device("cpu"))
+    here.file.parent.mkdir(parents=True, exist_ok=True)
+    here.file.write_text(content)
+    assert planned().timing is not None
+    known = json.loads(here.file.read_text())
+    assert len(known) == 1 + ("other machine" in known)
+
+
+def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path) -> None:
+    memory = {"device": "1MiB", "cpu": "8MiB", "nvme": "64MiB"}
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    found = offload.plan(
+        model,
+        batch=[torch.ones(1, 128)],
+        hardware="here",
+        nvme_path=tmp_path,
+        max_memory=memory,
+        offload_optimizer="nvme",
+    )
+    assert found.hardware is not None
+    assert found.hardware.drive_read_bytes_s > 1e6
+    assert found.timing is not None
+    assert found.timing.seconds["drive"] > 0
+    assert not list(tmp_path.glob("*.swap"))
+
+
+def test_an_optimizer_of_torch_is_measured_by_its_own_class() -> None:
+    model = Model()
+    found = offload.plan(model, torch.optim.RMSprop(model.parameters()), batch=TOKENS, hardware="here")
+    assert found.timing is not None
+    kept = next(iter(json.loads(Here(open_device("cpu")).file.read_text()).values()))
+    assert any("RMSprop" in name for name in kept)
+
+
+def test_the_command_measures_this_machine(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--model", str(tmp_path), "--batch", "1x8", "--hardware", "here", "--json", "--measure-again"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"] == "this machine"

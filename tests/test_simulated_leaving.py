@@ -1,0 +1,87 @@
+"""Activations that leave a device whose memory is its own: the same bits however late or early copies are."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_equal, everything_on_device
+from harness import run as train
+from simulated import EAGER, LAZY, running
+from test_leaving import MIB, loss_of, net, options, rows
+from test_leaving import small_ones_leave as small_ones_leave  # a fixture
+from test_simulated_mutations import leave_out
+from torch import nn
+
+import offload
+from offload.errors import StateError
+
+pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread", "small_ones_leave")
+
+
+class Calm(nn.Module):
+    """Without chance, whose bits are a device's own."""
+
+    def __init__(self, checkpointing: bool | None) -> None:
+        super().__init__()
+        self.net = net(checkpointing)
+        for block in self.net.blocks:
+            block[-1] = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+ACCELERATOR, LEAVING = "offload.memory.accelerator", "offload.activations.leaving"
+# what is left out -> module, function, its text, what is there instead
+WAITS = {
+    "a storage leaves behind compute that makes it": (
+        ACCELERATOR, "AcceleratorMover.save",
+        "self._follow(stream, [*self._ordering.computed(), self._device.event()])", "pass",
+    ),
+    "it comes back behind who had the memory before": (
+        ACCELERATOR, "AcceleratorMover.restore", "self._follow(self._ahead, [self._device.event()])", "pass"
+    ),
+    "compute waits until it is there": (
+        ACCELERATOR, "_Restored.use", "self._device.current_stream().wait_event(self._event)", "pass"
+    ),
+    "its memory stays until the copy is over": (
+        LEAVING, "LeavingActivations._begin_going", "record.going = ticket, held",
+        "record.going = ticket, SavedActivation(torch.empty(1), None)",
+    ),
+}  # fmt: skip
+
+
+def run(place: str, checkpointing: bool | None, **given: Any) -> Any:
+    data = [rows(number).to(place) for number in range(3)]
+    return train(Calm(checkpointing), data, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **given)
+
+
+@pytest.mark.parametrize("checkpointing", [None, True])
+def test_the_same_bits_under_every_schedule(checkpointing: bool | None, tmp_path: Path) -> None:
+    truth = run("cpu", checkpointing, **everything_on_device())
+    for home, host, drive in (("none", "8MiB", 0), ("cpu", "512KiB", "8MiB")):
+        room = {"activation_cpu_memory": host, "activation_nvme_memory": drive, "device": "sim"}
+        for schedule in (LAZY, EAGER):
+            with running(schedule) as seen:
+                ours = run("sim", checkpointing, **options(tmp_path, home=home, **room))
+            ours.losses = [loss.cpu() for loss in ours.losses]
+            assert_equal(ours, truth)
+            assert seen.races == [], schedule.name
+            if checkpointing is None:
+                assert ours.stats.links["d2h"].bytes > MIB
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_that_is_left_out_is_seen(wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = run("cpu", None, **everything_on_device())
+    leave_out(WAITS[wait], monkeypatch)
+    room = {"activation_cpu_memory": "8MiB", "activation_nvme_memory": 0, "device": "sim"}
+    same = False
+    with running(LAZY) as seen, contextlib.suppress(offload.NonFiniteError, StateError):
+        ours = run("sim", None, **options(tmp_path, **room))
+        same = all(torch.equal(ours.parameters[name], truth.parameters[name]) for name in truth.parameters)
+    assert seen.races or not same

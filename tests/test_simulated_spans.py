@@ -1,0 +1,100 @@
+"""Spans of a simulated device that goes by the clock: what its lanes did, at the times when they did it."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import simulated
+import torch
+from harness import UNIT_BYTES, working_bytes
+from simulated.clock import Operation, operations
+from simulated.engine import engine_clock, untouched
+from test_simulated_clock_engine import MIB, TINY, llama
+
+from offload import AdamW, Engine
+from offload.planning.hardware import DESKTOP
+from offload.snapshot import take_spans
+from offload.spans import Span
+from offload.stats import LinkStats
+
+pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
+
+
+class TimedEvent(torch.Event):
+    """An event that tells times, as those of the simulated device do not: by its clock."""
+
+    def __new__(cls, *args: Any, enable_timing: bool = False, **options: Any) -> TimedEvent:
+        return super().__new__(cls, *args, **options)  # type: ignore[no-any-return]
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        if stream is not None:
+            self.at_s = simulated.load().end_of(stream.stream_id)
+        super().record(stream)
+
+    def elapsed_time(self, end: Any) -> float:
+        return float(end.at_s - self.at_s) * 1e3
+
+
+@pytest.fixture(scope="module")
+def ran(sim: None) -> tuple[list[Operation], list[Span], dict[str, LinkStats]]:
+    """What two steps did: by the device itself, and by the engine."""
+    model = untouched(llama(**TINY))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        engine_clock(DESKTOP, dry=True),
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        patch.setattr(torch, "Event", TimedEvent)
+        memory = {"device": MIB + working_bytes(model, unit_bytes=UNIT_BYTES), "cpu": "16MiB", "nvme": "64MiB"}
+        options: dict[str, Any] = {"device": "sim", "max_memory": memory, "unit_bytes": UNIT_BYTES}
+        options |= {"activation_memory": MIB, "offload_param": "nvme", "offload_optimizer": "nvme"}
+        ids = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(0)).to("sim")
+        operations()
+        with Engine(model, AdamW(lr=1e-3), nvme_path=folder, **options) as engine:
+            for _ in range(2):
+                engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+                engine.step()
+            engine.drain()
+            engine._parts.device.synchronize()
+            spans = take_spans(engine._parts, engine._life.require_open()).spans
+            stats = engine.stats()
+            done = operations()
+            engine.close(restore=False)
+    return done, list(spans), dict(stats.links)
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h"])
+def test_copies_are_where_the_device_made_them(ran: Any, lane: str) -> None:
+    done, spans, links = ran
+    ours = [span for span in spans if span.lane == lane]
+    theirs = [operation for operation in done if operation.lane == lane]
+    assert sum(span.size_bytes for span in ours) == links[lane].bytes > 0
+    assert sum(span.end - span.begin for span in ours) == pytest.approx(links[lane].seconds, rel=1e-3)
+    inside = [o for o in theirs if any(s.begin <= o.begin + 1e-6 and o.end <= s.end + 1e-6 for s in ours)]
+    assert sum(operation.size_bytes for operation in inside) == links[lane].bytes
+
+
+def test_passes_hold_what_the_device_computed(ran: Any) -> None:
+    done, spans, _ = ran
+    ours = [span for span in spans if span.lane == "compute"]
+    assert [span.name for span in ours] == ["forward", "backward"] * 2
+    busy = [o for o in done if o.lane == "compute"]
+    inside = [o for o in busy if any(s.begin <= o.begin + 1e-6 and o.end <= s.end + 1e-6 for s in ours)]
+    assert sum(o.end - o.begin for o in inside) > 0.95 * sum(o.end - o.begin for o in busy)  # the rest fills arenas
+
+
+@pytest.mark.parametrize(("lane", "name"), [("nvme_read", "drive read"), ("nvme_write", "drive write")])
+def test_the_drive_has_its_own_times(ran: Any, lane: str, name: str) -> None:
+    done, spans, _ = ran
+    ours = sorted(span.size_bytes for span in spans if span.lane == lane)
+    assert ours == sorted(operation.size_bytes for operation in done if operation.lane == name) != []
+
+
+def test_waits_and_updates_are_spans_by_the_clock(ran: Any) -> None:
+    _, spans, _ = ran
+    last = max(span.end for span in spans)
+    assert {span.lane for span in spans} >= {"step", "wait", "cpu_adam"}
+    assert {span.name.partition(":")[0] for span in spans if span.lane == "wait"} == {"updates", "parameters"}
+    assert all(0 <= span.begin <= span.end <= last < 10 for span in spans)  # virtual seconds, not the machine's

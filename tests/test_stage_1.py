@@ -1,0 +1,196 @@
+"""Several ranks with slices of gradients and states: the bits of one process that accumulates their micro-batches."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from several_ranks import Ended, Raised, run
+from torch import nn
+
+from offload import AdamW, BudgetError, Engine, RanksError
+from offload.planning.roles import STATE_ROLES, Role
+from offload.shards.stream import ALL_STATES, Chunk
+
+pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
+
+STEPS = 3
+CLIP = 0.05  # less than any norm
+HOMES = {  # of parameters, gradients and states: the slowest of all units
+    "device": ("Tier.DEVICE", "Tier.DEVICE", "Tier.DEVICE"),
+    "host": ("Tier.HOST", "Tier.HOST", "Tier.HOST"),
+    "nvme": ("Tier.NVME", "Tier.HOST", "Tier.NVME"),
+    "spill": ("Tier.NVME", "Tier.NVME", "Tier.NVME"),
+}
+WIDTH = 72  # squares are larger than a page, and slices cut them
+WIDE = 300  # so that gradients are more than the buffers through which they leave host memory
+
+
+class Net(nn.Module):
+    """Blocks, of which a batch uses one of two experts; a tied head; a frozen layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(96, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 3 * width), nn.Linear(3 * width, width)) for _ in "ab"
+        )
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in "ab")
+        self.norm = nn.LayerNorm(width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.never = nn.Linear(5, 5)
+        self.head = nn.Linear(width, 96, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor, expert: int) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        x = x + self.frozen(self.experts[expert](x))
+        logits = self.head(self.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+
+
+def net(name: str) -> Net:
+    torch.manual_seed(3)
+    return Net(WIDE if name.endswith("spill") else WIDTH)
+
+
+def batch(number: int) -> tuple[torch.Tensor, int]:
+    """Return a micro-batch of all ranks by its number: tokens, and the expert that they go to."""
+    random = torch.Generator().manual_seed(100 + number)
+    return torch.randint(0, 96, (2, 7), generator=random), int(number % 12 == 1)
+
+
+def options(name: str, path: str) -> dict[str, Any]:
+    """Return the options of a case, by its name: dtype, format of states, homes."""
+    dtype, states, home = name.split("-")
+    found: dict[str, Any] = {"device": "cpu", "dtype": dtype, "state_dtype": states, "max_grad_norm": CLIP}
+    found |= {
+        "initial_loss_scale": 64.0,
+        "unit_bytes": 64 << 10,
+        "max_memory": {"device": "40MiB", "cpu": "40MiB"},
+        "threads": 1,
+    }
+    if home == "host":
+        return found | {"offload_param": "cpu", "offload_optimizer": "cpu"}
+    if home in ("nvme", "spill"):
+        found["max_memory"] |= {"nvme": "64MiB"}
+        return found | {"offload_param": "nvme", "offload_optimizer": "nvme", "nvme_path": path}
+    return found
+
+
+def smallest(name: str, settings: dict[str, Any]) -> int:
+    """Return the smallest budget of host memory: gradients have no home there."""
+    small = settings | {"max_memory": settings["max_memory"] | {"cpu": 1 << 20}}
+    with pytest.raises((BudgetError, RanksError)) as caught:  # another rank's may come first: it has the same slices
+        Engine(net(name), AdamW(), **small)
+    found = re.search(r"would do is (\d+) bytes", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+def states_of(engine: Engine) -> dict[tuple[str, str], list[tuple[int, bytes]]]:
+    """Return the bytes of all states that are here, by parameter and role, with the element at which each begins."""
+    found: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
+    manager = engine._life.require_open()
+    states = manager.tiers.plan.request.states
+
+    def visit(chunk: Chunk) -> None:
+        for slot in chunk.unit.slots:
+            start, stop = max(slot.offset_numel, chunk.begin), min(slot.end_numel, chunk.end)
+            if start >= stop or not chunk.unit.trainable:
+                continue
+            for role in STATE_ROLES:
+                if role not in chunk.addresses:
+                    continue
+                master = 2 if chunk.unit.dtype == "bfloat16" else 4
+                size = {Role.MASTER: master}.get(role, states.kind.itemsize) * (stop - start)
+                at = chunk.addresses[role] + size // (stop - start) * (start - chunk.begin)
+                if role is Role.SCALES:
+                    size = states.kind.units_bytes(stop - start)
+                    at = chunk.addresses[role] + states.kind.units_bytes(start - chunk.begin)
+                known = found.setdefault((slot.name, role.value), [])
+                known.append((start - slot.offset_numel, ctypes.string_at(at, size)))
+
+    manager.stream(manager.units, visit, reads=ALL_STATES | {Role.PARAM}, parts=True)
+    return found
+
+
+def train(rank: int, world: int, micro_batches: int, name: str, path: str, stage: int = 1) -> dict[str, Any]:
+    """Train on this rank's share of the micro-batches; return everything that must be equal."""
+    accumulation = micro_batches // world
+    losses, norms = [], []
+    settings = options(name, path) | {"gradient_accumulation_steps": accumulation}
+    settings |= {"stage": stage} if world > 1 else {}
+    if name.endswith("spill"):
+        settings["max_memory"]["cpu"] = smallest(name, settings)
+    with Engine(net(name), AdamW(lr=0.01, weight_decay=0.1), **settings) as engine:
+        for step in range(STEPS):
+            for micro in range(accumulation):
+                loss = engine(*batch(step * micro_batches + micro * world + rank))
+                engine.backward(loss)
+                losses.append(loss.item())
+                assert engine.step() == (micro == accumulation - 1)
+            norms.append(engine.grad_norm)
+        parameters = {key: value.view(torch.uint8).numpy().tobytes() for key, value in engine.state_dict().items()}
+        trained = [unit for unit in engine.plan.request.units if unit.trainable]
+        roles = (Role.PARAM, Role.GRAD, Role.EXP_AVG)
+        homes = tuple(max(str(engine.plan.home(unit, role)) for unit in trained) for role in roles)
+        found = {"losses": losses, "norms": norms, "parameters": parameters, "states": states_of(engine)}
+        return found | {"homes": homes, "never": engine.module.never.weight.grad}
+
+
+def joined(parts: list[tuple[int, bytes]]) -> bytes:
+    return b"".join(data for _, data in sorted(parts))
+
+
+def check(world: int, micro_batches: int, name: str, tmp_path: Path, *, stages: tuple[int, ...] = (1, 2)) -> None:
+    (one,) = run(train, 1, 1, micro_batches, name, str(tmp_path), 1)
+    assert all(math.isfinite(norm) and norm > CLIP for norm in one["norms"]), one["norms"]  # clipping is active
+    for stage in stages:
+        check_ranks(one, run(train, world, world, micro_batches, name, str(tmp_path), stage), name)
+
+
+def check_ranks(one: dict[str, Any], every: list[Any], name: str) -> None:
+    """Compare what ranks have with what one process has."""
+    states: dict[tuple[str, str], list[tuple[int, bytes]]] = {}
+    for rank, found in enumerate(every):
+        assert not isinstance(found, (Raised, Ended)), found
+        assert found["losses"] == one["losses"][rank :: len(every)]
+        assert found["norms"] == one["norms"]
+        assert found["parameters"] == one["parameters"]
+        assert found["never"] is None
+        assert found["homes"] == HOMES[name.split("-")[2]] == one["homes"]
+        for key, parts in found["states"].items():
+            states.setdefault(key, []).extend(parts)
+    assert states.keys() == one["states"].keys()
+    for key, parts in states.items():
+        assert joined(parts) == joined(one["states"][key]), key
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_ranks_are_one_process(dtype: str, states: str, home: str, world: int, tmp_path: Path) -> None:
+    for accumulation in (1, 2):
+        check(world, world * accumulation, f"{dtype}-{states}-{home}", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["float32-float32-device", "bfloat16-float32-nvme", "bfloat16-int8-host"])
+def test_four_ranks_are_one_process(name: str, tmp_path: Path) -> None:
+    check(4, 4, name, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("world", "micro_batches", "name"), [(2, 4, "bfloat16-bfloat16-host"), (3, 6, "bfloat16-float32-spill")]
+)
+def test_ranks_that_accumulate_are_one_process(world: int, micro_batches: int, name: str, tmp_path: Path) -> None:
+    check(world, micro_batches, name, tmp_path)

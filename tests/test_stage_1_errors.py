@@ -1,0 +1,230 @@
+"""Several ranks of one engine: what differs between them, or fails on one, is one named error on all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from several_ranks import Ended, Raised, run
+from torch import nn
+
+from offload import LAMB, AdamW, Engine
+
+pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
+WORLD = 3
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 70), nn.Linear(70, 70), nn.Linear(70, 1))
+
+
+class Named(torch.Tensor):
+    """Made of one inner tensor, with something beside it."""
+
+    @staticmethod
+    def __new__(cls, inner: Any, note: Any) -> Named:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        made.inner, made.note = inner, note
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["inner"], self.note
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, note: Any, size: Any, stride: Any) -> Named:
+        return cls(inner["inner"], note)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*(one.inner if isinstance(one, Named) else one for one in args), **(kwargs or {}))
+        return Named(found, args[0].note) if func is torch.ops.aten.detach.default else found
+
+
+def net_of_named(note: str) -> nn.Sequential:
+    model = net()
+    model[0].weight = nn.Parameter(Named(model[0].weight.detach(), note), requires_grad=False)
+    return model
+
+
+def engine_of(model: nn.Module | None = None, optimizer: Any = None, **options: Any) -> Engine:
+    options = {"device": "cpu", "max_memory": {"device": "16MiB", "cpu": "16MiB"}, "stage": 1} | options
+    return Engine(net() if model is None else model, AdamW(lr=0.1) if optimizer is None else optimizer, **options)
+
+
+def backward(engine: Engine, value: float = 1.0) -> None:
+    engine.backward(engine(torch.full((2, 8), value)).mean())
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def differ(rank: int, path: str) -> dict[str, tuple[str, str]]:
+    """Let rank 1 differ in one thing after the other; return what each rank is told."""
+    odd, found = rank == 1, dict[str, tuple[str, str]]()
+    found["values"] = error_of(lambda: engine_of(net(int(odd))))
+    found["shapes"] = error_of(lambda: engine_of(nn.Linear(4, 4 + odd)))
+    found["wrappers"] = error_of(lambda: engine_of(net_of_named("odd" if odd else "even")))
+    found["option"] = error_of(lambda: engine_of(max_grad_norm=1.0 + odd))
+    small = {"device": "16KiB", "cpu": "16KiB"}
+    found["budget"] = error_of(lambda: engine_of(**({"max_memory": small} if odd else {})))
+    found["optimizer"] = error_of(lambda: engine_of(optimizer=LAMB()))
+    found["durable"] = error_of(lambda: engine_of(run_dir=path, max_memory={"nvme": "16MiB"}))
+    found["stage"] = error_of(lambda: engine_of(stage=4))
+    with engine_of(unit_bytes=(8 if odd else 64) << 10) as engine:  # the smallest counts
+        found["units"] = str(len(engine.plan.request.units)), ""
+        backward(engine)
+        if odd:
+            engine.optimizer.param_groups[0]["lr"] = 0.2
+        found["lr"] = error_of(engine.step)
+        engine.optimizer.param_groups[0]["lr"] = 0.1
+        backward(engine)
+        assert engine.step()  # it goes on
+        engine.apply(lambda name, parameter: parameter.mul_(0.5))
+        backward(engine)
+        found["again"] = error_of(engine.step)
+        if not odd:
+            engine.zero_grad()
+        backward(engine)
+        if odd:
+            engine.zero_grad()
+        found["dropped"] = error_of(engine.step)
+        with engine.gather(engine.module[0].bias, modify=odd), torch.no_grad():
+            if odd:
+                engine.module[0].bias.add_(1.0)
+        backward(engine)
+        found["written"] = error_of(engine.step)
+        backward(engine)
+        assert error_of(engine.step)[1] == found["written"][1]  # the ranks' parameters differ for good
+        found["loss.backward"] = error_of(lambda: engine(torch.ones(2, 8)).mean().backward())
+    return found
+
+
+def test_what_differs_is_named_on_all_ranks(tmp_path: Path) -> None:
+    every = run(differ, WORLD, str(tmp_path))
+    for found in every:
+        assert not isinstance(found, (Raised, Ended)), found
+    for rank, found in enumerate(every):
+        for what, text in (
+            ("values", "expected one value of the values of 0.bias in loading but got"),
+            ("shapes", 'parameter bias in planning but got "float32 (4,) trained at 0/128" on ranks 0, 2'),
+            ("wrappers", "expected one value of what makes 0.weight in planning but got"),
+            (
+                "option",
+                "expected one value of max_grad_norm in making an engine but got 1.0 on ranks 0, 2, 2.0 on rank 1",
+            ),
+            ("lr", "expected one value of lr of parameter group 0 in step 1 but got"),
+            ("written", "expected one value of what was written to 0.bias in step 3 but got nothing on ranks 0, 2"),
+        ):
+            assert found[what] == every[0][what], what
+            assert found[what][0] == "RanksError" and text in found[what][1], found[what]
+        assert found["budget"][0] == ("BudgetError" if rank == 1 else "RanksError")
+        assert rank == 1 or found["budget"][1].startswith("rank 1: BudgetError: ")
+        assert found["optimizer"] == (
+            "ConfigError",
+            "optimizer LAMB, which looks at whole parameters: not with several ranks yet; leave it out, or train in "
+            "one process",
+        )
+        assert found["durable"][0] == "ConfigError" and found["durable"][1].startswith("run_dir: not with several")
+        assert found["stage"][0] == "ConfigError" and "expected 1 or 2" in found["stage"][1]
+        assert found["units"] == every[0]["units"]
+        assert found["again"] == ("nothing", "")
+        assert found["dropped"][0] == "RanksError" and "the gradients that wait of" in found["dropped"][1]
+        assert "call engine.backward(loss), not loss.backward()" in found["loss.backward"][1]
+
+
+def ask(rank: int, path: str) -> dict[str, tuple[str, str]]:
+    """Ask for what several ranks cannot do, or only together."""
+    with engine_of() as engine:
+        backward(engine)
+        weight = engine.module[1].weight
+        found = {
+            "gradient": error_of(lambda: weight.grad.clone()[0].item()),
+            "changed": error_of(lambda: weight.grad.fill_(1.0)),
+            "gathered": error_of(lambda: engine.gather_gradients().__enter__()),
+            "digests": error_of(engine.digests),
+            "sleep": error_of(engine.sleep),
+            "import": error_of(lambda: engine.import_checkpoint(path)),
+            "clip": (repr(float(nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3))), repr(engine.grad_norm)),
+        }
+        assert engine.step()
+        found["parameters"] = error_of(engine.state_dict)
+        text = str(engine.plan)
+        assert f"stage 1, rank {rank} of {WORLD}: a slice of gradients and states" in text
+    return found
+
+
+def test_what_needs_one_process_is_refused_by_name(tmp_path: Path) -> None:
+    every = run(ask, WORLD, str(tmp_path))
+    for found in every:
+        assert not isinstance(found, (Raised, Ended)), found
+        for what in ("gradient", "changed"):
+            assert found[what][0] == "StateError" and "the gradient has left the device" in found[what][1], what
+        assert found["gathered"][0] == "StateError" and "several ranks has a part of it" in found["gathered"][1]
+        for what in ("digests", "sleep", "import"):
+            assert found[what][0] == "StateError" and "each of several ranks has a part of them" in found[what][1], what
+        assert found["clip"] == every[0]["clip"] and float(found["clip"][0]) > 1e-3
+        assert found["parameters"] == ("nothing", "")
+    assert not any(tmp_path.iterdir())
+
+
+def fail(rank: int, how: str, stage: int) -> tuple[tuple[str, str], tuple[str, str]]:
+    with engine_of(stage=stage) as engine:
+        backward(engine)
+        assert engine.step()
+        store = torch.distributed.distributed_c10d._get_default_store()
+        store.set(f"stepped {rank}", "1")
+        store.wait([f"stepped {other}" for other in range(WORLD)])
+        if rank == 1 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1 and how == "close":
+            return ("nothing", ""), ("nothing", "")
+        if rank == 1 and how == "forward":
+            first = error_of(lambda: engine(torch.ones(2, 7)))
+        elif rank == 1 and how == "step":
+            first = error_of(engine.step)
+        else:
+            if how == "nan":  # what waits is dropped on all ranks
+                backward(engine)
+            first = error_of(lambda: backward(engine, float("nan") if rank == 1 and how == "nan" else 1.0))
+        afterwards = error_of(lambda: backward(engine))
+        if afterwards[0] == "nothing":
+            assert engine.step()
+        return first, afterwards
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("how", ["kill", "forward", "nan", "step", "close"])
+def test_what_fails_on_one_rank_is_told_to_all(how: str, stage: int) -> None:
+    every = run(fail, WORLD, how, stage)
+    if how == "kill":
+        assert every.pop(1) == Ended(-signal.SIGKILL)
+    others = [found for found in every if found[0][0] == "RanksError"]
+    assert len(others) >= 2
+    text = {
+        "kill": "no word of rank 1, rank",
+        "forward": "rank 1: RuntimeError: mat1 and mat2 shapes",
+        "nan": "rank 1: NonFiniteError: loss: expected a finite value but got nan; no parameter was changed, and all",
+        "step": "backward 2 on ranks 0, 2, step 2 on rank 1",
+        "close": "rank 1 closed the engine, ranks 0, 2 waiting in backward 2; call the same methods on all ranks "
+        "(probably ranks 0, 2 had a batch more: deal as many to all",
+    }[how]
+    for first, afterwards in others:
+        assert text in first[1], first
+        assert first[1] == others[0][0][1]
+        if how == "nan":
+            assert afterwards == ("nothing", "")
+        else:
+            assert how == "step" or (afterwards[0] == "RanksError" and "close the engine" in afterwards[1])
+    if how == "step":
+        assert "(probably ranks 0, 2 had a batch more" in others[0][0][1]

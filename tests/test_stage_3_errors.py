@@ -1,0 +1,164 @@
+"""Several ranks with slices of parameters: what fails on one, or differs, is one named error on all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from several_ranks import Ended, Raised, run
+from test_stage_1_errors import error_of
+from torch import nn
+
+from offload import AdamW, Engine, several
+from offload.distributed.processes import open_ranks
+
+pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
+
+WORLD = 3
+LAYERS, WIDTH = 8, 64
+DEADLINE_S = 2.0
+
+
+class Chain(nn.Module):
+    """Layers one after the other, each a unit; `before` is called with the number of each."""
+
+    def __init__(self, before: Callable[[int], object] = lambda index: None, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.before = before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            self.before(index)
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def engine_of(model: nn.Module, **options: Any) -> Engine:
+    settings = {"device": "cpu", "max_memory": {"device": "8MiB", "cpu": "8MiB"}, "unit_bytes": 1 << 14, "stage": 3}
+    return Engine(model, AdamW(lr=0.01), **(settings | options))
+
+
+def backward(engine: Engine) -> None:
+    engine.backward(engine(torch.ones(2, WIDTH)))
+
+
+def fail(rank: int, how: str) -> dict[str, Any]:
+    """Let rank 1 fail in the middle of its second forward; return what this rank is told."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    armed = False
+
+    def before(index: int) -> None:
+        if not armed or rank != 1 or index != LAYERS // 2:
+            return
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "silent":
+            store.wait(["told 0", "told 2"])
+        raise ValueError("layer 4 has a bad day")
+
+    ranks: list[Any] = []
+    several.open_ranks = lambda group, **more: ranks.append(open_ranks(group, **more)) or ranks[-1]
+    model = Chain(before)
+    with engine_of(model) as engine:
+        backward(engine)
+        assert engine.step()
+        armed = True
+        if how == "silent":
+            ranks[0]._meeting.deadline_s = DEADLINE_S  # not before: the ranks begin one after the other
+        if how == "evaluation":
+            with torch.no_grad():
+                first = error_of(lambda: engine(torch.ones(2, WIDTH)))
+        else:
+            first = error_of(lambda: backward(engine))
+        store.set(f"told {rank}", "1")
+        afterwards = error_of(lambda: backward(engine))
+    left = error_of(lambda: model(torch.ones(2, WIDTH)))
+    return {"first": first, "afterwards": afterwards, "left": left}
+
+
+@pytest.mark.parametrize("how", ["kill", "raise", "evaluation", "silent"])
+def test_what_fails_between_units_is_told_to_all(how: str) -> None:
+    every = run(fail, WORLD, how)
+    one = every.pop(1)
+    assert one == Ended(-signal.SIGKILL) if how == "kill" else one["afterwards"][0] == "RanksError"
+    text = {
+        "raise": "rank 1: ValueError: layer 4 has a bad day",
+        "evaluation": "rank 1: ValueError: layer 4 has a bad day",
+        "kill": r"no word of rank 1, (ranks 0, 2 waiting in|rank 0 waiting in .*, rank 2 waiting in) .* of layers\.",
+        "silent": r"no word of rank 1, ranks 0, 2 waiting in parameters of layers\.",
+    }[how]
+    for found in every:
+        assert not isinstance(found, (Raised, Ended)), found
+        assert found["first"] == every[0]["first"] and re.search(text, found["first"][1]), found["first"]
+        assert found["first"][0] == found["afterwards"][0] == "RanksError"
+        assert "close the engine" in found["afterwards"][1]
+        assert found["left"][0] == "StateError" and "parameter layers.0.weight" in found["left"][1]
+
+
+def differ(rank: int) -> dict[str, Any]:
+    """Let rank 1 differ in one thing after the other; return what each rank is told."""
+    odd, found = rank == 1, dict[str, Any]()
+    model = Chain(seed=int(odd))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found["values"] = error_of(lambda: engine_of(model))
+    found["as it was"] = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    small = {"max_memory": {"device": "64KiB", "cpu": "8MiB"}} if odd else {}
+    found["budget"] = error_of(lambda: engine_of(model, **small))
+    found["stage"] = error_of(lambda: engine_of(model, stage=1 if odd else 3))
+    with torch.device("meta"):
+        empty = Chain()
+    torch.manual_seed(int(odd))
+    found["meta"] = error_of(lambda: engine_of(empty))
+    engine = engine_of(Chain())
+    with engine.gather(engine.module.layers[0], modify=odd):
+        assert torch.isfinite(engine.module.layers[0].weight).all()
+    backward(engine)
+    found["nothing written"] = error_of(engine.step)
+    for what in (engine.digests, engine.sleep):
+        found[f"refused {len(found)}"] = error_of(what)
+
+    def write() -> None:
+        with engine.gather(engine.module.layers[0], modify=odd), torch.no_grad():
+            if odd:
+                engine.module.layers[0].bias.add_(1.0)
+        backward(engine)
+
+    found["written"] = error_of(write)
+    engine.close()
+    found["back"] = error_of(lambda: engine.module(torch.ones(2, WIDTH)))
+    engine = engine_of(engine.module)
+    if odd:
+        engine.close()
+    found["closed"] = error_of(lambda: backward(engine))
+    engine.close()
+    engine = engine_of(Chain(), prefetch=not odd)  # others ask ahead for what rank 1 never wants
+    engine.close(restore=False)
+    return found
+
+
+def test_what_differs_is_named_on_all_ranks() -> None:
+    every = run(differ, WORLD)
+    for rank, found in enumerate(every):
+        assert not isinstance(found, (Raised, Ended)), found
+        for what, text in (
+            ("values", "expected one value of the values of layers.0.bias in loading but got"),
+            ("stage", "expected one value of stage in making an engine but got 3 on ranks 0, 2, 1 on rank 1"),
+            ("meta", "expected one value of the values of layers.0.bias in loading but got"),
+            ("written", "writing parameters of layers.0 on rank 1"),
+        ):
+            assert found[what] == every[0][what] and found[what][0] == "RanksError", found[what]
+            assert text in found[what][1], found[what]
+        assert found["as it was"]
+        assert found["budget"][0] == ("BudgetError" if rank == 1 else "RanksError")
+        assert found["nothing written"] == found["back"] == ("nothing", "")
+        for what in (name for name in found if name.startswith("refused")):
+            assert found[what][0] == "StateError" and "each of several ranks has a part of them" in found[what][1]
+        assert found["closed"][0] == ("StateError" if rank == 1 else "RanksError")
+        assert rank == 1 or "closing on rank 1" in found["closed"][1], found["closed"]
