@@ -89,7 +89,10 @@ class StoreTicket:
     def take_effect(self) -> SwapError | None:
         """Do what follows the end of the transfer; return why it failed. `Transfers.reap` calls it once, locked."""
         plan = self._plan
-        self._error = next((error for io in self._ios if (error := io.error())), None)
+        for io in self._ios:
+            self._error = io.error()
+            if self._error is not None:
+                break
         if self._error is None:
             if plan.writes and plan.jobs[0].granule_bytes:
                 plan.version.checksums = tuple(io.checksums for io in self._ios)

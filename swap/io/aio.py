@@ -207,9 +207,8 @@ class Aio:
             SwapError: the engine is closed or belongs to the parent process, or a thread for checksums cannot be
                 started.
         """
-        rows = [(j.write, j.fd, j.offset, j.address, j.length, j.priority, j.granule_bytes, j.expected) for j in jobs]
         with _as_swap_error():
-            operations = self._engine.submit(rows)
+            operations = self._engine.submit(jobs)
         return [IoTicket(self, operation, job) for operation, job in zip(operations, jobs, strict=True)]
 
     def register_file(self, fd: int, name: str | None = None) -> bool:
