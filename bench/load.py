@@ -171,8 +171,8 @@ def main() -> None:
         f"{seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s; reading the files alone {plain:.1f} s; "
         f"{written / 1e9:.2f} GB written to the drive; measured / reading = {seconds / plain:.2f}; "
         f"{len(probes)} parameters {'equal to' if equal else 'DIFFER from'} the files; loss {loss:.3f}\n"
-        f"saved again in {save_seconds:.1f} s; memory while saving: {saving / MIB:.0f} MiB beside what the budgets allow, for files of "
-        f"{arguments.shard_bytes / MIB:.0f} MiB"
+        f"saved again in {save_seconds:.1f} s; memory while saving: {saving / MIB:.0f} MiB beside the "
+        f"budgets, for files of {arguments.shard_bytes / MIB:.0f} MiB"
     )
     emit(
         arguments.json,
