@@ -150,7 +150,6 @@ class Sleeping:
             for at, buffer, first, size in _pieces(manager.tiers.content(self._tiers)):
                 with self._on_host(buffer, first, size, write=True) as address:
                     self._place.get(at, address, size)
-            manager.tiers.device.synchronize()
         except BaseException:
             manager.tiers.release(self._tiers)
             raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,10 @@ from simulated import apart, instead
 # Threads of torch that wait spin by default, which on a machine that does something else as well costs the tests a
 # multiple of their time. Read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell lets what it starts in the background ignore it; tests raise it, and want it to be heard.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NIGHTLY_EXAMPLES = 10_000
 

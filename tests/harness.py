@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 
 import offload
 from offload import build
+from offload.memory.errands import Errands
 from offload.optim.step import Calm
 from offload.planning.partition import find_units
 
@@ -61,6 +64,24 @@ def collect() -> None:
     """Collect garbage; also what autograd's thread of a device has of the last backward, until its next one."""
     torch.ones(1, device=_compute[0], requires_grad=True).sum().backward()
     gc.collect()
+
+
+def let_go(engine: offload.Engine) -> None:
+    """Wait until an engine's threads have dropped what they did last: whoever works for an engine keeps it alive.
+
+    Beside an accelerator a thread makes updates, which a step leaves to it.
+    """
+    assert engine._manager is not None
+    tiers = engine._manager.tiers
+    for owner in (tiers.worker, tiers.mover, getattr(tiers.mover, "_gradients", None)):
+        for threads in vars(owner).values() if owner is not None else ():
+            if isinstance(threads, ThreadPoolExecutor):  # of one thread
+                threads.submit(int).result()
+            elif isinstance(threads, Errands) and threads._threads:
+                all_of_them = threading.Barrier(len(threads._threads))
+                given = [threads.submit(lambda _, met=all_of_them: met.wait(), urgent=False) for _ in threads._threads]
+                for one in given:
+                    one.result()
 
 
 Forward = Callable[..., Any]

@@ -33,6 +33,7 @@ from harness import (
     everything_on_device,
     guess_nothing,
     host,
+    let_go,
     loss_of,
     one_torch_thread,
     tight,
@@ -323,6 +324,7 @@ def test_a_parameter_of_an_engine_that_was_collected() -> None:
     shared = nn.Parameter(torch.ones(WIDTH, WIDTH))
     engine = Engine(Half(shared), AdamW(), **everything_on_device())
     step(engine, 0)
+    let_go(engine)
     seen = weakref.ref(engine)
     del engine
     collect()

@@ -27,6 +27,7 @@ from harness import (
     everything_on_device,
     guess_nothing,
     host,
+    let_go,
     loss_of,
     nvme,
     run,
@@ -1294,6 +1295,7 @@ def test_an_unclosed_engine_is_collected(tmp_path: Path) -> None:
     engine = Engine(model, AdamW(), **tight(model, tmp_path))
     step(engine, 0)
     assert files() == 1
+    let_go(engine)
     seen = weakref.ref(engine)
     del engine, model
     collect()
@@ -1485,6 +1487,7 @@ def test_an_engine_that_nobody_holds_is_collected(pending: bool) -> None:
     engine.backward(engine(torch.ones(1, WIDTH)).sum())
     if not pending:
         engine.step()
+    let_go(engine)
     manager = weakref.ref(engine._manager)
     del engine, model
     collect()

@@ -111,6 +111,13 @@ def test_links_lead_somewhere(path: str) -> None:
             assert anchor[1:] in anchors(there.read_text(encoding="utf-8")), (path, target, anchor)
 
 
+def test_the_tests_that_pages_name_are_there() -> None:
+    sources = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py")}
+    for page in PAGES:
+        for name in re.findall(r"`(test_\w+)`", read(page)):
+            assert name in sources or any(f"def {name}(" in source for source in sources.values()), (page, name)
+
+
 def test_every_page_is_in_the_guide() -> None:
     listed = set(re.findall(r": (\S+\.md)$", read("mkdocs.yml"), re.MULTILINE))
     assert {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} <= listed

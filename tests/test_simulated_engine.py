@@ -567,10 +567,11 @@ def test_without_page_locking_copies_are_slower_and_right(
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_closes_waits_for_what_is_queued() -> None:
+@pytest.mark.parametrize("end", ["closed", "collected"])
+def test_an_engine_that_ends_waits_for_what_is_queued(end: str) -> None:
     """Its host arena is unmapped: a copy that is still queued would read there."""
     code = """
-        import sys, torch, simulated
+        import gc, sys, torch, simulated
         from torch import nn
         from offload import AdamW, Engine
         from offload.memory.accelerator import AcceleratorDevice
@@ -586,12 +587,14 @@ def test_an_engine_that_closes_waits_for_what_is_queued() -> None:
             )
             with torch.no_grad():
                 engine(torch.ones(4, 32, device="sim"))
-            engine.close(restore=False)
-            del engine
+            if "closed" in sys.argv:
+                engine.close(restore=False)
+            del engine, model
+            gc.collect()
         print(run.races)
     """
     ended = []
-    for arguments in ((), ("hasty",)):
+    for arguments in ((end,), (end, "hasty")):
         command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
         here = Path(__file__).parent
         environment = {"PYTHONPATH": f"{here}:{here.parent}", "PATH": "/usr/bin:/bin"}

@@ -156,6 +156,33 @@ def test_memory_in_pieces_is_advised_against(
     assert ("expandable_segments" in str(error)) is advised
 
 
+def test_an_allocator_of_the_users_may_count_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's pluggable allocators refuse to say: nothing is measured then, and a full device is told as ever."""
+
+    def refuse(place: object) -> int:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    def trained() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        with running(LAZY) as seen, Engine(model, AdamW(), **options(model)) as engine:
+            train(engine)
+            found = engine.state_dict()
+        assert seen.races == []
+        return found
+
+    module = torch.get_device_module("sim")
+    truth, used = trained(), module.memory_allocated(0)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        monkeypatch.setattr(module, name, refuse, raising=False)
+    ours = trained()
+    assert all(torch.equal(ours[name], value) for name, value in truth.items())
+    model = Net(hungry(64 * MIB))
+    with running(LAZY), limit(used + 8 * MIB), Engine(model, AdamW(), **options(model)) as engine:
+        with pytest.raises(offload.BudgetError, match=r"no room for a forward.*free by the driver\. Lower"):
+            train(engine)
+
+
 # --- seconds ----------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from simulated import EAGER, LAZY, counts, first, fixed, pending, running
+from simulated.faults import WORK, failing
 
 from offload.errors import OffloadError
 from offload.memory import gradient_reader
@@ -511,6 +512,22 @@ def test_a_place_is_filled_part_by_part_from_memory_that_is_used_again(make_benc
             after = bench.seen(place).cpu()
             assert torch.equal(after, torch.cat([full(8), full(9), full(10)])), schedule.name
             assert torch.equal(before.cpu(), full(1, 3)), schedule.name
+        assert seen.races == [], schedule.name
+
+
+def test_a_copy_that_fails_in_its_second_part_leaves_nothing_that_still_copies(
+    make_bench: Callable[..., Bench],
+) -> None:
+    """The first part was given to a stream by then; another copy may come to its place at once."""
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            home = bench.home(1, 2)
+            bench.host.locked_bytes = home + PAGE - bench.host.base_address  # type: ignore[attr-defined]
+            with failing(2, WORK), pytest.raises(torch.AcceleratorError):
+                bench.mover.fetch_host(home, bench.place(0, 2), 2 * PAGE, urgent=False)
+            bench.mover.fetch_host(bench.home(9, 2), bench.place(0, 2), 2 * PAGE, urgent=True).wait(DEADLINE_S)
+            assert torch.equal(bench.seen(bench.place(0, 2)).cpu(), full(9, 2)), schedule.name
         assert seen.races == [], schedule.name
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import batch
+from harness import PAGE, WIDTH, Outcome, batch, everything_on_device
 from simulated.kernels import updating
 from test_checkpoints import directory
 from test_simulated_engine import loss_of, net, placed
+from test_simulated_mutations import leave_out, missed_by_an_engine, trained
+from torch import nn
 
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
@@ -55,3 +57,58 @@ def test_a_device_gets_its_memory_back(home: str, host: bool, tmp_path: Path) ->
 
     truth, found = run("one", False), run("two", True)
     assert all(torch.equal(a, b) for a, b in zip(found[0], truth[0], strict=True)) and found[1] == truth[1]
+
+
+# what is left out -> module, function, its text, what is there instead
+WAITS = {
+    "memory is given back behind all that reads it": (
+        "offload.shards.tiers", "Tiers.release", "self.device.synchronize()", "pass"
+    ),
+    "memory is used again behind the work of its last owner": (
+        "offload.shards.tiers", "Tiers.take_again",
+        "self.device.synchronize()  # work of the memory's last owner may be queued", "pass",
+    ),
+}  # fmt: skip
+
+
+def run_asleep(home: str, path: Path) -> Outcome:
+    """Sleep after each step, with work queued: on the arena before, on its memory meanwhile, and on two streams."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))  # no buffers: nothing makes the host wait
+    options = everything_on_device() if home == "truth" else placed(home, model, path)
+    losses = []
+    with Engine(model, AdamW(lr=1e-2), **options) as engine:
+        side = None if home == "truth" else torch.Stream("sim:0")
+        for number in range(4):
+            engine.backward(loss_of(engine, batch(number).pin_memory().to(engine.device, non_blocking=True)))
+            engine.step()
+            engine.drain()
+            with side or contextlib.nullcontext(), torch.no_grad():
+                x = batch(number).pin_memory().to(engine.device, non_blocking=True)
+                losses.append(loss_of(engine, x))
+            if side is not None:
+                engine.sleep()
+                size = engine.plan.arena_bytes[Tier.DEVICE] - engine.plan.loose_bytes + PAGE
+                other = torch.ones(size, dtype=torch.uint8, device=engine.device)
+                del other
+                with side if number % 2 else contextlib.nullcontext():
+                    engine.wake()
+        with side or contextlib.nullcontext():
+            losses = [loss.cpu() for loss in losses]
+        return Outcome(losses, [], engine.state_dict(), {}, [], engine.stats(), engine.plan)
+
+
+@pytest.mark.usefixtures("sim")
+def test_it_sleeps_and_wakes_behind_all_that_is_queued(tmp_path: Path) -> None:
+    programs = {home: trained(run_asleep, home, tmp_path) for home in ("device", "cpu")}
+    assert list(missed_by_an_engine(tmp_path, programs)) == []
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.usefixtures("sim")
+def test_a_wait_that_is_left_out_is_seen(wait: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = {home: trained(run_asleep, home, tmp_path) for home in ("device", "cpu")}
+    leave_out(WAITS[wait], monkeypatch)
+    seen = next(missed_by_an_engine(tmp_path, programs), None)
+    assert seen, "nothing has missed it"
+    print(f"without {wait}: {seen}")

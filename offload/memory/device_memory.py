@@ -76,8 +76,10 @@ def device_full(
     module: Any = torch.get_device_module(place)
 
     def read(name: str) -> int | None:
-        function = getattr(module, name, None)
-        return None if function is None else int(function(place))
+        try:
+            return int(getattr(module, name)(place))
+        except (AttributeError, RuntimeError):  # no such count, or an allocator of the user's that keeps none
+            return None
 
     free, total = map(int, module.mem_get_info(place))
     allocated, reserved = read("memory_allocated"), read("memory_reserved")
