@@ -375,9 +375,9 @@ def test_options_need_neither_torch_nor_kernels() -> None:
 def test_import_is_quick() -> None:
     """Heavy libraries are imported by the functions that use them."""
     loaded = _modules_after("import offload, offload.cli.main")
-    assert (
-        loaded & {"torch", "transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors", "tqdm"} == set()
-    )
+    heavy = {"torch", "transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors", "tqdm"}
+    assert loaded & {*heavy, "aiofiles"} == set()
+    assert "aiofiles" not in _modules_after("import offload; offload.Engine")
 
 
 # --- the checker itself ---
