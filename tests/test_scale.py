@@ -77,7 +77,9 @@ def test_bytes_between_gpus(two_level: bool) -> None:
             fabric += 2 * asked.parameters / 8
         elif sender % 8 == 0:
             network += 4 * own
-    moved = found(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(Case)}).bytes
+    step = step_of(asked)
+    assert step is not None
+    moved = step.bytes
     assert (moved["fabric"], moved["network"]) == (pytest.approx(fabric), pytest.approx(network))
 
 
@@ -150,6 +152,13 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["fits"] for row in rows] == [True, False]
     assert rows[0]["binding"] == "compute" and rows[0]["homes"]["states"]["device"] == 1
     assert rows[0]["seconds"]["fabric"] == pytest.approx(rows[0]["bytes"]["fabric"] / H200_NODE.fabric_bytes_s)
+
+
+def test_a_part_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "--gpus", "12"]) == 1
+    assert "--gpus: expected at most 8, which a node of h200 has, or a multiple of it, but got 12" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

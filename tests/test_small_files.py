@@ -74,7 +74,7 @@ def test_a_loop_that_is_set_stays_set(tmp_path: Path) -> None:
     asyncio.set_event_loop(loop)
     try:
         write_text(tmp_path / "latest", "new")
-        assert asyncio.get_event_loop_policy().get_event_loop() is loop and not loop.is_closed()
+        assert asyncio.get_event_loop() is loop and not loop.is_closed()
     finally:
         asyncio.set_event_loop(None)
         loop.close()

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from offload.errors import ConfigError
 from offload.planning.clusters import CLUSTERS, Cluster
 
 if TYPE_CHECKING:
@@ -48,10 +49,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the table."""
+    """Print the table.
+
+    Raises:
+        ConfigError: a node would be used in part, beside others.
+    """
     from offload.planning.scale import Case, step_of
 
     cluster = CLUSTERS[arguments.cluster]
+    for gpus in arguments.gpus:
+        if gpus > cluster.gpus and gpus % cluster.gpus:
+            raise ConfigError(
+                f"gpus: expected at most {cluster.gpus}, which a node of {cluster.name} has, or a multiple of it, but "
+                f"got {gpus}; name whole nodes"
+            )
     cases = [
         Case(cluster, gpus, parameters, _layers(parameters), arguments.tokens, arguments.sums == "nodes")
         for parameters in arguments.parameters
