@@ -72,7 +72,9 @@ def main(arguments: list[str]) -> int:
         subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "CXX": os.environ.get("CXX", "c++")})
 
     pip(
-        *pinned([*BUILT_WITH, *TESTED_WITH]), "psutil", "numpy", *(f"{name}=={least}" for name, least in wanted.items())
+        *pinned([*BUILT_WITH, *TESTED_WITH]),
+        *("psutil", "numpy", "aiofiles"),
+        *(f"{name}=={least}" for name, least in wanted.items()),
     )
     build = HOME / "build"
     liburing = f"--config-settings=cmake.define.OFFLOAD_LIBURING_ROOT={ROOT / 'build/liburing'}"

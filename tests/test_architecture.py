@@ -87,6 +87,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.spec": ("torch",),
     "offload.kernels": ("torch",),
     "offload.planning.hardware": ("torch",),
+    "offload.planning.clusters": ("torch",),
+    "offload.planning.scale": ("torch",),
     "offload.known_models": ("torch",),
     "offload.planning.plan": ("torch",),
     "offload.planning.planner": ("torch",),
@@ -123,7 +125,7 @@ KNOWS_DEVICES = {f"offload.memory.{name}" for name in ("accelerator", "devices",
 WRITES_PRIVATE = {"offload.module.handles": "_incoming", "offload.optim.takeover": "_opt_called"}
 MAY_PRINT = {f"offload.{name}" for name in ("__main__", "cli.main", "cli.finetune.run", "cli.finetune.progress")}
 MAY_PRINT |= {"offload.cli.drive.command", "offload.cli.checkpoint.operations"}
-MAY_PRINT |= {f"offload.cli.{name}" for name in ("completion", "generate", "merge", "plan")}
+MAY_PRINT |= {f"offload.cli.{name}" for name in ("completion", "generate", "merge", "plan", "scale")}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
 
@@ -375,9 +377,9 @@ def test_options_need_neither_torch_nor_kernels() -> None:
 def test_import_is_quick() -> None:
     """Heavy libraries are imported by the functions that use them."""
     loaded = _modules_after("import offload, offload.cli.main")
-    assert (
-        loaded & {"torch", "transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors", "tqdm"} == set()
-    )
+    heavy = {"torch", "transformers", "matplotlib", "gguf", "accelerate", "peft", "safetensors", "tqdm"}
+    assert loaded & {*heavy, "aiofiles"} == set()
+    assert "aiofiles" not in _modules_after("import offload; offload.Engine")
 
 
 # --- the checker itself ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -255,6 +256,22 @@ def test_what_is_not_kept_is_deleted_behind_the_call(
     goes_on.set()
     engine.close(restore=False)  # waits for it
     assert sorted(os.listdir(path)) == [".lock", "latest", "new"]
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_inside_a_loop_that_runs(wait: bool, engine: Engine, tmp_path: Path) -> None:
+    """As a notebook's."""
+    before = engine.digests()
+
+    async def cell() -> None:
+        saved = engine.save_checkpoint(tmp_path / "saved", wait=wait)  # type: ignore[call-overload]
+        await asyncio.sleep(0)
+        assert (saved if wait else saved.wait()) == folders.Folder(tmp_path / "saved").find(None)
+
+    asyncio.run(cell())
+    train(engine)
+    engine.load_checkpoint(tmp_path / "saved")
+    assert engine.digests() == before
 
 
 # --- copies that fail -------------------------------------------------------------------------------------------------

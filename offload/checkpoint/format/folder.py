@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from offload.checkpoint.format.index import FILE_NAME, DamagedError, Index
+from offload.checkpoint.format.small_files import write_text
 from offload.checkpoint.format.staging import lock
 from offload.errors import CheckpointError
 from swap.errors import SwapFullError, format_bytes
@@ -376,16 +377,6 @@ def check_tag(tag: str) -> str:
             f"tag: expected letters, digits and any of '_.+=-', not beginning with one of '.+=-', but got {tag!r}"
         )
     return tag
-
-
-def write_text(path: Path, text: str) -> None:
-    """Let a file have this content: it has the old or the new one whatever happens."""
-    new = path.with_name(f".{path.name}.new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
 
 
 def sync_directory(path: Path) -> None:
