@@ -152,8 +152,9 @@ def measure(rank: int, stage: Any, device: str, cpu: str, steps: int) -> dict[st
         for _ in range(steps):  # the region of whole units takes its size in the first ones
             batch = torch.full((2, 256), rank + 1.0, requires_grad=True)  # so that backward needs the first layer
             engine.backward(engine(batch))
-            engine.step()
+            # All ranks have met behind all that was under way. A step ends with what the next forward needs on its way.
             moved.append(engine.stats().links["collectives"].bytes)
+            engine.step()
         plan, stats = engine.plan, engine.stats()
         engine._life.require_open().check()
         homes = {plan.home(unit, Role.PARAM) for unit in plan.request.units}
