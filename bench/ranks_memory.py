@@ -1,8 +1,8 @@
 """What does a rank hold in memory? The peak of the resident set while an engine trains, in one process and in several.
 
 Everything stays in memory, so the figure is what parameters, gradients, states and buffers take; what the process has
-before the engine is made is subtracted. Beside it stands what the plan says. To reach with slices of parameters and two
-ranks: 0.6 of one process. Gradients of a micro-batch wait whole on each rank, so their bytes stand apart.
+before the engine is made is subtracted. Beside it stands what the plan says, and how much of that is for whole
+gradients that wait for other ranks. To reach with slices of parameters and two ranks: 0.6 of one process.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _train(width: int, layers: int, dtype: str, stage: int | None) -> dict[str, 
         plan, peak = engine.plan, _status("VmHWM")
         engine.close(restore=False)
     request = plan.request
-    whole = sum(unit.param_bytes for unit in request.units if unit.trainable) if request.world_size > 1 else 0
+    waiting = request.waiting_bytes if request.world_size > 1 else 0
     planned = sum(plan.arena_bytes[tier] for tier in (Tier.DEVICE, Tier.HOST))
-    return {"peak_bytes": peak - before, "planned_bytes": planned, "whole_gradients_bytes": whole}
+    return {"peak_bytes": peak - before, "planned_bytes": planned, "waiting_gradients_bytes": waiting}
 
 
 def _be_rank(rank: int, world: int, port: int, case: tuple[int, int, str, int | None], pipe: Any) -> None:
@@ -99,12 +99,10 @@ def main() -> None:
     report: dict[str, Any] = {"parameters": width * width * layers, "cases": []}
     for dtype in ("float32",) if arguments.smoke else ("float32", "bfloat16"):
         one = 0
-        for world, stage in ((1, None), (2, 3)) if arguments.smoke else ((1, None), (2, 1), (2, 3), (4, 3)):
+        for world, stage in ((1, None), (2, 3)) if arguments.smoke else ((1, None), (2, 1), (2, 2), (2, 3), (4, 3)):
             found = max(measure(world, (width, layers, dtype, stage)), key=lambda rank: rank["peak_bytes"])
             one = one or found["peak_bytes"]
-            rest = found["peak_bytes"] - found["whole_gradients_bytes"]
             line = {"dtype": dtype, "ranks": world, "stage": stage, "share": found["peak_bytes"] / one, **found}
-            line["share_without_whole_gradients"] = rest / one
             report["cases"].append(line)
             print(json.dumps(line))
     if arguments.json:

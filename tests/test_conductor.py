@@ -43,19 +43,22 @@ class Meeting:
         self._barrier.wait(LIMIT_S)
         return rows
 
+    def fail(self) -> None:
+        self._barrier.abort()
+
 
 class ThreadRanks:
     """What the conductor asks of ranks, over a meeting."""
 
-    received_bytes = 0
-
     def __init__(self, rank: int, world: int, meeting: Meeting) -> None:
         self.rank, self.world, self._meeting = rank, world, meeting
 
-    def agree(self, where: str, *_: Any, wants: int | None = None, **__: Any) -> Agreement:
-        places, wanted = zip(*self._meeting.share(self.rank, (where, wants)), strict=True)
+    def agree(
+        self, where: str, *_: Any, wants: int | None = None, numbers: Sequence[float] = (), **__: Any
+    ) -> Agreement:
+        places, wanted, said = zip(*self._meeting.share(self.rank, (where, wants, numbers)), strict=True)
         if any(wish is not None for wish in wanted):
-            return Agreement(False, (), wanted)
+            return Agreement(False, said, wanted)
         if len(set(places)) > 1:
             raise RanksError(f"in {sorted(set(places))}")
         return Agreement(False, ())
@@ -84,14 +87,18 @@ class Here:
         pass
 
 
+def make_units(world: int) -> list[Unit]:
+    sizes = [(1 + index % 2) * PAD_NUMEL * world for index in range(UNITS)]
+    return [Unit(index, f"u{index}", "float32", 4, True, size, (), ranks=world) for index, size in enumerate(sizes)]
+
+
 class Rank:
     """One rank's slices and its conductor. Element e of unit u has the value 100000 * u + e."""
 
-    def __init__(self, rank: int, world: int, meeting: Meeting, on_drive: set[int]) -> None:
-        sizes = [(1 + index % 2) * PAD_NUMEL * world for index in range(UNITS)]
-        units = [
-            Unit(index, f"u{index}", "float32", 4, True, size, (), ranks=world) for index, size in enumerate(sizes)
-        ]
+    def __init__(self, ranks: ThreadRanks, on_drive: set[int], units: Sequence[Unit] | None = None) -> None:
+        rank, world = ranks.rank, ranks.world
+        units = make_units(world) if units is None else units
+        sizes = [unit.numel for unit in units]
         self.whole = [torch.arange(size, dtype=torch.float32) + 100000 * index for index, size in enumerate(sizes)]
         self._request = Request(units, {}, rank=rank, world_size=world, stage=3)
         self._arena = HostArena(Tier.HOST, 4 * (max(sizes) + 2 * sum(sizes)))
@@ -100,9 +107,9 @@ class Rank:
         self.counters = Counters()
         copies: Any = SimpleNamespace(of=lambda index, role: self._shards[index], start_reads=self._read)
         plan: Any = SimpleNamespace(request=self._request)
-        ranks: Any = ThreadRanks(rank, world, meeting)
+        every: Any = ranks
         landing = self._arena.take(4 * max(sizes))
-        self.conductor = Conductor(ranks, plan, copies, landing, self.counters, deadline_s=LIMIT_S)
+        self.conductor = Conductor(every, plan, copies, landing, self.counters, deadline_s=LIMIT_S)
 
     def _shard(self, unit: Unit, *, on_drive: bool) -> Shard:
         begin, end = self._request.owned(unit, Role.PARAM)
@@ -154,7 +161,7 @@ class Rank:
 
 def together(world: int, on_drive: set[int], act: Callable[[Rank, int], Any]) -> list[Any]:
     meeting = Meeting(world)
-    ranks = [Rank(rank, world, meeting, on_drive) for rank in range(world)]
+    ranks = [Rank(ThreadRanks(rank, world, meeting), on_drive) for rank in range(world)]
     with ThreadPoolExecutor(world) as pool:
         futures = [pool.submit(act, one, rank) for rank, one in enumerate(ranks)]
         try:
@@ -195,3 +202,26 @@ def test_different_ends_are_an_error_on_all(first: list[int], second: list[int])
         return "nothing"
 
     assert together(2, set(), act) == ["in ['a step', 'an evaluation']"] * 2
+
+
+@given(st.data(), st.integers(2, 4), st.integers(1, 3))
+def test_who_waits_elsewhere_takes_part_in_what_others_want(data: st.DataObject, world: int, turns: int) -> None:
+    """Ranks go on one after the other; what each gathers in its turn needs those that wait for theirs."""
+    programs = [[data.draw(orders) for _ in range(turns)] for _ in range(world)]
+    passed = [[threading.Event() for _ in range(turns)] for _ in range(world)]
+
+    def act(one: Rank, rank: int) -> int:
+        for turn in range(turns):
+            before = passed[rank - 1][turn] if rank else passed[world - 1][turn - 1] if turn else None
+            if before is not None:
+                one.conductor.standing.wait()
+                with one.conductor.serving("another's turn"):
+                    assert before.wait(LIMIT_S)
+            for index in programs[rank][turn]:
+                one.start(index)()
+            passed[rank][turn].set()
+        one.conductor.agree("the end")
+        return one.counters.gathers
+
+    wanted = sum(len(order) for program in programs for order in program)
+    assert together(world, set(), act) == [wanted] * world

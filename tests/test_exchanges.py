@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import threading
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.distributed.exchange import KERNEL_DTYPE, parts_of
-from offload.distributed.rounds import Rounds, Said
+from offload.distributed.rounds import Rounds, Said, Standing
 from offload.errors import BudgetError, RanksError, StateError
 from offload.kernels import cpu_adam
 from offload.memory.arena import HostArena
@@ -75,6 +76,9 @@ class Board:
 
     def agree(self, where: str) -> None:
         assert len(set(self._meet(where, list))) == 1
+
+    def serving(self, where: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def gather_from_all(self, mine: torch.Tensor, where: str) -> torch.Tensor:
         return self._meet(mine, torch.stack)
@@ -145,7 +149,7 @@ def make_rank(rank: int, boards: Boards, units: Sequence[Unit], left: int, *, sp
         spans = [(slot.offset_numel, slot.end_numel) for slot in unit.slots]
         parts[unit.index] = parts_of(spans, rank * width, (rank + 1) * width)
     board: Any = Board(rank, WORLD, boards)
-    exchanges = Exchanges(plan, board, arena, budget.claim("gradients"), Counters(), parts)
+    exchanges = Exchanges(plan, board, arena, budget.claim("gradients"), Counters(), parts, Standing())
     return Rank(exchanges, Sums(units, WORLD), arena, budget)
 
 
@@ -332,7 +336,7 @@ def test_who_waited_for_room_and_has_it_takes_part_in_no_round_without_news() ->
     board: Any = Ahead(0, WORLD, Boards(WORLD))
     board.rounds, board.said = Rounds({unit.index: 1 for unit in units}), []
     parts = {unit.index: parts_of([(0, unit.slots[0].numel)], 0, unit.numel // WORLD) for unit in units}
-    exchanges = Exchanges(plan, board, arena, Budget(Tier.HOST, 0).claim("gradients"), Counters(), parts)
+    exchanges = Exchanges(plan, board, arena, Budget(Tier.HOST, 0).claim("gradients"), Counters(), parts, Standing())
     board.has_no_room = lambda: exchanges._wants_room
     sums = Sums(units, WORLD)
     exchanges.begin(sums, None)

@@ -25,18 +25,25 @@ DEADLINE_S = 2.0
 
 
 class Chain(nn.Module):
-    """Layers one after the other, each a unit; `before` is called with the number of each."""
+    """Layers one after the other, each a unit; `before` is called with the number of each, `behind` in backward."""
 
-    def __init__(self, before: Callable[[int], object] = lambda index: None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        before: Callable[[int], object] = lambda index: None,
+        seed: int = 0,
+        behind: Callable[[int], None] = lambda index: None,
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-        self.before = before
+        self.before, self.behind = before, behind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
             self.before(index)
             x = torch.tanh(layer(x))
+            if x.requires_grad:
+                x.register_hook(lambda gradient, index=index: self.behind(index))
         return x.square().mean()
 
 
@@ -50,14 +57,14 @@ def backward(engine: Engine) -> None:
 
 
 def fail(rank: int, how: str) -> dict[str, Any]:
-    """Let rank 1 fail in the middle of its second forward; return what this rank is told."""
+    """Let rank 1 fail in the middle of its second forward, or backward; return what this rank is told."""
     store = torch.distributed.distributed_c10d._get_default_store()
     armed = False
 
     def before(index: int) -> None:
         if not armed or rank != 1 or index != LAYERS // 2:
             return
-        if how == "kill":
+        if how.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "silent":
             store.wait(["told 0", "told 2"])
@@ -65,7 +72,7 @@ def fail(rank: int, how: str) -> dict[str, Any]:
 
     ranks: list[Any] = []
     several.open_ranks = lambda group, **more: ranks.append(open_ranks(group, **more)) or ranks[-1]
-    model = Chain(before)
+    model = Chain(behind=before) if how.endswith("in backward") else Chain(before)
     with engine_of(model) as engine:
         backward(engine)
         assert engine.step()
@@ -83,15 +90,17 @@ def fail(rank: int, how: str) -> dict[str, Any]:
     return {"first": first, "afterwards": afterwards, "left": left}
 
 
-@pytest.mark.parametrize("how", ["kill", "raise", "evaluation", "silent"])
+@pytest.mark.parametrize("how", ["kill", "raise", "evaluation", "silent", "kill in backward", "raise in backward"])
 def test_what_fails_between_units_is_told_to_all(how: str) -> None:
     every = run(fail, WORLD, how)
     one = every.pop(1)
-    assert one == Ended(-signal.SIGKILL) if how == "kill" else one["afterwards"][0] == "RanksError"
+    assert one == Ended(-signal.SIGKILL) if how.startswith("kill") else one["afterwards"][0] == "RanksError"
     text = {
         "raise": "rank 1: ValueError: layer 4 has a bad day",
         "evaluation": "rank 1: ValueError: layer 4 has a bad day",
         "kill": r"no word of rank 1, (ranks 0, 2 waiting in|rank 0 waiting in .*, rank 2 waiting in) .* of layers\.",
+        "kill in backward": r"no word of rank 1, (ranks 0, 2 waiting in|rank 0 waiting in .*, rank 2 waiting in) ",
+        "raise in backward": "rank 1: ValueError: layer 4 has a bad day",
         "silent": r"no word of rank 1, ranks 0, 2 waiting in parameters of layers\.",
     }[how]
     for found in every:

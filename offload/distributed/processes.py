@@ -208,6 +208,10 @@ class Processes:
         self._run(where, lambda groups: start_all_gather(groups[group], rows.view(-1), mine), size_bytes, meets=True)
         return rows
 
+    def serving(self, where: str) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: nobody wants anything of this rank that it has not been asked for; see :meth:`Ranks.serving`."""
+        return contextlib.nullcontext()
+
     # --- waiting ----------------------------------------------------------------------------------------------------
 
     def _run(self, where: str, start: Callable[[Sequence[Any]], Any], size_bytes: int, *, meets: bool = False) -> None:

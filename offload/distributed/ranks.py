@@ -6,6 +6,7 @@ Owns the interface that the rest of the package sees, and the one-rank null obje
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 
 Fact = str | int | float | bool | None
+NOTHING = 65534  # what a rank wants that takes part in what others want, and is in no place
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Ranks(Protocol):
             stop: this rank was asked to stop.
             numbers: what the others are to know, at most :data:`offload.distributed.records.MOST_NUMBERS`.
             error: why this rank cannot go on.
-            wants: what this rank wants of all before it comes to a place: a number that all understand, below 65535.
+            wants: what this rank wants of all before it comes to a place: a number that all understand, below
+                :data:`NOTHING`, or this.
 
         Raises:
             RanksError: ranks are in different places or have different facts, with one text on all of them; or another
@@ -113,6 +116,13 @@ class Ranks(Protocol):
             RanksError: another rank has ended.
         """
 
+    def serving(self, where: str) -> contextlib.AbstractContextManager[None]:
+        """Take part in what other ranks want, in the block, in which this one waits for them elsewhere.
+
+        Args:
+            where: the place, for errors.
+        """
+
     def close(self) -> None:
         """Give the connections back. Idempotent."""
 
@@ -155,6 +165,10 @@ class OneRank:
     def beside(self, name: str) -> Ranks:
         """Return this one, which waits for nobody."""
         return self
+
+    def serving(self, where: str) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: nobody wants anything."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Do nothing."""

@@ -98,7 +98,7 @@ class Request:
         holds: a checkpoint may hold what lives on NVMe while it is copied.
         rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
         stage: of ZeRO, of several ranks: 1 keeps a micro-batch's gradients whole until its end, 2 exchanges each unit's
-            as soon as it is there. With 3, each rank keeps a slice of parameters, too; gradients are as with 1.
+            as soon as it is there. With 3, each rank keeps a slice of parameters, too; gradients are as with 2.
     """
 
     units: Sequence[Unit]
@@ -142,12 +142,17 @@ class Request:
         It has room for all units, or where they leave one by one, for what comes, waits and leaves.
         """
         sizes = sorted((unit.param_bytes for unit in self.units if unit.trainable), reverse=True)
-        return sum(sizes[:WORKING_UNITS] if self.stage == 2 else sizes)
+        return sum(sizes[:WORKING_UNITS] if self.exchanges_early else sizes)
 
     @property
     def exchange_bytes(self) -> int:
         """Host memory for gradients that wait for other ranks, and for pieces on their way."""
         return 0 if self.world_size == 1 else self.waiting_bytes + 2 * self.piece_bytes
+
+    @property
+    def exchanges_early(self) -> bool:
+        """Whether gradients leave during backward, unit by unit."""
+        return self.stage >= 2
 
     @property
     def slices_parameters(self) -> bool:

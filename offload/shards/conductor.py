@@ -3,8 +3,8 @@
 Owns the order of gathers, which is the same on all ranks. Before each one, all of them say what they want next: units
 that some want are gathered in rank order, and who does not want one takes part and drops it. So no rank waits for what
 another does not send, whichever modules it uses. A rank that comes to an agreement takes part until all have come
-there. One thread does all this, ahead of the one that computes; what is there ahead is a guess that others' wishes do
-not depend on.
+there; so does one that waits for others elsewhere, as long as it waits. One thread does all this, ahead of the one that
+computes; what is there ahead is a guess that others' wishes do not depend on.
 
 It is what several ranks ask each other through: a :class:`.Ranks`. Next: :mod:`offload.shards.working_set` asks for
 units, :mod:`offload.distributed.processes` sends.
@@ -12,16 +12,19 @@ units, :mod:`offload.distributed.processes` sends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
-from offload.distributed.ranks import Agreement, Fact, Ranks
+from offload.distributed.ranks import NOTHING, Agreement, Fact, Ranks
+from offload.distributed.rounds import Standing
 from offload.errors import RanksError, StateError
 from offload.memory.arena import HOST, Buffer, view_at
 from offload.memory.errands import Errands
@@ -35,6 +38,7 @@ from offload.stats import Counters
 from offload.torch_private import storage_at
 
 T = TypeVar("T")
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1e-3, 0.1  # between agreements of who waits elsewhere
 
 
 class Conductor:
@@ -42,6 +46,7 @@ class Conductor:
 
     Attributes:
         rank, world: as in :class:`.Ranks`.
+        standing: how far this rank is in exchanges of gradients.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class Conductor:
         """
         self.rank = ranks.rank
         self.world = ranks.world
+        self.standing = Standing()
         self._ranks = ranks
         self._plan = plan
         self._copies = copies
@@ -82,12 +88,27 @@ class Conductor:
 
     def _gather(self, unit: Unit, buffer: Buffer, slice_on_its_way: Transfer) -> None:
         slice_on_its_way.wait(self._deadline_s)
-        wanted = self._ranks.agree(f"parameters of {unit.name}", wants=unit.index).wanted
-        self._serve(wanted, mine=unit.index, address=buffer.address)
+        is_there = False
+        while not is_there:
+            heard, _ = self.standing.now
+            agreement = self._ranks.agree(f"parameters of {unit.name}", wants=unit.index, numbers=[heard])
+            is_there = self._serve(agreement, mine=unit.index, address=buffer.address)
 
-    def _serve(self, wanted: Sequence[int | None], *, mine: int | None = None, address: int = 0) -> None:
-        """Gather what some ranks want, in rank order; `mine` at `address`, where this rank's slice is in place."""
-        for index in dict.fromkeys(one for one in wanted if one is not None):
+    def _serve(self, agreement: Agreement, *, mine: int | None = None, address: int = 0) -> bool:
+        """Gather what some ranks want, in rank order; `mine` at `address`, where this rank's slice is in place.
+
+        Nothing yet, if a rank waits elsewhere that has not heard what another one has: it can go on without help, and
+        may be about to want the same.
+
+        Returns:
+            Whether anything was gathered.
+        """
+        said = list(zip(agreement.wanted, agreement.numbers, strict=True))
+        units = dict.fromkeys(wish for wish, _ in said if wish is not None and wish != NOTHING)
+        heard = max((numbers[0] for wish, numbers in said if wish in units), default=0)
+        if any(wish == NOTHING and numbers[0] < heard for wish, numbers in said):
+            return False
+        for index in units:
             shard = self._copies.of(index, Role.PARAM)
             full = address if index == mine else self._land(shard)
             storage = storage_at(full, shard.unit.param_bytes, HOST)
@@ -95,6 +116,7 @@ class Conductor:
             self._ranks.gather(elements, f"gather of {shard.unit.name}")
             self._counters.gathers += 1
             self._counters.gathers_for_others += index != mine
+        return bool(units)
 
     def _land(self, shard: Shard) -> int:
         """Bring this rank's slice of a unit that others want to its place; returns where the unit begins.
@@ -134,7 +156,7 @@ class Conductor:
                 agreement = self._ranks.agree(where, facts, stop=stop, numbers=numbers, error=error)
                 if not agreement.wanted:
                     return agreement
-                self._serve(agreement.wanted)
+                self._serve(agreement)
 
         begin = time.perf_counter()
         future = self._submit(meet)
@@ -145,6 +167,32 @@ class Conductor:
             raise
         finally:
             self._counters.wait_for_ranks(begin, time.perf_counter())
+
+    @contextlib.contextmanager
+    def serving(self, where: str) -> Iterator[None]:
+        """Take part in what others want, in the block; see :meth:`.Ranks.serving`.
+
+        An agreement that is under way at the block's end goes on: the next thing that this rank wants comes behind it.
+        """
+        over = threading.Event()
+
+        def serve() -> None:
+            pause_s = _SHORTEST_PAUSE_S
+            try:
+                while not over.wait(pause_s):
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    heard, waits = self.standing.now
+                    if waits and self._serve(self._ranks.agree(where, wants=NOTHING, numbers=[heard])):
+                        pause_s = _SHORTEST_PAUSE_S
+            except BaseException as error:
+                self._ranks.fail(error)  # nobody looks at what becomes of this
+                raise
+
+        self._submit(serve)
+        try:
+            yield
+        finally:
+            over.set()
 
     def gather(self, full: torch.Tensor, where: str) -> None:
         """As :meth:`.Ranks.gather`; behind an agreement, after which nothing is wanted until this returns."""

@@ -1,9 +1,12 @@
 """A micro-batch's gradients on their way: where they wait until all ranks have theirs, and when they are exchanged.
 
 Owns that room, and the rounds in which ranks tell each other what they have. With stage 1 there is one round, when
-backward has ended, and room for all. With stage 2 a unit leaves as soon as all ranks have its gradient: a thread takes
-part in rounds while backward goes on. Where ranks meet units in other orders, what waits may need more room than there
-is; it takes what the budget has left, and is refused by name where that is nothing.
+backward has ended, and room for all. With stages 2 and 3 a unit leaves as soon as all ranks have its gradient: a thread
+takes part in rounds while backward goes on. Where ranks meet units in other orders, what waits may need more room than
+there is; it takes what the budget has left, and is refused by name where that is nothing.
+
+Rounds and gathers of parameters have an order each, so none waits behind the other. But a rank that waits for rounds
+may be what others' gathers wait for, before they can go on to a round: so it serves them meanwhile.
 
 A unit is *settled* where nothing more will come of it: each parameter that backward can reach has its gradient, or
 backward has ended. Next: :mod:`offload.distributed.rounds`, :mod:`offload.distributed.exchange`.
@@ -22,7 +25,7 @@ import torch
 
 from offload.distributed.exchange import KERNEL_DTYPE, Exchange, Part, share
 from offload.distributed.ranks import Ranks
-from offload.distributed.rounds import Rounds, Said
+from offload.distributed.rounds import Rounds, Said, Standing
 from offload.errors import BudgetError, StateError
 from offload.kernels import cpu_adam
 from offload.memory.arena import HOST, Arena, view_at
@@ -63,6 +66,7 @@ class Exchanges:
         claim: Claim,
         counters: Counters,
         parts: Mapping[int, Sequence[Part]],
+        standing: Standing,
     ) -> None:
         """Take the room that the plan wants of `host`.
 
@@ -73,11 +77,13 @@ class Exchanges:
             claim: for more of it, where ranks meet units in other orders.
             counters: of waits.
             parts: per unit, what of its parameters is in this rank's slice.
+            standing: is told how far this rank is in rounds.
         """
         request = plan.request
         self._units = {unit.index: unit for unit in request.units if unit.trainable}
-        self._parts, self._claim, self._counters = parts, claim, counters
-        self.early = request.stage == 2
+        self._parts, self._claim, self._counters, self._standing = parts, claim, counters, standing
+        self.early = request.exchanges_early
+        self._serves = request.slices_parameters
         self._main = ranks
         self._ranks = ranks.beside("exchange") if self.early else ranks
         self._region = Region(host.take(request.waiting_bytes))
@@ -108,6 +114,7 @@ class Exchanges:
         self._found: dict[int, list[bool]] = {}
         self._failure: BaseException | None = None
         self._ended = self._has_news = self._is_dropped = False
+        self._is_asking = False  # in a round that has not been heard
         self._wants_room = self._is_stuck = False  # the thread that computes; with nothing left in the budget
         self._was_fruitless = self._are_all_stuck = False  # the last round
         self._rounds.begin()
@@ -192,7 +199,7 @@ class Exchanges:
             self._has_news = True
             self._changed.notify_all()
         if self._thread is None:
-            with self._waiting():
+            with self._waiting(), self._serving():
                 self._round()
 
     def end(self, sums: Sums) -> dict[int, list[bool]]:
@@ -204,17 +211,21 @@ class Exchanges:
         Raises:
             RanksError: another rank has failed, ended or not come.
         """
-        with self._waiting():
-            if not self.early:
-                self._meet(sums)
-            with self._changed:
-                self._ended = True
-                self._changed.notify_all()
-            if self._running is not None:
+        if not self.early:
+            self._meet(sums)
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+        if self._running is None:
+            with self._waiting(), self._serving():
+                while not self._rounds.over:
+                    self._round()
+        if self._serves:
+            self._main.agree(f"{self.where}, its end")  # until then others may want parameters
+        if self._running is not None:
+            with self._waiting():
                 self._running.result()
-                self._running = None  # not before: whoever is interrupted here drops what is under way
-            while not self._rounds.over:
-                self._round()
+            self._running = None  # not before: whoever is interrupted here drops what is under way
         found = self._found
         self._begin()
         return found
@@ -257,6 +268,9 @@ class Exchanges:
             if self.early:
                 self._counters.wait_for_ranks(begin, time.perf_counter())
 
+    def _serving(self) -> contextlib.AbstractContextManager[None]:
+        return self._main.serving(f"{self.where}, gradients of other ranks")
+
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -273,6 +287,7 @@ class Exchanges:
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+            self._main.fail(error)  # the thread that computes may wait for others, which wait for this one
             raise
 
     def _round(self) -> None:
@@ -280,8 +295,12 @@ class Exchanges:
         with self._changed:
             said = Said(frozenset(self._settled), self._present, self._ended, self._is_stuck)
             mine = self._rounds.pack(said)
-            self._has_news = False
+            self._has_news, self._is_asking = False, True
+            self._note_standing()
         every = [self._rounds.unpack(row) for row in share(self._ranks, mine, self.where)]
+        with self._changed:
+            self._is_asking = False
+            self._standing.hear()  # before anything of it leaves, and gives room
         agreed = self._rounds.agree(every)
         for index in agreed:
             self._send(index, [said.present[index] for said in every])
@@ -290,6 +309,11 @@ class Exchanges:
             self._wants_room = False  # whoever still does says so again: a round without news would mislead the others
             self._are_all_stuck = not agreed and all(said.stuck or said.ended for said in every)
             self._changed.notify_all()
+
+    def _note_standing(self) -> None:
+        """Note whether the thread that computes can do nothing before this round is heard."""
+        if self._is_asking and (self._wants_room or self._thread is None):
+            self._standing.wait()
 
     def _send(self, index: int, presence: Sequence[Sequence[bool]]) -> None:
         """Add all ranks' gradients of a unit to their sum."""
@@ -318,21 +342,30 @@ class Exchanges:
         Raises:
             BudgetError: none will go, for no rank has room for what the others wait for.
         """
-        with self._changed, self._waiting():
+        with self._changed:
             whole = self._find_room(unit)
-            while whole is None:
-                self._wants_room = True
-                self._changed.notify_all()
-                if self._thread is None:
-                    self._round()
-                else:
-                    self._changed.wait()
-                if self._failure is not None:
-                    raise self._failure
-                whole = self._find_room(unit)
+            if whole is None:
+                with self._waiting(), self._serving():
+                    whole = self._await_room(unit)
             self._wants_room = self._is_stuck = self._was_fruitless = False
             self._whole[unit.index] = whole
         return whole
+
+    def _await_room(self, unit: Unit) -> torch.Tensor:
+        """Return room for a unit's gradients, once others have gone; raises as :meth:`_open`."""
+        while True:
+            self._wants_room = True
+            self._note_standing()
+            self._changed.notify_all()
+            if self._thread is None:
+                self._round()
+            else:
+                self._changed.wait()
+            if self._failure is not None:
+                raise self._failure
+            whole = self._find_room(unit)
+            if whole is not None:
+                return whole
 
     def _find_room(self, unit: Unit) -> torch.Tensor | None:
         """Return room in the region, or beside it where a round has brought nothing.

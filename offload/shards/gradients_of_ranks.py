@@ -15,6 +15,7 @@ import torch
 
 from offload.distributed.exchange import Part, parts_of
 from offload.distributed.ranks import Ranks
+from offload.distributed.rounds import Standing
 from offload.errors import StateError
 from offload.kernels import cpu_adam
 from offload.memory.arena import Arena
@@ -39,14 +40,16 @@ class MicroBatch:
         exchanges: of gradients.
     """
 
-    def __init__(self, plan: Plan, ranks: Ranks, host: Arena, claim: Claim, counters: Counters) -> None:
-        """Take the memory that the plan wants of `host`; `claim` and `counters` as in :class:`Exchanges`."""
+    def __init__(
+        self, plan: Plan, ranks: Ranks, host: Arena, claim: Claim, counters: Counters, standing: Standing
+    ) -> None:
+        """Take the memory that the plan wants of `host`; `claim`, `counters` and `standing` as in Exchanges."""
         request = plan.request
         self._ranks = ranks
         self._units = {unit.index: unit for unit in request.units if unit.trainable}
         self._slices = {index: request.owned(unit, Role.GRAD) for index, unit in self._units.items()}
         self._parts = {index: self._parts_of(unit, ranks.rank) for index, unit in self._units.items()}
-        self.exchanges = Exchanges(plan, ranks, host, claim, counters, self._parts)
+        self.exchanges = Exchanges(plan, ranks, host, claim, counters, self._parts, standing)
         self._written: dict[str, str] | None = None  # digests of what was written to parameters, once they are loaded
 
     def _parts_of(self, unit: Unit, rank: int) -> list[Part]:

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from offload.distributed.ranks import Ranks
+from offload.distributed.rounds import Standing
 from offload.errors import BudgetError, StateError
 from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Budget, Claim, Tier
@@ -133,7 +134,8 @@ class Tiers:
             if ranks.world > 1:
                 claim = budgets[Tier.HOST].claim("gradients that wait for other ranks")
                 self._claims.append(claim)
-                self.shared = MicroBatch(plan, self.ranks, host, claim, counters)
+                standing = Standing() if self._conductor is None else self._conductor.standing
+                self.shared = MicroBatch(plan, self.ranks, host, claim, counters, standing)
             if self.shared is None:
                 self.gradients = Gradients(plan, self.copies, self.mover, there, deadline_s=deadline_s)
             else:
