@@ -19,7 +19,7 @@ import torch
 from offload.config import Config
 from offload.distributed.processes import open_ranks
 from offload.distributed.ranks import Fact, OneRank, Ranks
-from offload.errors import PARTS, BudgetError, ConfigError, OffloadError, RanksError, StateError
+from offload.errors import BudgetError, ConfigError, OffloadError, RanksError, StateError
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.module.refusals import refuse_ranks
@@ -109,7 +109,6 @@ def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule |
         raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")
     refused = {
         "run_dir": config.run_dir is not None,
-        "background_checkpoints": config.background_checkpoints,
         f"device {device.place}": not device.addressable,
         f"optimizer {type(optimizer).__name__}, which looks at whole parameters": rule.whole or rule.own is not None,
         "a torch optimizer that has states": isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state),
@@ -213,16 +212,6 @@ def _digests(manager: Manager) -> dict[str, str]:
 
     manager.stream(manager.units, visit, reads=frozenset({Role.PARAM}))
     return {name: known.hexdigest() for name, known in found.items()}
-
-
-def refuse_parts(ranks: Ranks) -> None:
-    """Refuse what needs gradients and states as a whole; nothing where there is one rank.
-
-    Raises:
-        StateError: there are several.
-    """
-    if ranks.world > 1:
-        raise StateError(PARTS)
 
 
 def agree_on_step(
