@@ -278,6 +278,8 @@ class Checkpoints:
             if manager.tiers.shared is not None:
                 manager.tiers.shared.note_loaded()
             together.end()
+            if manager.commits is not None:
+                manager.commits.pass_on()
         set_drawn(found["random"])
         return found["client_state"]
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.build import EngineCalls, build
 from offload.checkpoint.pretrained import Weights, find_weights
+from offload.checkpoint.run_of_ranks import run_of_rank
 from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
@@ -113,7 +114,7 @@ class Engine(EngineTensors, EngineRuns):
         with made_together(ranks):
             refusals.refuse_model(model)
             self.module = model
-            self.config = Config.load(config, **options)
+            self.config = run_of_rank(Config.load(config, **options), ranks)
             deferral = Deferral()
             self._durable = self._begin_run(optimizer)
             calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life, self._durable)

@@ -237,6 +237,9 @@ class EngineRuns:
         newer = self._checkpoints.newer(directory, None if run is None else steps)
         if not newer:
             return run
+        if self._parts.ranks.world > 1:  # one that is damaged for one rank is for all
+            self.load_checkpoint(newer[0])
+            return str(newer[0])
         try:
             return str(first_whole(newer, self.load_checkpoint)[0])
         except DamagedError as error:

@@ -108,7 +108,6 @@ def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule |
     if rule is None or optimizer is None:
         raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")
     refused = {
-        "run_dir": config.run_dir is not None,
         f"device {device.place}": not device.addressable,
         f"optimizer {type(optimizer).__name__}, which looks at whole parameters": rule.whole or rule.own is not None,
         "a torch optimizer that has states": isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state),
@@ -232,8 +231,12 @@ def agree_on_step(
     shared = manager.tiers.shared
     if shared is None:
         return
-    ranks.agree(f"step {run.steps + 1}", facts_of_step(manager, groups, run, micro_batches))
+    commits = manager.commits
+    newest = [] if commits is None else [commits.newest]
+    said = ranks.agree(f"step {run.steps + 1}", facts_of_step(manager, groups, run, micro_batches), numbers=newest)
     shared.note_loaded()
+    if commits is not None:
+        commits.pass_on(int(mark) for (mark,) in said.numbers)
 
 
 def facts_of_step(

@@ -110,6 +110,9 @@ class OptimizerStates:
                 together.meet(self._facts(states, masters))
             self._replace(states, masters)
             together.end()
+            commits = self._manager().commits
+            if commits is not None:
+                commits.pass_on()
 
     def _replace(self, states: StatesOf, masters: MastersOf) -> None:
         counts = self._counts

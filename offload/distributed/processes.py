@@ -281,6 +281,11 @@ class Processes:
                 text = self._words.fail(text)
             self._give_up(text)
 
+    @property
+    def ended(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._meeting.ended is not None
+
     def has_told(self, error: BaseException) -> bool:
         """Tell whether an agreement has told all of an error; see :meth:`Ranks.has_told`."""
         return error is self._told

@@ -39,10 +39,14 @@ class Ranks(Protocol):
     Attributes:
         rank: of this process, counted from 0.
         world: how many there are.
+        ended: they have failed for good, or are closed.
     """
 
     rank: int
     world: int
+
+    @property
+    def ended(self) -> bool: ...  # noqa: D102
 
     def agree(
         self,
@@ -126,6 +130,7 @@ class OneRank:
 
     rank = 0
     world = 1
+    ended = False
 
     def agree(
         self,

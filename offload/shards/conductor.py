@@ -166,6 +166,11 @@ class Conductor:
         """Tell the others that this rank has failed."""
         self._ranks.fail(error)
 
+    @property
+    def ended(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._ranks.ended
+
     def has_told(self, error: BaseException) -> bool:
         """Tell whether all ranks know of an error of this one."""
         return self._ranks.has_told(error)
