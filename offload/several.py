@@ -109,7 +109,7 @@ def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule |
         raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")
     refused = {
         f"device {device.place}": not device.addressable,
-        f"optimizer {type(optimizer).__name__}, which looks at whole parameters": rule.whole or rule.own is not None,
+        f"optimizer {type(optimizer).__name__}, whose own class makes the steps": rule.own is not None,
         "a torch optimizer that has states": isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state),
     }
     for what, is_asked_for in refused.items():
