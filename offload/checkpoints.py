@@ -33,7 +33,7 @@ from offload.checkpoint.restoring import Restorer, read_tensor
 from offload.checkpoint.saving import Contents, suffix_of, write_values
 from offload.distributed.ranks import Fact, Ranks
 from offload.distributed.together import Together
-from offload.errors import BudgetError, CheckpointError, StateError
+from offload.errors import BudgetError, CheckpointError, RanksError
 from offload.life import Life
 from offload.memory.budget import Tier
 from offload.optim import progress
@@ -48,6 +48,7 @@ LEAST_BUFFER_BYTES = MIB // 16
 SPARE_BUFFERS = 28  # that are on their way while one per column fills
 HELD_BUFFER_BYTES = MIB  # of what is read as nobody waits for it: requests are no larger
 SPARE_READS = 6  # the same beside those that are being read
+PATIENCE = 144  # copies in the background: so many times longer may ranks wait for each other there
 
 
 class Checkpoints:
@@ -67,6 +68,7 @@ class Checkpoints:
         self._life = life
         self._training = training
         self._pending: PendingCheckpoint | None = None
+        self._beside: Ranks | None = None  # whom threads that copy meet
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -104,9 +106,16 @@ class Checkpoints:
             last = undo.pop_all()
 
         def complete() -> None:
-            with last:
-                save.complete()
-            save.folder.sweep()
+            try:
+                with last:
+                    save.complete()
+            except RanksError as error:  # told at the next call, which is this rank's own
+                raise CheckpointError(
+                    f"checkpoint {save.folder.path / save.tag}: expected all ranks to complete it but {error}; save it "
+                    "again, or load one from before"
+                ) from error
+            if save.ranks.rank == 0:
+                save.folder.sweep()
 
         try:
             self._pending = PendingCheckpoint(save.folder.path / save.tag, complete)
@@ -140,7 +149,7 @@ class Checkpoints:
         """Yield a save of which all is written that cannot be held; it is undone if the block raises."""
         ranks = self._parts.ranks
         with contextlib.ExitStack() as last, Together(ranks, "save_checkpoint") as together:
-            tag = self._prepare(tag, keep, hold=hold)
+            tag = self._prepare(tag, keep)
             manager, parts = self._life.require_open(), self._parts
             encoder = Encoder()
             described = self._describe(encoder, {} if client_state is None else client_state, ranks)
@@ -148,7 +157,7 @@ class Checkpoints:
             contents = Contents(manager, parts.book.waiting(), file_bytes, held)
             folder = Folder(directory)
             needed = contents.size_bytes + sum(tensor.nbytes for tensor in encoder.tensors.values())
-            said = together.meet(self._facts(manager, tag, keep), [needed, new_token()]).numbers
+            said = together.meet(self._facts(manager, tag, keep, wait=not hold), [needed, new_token()]).numbers
             needed, token = sum(int(size) for size, _ in said), int(said[0][1])
             sequence = 0
             if ranks.rank == 0:
@@ -165,15 +174,22 @@ class Checkpoints:
             contents.write(files)
             values = write_values(new, encoder.tensors, staging, suffix_of(ranks))
             index = Index(tag, sequence, (), {}, described)
+            if hold:
+                together.end()  # training goes on
+                together = last.enter_context(Together(self._ranks_beside(), f"checkpoint {tag}"))
             yield _Save(folder, tag, keep, new, staging, contents, held, files, values, index, ranks, together)
 
-    def _prepare(self, tag: str | None, keep: int | None, *, hold: bool) -> str:
+    def _ranks_beside(self) -> Ranks:
+        """Return the ranks for a thread that copies, whose meetings training does not see."""
+        if self._beside is None:
+            self._beside = self._parts.ranks.beside("checkpoint", patience=PATIENCE)
+        return self._beside
+
+    def _prepare(self, tag: str | None, keep: int | None) -> str:
         """Let everything be as it is to be saved; returns the tag."""
         manager, parts = self._life.require_open(), self._parts
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(f"keep: expected a whole number of at least 1, or None, but got {keep!r}")
-        if hold and parts.ranks.world > 1:
-            raise StateError("engine: expected wait=True with several ranks but got wait=False; wait for it")
         tag = check_tag(f"step-{parts.steps.run.steps:08d}" if tag is None else tag)
         self.settle()
         parts.changes.adopt()
@@ -188,9 +204,9 @@ class Checkpoints:
             return self._state.describe(encoder, client_state)
         return self._state.describe_own(encoder, client_state, prefix=f"rank {ranks.rank} ")
 
-    def _facts(self, manager: Manager, tag: str, keep: int | None) -> dict[str, Fact]:
+    def _facts(self, manager: Manager, tag: str, keep: int | None, *, wait: bool) -> dict[str, Fact]:
         steps = self._parts.steps
-        facts: dict[str, Fact] = {"tag": tag, "keep": keep, "the number of steps": steps.run.steps}
+        facts: dict[str, Fact] = {"tag": tag, "keep": keep, "wait": wait, "the number of steps": steps.run.steps}
         if steps.optimizer is None or steps.step is None:
             return facts
         done = steps.step.micro_batches.done
@@ -262,6 +278,8 @@ class Checkpoints:
             if manager.tiers.shared is not None:
                 manager.tiers.shared.note_loaded()
             together.end()
+            if manager.commits is not None:
+                manager.commits.pass_on()
         set_drawn(found["random"])
         return found["client_state"]
 

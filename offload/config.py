@@ -58,7 +58,8 @@ class Config:
         run_dir: directory, or several, for the swap files of a durable run, in the place of `nvme_path`; made where it
             is missing. Parameters and states live there, and each step is committed: whatever ends the process, an
             engine with the same `run_dir` goes on from the last commit, with the same bits. It loses at most the step
-            in progress and the one still being finished. None: nothing survives the process but checkpoints.
+            in progress and the one still being finished. Each of several ranks has a folder of its own in it. None:
+            nothing survives the process but checkpoints.
         resume: ``"auto"`` goes on with the newest of `run_dir` and `checkpoint_dir`, or begins where there is nothing;
             True wants something there; False wants nothing there. A damaged checkpoint is left out with a warning.
         checkpoint_dir: directory of checkpoints that `resume` looks at, too; a durable run's only.

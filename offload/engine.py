@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.build import EngineCalls, build
 from offload.checkpoint.pretrained import Weights, find_weights
+from offload.checkpoint.run_of_ranks import run_of_rank
 from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
@@ -34,7 +35,7 @@ from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
 from offload.report import Report, make_report
 from offload.run_state import RunState
-from offload.several import made_together, ranks_of, refuse_parts
+from offload.several import made_together, ranks_of
 from offload.shards.manager import Manager
 from offload.sleeping import Sleeping
 from offload.snapshot import take_snapshot, take_spans
@@ -113,7 +114,7 @@ class Engine(EngineTensors, EngineRuns):
         with made_together(ranks):
             refusals.refuse_model(model)
             self.module = model
-            self.config = Config.load(config, **options)
+            self.config = run_of_rank(Config.load(config, **options), ranks)
             deferral = Deferral()
             self._durable = self._begin_run(optimizer)
             calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life, self._durable)
@@ -330,6 +331,8 @@ class Engine(EngineTensors, EngineRuns):
         on the drive. Gradients that wait for the next step are kept. Until :meth:`wake`, everything but :meth:`stats`,
         :meth:`report`, :meth:`trace` and :meth:`close` is refused. Buffers of the module stay on the device.
 
+        Several ranks call this together, and :meth:`wake`: if one of them cannot, none does.
+
         Args:
             host: give host memory back, too; what lives there goes to files on the drive.
 
@@ -337,9 +340,9 @@ class Engine(EngineTensors, EngineRuns):
             BudgetError: neither the host budget nor the drive has room.
             StateError: the engine is closed, asleep or unusable, parameters are in use, or a tensor outside the model
                 views them. The engine is awake then.
+            RanksError: another rank has failed, or is elsewhere. The engine is awake then.
             swap.SwapError: an I/O error. The engine is awake then.
         """
-        refuse_parts(self._parts.ranks)
         self._sleeping.sleep(host=host)
 
     def wake(self) -> None:
@@ -348,6 +351,7 @@ class Engine(EngineTensors, EngineRuns):
         Raises:
             BudgetError: somebody else has it. The engine is still asleep, and nothing is lost.
             StateError: the engine is not asleep.
+            RanksError: another rank has failed, or is elsewhere. The engine is still asleep.
             swap.SwapError: an I/O error. The engine is still asleep.
         """
         self._sleeping.wake()
@@ -380,7 +384,7 @@ class Engine(EngineTensors, EngineRuns):
             last.callback(close, self.module, self._parts, self._life, manager, restore=restore)
             last.callback(self._checkpoints.settle)
             if self._life.asleep and restore is not False:
-                self._sleeping.wake()
+                self._sleeping.wake_alone()
             if commit and self._durable is not None and self._life.unusable is None and not self._life.asleep:
                 self._durable.finish()
 

@@ -26,7 +26,6 @@ from offload.errors import CheckpointError, ConfigError, StateError
 from offload.importing import import_checkpoint
 from offload.life import Life
 from offload.run_state import RunState
-from offload.several import refuse_parts
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +83,8 @@ class EngineRuns:
         option ``background_checkpoints``. What lives in memory is written before this returns. The engine saves one
         checkpoint at a time: the next save, a load and :meth:`close` wait for it.
 
-        Several ranks call this together, with the same directory, tag and `keep`. Each writes its slices; generators,
-        buffers and `client_state` are each rank's own.
+        Several ranks call this together, with the same directory, tag, `keep` and `wait`. Each writes its slices;
+        generators, buffers and `client_state` are each rank's own. If one fails, no rank has the checkpoint.
 
         Args:
             directory: of the checkpoints; made where it is missing.
@@ -103,8 +102,7 @@ class EngineRuns:
             BudgetError: the budgets have no room for the smallest buffers, or the swap files for what is held.
             CheckpointError: `client_state` has something else, a name cannot be one, another save is under way in
                 `directory`, or it cannot be written to.
-            StateError: the engine is closed or unusable, or parameters or gradients are gathered; or several ranks are
-                not to wait.
+            StateError: the engine is closed or unusable, or parameters or gradients are gathered.
             RanksError: another rank has failed, ended, not come, or has something else. Older checkpoints stay.
             swap.SwapFullError: the drive has no room. Older checkpoints stay in every case.
             swap.SwapError: another I/O error.
@@ -147,6 +145,8 @@ class EngineRuns:
     def import_checkpoint(self, path: str | Path, *, strict: bool = True) -> Facts:
         """Go on with a run that another program has saved: weights, masters, optimizer states, step counts, loss scale.
 
+        Several ranks call this together; each keeps its slices of what it reads.
+
         Args:
             path: a file of ``torch.save``, or a folder of the Hugging Face trainer, of DeepSpeed with ZeRO-1, 2 or 3,
                 or of torch.distributed.checkpoint. Pickles are read without running what they name.
@@ -159,11 +159,11 @@ class EngineRuns:
         Raises:
             ConfigError: a file is missing, damaged or unknown, or does not fit the model or the optimizer. Nothing was
                 loaded.
+            RanksError: another rank has failed, is elsewhere, ended or not come, or reads something else.
             StateError: parameters are in use, or the engine is closed. Nothing was loaded.
             swap.SwapError: an I/O error of the drive. If it, or an unreadable file, comes when something was written,
                 the engine says so at each call, until this one is repeated or a checkpoint is loaded, with ``strict``.
         """
-        refuse_parts(self._parts.ranks)
         return import_checkpoint(path, self.module, self._parts, self._life, strict=strict)
 
     # --- durable runs -----------------------------------------------------------------------------------------------
@@ -237,6 +237,9 @@ class EngineRuns:
         newer = self._checkpoints.newer(directory, None if run is None else steps)
         if not newer:
             return run
+        if self._parts.ranks.world > 1:  # one that is damaged for one rank is for all
+            self.load_checkpoint(newer[0])
+            return str(newer[0])
         try:
             return str(first_whole(newer, self.load_checkpoint)[0])
         except DamagedError as error:

@@ -15,14 +15,18 @@ import torch
 from torch import nn
 
 from offload.build import Parts
+from offload.checkpoint.dict_memory import DictMemory
 from offload.checkpoint.digests import take_digests
+from offload.config import Config
 from offload.life import Life
+from offload.memory.budget import Tier
 
 
 class EngineTensors:
     """The part of :class:`offload.Engine` that reads and writes tensors. Its constructor makes the attributes."""
 
     module: nn.Module
+    config: Config
     _parts: Parts
     _life: Life
 
@@ -160,6 +164,9 @@ class EngineTensors:
         ``state_dtype``. Nothing is changed by looking: gradients wait as they did, and updates that were made during
         backward are kept. The last step is finished first, as by every reader. Takes staging buffers and a MiB.
 
+        Several ranks call this together, and get the same, which is one process's, too. They send each other all of it;
+        the bytes of a unit are in host memory meanwhile, or where the budget has no room, on the drive.
+
         Returns:
             Per parameter, by name, a digest of 16 hex digits per role: ``parameter`` (as stored), and of trained ones
             ``master`` (fp32, where the parameter has 16 bits), each state by its name in ``optimizer.state_dict()``
@@ -169,9 +176,11 @@ class EngineTensors:
 
         Raises:
             StateError: the engine is closed or unusable, a step has lost the content, or gradients are gathered.
+            RanksError: another rank has failed, is elsewhere, ended or not come.
             swap.SwapError: an I/O error.
         """
         manager = self._life.require_open()
         self._parts.changes.adopt()
         self._parts.book.adopt()
-        return take_digests(manager, self._parts.steps.counts, self._parts.book.factors())
+        memory = DictMemory(self._parts.budgets[Tier.HOST], self.config.paths())
+        return take_digests(manager, self._parts.steps.counts, self._parts.book.factors(), memory)

@@ -21,6 +21,7 @@ from offload.checkpoint.foreign.found import Facts, Found
 from offload.checkpoint.foreign.opening import open_foreign
 from offload.checkpoint.module_state import tensors_by_name
 from offload.checkpoint.sources import PIECE_NUMEL, Converted, Source, numel_of, whole
+from offload.distributed.together import Together
 from offload.errors import ConfigError
 from offload.life import Life
 from offload.optim.rules import Rule
@@ -63,11 +64,14 @@ class Fitting:
 
 def import_checkpoint(path: str | Path, module: nn.Module, parts: Parts, life: Life, *, strict: bool) -> Facts:
     """Load a checkpoint; see ``Engine.import_checkpoint``."""
-    with life.refilling(f"importing {path}", strict=strict) as again:
-        return _import(path, module, parts, life, strict=strict, again=again)
+    with Together(parts.ranks, "import_checkpoint") as together:
+        with life.refilling(f"importing {path}", strict=strict) as again:
+            return _import(path, module, parts, life, together, strict=strict, again=again)
 
 
-def _import(path: str | Path, module: nn.Module, parts: Parts, life: Life, *, strict: bool, again: bool) -> Facts:
+def _import(
+    path: str | Path, module: nn.Module, parts: Parts, life: Life, together: Together, *, strict: bool, again: bool
+) -> Facts:
     manager, optimizer = life.require_open(), parts.steps.optimizer
     trained = {
         id(parameter): unit.dtype
@@ -78,11 +82,14 @@ def _import(path: str | Path, module: nn.Module, parts: Parts, life: Life, *, st
     found = open_foreign(path, [] if optimizer is None else names.by_group(optimizer.param_groups))
     fitting = fit(names, found, optimizer, strict=strict)
     manager.tiers.refuse_leased(manager.units)
+    has_states = fitting.packed is not None
+    together.meet({"strict": strict, "the names of weights": str(sorted(fitting.weights)), "has states": has_states})
     if again:
         make_blank(manager, parts.steps.counts)
     if optimizer is not None and fitting.packed is not None:
         optimizer.load_state_dict(fitting.packed)  # it refuses before it writes
     parts.tensors.load(fitting.weights, strict=False)
+    together.end()
     return fitting.facts
 
 

@@ -55,7 +55,7 @@ def units_of(
         max_unit_bytes=unit_bytes,
         dtype=getattr(torch, config.dtype) if config.dtype else None,
         train=rule is not None,
-        whole=rule is not None and rule.whole,
+        whole=rule is not None and rule.whole and ranks == 1,  # several ranks look at slices, in two passes
         ranks=ranks,
         slices_frozen=slices_frozen,
     )

@@ -19,7 +19,7 @@ import torch
 from offload.config import Config
 from offload.distributed.processes import open_ranks
 from offload.distributed.ranks import Fact, OneRank, Ranks
-from offload.errors import PARTS, BudgetError, ConfigError, OffloadError, RanksError, StateError
+from offload.errors import BudgetError, ConfigError, OffloadError, RanksError, StateError
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.module.refusals import refuse_ranks
@@ -108,10 +108,8 @@ def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule |
     if rule is None or optimizer is None:
         raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")
     refused = {
-        "run_dir": config.run_dir is not None,
-        "background_checkpoints": config.background_checkpoints,
         f"device {device.place}": not device.addressable,
-        f"optimizer {type(optimizer).__name__}, which looks at whole parameters": rule.whole or rule.own is not None,
+        f"optimizer {type(optimizer).__name__}, whose own class makes the steps": rule.own is not None,
         "a torch optimizer that has states": isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state),
     }
     for what, is_asked_for in refused.items():
@@ -215,16 +213,6 @@ def _digests(manager: Manager) -> dict[str, str]:
     return {name: known.hexdigest() for name, known in found.items()}
 
 
-def refuse_parts(ranks: Ranks) -> None:
-    """Refuse what needs gradients and states as a whole; nothing where there is one rank.
-
-    Raises:
-        StateError: there are several.
-    """
-    if ranks.world > 1:
-        raise StateError(PARTS)
-
-
 def agree_on_step(
     ranks: Ranks, manager: Manager, groups: Iterable[Mapping[str, Any]], run: Progress, micro_batches: int
 ) -> None:
@@ -243,8 +231,12 @@ def agree_on_step(
     shared = manager.tiers.shared
     if shared is None:
         return
-    ranks.agree(f"step {run.steps + 1}", facts_of_step(manager, groups, run, micro_batches))
+    commits = manager.commits
+    newest = [] if commits is None else [commits.newest]
+    said = ranks.agree(f"step {run.steps + 1}", facts_of_step(manager, groups, run, micro_batches), numbers=newest)
     shared.note_loaded()
+    if commits is not None:
+        commits.pass_on(int(mark) for (mark,) in said.numbers)
 
 
 def facts_of_step(

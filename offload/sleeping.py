@@ -1,7 +1,8 @@
 """An engine that gives its memory back for a while: sharing a GPU between training and generation.
 
 Owns what was in the memory meanwhile - in host memory where the budget has room, else on the drive - and the order of
-leaving and coming back. The memory itself is the business of :mod:`offload.shards.tiers`. Next: :mod:`offload.engine`.
+leaving and coming back. Several ranks sleep and wake together, or none of them does. The memory itself is the business
+of :mod:`offload.shards.tiers`. Next: :mod:`offload.engine`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from offload.build import Parts
 from offload.config import Config
+from offload.distributed.together import Together
 from offload.errors import BudgetError, StateError
 from offload.life import Life
 from offload.memory.arena import Buffer, bytes_at
 from offload.memory.budget import Budget, Tier
+from offload.shards.manager import Manager
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, whole_pages
 from swap import SwapStore
 
@@ -111,6 +114,27 @@ class Sleeping:
 
     def sleep(self, *, host: bool) -> None:
         """Give the memory back; see ``Engine.sleep``."""
+        with Together(self._parts.ranks, "sleep") as together:
+            manager = self._prepare(host=host)
+            together.meet()  # with slices of parameters: what ranks have asked each other for ahead has come
+            self._tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
+            manager.rest(self._tiers)
+            content = manager.tiers.content(self._tiers)
+            size_bytes = sum(whole_pages(size) for _, _, _, size in _pieces(content))
+            with contextlib.ExitStack() as undo:
+                undo.callback(manager.go_on)
+                self._place = self._room(size_bytes, host=host)
+                undo.callback(self._forget)
+                for at, buffer, first, size in _pieces(content):
+                    with self._on_host(buffer, first, size, write=False) as address:
+                        self._place.put(at, address, size)
+                together.end()
+                undo.pop_all()
+        manager.tiers.release(self._tiers)
+        self._life.sleep()
+
+    def _prepare(self, *, host: bool) -> Manager:
+        """Let nothing be under way; returns the owner of the shards."""
         manager, parts = self._life.require_open(), self._parts
         if host and parts.activations.has_left():
             raise StateError(
@@ -123,23 +147,19 @@ class Sleeping:
         manager.gradients.await_copies()
         manager.finish_updates()
         manager.tiers.refuse_leased(manager.units)
-        self._tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
-        manager.rest(self._tiers)
-        content = manager.tiers.content(self._tiers)
-        size_bytes = sum(whole_pages(size) for _, _, _, size in _pieces(content))
-        with contextlib.ExitStack() as undo:
-            undo.callback(manager.go_on)
-            self._place = self._room(size_bytes, host=host)
-            undo.callback(self._forget)
-            for at, buffer, first, size in _pieces(content):
-                with self._on_host(buffer, first, size, write=False) as address:
-                    self._place.put(at, address, size)
-            undo.pop_all()
-        manager.tiers.release(self._tiers)
-        self._life.sleep()
+        return manager
 
     def wake(self) -> None:
         """Take the memory again; see ``Engine.wake``."""
+        with Together(self._parts.ranks, "wake") as together:
+            self._take_again(together.end).prefetch()
+
+    def wake_alone(self) -> None:
+        """Do the same without other ranks, to close."""
+        self._take_again(lambda: None)
+
+    def _take_again(self, agree: Callable[[], object]) -> Manager:
+        """Have the content in its memory; asleep still, if it cannot be, or if `agree` raises."""
         if not self._life.asleep:
             self._life.require_open()
             raise StateError("engine: expected to be asleep but it is awake; call engine.sleep() before engine.wake()")
@@ -150,13 +170,14 @@ class Sleeping:
             for at, buffer, first, size in _pieces(manager.tiers.content(self._tiers)):
                 with self._on_host(buffer, first, size, write=True) as address:
                     self._place.get(at, address, size)
+            agree()
         except BaseException:
             manager.tiers.release(self._tiers)
             raise
         self._forget()
         self._life.wake()
         manager.go_on()
-        manager.prefetch()
+        return manager
 
     def close(self) -> None:
         """Give back what is kept. Idempotent."""

@@ -5,7 +5,8 @@ Next: `store` (objects under keys), `aio` (raw reads and writes), `extents` (fre
 """
 
 from swap.backing import Mode
-from swap.durable.run_directory import find_run
+from swap.durable.manifest import NO_MARK
+from swap.durable.run_directory import find_run, go_back, marks_of
 from swap.errors import SwapCorruptError, SwapDeadlineError, SwapError, SwapFullError, SwapLockedError
 from swap.io.aio import (
     Aio,
@@ -36,6 +37,7 @@ __all__ = [
     "Job",
     "Latency",
     "Mode",
+    "NO_MARK",
     "Priority",
     "Snapshot",
     "StoreTicket",
@@ -51,6 +53,8 @@ __all__ = [
     "Ticket",
     "engines_available",
     "find_run",
+    "go_back",
+    "marks_of",
     "uring_refusal",
     "wait_all",
 ]

@@ -34,7 +34,7 @@ class Commits:
         self._one_at_a_time = threading.Lock()
         self._doubtful: list[Version] = []  # in a manifest that may or may not be the one on the drive
 
-    def commit(self, limit_s: float) -> None:
+    def commit(self, limit_s: float, mark: tuple[int, int] | None = None) -> None:
         """See `SwapStore.commit`."""
         with self._one_at_a_time:
             self._transfers.await_puts(limit_s)
@@ -42,7 +42,7 @@ class Commits:
                 self._check_failed_puts()
                 changes = self._map.begin_commit()
             try:
-                self._make_durable(changes)
+                self._make_durable(changes, mark)
             except BaseException:
                 with self._lock:
                     if self._manifest is not None and self._manifest.doubtful:
@@ -75,7 +75,7 @@ class Commits:
                     space.grow(sizes)
                     self._release_doubtful()
 
-    def _make_durable(self, changes: Changes) -> None:
+    def _make_durable(self, changes: Changes, mark: tuple[int, int] | None) -> None:
         manifest = self._manifest
         if manifest is None or not (changes or manifest.doubtful):
             return
@@ -85,7 +85,7 @@ class Commits:
                 self._disk.sync(self._files[file].fd)
             except OSError as error:
                 raise self._flush_failed(changes, self._files[file].directory, error) from None
-        manifest.commit(changes, lambda: self._map.after(changes))
+        manifest.commit(changes, lambda: self._map.after(changes), mark=mark, before=self._map.committed)
 
     def _flush_failed(self, changes: Changes, directory: str, error: OSError) -> SwapError:
         """What was written since the last flush may be lost, and a second flush would not say so: put it again."""

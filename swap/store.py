@@ -27,6 +27,7 @@ from types import TracebackType
 from swap.backing import Mode, open_backing
 from swap.commits import Commits
 from swap.durable.disk import Disk
+from swap.durable.manifest import NO_MARK
 from swap.durable.records import encode_key
 from swap.io.aio import Aio
 from swap.io.checksums import granule_for
@@ -280,7 +281,13 @@ class SwapStore:
 
     # ---- several objects at once ----
 
-    def commit(self, deadline_s: float | None = None) -> None:
+    @property
+    def mark(self) -> int:
+        """Of the last commit that had one; -1 where none had, or nothing is durable."""
+        run = self._backing.run
+        return NO_MARK if run is None else run.manifest.mark
+
+    def commit(self, deadline_s: float | None = None, *, mark: tuple[int, int] | None = None) -> None:
         """Make everything that was put and deleted since the last commit take effect as one.
 
         Waits for the puts in flight, not for gets. A durable store then flushes the data, and after that appends to the
@@ -288,6 +295,8 @@ class SwapStore:
 
         Args:
             deadline_s: seconds to wait for puts in flight at most; None uses the deadline of the store.
+            mark: of this commit, at least that of the last one, and the oldest one that `swap.go_back` shall take:
+                from that on, somebody holds what each commit has in a :meth:`snapshot`.
 
         Raises:
             SwapDeadlineError: puts did not finish in time; nothing is committed.
@@ -297,7 +306,7 @@ class SwapStore:
             ValueError: the mode has no commits.
         """
         self._check_explicit("commit")
-        self._commits.commit(self.deadline_s if deadline_s is None else deadline_s)
+        self._commits.commit(self.deadline_s if deadline_s is None else deadline_s, mark)
 
     def abort(self) -> None:
         """Undo everything that was put and deleted since the last commit, puts in flight included.

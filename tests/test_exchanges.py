@@ -71,7 +71,7 @@ class Board:
     name: str = "main"
     sent_bytes: int = 0
 
-    def beside(self, name: str) -> Board:
+    def beside(self, name: str, *, patience: int = 1) -> Board:
         return Board(self.rank, self.world, self.boards, name)
 
     def agree(self, where: str) -> None:
@@ -311,7 +311,7 @@ class Ahead(Board):
     said: list[Said]
     has_no_room: Callable[[], bool]
 
-    def beside(self, name: str) -> Board:
+    def beside(self, name: str, *, patience: int = 1) -> Board:
         return self
 
     def agree(self, where: str) -> None:

@@ -25,7 +25,8 @@ def make_blank(manager: Manager, counts: StepCounts) -> None:
         if shard.role in STATE_ROLES:
             manager.copies.discard(shard)
     counts.forget()
-    lost = [unit for unit in manager.units if manager.copies.is_lost(manager.tiers.param(unit.index))]
+    sliced = manager.tiers.plan.request.slices_parameters  # then ranks write together, and have lost other units
+    lost = [unit for unit in manager.units if sliced or manager.copies.is_lost(manager.tiers.param(unit.index))]
 
     def clear(chunk: Chunk) -> None:
         size = manager.tiers.chunk_bytes(chunk.unit, Role.PARAM, chunk.begin, chunk.end)

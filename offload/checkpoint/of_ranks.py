@@ -7,7 +7,7 @@ Owns what is sent, and where what comes belongs. All ranks come through here wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -21,15 +21,20 @@ PIECE_NUMEL = 1 << 18  # elements of each rank that are sent at once
 
 
 def share_slices(
-    manager: Manager, tensors: Mapping[Where, Mapping[str, torch.Tensor]], memory: Memory, where: str
+    manager: Manager,
+    tensors: Mapping[Where, Mapping[str, torch.Tensor]],
+    memory: Memory,
+    where: str,
+    sizes: Mapping[str, Callable[[int], int]] | None = None,
 ) -> None:
     """Fill in what other ranks have; nothing where there is one.
 
     Args:
         manager: knows the ranks, and their slices.
-        tensors: by parameter and name, fp32 and contiguous on the CPU, of which this rank's slice is in place.
+        tensors: by parameter and name, contiguous on the CPU, of which this rank's slice is in place.
         memory: of the tensors.
         where: the place, for errors.
+        sizes: by name, how many elements a tensor has for the first n of its parameter; None for as many.
 
     Raises:
         RanksError: another rank has failed, ended or not come.
@@ -41,19 +46,22 @@ def share_slices(
         slices = _slices(manager, unit)
         longest = max(end - begin for begin, end in slices)
         for name in _names(tensors, unit):
+            size = (sizes or {}).get(name, _as_many)
             own = {
                 position: named[name]
                 for position in range(len(unit.slots))
                 if name in (named := tensors.get((unit.index, position), {}))
             }
+            dtype = next(iter(own.values())).dtype
             for first in range(0, longest, PIECE_NUMEL):
-                mine = torch.zeros(min(PIECE_NUMEL, longest - first), dtype=torch.float32, device="cpu")
-                for elements, piece in _overlaps(unit, own, mine, slices[ranks.rank][0] + first, slices[ranks.rank][1]):
+                pieces = [(begin + first, min(begin + first + PIECE_NUMEL, end)) for begin, end in slices]
+                mine = torch.zeros(size(min(PIECE_NUMEL, longest - first)), dtype=dtype, device="cpu")
+                for elements, piece in _overlaps(unit, own, mine, *pieces[ranks.rank], size):
                     piece.copy_(elements)
                 rows = ranks.gather_from_all(mine, where)
                 for rank, row in enumerate(rows):
                     if rank != ranks.rank:
-                        for elements, piece in _overlaps(unit, own, row, slices[rank][0] + first, slices[rank][1]):
+                        for elements, piece in _overlaps(unit, own, row, *pieces[rank], size):
                             elements.copy_(piece)
                 memory.touch(own.values(), rows.nbytes)
 
@@ -83,15 +91,22 @@ def _names(tensors: Mapping[Where, Mapping[str, torch.Tensor]], unit: Unit) -> I
 
 
 def _overlaps(
-    unit: Unit, tensors: Mapping[int, torch.Tensor], piece: torch.Tensor, begin: int, end: int
+    unit: Unit,
+    tensors: Mapping[int, torch.Tensor],
+    piece: torch.Tensor,
+    begin: int,
+    end: int,
+    size: Callable[[int], int],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the elements of tensors that are in a piece of a slice, and where they are in the piece.
-
-    The piece begins at the unit's element `begin`. The slice ends at `end`.
-    """
+    """Yield what tensors have of the unit's elements [begin, end), and where that is in a piece which has them."""
     for position, tensor in tensors.items():
         slot = unit.slots[position]
-        start, stop = max(slot.offset_numel, begin), min(slot.end_numel, end, begin + piece.numel())
+        start, stop = max(slot.offset_numel, begin), min(slot.end_numel, end)
         if start < stop:
-            elements = tensor.view(-1)[start - slot.offset_numel : stop - slot.offset_numel]
-            yield elements, piece[start - begin : stop - begin]
+            skip, at = size(start - slot.offset_numel), size(start - begin)
+            numel = size(stop - start)
+            yield tensor.view(-1)[skip : skip + numel], piece[at : at + numel]
+
+
+def _as_many(numel: int) -> int:
+    return numel

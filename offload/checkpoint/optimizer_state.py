@@ -15,6 +15,7 @@ import torch
 
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.dict_memory import DictMemory
+from offload.checkpoint.sources import Source
 from offload.distributed.ranks import Fact, Ranks
 from offload.distributed.together import Together
 from offload.errors import StateError
@@ -109,6 +110,9 @@ class OptimizerStates:
                 together.meet(self._facts(states, masters))
             self._replace(states, masters)
             together.end()
+            commits = self._manager().commits
+            if commits is not None:
+                commits.pass_on()
 
     def _replace(self, states: StatesOf, masters: MastersOf) -> None:
         counts = self._counts
@@ -171,8 +175,11 @@ def _digest(values: Mapping[str, Any]) -> str:
     """Return what tells values by name from others."""
     known = hashlib.blake2b(digest_size=16)
     for name, value in sorted(values.items()):
-        known.update(f"{name} {value if not isinstance(value, torch.Tensor) else value.dtype}".encode())
-        if isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
+        tensor = isinstance(value, (torch.Tensor, Source))
+        known.update(f"{name} {value.dtype if tensor else value}".encode())
+        if isinstance(value, Source):
+            known.update(checkpoint.digest(value).encode())
+        elif isinstance(value, torch.Tensor) and not value.is_meta and value.layout is torch.strided:
             for part in value.detach().reshape(-1).split(DIGEST_NUMEL):
                 known.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return known.hexdigest()

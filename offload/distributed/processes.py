@@ -103,13 +103,13 @@ class _Meeting:
         self.words = Words(self._store, self.rank, self.world)
         self.words.meet(deadline_s)
 
-    def connect(self, name: str) -> Any:
-        """Return a group of its own.
+    def connect(self, name: str, patience: int) -> Any:
+        """Return a group of its own, for waits that are so much longer than others.
 
         Raises:
             RanksError: another rank has ended.
         """
-        timeout = timedelta(seconds=self.deadline_s * _GROUP_TIMEOUT)
+        timeout = timedelta(seconds=self.deadline_s * patience * _GROUP_TIMEOUT)
         try:
             store = distributed.PrefixStore(name, self._store)
             return distributed.ProcessGroupGloo(store, self.rank, self.world, timeout)
@@ -125,13 +125,14 @@ class Processes:
         world: how many there are.
     """
 
-    def __init__(self, meeting: _Meeting, *names: str, beside: bool = False) -> None:
+    def __init__(self, meeting: _Meeting, *names: str, beside: bool = False, patience: int = 1) -> None:
         """Connect with the others.
 
         Args:
             meeting: of all of them.
             names: of the groups: one for agreements, and one for what is sent, which may be the same.
             beside: these are for another thread than the one that computes, which waits for nobody here.
+            patience: so many times the deadline of others is theirs.
 
         Raises:
             RanksError: another rank has ended.
@@ -139,14 +140,15 @@ class Processes:
         self.rank, self.world = meeting.rank, meeting.world
         self._meeting = meeting
         self._words = meeting.words
-        self._groups = [meeting.connect(name) for name in names]
+        self._groups = [meeting.connect(name, patience) for name in names]
+        self._patience = patience
         self._beside: list[Processes] = []
         self._is_beside = beside
         self._told: BaseException | None = None  # why this rank could not go on, as an agreement has told all
 
-    def beside(self, name: str) -> Processes:
+    def beside(self, name: str, *, patience: int = 1) -> Processes:
         """Return the same ranks for another thread; see :meth:`Ranks.beside`."""
-        other = Processes(self._meeting, name, beside=True)
+        other = Processes(self._meeting, name, beside=True, patience=patience)
         self._beside.append(other)
         return other
 
@@ -168,7 +170,7 @@ class Processes:
         mine = Record(where, digest_of(facts), stop, error is not None, len(detail), tuple(numbers), wants)
         records = [Record.unpack(row) for row in self._gather_bytes(mine.pack(), RECORD_BYTES, where)]
         wanted = tuple(record.wants for record in records)
-        wishes = any(wish is not None for wish in wanted) and not any(record.failed for record in records)
+        wishes = any(wish is not None for wish in wanted)  # first: a rank that has failed takes part, too
         if wishes or all_agree(records):
             numbers_of_all = tuple(record.numbers for record in records)
             return Agreement(any(record.stop for record in records), numbers_of_all, wanted if wishes else ())
@@ -251,7 +253,7 @@ class Processes:
 
     def _wait(self, work: Any, where: str) -> None:
         begin = time.monotonic()
-        deadline_s = self._meeting.deadline_s
+        deadline_s = self._meeting.deadline_s * self._patience
         ask = begin + max(deadline_s - CENSUS_S, deadline_s / 2)
         look, pause = begin + LOOK_S, _SHORTEST_PAUSE_S
         while not work.is_completed():
@@ -282,6 +284,15 @@ class Processes:
             with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could be told
                 text = self._words.fail(text)
             self._give_up(text)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._meeting.ended is not None
+
+    def has_told(self, error: BaseException) -> bool:
+        """Tell whether an agreement has told all of an error; see :meth:`Ranks.has_told`."""
+        return error is self._told
 
     def _raise_census(self, where: str, reason: str) -> NoReturn:
         """Ask all where they are, and let it be what all of them raise."""

@@ -41,10 +41,14 @@ class Ranks(Protocol):
     Attributes:
         rank: of this process, counted from 0.
         world: how many there are.
+        ended: they have failed for good, or are closed.
     """
 
     rank: int
     world: int
+
+    @property
+    def ended(self) -> bool: ...  # noqa: D102
 
     def agree(
         self,
@@ -104,13 +108,17 @@ class Ranks(Protocol):
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed: whoever waits for it raises a :class:`RanksError`."""
 
-    def beside(self, name: str) -> Ranks:
+    def has_told(self, error: BaseException) -> bool:
+        """Tell whether all ranks know of an error of this one, from the last agreement that failed."""
+
+    def beside(self, name: str, *, patience: int = 1) -> Ranks:
         """Return the same ranks for another thread: what they send there has an order of its own.
 
         Their words and their failures are one. They are closed with these.
 
         Args:
             name: of the order, another one for each; all ranks call this in one order.
+            patience: how much longer a rank may be late there.
 
         Raises:
             RanksError: another rank has ended.
@@ -132,6 +140,7 @@ class OneRank:
 
     rank = 0
     world = 1
+    ended = False
 
     def agree(
         self,
@@ -162,7 +171,11 @@ class OneRank:
     def fail(self, error: BaseException) -> None:
         """Do nothing: nobody waits."""
 
-    def beside(self, name: str) -> Ranks:
+    def has_told(self, error: BaseException) -> bool:
+        """Say yes: there is nobody else."""
+        return True
+
+    def beside(self, name: str, *, patience: int = 1) -> Ranks:
         """Return this one, which waits for nobody."""
         return self
 

@@ -18,7 +18,8 @@ class Together:
     """A call of all ranks: a context manager that tells the others what its block raises.
 
     All ranks meet in it equally often. A rank that fails comes to the others' next meeting with its error, so they go
-    on until then: what they do between two meetings is theirs alone.
+    on until then: what they do between two meetings is theirs alone. What the block raises of other agreements, all of
+    them raise: a :class:`RanksError`, or what this rank has told there.
     """
 
     def __init__(self, ranks: Ranks, where: str) -> None:
@@ -68,7 +69,7 @@ class Together:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None or self._is_over:
+        if error is None or self._is_over or isinstance(error, RanksError) or self._ranks.has_told(error):
             return
         self._is_over = True
         try:

@@ -9,6 +9,7 @@ Next: :mod:`offload.optim.step`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -19,15 +20,18 @@ from offload.kernels import cpu_adam
 from offload.kernels.optimizers import LAMB
 from offload.labels import labelled
 from offload.memory.budget import Claim
+from offload.optim.norms_of_ranks import Norms
 from offload.optim.probe import OwnClass, OwnHyper
 from offload.optim.rules import STATE_SEED, Rule, StepOf
 from offload.optim.torch_class import Records
 from offload.planning.roles import Role, States
 from offload.planning.units import Unit, Where
 from offload.shards.gradients import KERNEL_DTYPE
+from offload.shards.manager import Manager
 from offload.shards.stream import ALL_STATES, Chunk, copy_sources
 from offload.shards.tiers import Tiers
 from offload.spans import CPU_ADAM
+from offload.spec import Hyper
 
 
 def trainable_units(units: Iterable[Unit]) -> list[Unit]:
@@ -71,12 +75,16 @@ def group_of_slots(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Segment:
-    """Elements [begin, end) of a unit with the same hyper-parameters; `shift` more are their global indices."""
+    """Elements [begin, end) of a unit with the same hyper-parameters; `shift` more are their global indices.
+
+    They are of the parameter at position `slot`, and of those behind it.
+    """
 
     begin: int
     end: int
     shift: int
     hyper: StepOf
+    slot: int
 
     def goes_on_in(self, other: _Segment) -> bool:
         """Tell whether the two are one."""
@@ -118,6 +126,44 @@ class Recipe:
         self._grad_scale = grad_scale
         self._factors = factors or {}
         self._ranges: dict[int, list[_Segment]] = {}
+        self._step_sizes: dict[Where, float] | None = None  # of LAMB's second pass, where ranks have made the first
+
+    def measure(self, manager: Manager, units: Sequence[Unit], where: str) -> None:
+        """Make the first pass of a step that needs norms of whole parameters, of which ranks have slices.
+
+        Args:
+            manager: owner of the shards.
+            units: that are updated.
+            where: the place, for errors.
+
+        Raises:
+            RanksError: another rank has failed, is elsewhere, ended or not come. The moments are of no use then.
+            swap.SwapError: an I/O error; the same.
+        """
+        norms = Norms(manager, {unit.index: self.updated(unit) for unit in units})
+        hypers: dict[Where, Hyper] = {}
+
+        def visit(chunk: Chunk) -> None:
+            grad_dtype = self._tiers.gradients.dtype(chunk.unit)
+            for segment in self._ranges[chunk.unit.index]:
+                start, stop = max(segment.begin, chunk.begin), min(segment.end, chunk.end)
+                make = functools.partial(_arrays, chunk, segment=segment, states=self._states, grad_dtype=grad_dtype)
+                if start < stop:
+                    assert isinstance(segment.hyper, Hyper)
+                    at, slot = (chunk.unit.index, segment.slot), chunk.unit.slots[segment.slot]
+                    norms.add(at, slot, start, stop, make, segment.hyper)
+
+        for unit in units:
+            for segment in self.ranges(unit):
+                assert isinstance(segment.hyper, Hyper)
+                hypers[unit.index, segment.slot] = segment.hyper
+        manager.stream(units, visit, reads=ALL_STATES | {Role.PARAM, Role.GRAD}, writes=ALL_STATES, parts=True)
+        sizes: dict[Where, float] = {}
+        for at, sums in norms.join(where).items():
+            spec = hypers[at].spec
+            assert isinstance(spec, LAMB)
+            sizes[at] = spec.step_size(*sums)
+        self._step_sizes = sizes
 
     def updated(self, unit: Unit) -> list[int]:
         """Return the slots of a unit that are updated: those with a gradient that the optimizer has."""
@@ -144,6 +190,7 @@ class Recipe:
                 slot.end_numel if exact_ends else end,
                 slot.global_numel - slot.offset_numel,
                 self._hyper(unit, position),
+                position,
             )
             if ranges and not self._whole and ranges[-1].goes_on_in(segment):
                 ranges[-1] = dataclasses.replace(ranges[-1], end=segment.end)
@@ -167,7 +214,8 @@ class Recipe:
                     assert self._counts.records is not None
                     self._counts.records.update(chunk, start, segment.hyper, self._states, grad_dtype=grad_dtype)
                 else:
-                    _update_range(chunk, start, stop, segment, self._states, grad_dtype=grad_dtype)
+                    size = None if self._step_sizes is None else self._step_sizes[chunk.unit.index, segment.slot]
+                    _update_range(chunk, start, stop, segment, self._states, grad_dtype=grad_dtype, step_size=size)
                 done += stop - start
         if tiers.plan.on_device(chunk.unit):
             return
@@ -208,10 +256,20 @@ class Recipe:
 
 
 def _update_range(
-    chunk: Chunk, start: int, stop: int, segment: _Segment, states: States, *, grad_dtype: cpu_adam.Dtype
+    chunk: Chunk,
+    start: int,
+    stop: int,
+    segment: _Segment,
+    states: States,
+    *,
+    grad_dtype: cpu_adam.Dtype,
+    step_size: float | None,
 ) -> None:
     assert not isinstance(segment.hyper, OwnHyper)
     arrays = _arrays(chunk, start, stop, segment, states, grad_dtype=grad_dtype)
+    if step_size is not None:
+        cpu_adam.lamb_apply(arrays, segment.hyper, step_size)
+        return
     if chunk.sources:
         target = cpu_adam.StepTarget(master=arrays.master, param=arrays.param, states=arrays.states, units=arrays.units)
         old = _arrays(chunk.before(), start, stop, segment, states, grad_dtype=grad_dtype)

@@ -205,7 +205,12 @@ class Step:
         as_expected = manager.gradients.most_passes <= self.micro_batches.count
         self._calm.note(calm=factor == 1.0 and not norm.factors and as_expected, guessed=guessed)
         manager.restart_schedule()
-        updated = self._begin(self._recipe(factor * averaging, norm.factors))
+        recipe = self._recipe(factor * averaging, norm.factors)
+        if self._rule.whole and not self.overlap:
+            units = [unit for unit in trainable_units(manager.units) if recipe.ranges(unit)]
+            manager.tiers.refuse_in_use(units)
+            recipe.measure(manager, units, f"norms of step {self._run.steps + 1}")
+        updated = self._begin(recipe)
         self._run.steps += 1
         self.micro_batches.begin_step()
         self._run.scaler.succeeded()

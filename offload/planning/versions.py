@@ -15,14 +15,18 @@ from offload.sizes import whole_pages
 
 
 def committed_bytes(request: Request, chunk_numel: int) -> int:
-    """Return what the last commit keeps, beside the versions that are current."""
+    """Return what the last commit keeps, beside the versions that are current.
+
+    Of several ranks, it is the last two: another rank may lack the last one.
+    """
     if request.commit is None:
         return 0
     trained = [unit for unit in request.units if unit.trainable]
     shards = sum(
         request.record_bytes(unit, roles, chunk_numel) for unit in trained for roles in ((Role.PARAM,), STATE_ROLES)
     )
-    return shards + 2 * whole_pages(request.commit.record_bytes)  # two versions of the record
+    kept = 1 if request.world_size == 1 else 2
+    return kept * shards + 2 * kept * whole_pages(request.commit.record_bytes)  # two versions of each record
 
 
 def frozen_bytes(request: Request, chunk_numel: int) -> int:

@@ -1,5 +1,8 @@
 """Commits of a durable run: when the contents of the store, with a record beside them, become what is found again.
 
+Of several ranks, each commits by itself, and goes back to the newest step that all have. So what an earlier commit has
+is held until all ranks have a later one.
+
 Owns that moment. A step returns before its updates are made, and more of the user's belongs to it until the next one
 begins: so a step is *sealed* when the next one begins, and committed when it is home. Whoever changes content for the
 next step commits first. What the record says is its owner's business (:mod:`offload.durable`). Next:
@@ -13,11 +16,13 @@ import ctypes
 import logging
 import mmap
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
+from offload.distributed.ranks import Ranks
 from offload.sizes import whole_pages
 from offload.stats import Counters
-from swap import SwapError, SwapStore
+from swap import NO_MARK, SwapError, SwapStore
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +60,12 @@ class Commits:
         record: Record,
         safe_point: contextlib.AbstractContextManager[object],
         counters: Counters,
+        ranks: Ranks,
     ) -> None:
         """Begin with nothing to commit; `safe_point` is held meanwhile: it hands Ctrl-C on at its end."""
+        self._ranks = ranks
+        self._mark = None if ranks.world == 1 else store.mark + 1  # of the next commit; all ranks count alike
+        self._held = {} if self._mark is None else {store.mark: store.snapshot()}  # what commits have, by their marks
         self._counters = counters
         self.due = self.failed = False
         self._store = store
@@ -69,6 +78,31 @@ class Commits:
     def has_made(self) -> bool:
         """Whether the drive holds a commit, of this process or an earlier one."""
         return STATE_KEY in self._store
+
+    @property
+    def newest(self) -> int:
+        """The mark of the last commit."""
+        return max(self._held, default=NO_MARK)
+
+    def pass_on(self, newest: Iterable[int] = ()) -> None:
+        """Note that all ranks are together, and that what is committed from now on is another version.
+
+        Args:
+            newest: of each rank the mark of its last commit: what is older than the oldest of them is let go.
+        """
+        if self._mark is None:
+            return
+        self._mark += 1
+        least = min(newest, default=NO_MARK)
+        kept = max((mark for mark in self._held if mark <= least), default=NO_MARK)
+        for mark in [mark for mark in self._held if mark < kept]:
+            self._held.pop(mark).release()
+
+    def close(self) -> None:
+        """Let go of what is held. Idempotent."""
+        held, self._held = self._held, {}
+        for snapshot in held.values():
+            snapshot.release()
 
     def seal(self) -> None:
         """Note that the next step begins: what belongs to the last one is complete, but for its updates."""
@@ -84,7 +118,7 @@ class Commits:
         Raises:
             swap.SwapError: it could not be committed: the drive holds the commit before, as a whole.
         """
-        if not self.due:
+        if not self.due or self._ranks.ended:  # then nobody knows whether all have made the step
             return
         begin = time.perf_counter()
         with self._safe_point:
@@ -93,10 +127,14 @@ class Commits:
             try:
                 self._put(STATE_KEY, self._sealed)
                 self._put(LATE_KEY, late)
-                self._store.commit()
+                self._store.commit(mark=None if self._mark is None else (self._mark, min(self._held)))
             except SwapError as error:
                 raise self._failed(error) from error
             self.due = self.failed = False
+            if self._mark is not None:
+                before, self._held[self._mark] = self._held.get(self._mark), self._store.snapshot()
+                if before is not None:
+                    before.release()
             self._record.note_commit()
             self._counters.commits += 1
             end = time.perf_counter()

@@ -206,13 +206,22 @@ class Conductor:
         """As :meth:`.Ranks.swap`, behind an agreement."""
         self._ranks.swap(received, sent, where)
 
-    def beside(self, name: str) -> Ranks:
+    def beside(self, name: str, *, patience: int = 1) -> Ranks:
         """Return the same ranks for another thread; see :meth:`.Ranks.beside`."""
-        return self._ranks.beside(name)
+        return self._ranks.beside(name, patience=patience)
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed."""
         self._ranks.fail(error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nobody waits any more."""
+        return self._ranks.ended
+
+    def has_told(self, error: BaseException) -> bool:
+        """Tell whether all ranks know of an error of this one."""
+        return self._ranks.has_told(error)
 
     def close(self) -> None:
         """End the thread. Whoever waits for something that was started here is told. Idempotent."""

@@ -236,8 +236,8 @@ class Copies:
         """Tell whether the store has the chunks of shards that are one record; states may not be there yet."""
         store, unit, role = self.require_store(), record[0].unit, record[0].role
         there = right = 0
-        chunks = unit.chunks(self.plan.chunk_numel)
-        for number, (begin, end) in enumerate(chunks):
+        chunks = self.plan.chunks(unit, role)
+        for number, begin, end in chunks:
             key = chunk_key(record[0], number)
             size = whole_pages(sum(self.plan.chunk_bytes(unit, shard.role, end - begin) for shard in record))
             there += key in store

@@ -31,15 +31,15 @@ class Held:
     def __init__(self, tiers: Tiers) -> None:
         """Hold what is at home on NVMe now; no update may be under way."""
         self._plan = tiers.plan
-        self._keys: dict[tuple[int, Role], list[Key]] = {}
+        self._keys: dict[tuple[int, Role], dict[int, Key]] = {}  # by number of the chunk
         for unit in tiers.units:
             for roles in ((Role.PARAM,), STATE_ROLES):
                 shards = [shard for role in roles if (shard := tiers.copies.get(unit.index, role)) is not None]
                 if shards and all(map(_is_stored, shards)):
-                    chunks = range(len(self.chunks(unit)))
-                    keys = [chunk_key(shards[0], number) for number in chunks]
+                    chunks = self._plan.chunks(unit, shards[0].role)
+                    keys = {number: chunk_key(shards[0], number) for number, _, _ in chunks}
                     self._keys |= {(unit.index, shard.role): keys for shard in shards}
-        names = {key for keys in self._keys.values() for key in keys}
+        names = {key for keys in self._keys.values() for key in keys.values()}
         self._snapshot: Snapshot | None = tiers.copies.require_store().snapshot(names) if names else None
         self._released = threading.Event()
 
@@ -67,7 +67,10 @@ class Held:
         return unit.chunks(self._plan.chunk_numel)
 
     def records(self, unit: Unit, number: int, begin: int, end: int) -> Iterator[tuple[Key, dict[Role, int], int]]:
-        """Yield key, the offset of each role, and bytes of each record of chunk `number`, elements [begin, end)."""
+        """Yield key, the offset of each role, and bytes of each record of chunk `number`, elements [begin, end).
+
+        Of several ranks, the chunk is one that this rank keeps.
+        """
         for roles in ((Role.PARAM,), STATE_ROLES):
             offsets: dict[Role, int] = {}
             size = 0

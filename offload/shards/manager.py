@@ -119,7 +119,7 @@ class Manager:
         self.on_device = DeviceUpdates(self.tiers)
         self.commits: Commits | None = None
         if store is not None and record is not None:
-            self.commits = Commits(store, record, safe_point, counters)
+            self.commits = Commits(store, record, safe_point, counters, self.tiers.ranks)
         streams_parameters = Role.PARAM in self.copies.regions
         waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
         self.hides_parameters = streams_parameters or waits_for_updates
@@ -438,6 +438,8 @@ class Manager:
             self.finish_updates()
         if writes:
             self.commit()  # what is written now belongs to the next one
+            if self.commits is not None and self._is_sliced and Role.PARAM in writes:  # all ranks write it
+                self.commits.pass_on()
             self._await_release(units)
             if self.commits is not None and self.commits.has_made:
                 self._rewritten.make_room(units)
@@ -549,6 +551,8 @@ class Manager:
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
         self.backward.withdraw_all()
+        if self.commits is not None:
+            self.commits.close()
         self.tiers.close()
 
     def check(self) -> None:

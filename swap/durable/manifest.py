@@ -10,6 +10,9 @@ The file is a log. Its first record describes the run, every other one is a comm
     {"seq":1,"put":[[key,[[file,offset,length,"crc..."],...]],...],"delete":[key,...]}
     {"seq":2,...
 
+A commit may have a mark, which is not less than those before it. Whoever commits beside others goes back to a mark that
+all have: the log is cut off there.
+
 A commit appends one record and flushes it: its cost follows what changed, not what is there. When the log has grown to
 several times the size of its contents it is written anew beside the old one, flushed, and renamed over it.
 
@@ -23,7 +26,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from swap.durable.disk import Disk
@@ -39,6 +42,7 @@ FORMAT: Final = "offload-swap-manifest"
 VERSION: Final = 1
 _GROWTH: Final = 4  # the log may become this many times as long as its contents
 _LEAST_LOG_BYTES: Final = 1 << 20
+NO_MARK: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class Manifest:
         facts: of the run.
         path: of the file.
         doubtful: a flush failed, so what the drive holds is either state; the next commit or `rewrite` ends that.
+        mark: of the last commit; `NO_MARK` where none had one.
     """
 
     def __init__(self, path: str, facts: RunFacts, disk: Disk, fd: int = -1) -> None:
@@ -70,7 +75,10 @@ class Manifest:
         self.path = path
         self.facts = facts
         self.doubtful = False
+        self.mark = NO_MARK
         self._disk = disk
+        self._ends: dict[int, int] = {}  # of the last commit with each mark, in the file
+        self._oldest = NO_MARK  # of the marks whose extents were held at the last commit
         self._fd = fd
         self._sequence = 0
         self._end = 0
@@ -99,22 +107,82 @@ class Manifest:
             undo.pop_all()
         return manifest, versions
 
-    def commit(self, changes: Changes, mapping_after: Callable[[], Mapping[Hashable, Version]]) -> None:
+    @property
+    def marks(self) -> list[int]:
+        """Those that `cut` takes, in order; `NO_MARK` is nothing."""
+        return sorted(mark for mark in self._ends if mark >= self._oldest)
+
+    def cut(self, mark: int) -> None:
+        """Forget what was committed behind the last commit with `mark`, one of `marks`.
+
+        Raises:
+            SwapError: the file cannot be cut off.
+        """
+        self._end, self.doubtful = self._ends[mark], False
+        self._undo_append()
+        if self.doubtful:
+            raise SwapError(
+                f"{self.path}: cannot be cut off behind an earlier commit",
+                path=self.path,
+                remedy="look at the kernel log; then open it again",
+            )
+
+    def commit(
+        self,
+        changes: Changes,
+        mapping_after: Callable[[], Mapping[Hashable, Version]],
+        *,
+        mark: tuple[int, int] | None = None,
+        before: Mapping[Hashable, Version] | None = None,
+    ) -> None:
         """Make changes durable. The data they point to must be on the drive.
 
         Args:
             changes: since the last commit.
             mapping_after: the whole mapping, changes included; called when the log is written anew.
+            mark: of the commit, and the oldest one whose extents are held. What the commit before had stays apart.
+            before: the mapping of the commit before; beside a mark.
 
         Raises:
             SwapError: not committed; if `doubtful` the drive may hold either state, and extents of both must be kept.
         """
-        if self.doubtful:
+        if mark is None and self.doubtful:
             self.rewrite(mapping_after())
             return
-        record = encode_record(_commit_record(self._sequence + 1, changes.items()))
+        if mark is not None and (self.doubtful or (mark[0] != self.mark and self._is_long())):
+            assert before is not None
+            try:
+                self.rewrite(before)
+            except SwapError as error:
+                if self.doubtful:
+                    raise
+                _log.warning("%s", error)
+        self._append(_commit_record(self._sequence + 1, changes.items(), mark))
+        if mark is not None:
+            self.mark, self._oldest = mark
+            self._ends[self.mark] = self._end
+        elif self._is_long():
+            try:
+                self.rewrite(mapping_after())
+            except SwapError as error:  # the commit itself is done
+                _log.warning("%s", error)
+
+    def resize(self, sizes: tuple[int, ...], mapping: Mapping[Hashable, Version]) -> None:
+        """Note that the data files have other sizes; `mapping` is what is committed.
+
+        Raises:
+            SwapError: it did not work; the old sizes hold unless `doubtful`.
+        """
+        if self.mark == NO_MARK or self.doubtful:
+            self.rewrite(mapping, replace(self.facts, sizes=sizes))
+            return
+        self._append(_commit_record(self._sequence + 1, ()) | {"sizes": sizes})  # what `marks` has stays
+        self.facts = replace(self.facts, sizes=sizes)
+
+    def _append(self, record: Record) -> None:
+        data = encode_record(record)
         try:
-            self._disk.write(self._fd, record, self._end)
+            self._disk.write(self._fd, data, self._end)
             self._disk.sync(self._fd)
         except OSError as error:
             self._undo_append()
@@ -123,12 +191,7 @@ class Manifest:
             self.doubtful = True
             raise
         self._sequence += 1
-        self._end += len(record)
-        if self._end > max(_LEAST_LOG_BYTES, _GROWTH * self._rewritten_bytes):
-            try:
-                self.rewrite(mapping_after())
-            except SwapError as error:  # the commit itself is done
-                _log.warning("%s", error)
+        self._end += len(data)
 
     def rewrite(self, mapping: Mapping[Hashable, Version], facts: RunFacts | None = None) -> None:
         """Write the file anew with this mapping, and with other facts if given.
@@ -146,7 +209,9 @@ class Manifest:
                 "sizes": facts.sizes,
             }
         )
-        data += encode_record(_commit_record(self._sequence + 1, mapping.items()))
+        marked = self.mark != NO_MARK
+        mark = (self.mark, self.mark) if marked else None
+        data += encode_record(_commit_record(self._sequence + 1, mapping.items(), mark))
         beside = self.path + ".new"
         fd = -1
         try:
@@ -163,6 +228,7 @@ class Manifest:
         self.close()
         self._fd, self._end, self._rewritten_bytes = fd, len(data), len(data)
         self._sequence += 1
+        self._ends = {self.mark: self._end} if marked or not mapping else {}
         self.facts = facts
         try:
             self._disk.sync_directory(os.path.dirname(self.path))
@@ -170,6 +236,9 @@ class Manifest:
             self.doubtful = True
             raise _failure(self.path, "its new version cannot be flushed", error, "look at the kernel log") from None
         self.doubtful = False
+
+    def _is_long(self) -> bool:
+        return self._end > max(_LEAST_LOG_BYTES, _GROWTH * self._rewritten_bytes)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -200,9 +269,14 @@ class Manifest:
             if self._rewritten_bytes and record["seq"] != self._sequence + 1:
                 raise _corrupt(self.path, at, f"expected commit {self._sequence + 1} but got {record['seq']}")
             _apply(record, versions)
+            if "sizes" in record:
+                self.facts = replace(self.facts, sizes=tuple(record["sizes"]))
             self._sequence = record["seq"]
             at = after
             self._rewritten_bytes = self._rewritten_bytes or at  # what was written in one go: intact or damaged
+            self.mark, self._oldest = record.get("mark", (self.mark, self._oldest))
+            if "mark" in record or not versions:
+                self._ends[self.mark] = at
         self._end = at
         if at < len(data):
             # The next commit is appended here: nothing of the piece may be left behind it.
@@ -243,7 +317,9 @@ def _failure(path: str, text: str, error: OSError, remedy: str) -> SwapError:
     return error_class(error.errno)(f"{path}: {text}", errno=error.errno, path=path, remedy=remedy)
 
 
-def _commit_record(sequence: int, changes: Iterable[tuple[Hashable, Version | None]]) -> Record:
+def _commit_record(
+    sequence: int, changes: Iterable[tuple[Hashable, Version | None]], mark: tuple[int, int] | None = None
+) -> Record:
     put: list[Any] = []
     delete: list[Any] = []
     for key, version in changes:
@@ -256,7 +332,7 @@ def _commit_record(sequence: int, changes: Iterable[tuple[Hashable, Version | No
                 for piece, words in zip(version.pieces, sums, strict=True)
             ]
             put.append([encode_key(key), rows])
-    return {"seq": sequence, "put": put, "delete": delete}
+    return {"seq": sequence, "put": put, "delete": delete} | ({} if mark is None else {"mark": mark})
 
 
 def _apply(record: Record, versions: dict[Hashable, Version]) -> None:

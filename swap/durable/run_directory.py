@@ -23,11 +23,11 @@ import secrets
 import socket
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from swap.durable.disk import Disk
-from swap.durable.manifest import Manifest, RunFacts
+from swap.durable.manifest import NO_MARK, Manifest, RunFacts
 from swap.durable.records import decode_record, encode_record
 from swap.errors import SwapCorruptError, SwapError, SwapLockedError, format_bytes
 from swap.io.checksums import granule_for
@@ -127,6 +127,42 @@ def find_run(directories: Sequence[str | os.PathLike[str]], key: Hashable) -> tu
         return 0, False
     manifest.close()
     return sum(manifest.facts.sizes), key in versions
+
+
+def marks_of(directories: Sequence[str | os.PathLike[str]]) -> list[int]:
+    """Return to which marks of its commits the run in `directories` can :func:`go_back`, in order.
+
+    `NO_MARK` is among them where nothing is committed, or there is no run yet. As :func:`find_run`, this only looks.
+
+    Raises:
+        SwapError: as of :func:`find_run`.
+    """
+    try:
+        manifest, _ = Manifest.load(os.path.join(directories[0], MANIFEST_NAME), Disk())
+    except FileNotFoundError:
+        return [NO_MARK]
+    manifest.close()
+    return manifest.marks
+
+
+def go_back(directories: Sequence[str | os.PathLike[str]], mark: int) -> None:
+    """Let the last commit with `mark`, one of :func:`marks_of`, be the run's last one.
+
+    What only later commits have is lost. The extents of that commit must be as they were: so somebody has held them.
+
+    Raises:
+        SwapLockedError: somebody uses the run.
+        SwapError: the manifest cannot be written.
+    """
+    path = os.path.join(directories[0], MANIFEST_NAME)
+    if not os.path.exists(path):
+        return
+    with contextlib.ExitStack() as last:
+        last.callback(os.close, _lock(os.fspath(directories[0])))
+        manifest, _ = Manifest.load(path, Disk())
+        last.callback(manifest.close)
+        if manifest.mark != mark or manifest.doubtful:
+            manifest.cut(mark)
 
 
 # ---- lock ----
@@ -310,7 +346,7 @@ def grow(
     for file, size in zip(files, sizes, strict=True):
         reserve(file, size)
         disk.sync(file.fd)
-    manifest.rewrite(versions, replace(manifest.facts, sizes=tuple(sizes)))
+    manifest.resize(tuple(sizes), versions)
     _log.info("run directory %s: grown to %d bytes", files[0].directory, sum(sizes))
 
 
