@@ -576,13 +576,15 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path: P
 @pytest.mark.parametrize(
     ("given_options", "message"),
     [
-        ({"activations": "ofload"}, "activations: expected one of keep, offload, recompute but got 'ofload'.*offload"),
-        ({"activation_cpu_memory": "1GiB"}, 'activation_cpu_memory: expected activations="offload" beside it'),
-        ({"activations": "offload", "activation_nvme_memory": "1GiB"}, "activation_nvme_memory: nvme_path is missing"),
         (
-            {"activations": "offload", "activation_nvme_memory": "1GiB", "run_dir": "."},
-            "activation_nvme_memory: the drive of a durable run",
+            {"activations": "ofload"},
+            "activations: expected one of auto, keep, offload, recompute but got 'ofload'.*offload",
         ),
+        (
+            {"activation_cpu_memory": "1GiB"},
+            'activation_cpu_memory: expected activations="offload" or "auto" beside it',
+        ),
+        ({"activations": "offload", "activation_nvme_memory": "1GiB"}, "activation_nvme_memory: nvme_path is missing"),
         ({"activations": "offload", "activation_cpu_memory": "10%"}, "activation_cpu_memory: expected bytes"),
     ],
 )
