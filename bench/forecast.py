@@ -117,20 +117,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--path", type=Path, default=Path.cwd(), help="directory on the drive")
+    parser.add_argument("--mixes", nargs="+", choices=list(MIXES), default=list(MIXES), metavar="MIX")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--smoke", action="store_true", help="a quick run without meaning")
     arguments = parser.parse_args()
     if arguments.smoke:
         arguments.model, arguments.batch, arguments.rounds, arguments.steps = "tiny", (1, 64), 1, 1
     arguments.batch = tuple(arguments.batch)
-    ratios: dict[str, list[float]] = {mix: [] for mix in MIXES}
+    ratios: dict[str, list[float]] = {mix: [] for mix in arguments.mixes}
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.path) as folder, contextlib.ExitStack() as undo:
         path = Path(folder)
         undo.enter_context(measured_in(path / "cache" if arguments.smoke else None))
         for number in range(arguments.rounds):
-            for mix in MIXES:
-                forecast = predicted(mix, arguments, path, again=mix == next(iter(MIXES)))
+            for mix in arguments.mixes:
+                forecast = predicted(mix, arguments, path, again=mix == arguments.mixes[0])
                 assert forecast.timing is not None
                 gc.collect()
                 found = trained(mix, arguments, path)
