@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import several_ranks
 import torch
 from harness import assert_equal, everything_on_device
 from test_leaving import MIB, Net, loss_of, net, options, rows, run
@@ -16,6 +17,7 @@ from torch import nn
 
 import offload
 from offload import deciding
+from offload.activations import leaving
 from offload.cli.main import main
 from offload.planning.choosing import choose
 from offload.planning.hardware import DESKTOP
@@ -300,3 +302,35 @@ def test_a_step_by_torch_decides_too(tmp_path: Path) -> None:
             engine.optimizer.step()
             engine.optimizer.zero_grad()
         assert "per step by the plan" in str(engine.plan) and Net is type(model.net)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def on_rank(rank: int, stage: int, path: Path) -> tuple[list[str], dict[str, bytes]]:
+    """Train with activations kept, and with "auto" on slow links; only the last rank's batches do not fit."""
+    leaving.LEAST_BYTES = 4096
+    deciding._rate = lambda link, otherwise: 1e6  # type: ignore[assignment]
+    told, found = [], []
+    for mode in ("keep", "auto"):
+        given = auto(path) | {"activations": mode, "threads": 1, "activation_memory": "2MiB"}
+        if mode == "keep":
+            given = {name: value for name, value in given.items() if not name.startswith("activation_")}
+        with offload.Engine(Loss(), offload.AdamW(lr=1e-2), stage=stage, **given) as engine:
+            for number in range(3):
+                torch.manual_seed(100 * rank + number)
+                engine.backward(engine(torch.cat([rows(number)] * (3 if rank == 2 else 1))))
+                engine.step()
+            told.append(engine.report().activations)
+            found.append({name: value.numpy().tobytes() for name, value in engine.state_dict().items()})
+    assert found[0] == found[1]
+    return told, found[0]
+
+
+@pytest.mark.cpu(reason="ranks send each other what is in host memory")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_ranks_choose_the_same(stage: int, tmp_path: Path) -> None:
+    outcomes = several_ranks.run(on_rank, 3, stage, tmp_path)
+    assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0][0][0] == "" and outcomes[0][0][1].startswith("recompute, ")
