@@ -253,10 +253,10 @@ class Cell:
 
 
 GRID = (
-    Cell(1024, 0, 512, 8, 512),  # much to compute, and room in host memory
+    Cell(768, 0, 512, 8, 512),  # much to compute, and room in host memory
     Cell(512, 0, 1024, 8, 512),
     Cell(256, 0, 2048, 8, 512),
-    Cell(1024, 0, 512, 8, 16, 512),  # the same on the drive
+    Cell(768, 0, 512, 8, 16, 512),  # the same on the drive
     Cell(512, 0, 1024, 8, 16, 512),
     Cell(256, 0, 2048, 8, 16, 512),
     Cell(256, 12, 2048, 8, 1024),  # little to compute, and much that is kept

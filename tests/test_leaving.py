@@ -30,7 +30,7 @@ from offload.memory.cpu import CpuMover
 from offload.memory.gaps import Gaps
 from offload.snapshot import take_spans
 from offload.stats import Counters
-from swap import Fault, FaultTarget, SwapError, SwapFullError, SwapStore
+from swap import Fault, FaultAction, FaultTarget, SwapError, SwapFullError, SwapStore
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread", "small_ones_leave")
 
@@ -379,6 +379,20 @@ def test_a_drive_that_is_full_or_broken_is_told(bench: Make, caplog: pytest.LogC
     assert torch.equal(x.grad, gradient(chain))
     del loss
     caplog.clear()  # an error that was logged knows the frames that it came through
+    made.assert_empty()
+
+
+def test_a_forward_that_waits_for_the_drive_says_so(bench: Make) -> None:
+    """What it takes to compute is known only without that."""
+    made = bench(host=8, drive=64)
+    assert made.store is not None
+    made.store.inject(Fault(action=FaultAction.DELAY, delay_s=0.05, target=FaultTarget.WRITES, forever=True))
+    with made.hooks():
+        loss = chain(page().requires_grad_())
+    assert made.counters.stall_seconds >= 0.05
+    assert {span.name for span in made.counters.spans.recorded().spans if span.lane == "wait"} == {"activations"}
+    made.store.clear_faults()
+    del loss
     made.assert_empty()
 
 

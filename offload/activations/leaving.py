@@ -31,6 +31,7 @@ from offload.torch_private import no_dispatch, no_functions, storage_place, stor
 from swap import SwapStore
 
 LEAST_BYTES = 256 << 10  # of a storage that is worth a copy
+LONGEST_START_S = 1e-3  # that beginning a few copies takes; what takes longer has waited
 AHEAD = 64  # storages that are looked at to bring them back
 _ALONE = 2  # uses of a storage that one tensor has, while one asks
 
@@ -189,9 +190,12 @@ class LeavingActivations(Activations):
         self._saved_bytes += size_bytes
         self._near_bytes += size_bytes
         self._waiting.append((self._saved_bytes, leaver.record.leaver))
+        start = time.perf_counter()
         self._let_go(self._kept_bytes)
         while self._going and self._near_bytes > self._most_near_bytes:
             self._end_going(self._going.popleft())
+        if time.perf_counter() - start > LONGEST_START_S:  # for room in host memory, or a copy
+            self._note_wait(start)
         return leaver
 
     def _let_go(self, kept_bytes: int) -> None:
@@ -364,11 +368,8 @@ class LeavingActivations(Activations):
 
     def moved(self) -> dict[str, int]:
         """Return the bytes that were moved so far, per link."""
-        return {
-            **self._moved_bytes,
-            "nvme_read": self._away.drive_read_bytes,
-            "nvme_write": self._away.drive_written_bytes,
-        }
+        away = self._away
+        return {**self._moved_bytes, "nvme_read": away.drive_read_bytes, "nvme_write": away.drive_written_bytes}
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
