@@ -33,6 +33,7 @@ from offload.errors import BudgetError
 from offload.interrupt import Deferral
 from offload.kernels import cpu_adam
 from offload.life import Life
+from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.device_memory import open_device_meter
@@ -47,12 +48,13 @@ from offload.module.gradient_hooks import HookCalls
 from offload.module.gradient_tensors import GradientTensors
 from offload.module.hooks import Hooks, refuse_taken
 from offload.module.quantized import make_ready
-from offload.module.recomputing import Recomputing
+from offload.module.recomputing import Recomputing, can_recompute
 from offload.optim.progress import LossScaler, Progress
 from offload.optim.recipe import StepCounts, group_of_slots
 from offload.optim.rules import Rule, rule_of
 from offload.optim.step import Groups, Step
 from offload.optimizer import Calls, OffloadOptimizer
+from offload.planning.choosing import AUTO, RECOMPUTE
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
@@ -61,6 +63,7 @@ from offload.shards.commits import Record
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
 from offload.stats import Counters
+from swap import SwapStore
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +172,7 @@ def build(
     cast = getattr(torch, config.dtype) if config.dtype else None
     rule = None if optimizer is None else rule_of(optimizer, cast)
     several.refuse_options(ranks, config, optimizer, rule, device)
-    recomputing = Recomputing(model) if config.activations == "recompute" else None
+    recomputing = _recomputing(model, config)
     make_ready(model, cast)
     run = None if calls.record is None else RunFiles(config)
     there_bytes = 0 if run is None else run.capacity_bytes
@@ -206,13 +209,13 @@ def build(
             _open_run(run, plan, unit_bytes, tree, manager, steps)
         _fill(manager, loader, run, steps, optimizer)
         several.agree_on_values(manager, loader.digests)
-        activations = _activations(manager, budgets, plan, device, undo)  # counts what comes from here on
+        activations = _activations(manager, budgets, plan, config, device, undo)  # counts what comes from here on
         book = GradientBook(tree.units, tree.parameters, manager, place, steps.averaging)
         asked = steps.calls(calls)
         hooks = Hooks(model, binding, forwards, changes, manager, activations, book, place, asked)
         undo.callback(hooks.detach)
         hooks.attach()
-        if recomputing is not None:
+        if recomputing is not None and config.activations == RECOMPUTE:
             undo.callback(recomputing.detach)
             recomputing.attach()
         memory = DictMemory(budgets[Tier.HOST], config.paths())
@@ -241,6 +244,12 @@ def build(
         run=run,
         ranks=manager.tiers.ranks,
     )
+
+
+def _recomputing(model: nn.Module, config: Config) -> Recomputing | None:
+    """Return the blocks of a model, if they may have to be computed again; with "auto" there need not be any."""
+    possible = config.activations == RECOMPUTE or (config.activations == AUTO and can_recompute(model))
+    return Recomputing(model) if possible else None
 
 
 def _fill(
@@ -347,6 +356,7 @@ def _activations(
     manager: Manager,
     budgets: dict[Tier, Budget],
     plan: Plan,
+    config: Config,
     device: Device,
     undo: contextlib.ExitStack,
 ) -> Activations:
@@ -357,15 +367,22 @@ def _activations(
     budget, tiers = budgets[Tier.DEVICE], manager.tiers
     if not plan.near_bytes:
         return Activations(budget, manager.working, meter, beside_bytes=beside_bytes, gradient_bytes=plan.loose_bytes)
+    store, drive_bytes = tiers.store, plan.request.nvme_activation_bytes
+    if plan.apart_bytes:
+        paths = config.paths()
+        store = SwapStore(paths, plan.apart_bytes, deadline_s=tiers.deadline_s, **drives.store_options(paths))
+        undo.callback(store.close)
+        drive_bytes = store.capacity_bytes
     return LeavingActivations(
         budget,
         manager.working,
         meter,
-        Away(tiers.activations, tiers.store, plan.request.nvme_activation_bytes),
+        Away(tiers.activations, store, drive_bytes, apart=plan.apart_bytes > 0),
         tiers.mover,
         device.place,
         tiers.counters,
         near_bytes=plan.near_bytes,
+        kept_bytes=plan.last_bytes,
         deadline_s=tiers.deadline_s,
         beside_bytes=beside_bytes,
         gradient_bytes=plan.loose_bytes,

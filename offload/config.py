@@ -21,7 +21,7 @@ OffloadTier = Literal["auto", "none", "cpu", "nvme"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 StateDtype = Literal["float32", "bfloat16", "int8"]
 Reduction = Literal["mean", "sum"]
-ActivationMode = Literal["keep", "offload", "recompute"]
+ActivationMode = Literal["auto", "keep", "offload", "recompute"]
 ByteOption = Literal["activation_memory", "activation_cpu_memory", "activation_nvme_memory", "unit_bytes"]
 Paths = str | Path | Sequence[str | Path]
 
@@ -91,12 +91,13 @@ class Config:
             half of it, less where the parameters need the room.
         activations: what becomes of what autograd keeps between forward and backward. ``"keep"`` leaves it on the
             device. ``"offload"`` moves it to host memory, and from there to NVMe, and brings it back in time.
-            ``"recompute"`` computes blocks that repeat again in backward, or asks a model of transformers to do so. The
-            bits are the same.
+            ``"recompute"`` computes blocks that repeat again in backward, or asks a model of transformers to do so.
+            ``"auto"`` leaves on the device what fits. If not all fits, the first step chooses the faster of the two.
+            The bits are the same.
         activation_cpu_memory: part of the host budget for activations that leave the device, bytes as int or text;
             None: a quarter of it. What does not fit stays on the device.
         activation_nvme_memory: part of the NVMe budget for those that do not fit there, bytes as int or text; None:
-            four times the part in host memory, a quarter of the budget at most. A durable run has none.
+            four times the part in host memory, a quarter of the budget at most. No commit of a durable run has any.
         unit_bytes: split modules whose parameters are larger than this, bytes as int or text; None chooses from the
             budget.
         chunk_numel: elements per optimizer chunk; None chooses from the budget.
@@ -211,16 +212,12 @@ class Config:
                 f"{did_you_mean(str(self.activations), modes)}"
             )
         for option in ("activation_cpu_memory", "activation_nvme_memory"):
-            if getattr(self, option) is not None and self.activations != "offload":
-                raise ConfigError(f'{option}: expected activations="offload" beside it but got {self.activations!r}')
-        if self.bytes_of("activation_nvme_memory"):
-            if self.run_dir is not None:
+            if getattr(self, option) is not None and self.activations not in ("offload", "auto"):
                 raise ConfigError(
-                    "activation_nvme_memory: the drive of a durable run keeps what is committed alone; leave it out, "
-                    "and raise activation_cpu_memory"
+                    f'{option}: expected activations="offload" or "auto" beside it but got {self.activations!r}'
                 )
-            if not self.paths():
-                raise ConfigError("activation_nvme_memory: nvme_path is missing; name a directory on the drive")
+        if self.bytes_of("activation_nvme_memory") and not self.paths():
+            raise ConfigError("activation_nvme_memory: nvme_path is missing; name a directory on the drive")
 
     def _check_run(self) -> None:
         if self.resume not in (True, False, "auto"):

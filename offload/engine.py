@@ -9,6 +9,7 @@ Owns what users call, and what it promises them: here training, looking and clos
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from offload.checkpoint.run_of_ranks import run_of_rank
 from offload.checkpoints import Checkpoints
 from offload.closing import close
 from offload.config import Config
+from offload.deciding import Decision
 from offload.engine_runs import EngineRuns
 from offload.engine_tensors import EngineTensors
 from offload.errors import ConfigError, StateError
@@ -61,7 +63,6 @@ class Engine(EngineTensors, EngineRuns):
     Attributes:
         module: the wrapped module.
         optimizer: a ``torch.optim.Optimizer`` over its parameters; None for an engine that only evaluates.
-        plan: homes, buffers and predicted bytes; printable.
         config: the options.
         device: where compute runs.
     """
@@ -124,12 +125,12 @@ class Engine(EngineTensors, EngineRuns):
                 self._parts = build(
                     model, unwrapped(optimizer), self.config, calls, ranks, counters, weights, stage=stage
                 )
-        self._training = Training(self._parts, self._life, deferral, self._durable)
+        self._decision = Decision(model, self._parts, self.config, self._life)
+        self._training = Training(self._parts, self._life, deferral, self._decision, self._durable)
         state = RunState(model, self._parts, self._life)
         self._checkpoints = Checkpoints(state, self._parts, self._life, self._training)
         self._sleeping = Sleeping(self.config, self._parts, self._life)
         self.device = self._parts.device.place
-        self.plan: Plan = self._parts.plan
         self.optimizer: OffloadOptimizer | None = self._parts.steps.optimizer
         self._step = self._parts.steps.step
         try:
@@ -248,6 +249,11 @@ class Engine(EngineTensors, EngineRuns):
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     @property
+    def plan(self) -> Plan:
+        """Homes, buffers and predicted bytes; printable. What activations move is in it from the first step on."""
+        return self._decision.plan()
+
+    @property
     def grad_norm(self) -> float | None:
         """Global gradient norm, averaged and unscaled, before clipping; None before the first backward.
 
@@ -308,7 +314,8 @@ class Engine(EngineTensors, EngineRuns):
             StateError: the engine is closed.
         """
         spans = take_spans(self._parts, self._life.require_records("report"))
-        return make_report(spans, self.stats(), host_computes=self._parts.device.addressable)
+        report = make_report(spans, self.stats(), host_computes=self._parts.device.addressable)
+        return dataclasses.replace(report, activations=self._decision.told)
 
     def trace(self, path: str | Path) -> None:
         """Write what all lanes have lately done to a file, for https://ui.perfetto.dev or ``chrome://tracing``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budget
 from offload.memory.machine import free_bytes
 from offload.module.quantized import ready_meanwhile
 from offload.optim.rules import Rule, rule_of
+from offload.planning.choosing import AUTO, KEEP, choose
 from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
 from offload.planning.timing import Timing, timing_of
-from offload.planning.work import Work, work_of
+from offload.planning.work import Work
+from offload.rehearsing import Case, case_of, cases_of
 from offload.request import request_of, unit_bytes_of, units_of
 from offload.sizes import Share, format_bytes
 from offload.spec import OptimizerSpec
@@ -81,7 +83,7 @@ class Forecast:
         return (
             f"device budget: activations need {format_bytes(peak)} but the plan leaves them "
             f"{format_bytes(self.plan.activation_bytes)}; take smaller micro-batches, compute activations again in "
-            'backward (checkpointing), move them elsewhere (activations="offload"), or raise activation_memory or the '
+            'backward (checkpointing), move them elsewhere (activations="auto"), or raise activation_memory or the '
             f"device budget by {format_bytes(self.missing_bytes)}"
         )
 
@@ -148,7 +150,7 @@ def plan(
     *,
     batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any] | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
-    checkpointing: bool = True,
+    checkpointing: bool | None = None,
     measure_again: bool = False,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **options: Any,
@@ -166,7 +168,8 @@ def plan(
             `max_memory` does not say, and none of NVMe. ``"here"``: this machine, measured once: the operators of the
             model run one by one on the device, and updates, copies and drives (a file in ``nvme_path``) for a few
             seconds. None: the memory of this machine, and no seconds.
-        checkpointing: of activations, where the model is made here; a module stays as it is.
+        checkpointing: of activations, where the model is made here; a module stays as it is. None does so unless
+            `activations` is among the options: what these move, or compute again, is counted.
         measure_again: forget what was measured of this machine.
         config: options as in :class:`offload.Engine`.
         **options: options of :class:`offload.Config`. A budget of NVMe needs no path.
@@ -185,6 +188,8 @@ def plan(
     asked = Config.load(config, **options)
     if not isinstance(model, nn.Module):
         logger.info("making the model without its weights")
+    if checkpointing is None:
+        checkpointing = not _names_activations(config, options, asked)
     module = model if isinstance(model, nn.Module) else _made(model, asked, checkpointing=checkpointing)
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
@@ -192,18 +197,48 @@ def plan(
     with ready_meanwhile(module, cast):
         logger.info("placing parameters, gradients and states")
         found = _planned(module, asked, rule, _budgets(asked, machine), here=here)
-        if batch is not None:
-            logger.info("running a micro-batch on shapes alone")
-        work = None if batch is None else work_of(module, batch)
-        if work is not None and hardware == HERE:
+        if batch is None:
+            return Forecast(found, machine, None, None, None, {})
+        logger.info("running a micro-batch on shapes alone")
+        cases = cases_of(module, batch, found)
+        if hardware == HERE:
             logger.info("measuring this machine, as far as it is not known yet")
-            machine, work = _measured(asked, spec, found, work, again=measure_again)
-        if work is None or machine is None:
-            return Forecast(found, machine, work, None, _tokens(batch, asked), {})
+            machine, cases = _measured(asked, spec, cases, again=measure_again)
+        if machine is None:
+            found, work = _undecided(cases, found)
+            return Forecast(found, None, work, None, _tokens(batch, asked), {})
         logger.info("looking for what would make a step shorter")
-        timing = _timed(found, work, machine, asked)
-        savings = dict(_savings(module, asked, rule, machine, found, work, timing.step_s, here=here))
+        mode, (found, work), timing = _fastest(cases, machine, asked)
+
+        def planned(budgets: Mapping[Tier, int]) -> Case:
+            other = _planned(module, asked, rule, budgets, here=here)
+            return case_of(module, batch, other, mode) if other.near_bytes else (other, work)
+
+        savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
         return Forecast(found, machine, work, timing, _tokens(batch, asked), savings)
+
+
+def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -> bool:
+    given = config if isinstance(config, Mapping) else {}
+    return "activations" in options or "activations" in given or asked.activations != KEEP
+
+
+def _undecided(cases: Mapping[str, Case], found: Plan) -> Case:
+    """Return the case of a machine whose speed is not known; the plan alone where nobody can choose without it."""
+    (mode, (only, work)), *others = cases.items()
+    if others:
+        return found, work
+    return (dataclasses.replace(only, choice=choose({})[1]) if found.request.activations == AUTO else only), work
+
+
+def _fastest(cases: Mapping[str, Case], machine: Hardware, asked: Config) -> tuple[str, Case, Timing]:
+    """Return the mode of activations, its case and its seconds: the one that was asked for, or the faster one."""
+    timings = {mode: _timed(*case, machine, asked) for mode, case in cases.items()}
+    mode, choice = next(iter(cases)), ""
+    if asked.activations == AUTO:
+        mode, choice = choose({} if mode == KEEP else {mode: timing.step_s for mode, timing in timings.items()})
+    found, work = cases[mode]
+    return mode, (dataclasses.replace(found, choice=choice), work), timings[mode]
 
 
 def _without_path(
@@ -287,9 +322,10 @@ def _existing(path: Path) -> Path:
 
 
 def _measured(
-    asked: Config, spec: OptimizerSpec | torch.optim.Optimizer, found: Plan, work: Work, *, again: bool
-) -> tuple[Hardware, Work]:
-    """Return this machine, and the work with the seconds that it takes here."""
+    asked: Config, spec: OptimizerSpec | torch.optim.Optimizer, cases: Mapping[str, Case], *, again: bool
+) -> tuple[Hardware, dict[str, Case]]:
+    """Return this machine, and the cases with the seconds that their work takes here."""
+    found = next(iter(cases.values()))[0]
     known = Here(open_device(asked.device), again=again)
     machine = known.hardware(
         spec,
@@ -298,7 +334,7 @@ def _measured(
         device_bytes=found.request.budgets[Tier.DEVICE],
         host_bytes=found.request.budgets[Tier.HOST],
     )
-    return machine, known.timed(work, machine)
+    return machine, {mode: (plan, known.timed(work, machine)) for mode, (plan, work) in cases.items()}
 
 
 def _planned(module: nn.Module, asked: Config, rule: Rule, budgets: Mapping[Tier, int], *, here: bool) -> Plan:
@@ -320,26 +356,22 @@ def _tokens(batch: Any, asked: Config) -> int | None:
 
 
 def _savings(
-    module: nn.Module,
-    asked: Config,
-    rule: Rule,
-    machine: Hardware,
-    found: Plan,
-    work: Work,
-    step_s: float,
-    *,
-    here: bool,
+    planned: Callable[[Mapping[Tier, int]], Case], asked: Config, machine: Hardware, case: Case, step_s: float
 ) -> Iterator[tuple[str, float]]:
-    """Yield what would make a step shorter, the best first."""
+    """Yield what would make a step shorter, the best first; `planned` has the plan for other budgets."""
+    found, work = case
     budgets = dict(found.request.budgets)
     seconds = {}
     for tier in (Tier.DEVICE, Tier.HOST):
         more = {**budgets, tier: int(budgets[tier] * _MORE)}
         try:
-            other = _planned(module, asked, rule, more, here=here)
+            other, computed = planned(more)
         except BudgetError:  # larger units
             continue
-        seconds[f'max_memory["{tier.value}"] = {format_bytes(more[tier])}'] = _timed(other, work, machine, asked).step_s
+        computed = dataclasses.replace(computed, measured_s=work.measured_s)
+        seconds[f'max_memory["{tier.value}"] = {format_bytes(more[tier])}'] = _timed(
+            other, computed, machine, asked
+        ).step_s
     for lane, names in (
         ("a drive", ("drive_read_bytes_s", "drive_write_bytes_s", "drive_mixed_bytes_s")),
         ("a link to the host", ("h2d_bytes_s", "d2h_bytes_s")),

@@ -41,6 +41,7 @@ class Report:
         waits: seconds that the thread that computes has waited, per what it waited for.
         waited_seconds: of all waits; some lie within others.
         stats: bytes of the tiers.
+        activations: what ``activations="auto"`` has chosen, in words; empty where nothing was chosen.
     """
 
     step_seconds: tuple[float, ...]
@@ -49,6 +50,7 @@ class Report:
     waits: Mapping[str, float]
     waited_seconds: float
     stats: Stats
+    activations: str = ""
 
     @property
     def binding_lane(self) -> str | None:
@@ -57,7 +59,8 @@ class Report:
         return name if self.lanes[name].seconds > 0 else None
 
     def __str__(self) -> str:
-        return "\n".join([self._headline(), *self._lane_lines(), *self._wait_lines(), *self._tier_lines()])
+        chosen = [f"activations: auto: {self.activations}"] if self.activations else []
+        return "\n".join([self._headline(), *self._lane_lines(), *self._wait_lines(), *chosen, *self._tier_lines()])
 
     def _headline(self) -> str:
         if not self.step_seconds:

@@ -99,6 +99,7 @@ def request_of(
         device_is_host=device_is_host,
         updates_on_device=updates_on_device,
         activation_bytes=config.bytes_of("activation_memory"),
+        activations=config.activations,
         host_activation_bytes=host_bytes,
         nvme_activation_bytes=nvme_bytes,
         chunk_numel=config.chunk_numel,
@@ -115,14 +116,13 @@ def request_of(
 
 def _activation_bytes(config: Config, budgets: Mapping[Tier, int]) -> tuple[int, int]:
     """Return what is set aside of host memory and of the drive for activations that leave the device, whole pages."""
-    if config.activations != "offload":
+    if config.activations not in ("offload", "auto"):
         return 0, 0
     host = config.bytes_of("activation_cpu_memory")
     host = whole_pages(budgets[Tier.HOST] // ACTIVATION_SHARE if host is None else host)
     nvme = config.bytes_of("activation_nvme_memory")
     if nvme is None:
-        most = 0 if config.run_dir is not None else budgets[Tier.NVME] // ACTIVATION_SHARE
-        nvme = min(host * NVME_ACTIVATIONS, most)
+        nvme = min(host * NVME_ACTIVATIONS, budgets[Tier.NVME] // ACTIVATION_SHARE)
     return host, whole_pages(nvme)
 
 

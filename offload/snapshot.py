@@ -13,7 +13,7 @@ from offload.memory.budget import Tier
 from offload.shards.manager import Manager
 from offload.spans import NVME_READ, NVME_WRITE, Recorded, Span
 from offload.stats import LinkStats, Stats
-from swap import PAST_TRANSFERS
+from swap import PAST_TRANSFERS, SwapStore
 
 
 def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
@@ -32,11 +32,14 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
     used = {tier.value: budget.used_bytes for tier, budget in parts.budgets.items()}
     if manager is not None:
         used = manager.tiers.used_bytes()
-        if manager.tiers.store is not None:
-            swapped = manager.tiers.store.stats()
-            links["nvme_read"] = LinkStats(swapped.read_bytes, swapped.read_seconds)
-            links["nvme_write"] = LinkStats(swapped.written_bytes, swapped.write_seconds)
-            peak[Tier.NVME.value] = swapped.peak_used_bytes
+        stores = _stores(parts, manager)
+        if stores:
+            swapped = [store.stats() for store in stores]
+            read_s, write_s = (max(getattr(one, name) for one in swapped) for name in ("read_seconds", "write_seconds"))
+            links["nvme_read"] = LinkStats(sum(one.read_bytes for one in swapped), read_s)
+            links["nvme_write"] = LinkStats(sum(one.written_bytes for one in swapped), write_s)
+            used[Tier.NVME.value] = sum(one.used_bytes for one in swapped)
+            peak[Tier.NVME.value] = sum(one.peak_used_bytes for one in swapped)
     return Stats(
         step=run.steps,
         skipped_steps=run.skipped,
@@ -71,22 +74,27 @@ def take_spans(parts: Parts, manager: Manager) -> Recorded:
         manager: owner of the shards.
     """
     manager.tiers.mover.note_times()
-    recorded, store = parts.counters.spans.recorded(), manager.tiers.store
-    if store is None:
-        return recorded
-    drive = {
-        lane: [
-            Span(lane, _name_of(past.key, manager), past.begin_s, past.end_s, past.size_bytes)
-            for past in store.past(writes=lane == NVME_WRITE)
-        ]
-        for lane in (NVME_READ, NVME_WRITE)
-    }
-    return recorded.beside(Recorded.of(drive, PAST_TRANSFERS))
+    recorded = parts.counters.spans.recorded()
+    for store in _stores(parts, manager):
+        drive = {
+            lane: [
+                Span(lane, _name_of(past.key, manager), past.begin_s, past.end_s, past.size_bytes)
+                for past in store.past(writes=lane == NVME_WRITE)
+            ]
+            for lane in (NVME_READ, NVME_WRITE)
+        }
+        recorded = recorded.beside(Recorded.of(drive, PAST_TRANSFERS))
+    return recorded
+
+
+def _stores(parts: Parts, manager: Manager) -> list[SwapStore]:
+    """Return the swap store, and of a durable run the one of activations."""
+    return [store for store in (manager.tiers.store, parts.activations.store) if store is not None]
 
 
 def _name_of(key: Hashable, manager: Manager) -> str:
-    """Return what an object of the store is: a role of a unit, or part of a run's record."""
+    """Return what an object of the store is: a role of a unit, a part of a run's record, or an activation."""
     if isinstance(key, tuple) and len(key) == 3:
         index, role, _ = key
         return f"{role}: {manager.units[index].name}"
-    return "record"
+    return "activation" if isinstance(key, tuple) and key[0] == "activation" else "record"

@@ -17,6 +17,7 @@ from torch import nn
 
 from offload.build import Parts
 from offload.closing import clean_up
+from offload.deciding import Decision
 from offload.durable import DurableRun
 from offload.errors import TRAIN_LISTED, TRAIN_MORE, ConfigError, NonFiniteError, RanksError, StateError
 from offload.interrupt import Deferral
@@ -33,15 +34,19 @@ from offload.spans import COMPUTE, STEP
 class Training:
     """Trains one engine's module. See the module's text."""
 
-    def __init__(self, parts: Parts, life: Life, deferral: Deferral, durable: DurableRun | None = None) -> None:
+    def __init__(
+        self, parts: Parts, life: Life, deferral: Deferral, decision: Decision, durable: DurableRun | None = None
+    ) -> None:
         """Prepare.
 
         Args:
             parts: of the engine.
             life: whether it can be used.
             deferral: holds Ctrl-C back while something is half done.
+            decision: of what becomes of activations.
             durable: learns when a step ends; None where nothing is committed.
         """
+        self._decision = decision
         self._durable = durable
         self._hooks = parts.hooks
         self._changes = parts.changes
@@ -215,6 +220,7 @@ class Training:
             return False
         if norm.count == 0:
             raise StateError("step: expected gradients but none has arrived since the last step; call backward first")
+        self._decision.decide()
         taken = step.take(norm)
         self._book.clear()
         return taken

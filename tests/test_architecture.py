@@ -50,6 +50,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "background",
         "closing",
+        "deciding",
         "importing",
         "converting",
         "snapshot",
@@ -60,7 +61,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
-    ("pretrained", "initialisation", "measuring"),
+    ("pretrained", "initialisation", "measuring", "rehearsing"),
     ("forecast",),
     ("integrations",),
     ("deepspeed",),

@@ -23,3 +23,15 @@ def test_smoke(tmp_path: Path) -> None:
         assert modes[mode]["moved"]["d2h"] == modes[mode]["moved"]["h2d"] > 0
     assert modes["nvme"]["moved"]["nvme_write"] == modes["nvme"]["moved"]["nvme_read"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["activations.json"]
+
+
+def test_grid(tmp_path: Path) -> None:
+    output = tmp_path / "grid.json"
+    command = [sys.executable, str(BENCH), "--grid", "--smoke", "--path", str(tmp_path), "--json", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "losses of all ways have the same bits" in done.stdout
+    cells = json.loads(output.read_text(encoding="utf-8"))["cells"]
+    assert len(cells) == 2
+    for cell in cells:
+        assert all(told.startswith(("offload, ", "recompute, ")) and "by the plan" in told for told in cell["told"])

@@ -487,3 +487,13 @@ def test_arguments() -> None:
     found = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
     assert (found.deepspeed, found.deepspeed_config) == (True, "ds.json")
     assert isinstance(config_from(SMALL), Translation)
+
+
+def test_checkpoints_on_the_cpu_are_activations_that_leave() -> None:
+    section = {"cpu_checkpointing": True, "number_checkpoints": 4, "partition_activations": True}
+    found = config_from({"train_batch_size": 1, "activation_checkpointing": section})
+    assert found.options["activations"] == "offload" and not found.left_out
+    for other in ({"cpu_checkpointing": False}, {}):
+        assert "activations" not in config_from({"train_batch_size": 1, "activation_checkpointing": other}).options
+    own = {"train_batch_size": 1, "activation_checkpointing": section, "offload": {"activations": "keep"}}
+    assert config_from(own).options["activations"] == "keep"

@@ -28,8 +28,9 @@ from offload.memory.arena import HostArena
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuMover
 from offload.memory.gaps import Gaps
+from offload.snapshot import take_spans
 from offload.stats import Counters
-from swap import Fault, FaultTarget, SwapError, SwapFullError, SwapStore
+from swap import Fault, FaultAction, FaultTarget, SwapError, SwapFullError, SwapStore
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread", "small_ones_leave")
 
@@ -381,6 +382,20 @@ def test_a_drive_that_is_full_or_broken_is_told(bench: Make, caplog: pytest.LogC
     made.assert_empty()
 
 
+def test_a_forward_that_waits_for_the_drive_says_so(bench: Make) -> None:
+    """What it takes to compute is known only without that."""
+    made = bench(host=8, drive=64)
+    assert made.store is not None
+    made.store.inject(Fault(action=FaultAction.DELAY, delay_s=0.05, target=FaultTarget.WRITES, forever=True))
+    with made.hooks():
+        loss = chain(page().requires_grad_())
+    assert made.counters.stall_seconds >= 0.05
+    assert {span.name for span in made.counters.spans.recorded().spans if span.lane == "wait"} == {"activations"}
+    made.store.clear_faults()
+    del loss
+    made.assert_empty()
+
+
 def test_a_closed_ledger_brings_nothing_back(bench: Make) -> None:
     made = bench(host=8, drive=64)
     with made.hooks():
@@ -576,16 +591,60 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_loaded(tmp_path: P
 @pytest.mark.parametrize(
     ("given_options", "message"),
     [
-        ({"activations": "ofload"}, "activations: expected one of keep, offload, recompute but got 'ofload'.*offload"),
-        ({"activation_cpu_memory": "1GiB"}, 'activation_cpu_memory: expected activations="offload" beside it'),
-        ({"activations": "offload", "activation_nvme_memory": "1GiB"}, "activation_nvme_memory: nvme_path is missing"),
         (
-            {"activations": "offload", "activation_nvme_memory": "1GiB", "run_dir": "."},
-            "activation_nvme_memory: the drive of a durable run",
+            {"activations": "ofload"},
+            "activations: expected one of auto, keep, offload, recompute but got 'ofload'.*offload",
         ),
+        (
+            {"activation_cpu_memory": "1GiB"},
+            'activation_cpu_memory: expected activations="offload" or "auto" beside it',
+        ),
+        ({"activations": "offload", "activation_nvme_memory": "1GiB"}, "activation_nvme_memory: nvme_path is missing"),
         ({"activations": "offload", "activation_cpu_memory": "10%"}, "activation_cpu_memory: expected bytes"),
     ],
 )
 def test_contradicting_options_are_refused(given_options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         offload.Config(**given_options)
+
+
+def test_no_commit_of_a_durable_run_has_any(tmp_path: Path) -> None:
+    """They are in a file of their own; whoever goes on with the run has the same bits."""
+    truth = run(net(), **everything_on_device())
+    folder = tmp_path / "run"
+    room = {"activation_cpu_memory": "256KiB", "activation_nvme_memory": "8MiB"}
+    given_options = options(tmp_path, run_dir=folder, **room)
+    for option in ("nvme_path", "offload_param", "offload_optimizer"):
+        del given_options[option]
+
+    def step(engine: offload.Engine, number: int) -> None:
+        torch.manual_seed(1000 + number)
+        loss = loss_of(engine, rows(number))
+        assert torch.equal(loss.detach(), truth.losses[number])
+        assert engine._parts.activations.has_left()
+        engine.backward(loss)
+        del loss
+        engine.step()
+        assert engine.grad_norm == truth.norms[number]
+
+    kept = {key: value for key, value in given_options.items() if key not in room} | {"activations": "keep"}
+    with offload.Engine(net(), offload.AdamW(lr=1e-2), max_grad_norm=0.5, **given_options) as engine:
+        store, own = engine._manager.tiers.store, engine._parts.activations.store
+        step(engine, 0)
+        step(engine, 1)
+        assert {key[0] for key in store.keys()}.isdisjoint({"activation"})  # noqa: SIM118 - no mapping
+        assert own.stats().written_bytes == own.stats().read_bytes > MIB
+        written = engine.stats().links["nvme_write"].bytes
+        assert written == own.stats().written_bytes + store.stats().written_bytes
+        assert engine.plan.arena_bytes[Tier.NVME] - engine.plan.store_bytes == 8 * MIB
+        assert engine.stats().peak_bytes["nvme"] <= engine.plan.arena_bytes[Tier.NVME]
+        assert any(span.name == "activation" for span in take_spans(engine._parts, engine._manager).spans)
+        engine.drain()
+        loss_of(engine, rows(2))  # whose backward nobody runs
+    with offload.Engine(net(), offload.AdamW(lr=1e-2), max_grad_norm=0.5, **given_options) as engine:
+        assert engine.resumed is not None and engine.resumed.step == 2
+        step(engine, 2)
+        found = {name: value.clone() for name, value in engine.state_dict().items()}
+    assert all(torch.equal(found[name], value) for name, value in truth.parameters.items())
+    with offload.Engine(net(), offload.AdamW(lr=1e-2), max_grad_norm=0.5, **kept) as engine:  # with another mode, too
+        assert engine.resumed is not None and engine.resumed.step == 3

@@ -45,16 +45,23 @@ class Room:
 
 
 class Away:
-    """Rooms of one engine's activations. See the module's text. Called from one thread at a time."""
+    """Rooms of one engine's activations. See the module's text. Called from one thread at a time.
 
-    def __init__(self, host: Buffer, store: SwapStore | None, drive_bytes: int) -> None:
+    Attributes:
+        drive_read_bytes, drive_written_bytes: of transfers, begun so far.
+    """
+
+    def __init__(self, host: Buffer, store: SwapStore | None, drive_bytes: int, *, apart: bool = False) -> None:
         """Begin with nothing.
 
         Args:
             host: the part of host memory.
             store: the swap store; None where there is none.
             drive_bytes: part of it.
+            apart: nobody else uses the store: it is closed with this.
         """
+        self._apart = store if apart else None
+        self.drive_read_bytes = self.drive_written_bytes = 0
         self._host = host
         self._store = store if drive_bytes else None
         self._gaps = Gaps(host.size_bytes)
@@ -106,6 +113,7 @@ class Away:
             return False
         room.ticket = self._store.put(_name(room), self.address(room), room.size_bytes)
         self._drive_free_bytes -= room.size_bytes
+        self.drive_written_bytes += room.size_bytes
         self._unrest(room)
         self._flying.append(room)
         return True
@@ -136,6 +144,7 @@ class Away:
             self._gaps.give_back(offset, room.size_bytes)
             raise
         room.offset = offset
+        self.drive_read_bytes += room.size_bytes
         self._flying.append(room)
         return True
 
@@ -206,6 +215,13 @@ class Away:
             room = self._flying.popleft()
             room.dead = True
             self._end(room)
+        if self._apart is not None:
+            self._apart.close()
+
+    @property
+    def apart(self) -> SwapStore | None:
+        """The store that nobody else uses; None where others do, or there is none."""
+        return self._apart
 
     @property
     def used_bytes(self) -> int:

@@ -15,11 +15,12 @@ import dataclasses
 import time
 import weakref
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 
 from offload.activations.away import Away, Room, room_for
-from offload.activations.ledger import Activations, Elastic, Meter, SavedActivation
+from offload.activations.ledger import Activations, Elastic, Meter, Passed, SavedActivation
 from offload.errors import BudgetError, StateError
 from offload.memory.arena import view_at
 from offload.memory.budget import Budget
@@ -27,8 +28,10 @@ from offload.memory.transfer import Arriving, LeftToWhoNeedsIt, Mover, Ticket
 from offload.sizes import format_bytes
 from offload.stats import Counters
 from offload.torch_private import no_dispatch, no_functions, storage_place, storage_use_count
+from swap import SwapStore
 
 LEAST_BYTES = 256 << 10  # of a storage that is worth a copy
+LONGEST_START_S = 1e-3  # that beginning a few copies takes; what takes longer has waited
 AHEAD = 64  # storages that are looked at to bring them back
 _ALONE = 2  # uses of a storage that one tensor has, while one asks
 
@@ -111,6 +114,7 @@ class LeavingActivations(Activations):
         counters: Counters,
         *,
         near_bytes: int,
+        kept_bytes: int | None = None,
         deadline_s: float,
         beside_bytes: int = 0,
         gradient_bytes: int = 0,
@@ -126,6 +130,7 @@ class LeavingActivations(Activations):
             place: torch's device.
             counters: of waits.
             near_bytes: of the device budget, for the last ones and those that come and go.
+            kept_bytes: of them, for the last ones; None is half.
             deadline_s: after which a copy counts as lost.
             beside_bytes: as in :class:`Activations`.
             gradient_bytes: the same.
@@ -136,6 +141,7 @@ class LeavingActivations(Activations):
         self._place = place
         self._counters = counters
         self._most_near_bytes = near_bytes
+        self._kept_bytes = near_bytes // 2 if kept_bytes is None else kept_bytes
         self._deadline_s = deadline_s
         self._closed = False
         self._records: dict[int, _Record] = {}  # by key, in the order in which they were saved
@@ -149,6 +155,8 @@ class LeavingActivations(Activations):
         self._coming: deque[_Record] = deque()
         self._used_up: list[weakref.ref[Leaver]] = []  # all of whose tensors were asked for since it has come back
         self._prefetching = LeftToWhoNeedsIt("prefetch of activations")
+        self._moved_bytes = {"d2h": 0, "h2d": 0}
+        self._began: tuple[int, Mapping[str, int], float, float] | None = None  # a pass: what there was then
 
     # --- going ------------------------------------------------------------------------------------------------------
 
@@ -182,9 +190,12 @@ class LeavingActivations(Activations):
         self._saved_bytes += size_bytes
         self._near_bytes += size_bytes
         self._waiting.append((self._saved_bytes, leaver.record.leaver))
-        self._let_go(self._most_near_bytes // 2)
+        start = time.perf_counter()
+        self._let_go(self._kept_bytes)
         while self._going and self._near_bytes > self._most_near_bytes:
             self._end_going(self._going.popleft())
+        if time.perf_counter() - start > LONGEST_START_S:  # for room in host memory, or a copy
+            self._note_wait(start)
         return leaver
 
     def _let_go(self, kept_bytes: int) -> None:
@@ -207,6 +218,7 @@ class LeavingActivations(Activations):
         record = leaver.record
         source = held.tensor.untyped_storage().data_ptr()
         ticket = self._mover.save(source, self._away.address(record.room), record.size_bytes)
+        self._moved_bytes["d2h"] += record.size_bytes
         record.going = ticket, held
         self._going.append(record)
         self._by_number.pop(record.number, None)
@@ -304,6 +316,7 @@ class LeavingActivations(Activations):
         record, away = leaver.record, self._away
         target = held.tensor.untyped_storage().data_ptr()
         copy = self._mover.restore(away.address(record.room), target, record.size_bytes)
+        self._moved_bytes["h2d"] += record.size_bytes
         record.room.copied = True
         record.coming = copy, held
         record.near = True
@@ -325,6 +338,38 @@ class LeavingActivations(Activations):
         """Return memory of the device; no mode sees it."""
         with no_functions(), no_dispatch():
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._place)
+
+    # --- what a micro-batch takes -------------------------------------------------------------------------------------
+
+    def open_pass(self) -> None:
+        """See :meth:`Activations.open_pass`."""
+        super().open_pass()
+        if not self._records:
+            self._began = self._last_key, self.moved(), time.perf_counter(), self._counters.waits_seconds
+
+    def close_pass(self) -> None:
+        """See :meth:`Activations.close_pass`.
+
+        Raises:
+            BudgetError: it needed more than the device budget leaves beside the smallest region.
+        """
+        super().close_pass()
+        if self._began is None or self._last_key == self._began[0] or not self.is_empty():
+            return
+        _, moved, begin, waited = self._began
+        self._began, now = None, self.moved()
+        seconds, waited = time.perf_counter() - begin, self._counters.waits_seconds - waited
+        self._note_pass(Passed({link: now[link] - moved[link] for link in now}, seconds, waited))
+
+    def abandon_pass(self) -> None:
+        """See :meth:`Activations.abandon_pass`."""
+        super().abandon_pass()
+        self._began = None
+
+    def moved(self) -> dict[str, int]:
+        """Return the bytes that were moved so far, per link."""
+        away = self._away
+        return {**self._moved_bytes, "nvme_read": away.drive_read_bytes, "nvme_write": away.drive_written_bytes}
 
     # --- bookkeeping ------------------------------------------------------------------------------------------------
 
@@ -360,6 +405,11 @@ class LeavingActivations(Activations):
         self._end_all()  # copies of what nobody wants any more
         self.refund()
         return super().is_empty()
+
+    @property
+    def store(self) -> SwapStore | None:
+        """See :meth:`Activations.store`."""
+        return self._away.apart
 
     def has_left(self) -> bool:
         """See :meth:`Activations.has_left`; waits for what is under way."""

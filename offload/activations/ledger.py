@@ -12,8 +12,10 @@ modules. Next: :mod:`offload.module.hooks` tells what is saved, and when a momen
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import time
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -21,6 +23,7 @@ import torch
 from offload.errors import BudgetError, StateError
 from offload.memory.budget import Budget
 from offload.sizes import format_bytes
+from swap import SwapStore
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +131,30 @@ class SavedActivation:
             self._freed.append(self._key)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passed:
+    """What a forward and its backward took.
+
+    Attributes:
+        moved: bytes of activations per link, as in ``engine.stats()``.
+        seconds: from the beginning of the one to the end of the other.
+        waited_s: of these, for anything.
+    """
+
+    moved: Mapping[str, int]
+    seconds: float
+    waited_s: float
+
+
 class Activations:
     """Ledger and measurement of one engine's activations.
 
     A tensor may be freed anywhere, also by garbage collection inside the budget's own lock: it only leaves its key in
     `freed`, and the charge is given back at the next :meth:`refund`. A tensor may be saved in the middle of an
     operation whose parameters must not move: a charge that does not fit is owed until the next :meth:`balance`.
+
+    Attributes:
+        first_pass, last_pass: that were seen as a whole, of those that are counted; else None.
 
     Args:
         budget: of the device.
@@ -167,6 +188,8 @@ class Activations:
         self._floor_bytes = 0  # what is resident beside the region when nothing is kept
         self._high_water_bytes = 0
         self._gradient_bytes = gradient_bytes
+        self.first_pass: Passed | None = None
+        self.last_pass: Passed | None = None
         if meter is not None:
             meter.trim()  # what loading the model has left behind
             self._floor_bytes = meter.now_bytes() - region.size_bytes + beside_bytes + gradient_bytes
@@ -175,6 +198,11 @@ class Activations:
     def is_empty(self) -> bool:
         """Tell whether nothing is kept."""
         return not self._held
+
+    @property
+    def store(self) -> SwapStore | None:
+        """The swap store that has activations and nothing else; None where there is none."""
+        return None
 
     def has_left(self) -> bool:
         """Tell whether something that is kept is in host memory."""
@@ -321,6 +349,14 @@ class Activations:
         spare = self.room_bytes - _with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
+
+    def forget_passes(self) -> None:
+        """Let the next pass be the first: what is kept will be something else."""
+        self.first_pass = self.last_pass = None
+
+    def _note_pass(self, passed: Passed) -> None:
+        self.last_pass = passed
+        self.first_pass = self.first_pass or passed
 
     def _used(self, resident_bytes: int) -> int:
         return resident_bytes - self._floor_bytes - self._region.size_bytes

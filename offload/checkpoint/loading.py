@@ -59,9 +59,9 @@ def open_tiers(
     """
     store = None
     deadline_s = config.io_deadline_s
-    if plan.arena_bytes[Tier.NVME]:
+    if plan.store_bytes:
         paths = config.paths()
-        size_bytes = max(plan.arena_bytes[Tier.NVME], capacity_bytes)
+        size_bytes = max(plan.store_bytes, capacity_bytes)
         mode = Mode.SCRATCH if record is None else Mode.DURABLE
         store = SwapStore(paths, size_bytes, mode=mode, deadline_s=deadline_s, **drives.store_options(paths))
     try:

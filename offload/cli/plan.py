@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO, get_args
 
 from offload.cli.wording import in_options
-from offload.config import Config, OffloadTier
+from offload.config import ActivationMode, Config, OffloadTier
 from offload.errors import BudgetError
 from offload.kernels import optimizers
 from offload.known_models import KNOWN
@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
     parser.add_argument("--clip", action="store_true", help="every step clips the norm of its gradient")
     parser.add_argument("--keep-activations", action="store_true", help="instead of computing them again in backward")
+    parser.add_argument(
+        "--activations",
+        choices=get_args(ActivationMode),
+        help="what the engine makes of them; if nothing is said, transformers compute them again",
+    )
     parser.add_argument("--activation-memory", metavar="BYTES", help="of the device; half of it if nothing is said")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
@@ -74,6 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
         "offload_param": arguments.offload_param,
         "offload_optimizer": arguments.offload_optimizer,
     }
+    if arguments.activations:
+        options["activations"] = arguments.activations
     if "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer):
         options["nvme_path"] = arguments.drive
     with telling(sys.stderr):
@@ -82,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
             getattr(optimizers, arguments.optimizer)(lr=1e-4),
             batch=arguments.batch,
             hardware=arguments.hardware,
-            checkpointing=not arguments.keep_activations,
+            checkpointing=not (arguments.keep_activations or arguments.activations),
             measure_again=arguments.measure_again,
             config=Config.load(options),
         )

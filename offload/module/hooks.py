@@ -244,7 +244,7 @@ class Hooks:
             self._manager.advance_updates(self._calls.guess)
             if output is not None:
                 self._activations.balance()
-            elif not forwards.under_way:  # the forward has failed
+            elif not forwards.under_way and not in_backward():  # the forward has failed; a repetition stops early
                 self._activations.abandon_pass()
 
     def watch(self) -> contextlib.AbstractContextManager[None]:

@@ -67,6 +67,20 @@ class Recomputing:
                 block.forward = before
 
 
+def can_recompute(model: nn.Module) -> bool:
+    """Tell whether a model has blocks that are not computed again so far."""
+    if getattr(model, "supports_gradient_checkpointing", False):
+        return not _recomputes(model)
+    return next(blocks_of(model), None) is not None
+
+
+def share_of_blocks(model: nn.Module) -> float:
+    """Return the part of a model's parameters that blocks have: about their part of a forward."""
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    inside = {id(p): p.numel() for _, block in blocks_of(model) for p in block.parameters()}
+    return sum(inside.values()) / numel if inside else 1.0
+
+
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the blocks of a model that repeat, the outermost ones, with their paths."""
 

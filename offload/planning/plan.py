@@ -29,6 +29,7 @@ _COLUMNS = ("parameters", "gradients", "states", "buffers", "total", "budget")
 EXCHANGE_PIECE_BYTES = 4 << 20  # of one rank's gradients that come or leave at once
 LOOK_AHEAD = 2  # units of slices that are gathered while others are used
 NEAR_SHARE = 8  # this part of the device's activations is for those that leave last, and those that come and go
+STAYING_SHARE = 3 / 4  # the same where only those leave that do not fit; the rest is for temporaries
 MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
 
 
@@ -88,6 +89,7 @@ class Request:
         device_is_host: the compute device is the CPU: states may live on DEVICE, and NVMe reads reach it directly.
         activation_bytes: part of the device budget for activations, None for the default.
         updates_on_device: a device that is not the CPU has kernels for updates, so that states may live on DEVICE.
+        activations: what becomes of activations, as in :class:`offload.Config`.
         host_activation_bytes, nvme_activation_bytes: parts of these budgets for activations that leave the device.
         chunk_numel: optimizer chunk, None for the default.
         states: what the optimizer remembers of each element, and in which format.
@@ -109,6 +111,7 @@ class Request:
     device_is_host: bool = True
     updates_on_device: bool = False
     activation_bytes: int | None = None
+    activations: str = "keep"
     host_activation_bytes: int = 0
     nvme_activation_bytes: int = 0
     chunk_numel: int | None = None
@@ -299,6 +302,9 @@ class Plan:
         spare_units: units with room for the same in HOST.
         wide_bytes: room in each tier, beside the arena, for gradients of 16-bit units in fp32, which they become once a
             second backward pass of a step adds to them; empty where there is none.
+        activation_step_bytes: per link, of activations that leave the device in a micro-batch, in `step_bytes`, too;
+            empty where that is not known, or none leave.
+        choice: what ``activations="auto"`` has chosen, and why; empty where nothing is chosen yet.
     """
 
     request: Request
@@ -319,6 +325,15 @@ class Plan:
     early_bytes: int = 0
     spare_units: frozenset[int] = frozenset()
     wide_bytes: Mapping[Tier, int] = dataclasses.field(default_factory=dict)
+    activation_step_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    choice: str = ""
+
+    def with_activations(self, moved: Mapping[str, int] | None, choice: str = "") -> Plan:
+        """Return the plan with what a micro-batch moves of activations, where that is known, per link."""
+        assert not self.activation_step_bytes, "they would count twice"
+        added = {link: size for link, size in (moved or {}).items() if size}
+        total = {link: size + added.get(link, 0) for link, size in self.step_bytes.items()}
+        return dataclasses.replace(self, step_bytes=total, activation_step_bytes=added, choice=choice)
 
     @property
     def most_slots(self) -> int:
@@ -331,7 +346,25 @@ class Plan:
         if not self.request.host_activation_bytes:
             return 0
         asked = self.request.activation_bytes
-        return (self.activation_bytes if asked is None else min(asked, self.activation_bytes)) // NEAR_SHARE
+        part = self.activation_bytes if asked is None else min(asked, self.activation_bytes)
+        return int(part * STAYING_SHARE) if self.request.activations == "auto" else part // NEAR_SHARE
+
+    @property
+    def last_bytes(self) -> int:
+        """Those of `near_bytes` that are for activations that leave last."""
+        if self.request.activations == "auto":
+            return int(self.near_bytes * (1 - 1 / NEAR_SHARE))
+        return self.near_bytes // 2
+
+    @property
+    def apart_bytes(self) -> int:
+        """Room in NVME for activations, in files of their own: those of a durable run keep what it commits."""
+        return self.request.nvme_activation_bytes if self.request.commit else 0
+
+    @property
+    def store_bytes(self) -> int:
+        """Room in NVME for all else."""
+        return self.arena_bytes[Tier.NVME] - self.apart_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -396,7 +429,8 @@ class Plan:
         Returns:
             ``units``: per unit its ``name``, ``trainable``, and per kind of shard the tier that is its ``home``;
             ``bytes``: per tier those of parameters, gradients and states at home there, of buffers, in total, and of
-            the budget; ``activation_bytes`` of the device budget; ``step_bytes`` per link; ``notes``, as printed.
+            the budget; ``activation_bytes`` of the device budget; ``step_bytes`` per link, and of these
+            ``activation_step_bytes``; ``notes``, as printed.
         """
         units = []
         for unit, homes in zip(self.request.units, self.homes, strict=True):
@@ -408,6 +442,7 @@ class Plan:
             "bytes": {tier.value: dict(zip(_COLUMNS, self._sizes(tier), strict=True)) for tier in Tier},
             "activation_bytes": self.activation_bytes,
             "step_bytes": dict(self.step_bytes),
+            "activation_step_bytes": dict(self.activation_step_bytes),
             "notes": list(self._notes()),
         }
 
@@ -457,7 +492,14 @@ class Plan:
             away = f"{format_bytes(request.host_activation_bytes)} of the cpu buffers"
             if request.nvme_activation_bytes:
                 away += f", {format_bytes(request.nvme_activation_bytes)} of the nvme buffers"
-            yield f"activations that leave the device: {away}; {format_bytes(self.near_bytes)} for those on their way"
+            if request.activations == "auto":
+                yield f"activations: auto: {self.choice or 'the first step decides'}"
+                yield f"activations beyond {format_bytes(self.last_bytes)} on the device: {away}"
+            else:
+                near = format_bytes(self.near_bytes)
+                yield f"activations that leave the device: {away}; {near} for those on their way"
+        if self.activation_step_bytes:
+            yield f"moved of activations, per micro-batch: {_listed(self.activation_step_bytes)}"
         trained = [unit for unit in request.units if unit.trainable]
         if not request.device_is_host and trained:
             many = sum(map(self.on_device, trained))
@@ -482,8 +524,7 @@ class Plan:
                 f"{format_bytes(size)} of the {tier.value} budget" for tier, size in self.wide_bytes.items()
             )
             yield f"room to add several backward passes in fp32, used only then: {room}"
-        moved = ", ".join(f"{link} {format_bytes(size)}" for link, size in self.step_bytes.items() if size)
-        yield f"moved per step (one micro-batch, nothing cached): {moved or 'nothing'}"
+        yield f"moved per step (one micro-batch, nothing cached): {_listed(self.step_bytes) or 'nothing'}"
         if self.early_bytes:
             room = format_bytes(self.early_bytes)
             yield f"updates during backward: {room} of the nvme buffers, beside the old content"
@@ -501,3 +542,7 @@ class Plan:
             yield f"checkpoints in the background: {format_bytes(self.held_bytes)} of the nvme buffers, to copy from"
         if self.step_bytes["nvme_write"]:
             yield f"drive wear: {self.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps"
+
+
+def _listed(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{link} {format_bytes(size)}" for link, size in sizes.items() if size)

@@ -3,6 +3,8 @@
 Owns the formula, max(compute, links, CPU) + fill, and what it needs: bytes per lane and step, with what stays in the
 working region. Pure arithmetic over plain values. Next: :mod:`offload.forecast` shows it.
 
+Activations that leave the device go beside the forward that makes them, and come back beside its backward.
+
 A step has two spans. While micro-batches but the last are computed, parameters come and gradients go. From the last
 backward to the end of the next forward, updates are made as well: gradients come from the last unit to the first, and
 parameters are needed from the first to the last. If every step clips, updates wait for the norm. Units' updates are
@@ -119,24 +121,41 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         _device_s(work.backward, hardware),
     )
     host = plan.request.device_is_host
+    away, back = _activations(plan)
     early = _early(plan, hardware, backward_s, clips=clips)
     fresh, again = _fetched(plan, kept=0) + Moved(drive_read=-_filled(plan, early)), _fetched(plan, kept=_kept(plan))
     gradients, updates, earlier = _out(plan, first=True), _updates(plan), micro_batches - 1
     if earlier:
         gradients = _out(plan, first=False)
-        moved = again * (2 * earlier) + gradients * (earlier - 1) + _out(plan, first=True)
+        moved = again * (2 * earlier) + gradients * (earlier - 1) + _out(plan, first=True) + (away + back) * earlier
         spans = [_span("micro-batches but the last", earlier * (forward_s + backward_s), moved, hardware, host)]
     else:
         moved, spans = Moved(), []
-    last = again + gradients + fresh + updates
+    alternate_s = _bound_s(forward_s, away, hardware) + _bound_s(backward_s, back, hardware)
+    fill_s = max(earlier * alternate_s - sum(span.bound_s for span in spans), 0.0)
+    last = again + gradients + fresh + updates + away + back
     forward_s += _updates_there_s(plan, hardware)  # of the one forward that comes behind them
     spans.append(_span("backward, updates, forward", forward_s + backward_s, last, hardware, host))
     took_s = spans[-1].bound_s if host else _in_turn_s(plan, early, hardware, forward_s, backward_s)
     if clips:  # no update goes beside backward
-        behind_s = _span("", forward_s, fresh + updates, hardware, host).bound_s
-        before_s = backward_s if host else _span("", backward_s, again + gradients, hardware, host).bound_s
+        behind_s = _span("", forward_s, fresh + updates + away, hardware, host).bound_s
+        with_back_s = _bound_s(backward_s, back, hardware)
+        before_s = with_back_s if host else _span("", backward_s, again + gradients + back, hardware, host).bound_s
         took_s = before_s + behind_s if host else max(took_s, before_s + behind_s)
-    return Timing(tuple(spans), max(took_s - spans[-1].bound_s, 0.0), moved + last)
+    fill_s += max(max(took_s, alternate_s) - spans[-1].bound_s, 0.0)
+    return Timing(tuple(spans), fill_s, moved + last)
+
+
+def _activations(plan: Plan) -> tuple[Moved, Moved]:
+    """Return what a forward moves of activations, and what its backward brings back."""
+    size = plan.activation_step_bytes.get
+    away = Moved(d2h=size("d2h", 0), drive_write=size("nvme_write", 0))
+    return away, Moved(h2d=size("h2d", 0), drive_read=size("nvme_read", 0))
+
+
+def _bound_s(compute_s: float, moved: Moved, hardware: Hardware) -> float:
+    """Return the seconds of a pass that activations go beside: what leaves in it does not leave in another one."""
+    return max(compute_s, *_lane_seconds(moved, hardware).values())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

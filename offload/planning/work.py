@@ -11,7 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,13 +115,25 @@ class Work:
         return sum(kernel.flops * many for part in (self.forward, self.backward) for kernel, many in part.items())
 
 
-def work_of(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any]) -> Work:
+Watch = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[Any]]
+
+
+def _unwatched(parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+def work_of(
+    model: nn.Module,
+    batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any],
+    watch: Watch = _unwatched,
+) -> Work:
     """Count what a forward and a backward pass take.
 
     Args:
         model: any module; it is not changed, and may be on the meta device.
         batch: (rows, length) of token ids, for a model that takes ``input_ids`` and ``labels``; else what its forward
             takes, by name or in order, with tensors of any device. Their values are not looked at.
+        watch: is entered around each module's forward, with the parameters.
 
     Raises:
         ConfigError: weights are quantized, or the passes need values of tensors, or fail for another reason; names it.
@@ -136,7 +148,7 @@ def work_of(model: nn.Module, batch: tuple[int, int] | Mapping[str, Any] | Seque
         for parameter in parameters:
             if parameter.requires_grad:
                 undo.enter_context(contextlib.closing(_Dropped(parameter, counter)))
-        undo.enter_context(contextlib.closing(_Attention(model)))
+        undo.enter_context(contextlib.closing(_Inside(model, lambda: watch(parameters), watch is not _unwatched)))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(counter)
         try:
@@ -227,11 +239,15 @@ class _Dropped:
         self._handle.remove()
 
 
-class _Attention:
-    """While a module's forward runs, again in backward, too, attention is one kernel, as on accelerators."""
+class _Inside:
+    """While a module's forward runs, again in backward, too, it is watched, and attention is one kernel, as on GPUs."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modes: list[_Fused | None] = []  # of the modules that are running, the outermost has one
+    def __init__(
+        self, model: nn.Module, watch: Callable[[], contextlib.AbstractContextManager[Any]], grouped: bool
+    ) -> None:
+        self._grouped = grouped
+        self._entered: list[contextlib.ExitStack] = []  # by the modules that are running, the outermost attends
+        self._watch = watch
         self._handles = [
             handle
             for module in model.modules()
@@ -242,15 +258,14 @@ class _Attention:
         ]
 
     def _enter(self, module: nn.Module, arguments: Any) -> None:
-        mode = None if self._modes else _Fused()
-        if mode is not None:
-            mode.__enter__()  # type: ignore[no-untyped-call]
-        self._modes.append(mode)
+        entered = contextlib.ExitStack()
+        if not self._entered:
+            entered.enter_context(_Fused(grouped=self._grouped))
+        entered.enter_context(self._watch())
+        self._entered.append(entered)
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        mode = self._modes.pop()
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._entered.pop().close()
 
     def close(self) -> None:
         for handle in self._handles:
@@ -258,18 +273,45 @@ class _Attention:
 
 
 class _Fused(TorchFunctionMode):
-    """Takes attention as one operator: the meta device has none, and would make all scores of all heads."""
+    """Takes attention as one operator: the meta device has none, and would make all scores of all heads.
+
+    That operator wants keys and values for each head. With `grouped`, what is kept of heads that share them is what
+    other devices keep.
+    """
+
+    def __init__(self, *, grouped: bool) -> None:
+        super().__init__()
+        self._grouped = grouped
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3]
+            causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+            if self._grouped:
+                return _Grouped.apply(query, key, value, causal)  # type: ignore[no-untyped-call]
             if key.shape[1] != query.shape[1]:  # heads that share keys and values
                 many = query.shape[1] // key.shape[1]
                 key, value = (tensor.repeat_interleave(many, 1) for tensor in (key, value))
-            causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
             return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False)[0]
         return func(*args, **kwargs)
+
+
+class _Grouped(torch.autograd.Function):
+    """Attention that keeps for backward what kernels of other devices keep, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+        rows, heads, length, _ = query.shape
+        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(key, query, value, sums, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        key, query, value, _, _ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
 class _Counter(TorchDispatchMode):

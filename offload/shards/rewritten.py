@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offload.memory.budget import Tier
 from offload.planning import versions
 from offload.planning.units import Unit
 from offload.shards.tiers import Tiers
@@ -35,7 +34,7 @@ class Rewritten:
         request, numel = plan.request, plan.chunk_numel
         self._units |= {unit.index: unit for unit in units if not unit.trainable}
         needed = sum(versions.rewritten_bytes(request, unit, numel) for unit in self._units.values())
-        arena = plan.arena_bytes[Tier.NVME]
+        arena = plan.store_bytes
         there = self._tiers.store_bytes - arena
         if needed > max(there, 0):
             self._tiers.lengthen(arena + min(max(needed, 2 * there), versions.frozen_bytes(request, numel)))

@@ -84,7 +84,7 @@ class Tiers:
         self.budgets = budgets
         sizes = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
         if store is not None:  # a durable run's may be longer
-            sizes[Tier.NVME] = max(sizes[Tier.NVME], store.capacity_bytes)
+            sizes[Tier.NVME] = max(sizes[Tier.NVME], store.capacity_bytes + plan.apart_bytes)
         claims = {tier: budgets[tier].claim("arena", sizes[tier]) for tier in Tier}
         self.optimizer_claim = budgets[Tier.HOST].claim("optimizer", plan.request.own_bytes)
         in_flight = budgets[Tier.DEVICE].claim("gradients on their way")
@@ -227,17 +227,20 @@ class Tiers:
     def lengthen(self, size_bytes: int) -> None:
         """Make the swap files `size_bytes` long together, or as long as the budget allows; never shorter.
 
+        Those of activations stay as they are.
+
         Raises:
             swap.SwapFullError: the drive has no room; nothing has changed.
             swap.SwapError: another I/O error.
         """
         claim, budget = self._arena_claims[Tier.NVME], self.budgets[Tier.NVME]
-        before, size_bytes = claim.size_bytes, min(size_bytes, claim.size_bytes + budget.free_bytes)
+        before, apart = claim.size_bytes, self.plan.apart_bytes
+        size_bytes = min(size_bytes + apart, before + budget.free_bytes)
         if self.store is None or size_bytes <= before:
             return
         claim.resize(size_bytes)
         try:
-            self.store.grow(size_bytes)
+            self.store.grow(size_bytes - apart)
         except BaseException:
             claim.resize(before)
             raise

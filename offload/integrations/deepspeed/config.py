@@ -131,6 +131,8 @@ def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any
         **_tiers(values),
         **_dtype(values),
     }
+    if _section(values, "activation_checkpointing").get("cpu_checkpointing"):
+        mapped["activations"] = "offload"
     if values.get("gradient_clipping"):
         mapped["max_grad_norm"] = _number(values, "gradient_clipping")
     if fp16.get("enabled"):

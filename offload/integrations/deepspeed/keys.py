@@ -158,7 +158,7 @@ ROWS: tuple[Row, ...] = (
         _N,
         "of `deepspeed.checkpointing`; `torch.utils.checkpoint` works",
     ),
-    _row("activation_checkpointing", "cpu_checkpointing", _L, "checkpoints stay on the device"),
+    _row("activation_checkpointing", "cpu_checkpointing", _M, '`activations="offload"`'),
     _row("", "wall_clock_breakdown memory_breakdown dump_state", _L, "`engine.stats()`, `torch.profiler`"),
     _row("", "tensorboard.* wandb.* comet.* csv_monitor.*", _L, "log what `engine.stats()` says"),
     _row("", "flops_profiler.*", _L, "`torch.profiler`"),

@@ -37,7 +37,7 @@ def configure(
         partition_activations: not heeded: there is one process.
         contiguous_checkpointing: not heeded.
         num_checkpoints: not heeded.
-        checkpoint_in_cpu: True warns: checkpoints stay on the device.
+        checkpoint_in_cpu: True warns: the engine's configuration says it.
         synchronize: not heeded.
         profile: not heeded.
 
@@ -47,7 +47,10 @@ def configure(
     if mpu_ is not None:
         raise ConfigError("mpu_: expected None, for one process has all of the model; leave it out")
     if checkpoint_in_cpu:
-        logger.warning("checkpointing: checkpoint_in_cpu is left out, which changes no result: they stay on the device")
+        logger.warning(
+            "checkpointing: checkpoint_in_cpu is left out here, which changes no result; set "
+            "activation_checkpointing.cpu_checkpointing in the configuration of deepspeed.initialize"
+        )
 
 
 def is_configured() -> bool:

@@ -1,0 +1,119 @@
+"""What an engine makes of ``activations="auto"``, decided once: in its first step, by what the step has shown.
+
+Owns when that is, and the seconds: a step's by the plan's formula, with the rates of copies, drive and compute that
+were measured in the last micro-batch before. Until then, and later on, what does not fit leaves the device. Next:
+:mod:`offload.planning.choosing` has the rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from torch import nn
+
+from offload.activations.ledger import Passed
+from offload.build import Parts
+from offload.config import Config
+from offload.life import Life
+from offload.module.recomputing import can_recompute, share_of_blocks
+from offload.planning.choosing import OFFLOAD, RECOMPUTE, choose
+from offload.planning.hardware import DESKTOP, Hardware
+from offload.planning.plan import Plan
+from offload.planning.timing import timing_of
+from offload.planning.work import Work
+from offload.snapshot import take_snapshot
+from offload.stats import LinkStats
+
+logger = logging.getLogger(__name__)
+
+_SLOWEST, _FASTEST = 1e6, 1e15  # bytes per second that a machine may have
+_FORWARD_SHARE = 1 / 3  # of a micro-batch: backward has two products for each of forward's
+
+
+class Decision:
+    """Of one engine. See the module's text.
+
+    Attributes:
+        told: the choice in words; empty before.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts, config: Config, life: Life) -> None:
+        """Prepare; nothing is decided unless ``activations="auto"``."""
+        self.told = ""
+        self._model = model
+        self._parts = parts
+        self._config = config
+        self._life = life
+        self._is_open = config.activations == "auto"
+        self._buffers = [(buffer, buffer._version) for buffer in model.buffers()]
+
+    def plan(self) -> Plan:
+        """Return the plan, with what a micro-batch has moved of activations once that is known."""
+        plan, first = self._parts.plan, self._parts.activations.first_pass
+        if first is None and not self.told:
+            return plan
+        return plan.with_activations(None if first is None else first.moved, self.told)
+
+    def decide(self) -> None:
+        """Decide if that is still to be done, and a micro-batch has been seen; all ranks call this in one order."""
+        if not self._is_open:
+            return
+        activations = self._parts.activations
+        passed, ranks = activations.last_pass, self._parts.ranks
+        moved = passed is not None and any(passed.moved.values())
+        again = self._parts.recomputing is not None and can_recompute(self._model) and not self._changes_buffers()
+        seconds = self._seconds(passed) if passed is not None and moved else {OFFLOAD: 0.0, RECOMPUTE: 0.0}
+        mine = [float(moved), float(not again), seconds[OFFLOAD], seconds[RECOMPUTE]]
+        of_all = ranks.agree("choosing activations", numbers=mine).numbers if ranks.world > 1 else [mine]
+        some_moved, some_not, moving_s, again_s = (max(numbers) for numbers in zip(*of_all, strict=True))
+        possible = {OFFLOAD: moving_s} if some_not else {OFFLOAD: moving_s, RECOMPUTE: again_s}
+        mode, self.told = choose(possible if some_moved else {})
+        self._is_open = False
+        self._buffers.clear()
+        if mode == RECOMPUTE and self._parts.recomputing is not None:
+            self._parts.recomputing.attach()
+            activations.forget_passes()
+        logger.info("activations: %s", self.told)
+
+    def _changes_buffers(self) -> bool:
+        """Tell whether a forward has changed a buffer, which would happen twice."""
+        return any(buffer._version != version for buffer, version in self._buffers)
+
+    def _seconds(self, passed: Passed) -> dict[str, float]:
+        """Return those of a step, by mode."""
+        plan, config = self._parts.plan, self._config
+        computed_s = max(passed.seconds - passed.waited_s, 0.0)
+        forward_s, backward_s = computed_s * _FORWARD_SHARE, computed_s * (1 - _FORWARD_SHARE)
+        repeated_s = forward_s * share_of_blocks(self._model)
+        hardware = self._hardware()
+
+        def step_s(plan: Plan, backward_s: float) -> float:
+            work = Work({}, {}, 0, 0, 0, (forward_s, backward_s))
+            clips = config.max_grad_norm is not None
+            steps = config.gradient_accumulation_steps
+            return timing_of(plan, work, hardware, micro_batches=steps, clips=clips).step_s
+
+        return {
+            OFFLOAD: step_s(plan.with_activations(passed.moved), backward_s),
+            RECOMPUTE: step_s(plan, backward_s + repeated_s),
+        }
+
+    def _hardware(self) -> Hardware:
+        """Return this machine, as far as links have been used; what was not is the same in both modes."""
+        links = take_snapshot(self._parts, self._life.require_open()).links
+        rates = {
+            "h2d_bytes_s": links["h2d"],
+            "d2h_bytes_s": links["d2h"],
+            "drive_read_bytes_s": links["nvme_read"],
+            "drive_write_bytes_s": links["nvme_write"],
+        }
+        found = {name: _rate(link, getattr(DESKTOP, name)) for name, link in rates.items()}
+        mixed = max(found["drive_read_bytes_s"], found["drive_write_bytes_s"])
+        return dataclasses.replace(DESKTOP, name="this machine", drive_mixed_bytes_s=mixed, **found)
+
+
+def _rate(link: LinkStats, otherwise: float) -> float:
+    if not link.bytes or link.seconds <= 0:
+        return otherwise
+    return min(max(link.bytes / link.seconds, _SLOWEST), _FASTEST)

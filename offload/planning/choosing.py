@@ -1,0 +1,26 @@
+"""What ``activations="auto"`` chooses, and in which words.
+
+Owns the rule: what fits stays; else the faster of moving it away and computing it again. Pure Python over plain values.
+Next: :mod:`offload.forecast` and :mod:`offload.deciding` have the seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+AUTO, KEEP, OFFLOAD, RECOMPUTE = "auto", "keep", "offload", "recompute"
+
+
+def choose(seconds: Mapping[str, float]) -> tuple[str, str]:
+    """Return the mode, and the choice in words.
+
+    Args:
+        seconds: of a step by the plan, per mode that is possible; none of them where all activations fit.
+    """
+    if not seconds:
+        return KEEP, f"{KEEP}, for they fit the device"
+    if RECOMPUTE not in seconds:
+        return OFFLOAD, f"{OFFLOAD}, for no block can be computed again"
+    mode = OFFLOAD if seconds[OFFLOAD] <= seconds[RECOMPUTE] else RECOMPUTE
+    other = RECOMPUTE if mode == OFFLOAD else OFFLOAD
+    return mode, f"{mode}, {seconds[mode]:.3g} s per step by the plan; {other} {seconds[other]:.3g} s"

@@ -1,0 +1,336 @@
+"""Activations in the plan: bytes as an engine moves them, seconds of both ways, and what "auto" chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import several_ranks
+import torch
+from harness import assert_equal, everything_on_device
+from test_leaving import MIB, Net, loss_of, net, options, rows, run
+from test_leaving import small_ones_leave as small_ones_leave  # a fixture
+from torch import nn
+
+import offload
+from offload import deciding
+from offload.activations import leaving
+from offload.cli.main import main
+from offload.planning.choosing import choose
+from offload.planning.hardware import DESKTOP
+from offload.planning.timing import timing_of
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread", "small_ones_leave")
+
+LINKS = ("nvme_read", "nvme_write", "h2d", "d2h")
+ROOMS = [("8MiB", 0), ("512KiB", "8MiB"), ("256KiB", 0)]  # all in host memory; some on the drive; some stay
+LLAMA = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+}
+SMALL = {"activation_memory": "512KiB"}  # of the device: not all fits
+
+
+class Loss(nn.Module):
+    """The net with its loss, as models of transformers have it."""
+
+    def __init__(self, checkpointing: bool | None = None) -> None:
+        super().__init__()
+        self.net = net(checkpointing)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a number."""
+        return loss_of(self.net, x)
+
+
+def room(host: str, drive: str | int) -> dict[str, Any]:
+    return {"activation_cpu_memory": host, "activation_nvme_memory": drive}
+
+
+def forecast(path: Path, module: nn.Module | None = None, **more: Any) -> offload.Forecast:
+    module = Loss() if module is None else module
+    return offload.plan(module, offload.AdamW(lr=1e-2), batch=[rows(0)], **options(path, **more))
+
+
+def links_of(stats: offload.Stats) -> dict[str, int]:
+    return {link: stats.links[link].bytes for link in LINKS}
+
+
+def micro_batch(engine: offload.Engine, number: int = 0) -> dict[str, int]:
+    """Run one, with no copy under way between forward and backward; returns the bytes per link."""
+    before = links_of(engine.stats())
+    loss = engine(rows(number))
+    engine._parts.activations.has_left()
+    engine.backward(loss)
+    del loss
+    after = links_of(engine.stats())
+    return {link: after[link] - before[link] for link in LINKS}
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [None, False])
+@pytest.mark.parametrize(("host", "drive"), ROOMS)
+def test_bytes_are_known_beforehand(host: str, drive: str | int, checkpointing: bool | None, tmp_path: Path) -> None:
+    """And those that the first step has measured are the same."""
+    found = forecast(tmp_path, Loss(checkpointing), **room(host, drive))
+    with offload.Engine(
+        Loss(checkpointing), offload.AdamW(lr=1e-2), **options(tmp_path, **room(host, drive))
+    ) as engine:
+        assert engine.plan.activation_step_bytes == {}
+        moved = micro_batch(engine)
+        engine.step()
+        plan = engine.plan
+    assert moved["d2h"] >= 4 * 65536 and (checkpointing is False or (moved["nvme_write"] > 0) == bool(drive))
+    for planned in (found.plan, plan):
+        assert {link: planned.step_bytes[link] for link in LINKS} == moved
+        assert planned.activation_step_bytes == {link: size for link, size in moved.items() if size}
+        assert "moved of activations, per micro-batch: " in str(planned)
+    assert json.loads(json.dumps(found.to_dict()))["plan"]["activation_step_bytes"] == found.plan.activation_step_bytes
+
+
+def test_bytes_are_those_of_the_simulation_of_a_transformer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).train()
+    model.config.use_cache = False
+    given = options(tmp_path, **room("8MiB", 0)) | {"activation_memory": "2MiB"}
+    found = offload.plan(model, offload.AdamW(), batch=(1, 256), **given)
+    ids = torch.zeros(1, 256, dtype=torch.int64)
+    with offload.Engine(model, offload.AdamW(), **given) as engine:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine._parts.activations.has_left()
+        engine.backward(loss)
+        moved = engine.stats().links
+        assert moved["d2h"].bytes == found.plan.step_bytes["d2h"] > MIB
+        assert moved["h2d"].bytes == found.plan.step_bytes["h2d"]
+
+
+def test_nothing_is_counted_where_nothing_leaves(tmp_path: Path) -> None:
+    for mode in ("keep", "recompute"):
+        found = forecast(tmp_path, activations=mode)
+        assert found.plan.activation_step_bytes == {} and found.plan.step_bytes["d2h"] == 0
+        with offload.Engine(Loss(), offload.AdamW(), **options(tmp_path, activations=mode)) as engine:
+            micro_batch(engine)
+            engine.step()
+            assert engine.plan.step_bytes == found.plan.step_bytes
+
+
+# --- seconds ----------------------------------------------------------------------------------------------------------
+
+
+def test_seconds_of_links_count_what_leaves_and_comes_back(tmp_path: Path) -> None:
+    kept, moving = (
+        forecast(tmp_path, activations=mode, hardware="desktop", **given)
+        for mode, given in (("keep", {}), ("offload", room("512KiB", "8MiB")))
+    )
+    assert kept.timing is not None and moving.timing is not None
+    added = moving.plan.activation_step_bytes
+    assert moving.timing.moved.d2h - kept.timing.moved.d2h == added["d2h"]
+    assert moving.timing.moved.h2d - kept.timing.moved.h2d == added["h2d"]
+    assert moving.timing.moved.drive_write - kept.timing.moved.drive_write == added["nvme_write"]
+    assert moving.timing.moved.drive_read - kept.timing.moved.drive_read == added["nvme_read"]
+    seconds = moving.timing.seconds["d2h"] - kept.timing.seconds["d2h"]
+    assert seconds == pytest.approx(added["d2h"] / DESKTOP.d2h_bytes_s)
+
+
+def test_every_micro_batch_moves_them(tmp_path: Path) -> None:
+    found = forecast(tmp_path, hardware="desktop", **room("512KiB", "8MiB"))
+    assert found.work is not None
+    plan, added = found.plan, found.plan.activation_step_bytes
+    once, thrice = (timing_of(plan, found.work, DESKTOP, micro_batches=n, clips=False).moved for n in (1, 3))
+    assert thrice.drive_write - once.drive_write == 2 * added["nvme_write"]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_leaves_in_a_forward_has_no_time_in_backward(clips: bool, micro_batches: int, tmp_path: Path) -> None:
+    """With a slow drive, a forward takes as long as its writes, and a backward as long as its reads."""
+    found = forecast(tmp_path, hardware="desktop", **room("512KiB", "8MiB"))
+    assert found.work is not None
+    plan = dataclasses.replace(found.plan, activation_step_bytes={"nvme_write": 100 * MIB, "nvme_read": 1})
+    work = dataclasses.replace(found.work, measured_s=(1.0, 5.0))
+    slow = dataclasses.replace(
+        DESKTOP, drive_write_bytes_s=50 * MIB, drive_read_bytes_s=50 * MIB, drive_mixed_bytes_s=50 * MIB
+    )
+    seconds = timing_of(plan, work, slow, micro_batches=micro_batches, clips=clips).step_s
+    assert seconds == pytest.approx(micro_batches * (2.0 + 5.0), rel=0.01)  # one span alone would say 6
+
+
+def test_recomputing_costs_a_forward_of_the_blocks(tmp_path: Path) -> None:
+    kept, again = (forecast(tmp_path, activations=mode, hardware="desktop") for mode in ("keep", "recompute"))
+    assert kept.work is not None and again.work is not None
+    assert kept.work.forward == again.work.forward
+    more = sum(again.work.backward.values()) - sum(kept.work.backward.values())
+    assert more > 0.5 * sum(kept.work.forward.values())
+    assert again.work.peak_bytes < kept.work.peak_bytes
+    assert "forward" not in vars(Loss().net.blocks[0])
+
+
+def test_the_command_takes_the_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers").LlamaConfig(**LLAMA).save_pretrained(tmp_path)
+    call = ["plan", "--model", str(tmp_path), "--batch", "1x512", "--hardware", "desktop", "--device", "64MiB"]
+    call += ["--activation-memory", "2MiB"]
+    found = {}
+    for mode in ("keep", "offload", "recompute", "auto"):
+        assert main([*call, "--json", "--activations", mode]) == 0
+        found[mode] = json.loads(capsys.readouterr().out)
+    assert found["recompute"]["flops"] > found["keep"]["flops"] == found["offload"]["flops"]
+    assert found["recompute"]["activation_bytes"] < found["keep"]["activation_bytes"]
+    assert found["offload"]["plan"]["activation_step_bytes"]["d2h"] > 0
+    assert found["offload"]["bytes"]["d2h"] > found["keep"]["bytes"]["d2h"]
+    assert any("activations: auto: " in note for note in found["auto"]["plan"]["notes"])
+
+
+# --- "auto" -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_rule() -> None:
+    assert choose({}) == ("keep", "keep, for they fit the device")
+    assert choose({"offload": 1.0})[0] == "offload"
+    assert choose({"offload": 1.0, "recompute": 1.0})[0] == "offload"
+    assert choose({"offload": 2.0, "recompute": 1.0}) == (
+        "recompute", "recompute, 1 s per step by the plan; offload 2 s"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("drive_bytes_s", [1e6, 1e12])
+def test_a_forecast_chooses_the_faster_one(drive_bytes_s: float, tmp_path: Path) -> None:
+    names = ("drive_read_bytes_s", "drive_write_bytes_s", "drive_mixed_bytes_s")
+    machine = dataclasses.replace(DESKTOP, **dict.fromkeys(names, drive_bytes_s))
+    given = {**SMALL, **room("256KiB", "8MiB")}
+    auto = forecast(tmp_path, activations="auto", hardware=machine, **given)
+    assert auto.timing is not None
+    mode = "recompute" if drive_bytes_s == 1e6 else "offload"
+    assert f"activations: auto: {mode}, {auto.timing.step_s:.3g} s per step by the plan; " in str(auto)
+    assert (auto.plan.activation_step_bytes.get("nvme_write", 0) > 0) == (mode == "offload")
+    roomy = forecast(tmp_path, activations="auto", hardware=machine, activation_memory="8MiB")
+    assert "activations: auto: keep, for they fit the device" in str(roomy)
+    nobody_knows = forecast(tmp_path, activations="auto", **given)
+    assert "activations: auto: the first step decides" in str(nobody_knows)
+
+
+def auto(path: Path, **more: Any) -> dict[str, Any]:
+    return options(path, activations="auto", **{**SMALL, **room("512KiB", "8MiB"), **more})
+
+
+@pytest.mark.parametrize(("rate", "mode"), [(1e6, "recompute"), (1e15, "offload")])
+def test_the_first_step_chooses_and_bits_stay(
+    rate: float, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deciding, "_rate", lambda link, otherwise: rate)
+    truth = run(net(), **everything_on_device())
+    assert_equal(run(net(), **auto(tmp_path)), truth)
+    model = Loss()
+    with offload.Engine(model, offload.AdamW(lr=1e-2), **auto(tmp_path)) as engine:
+        assert "activations: auto: the first step decides" in str(engine.plan)
+        assert micro_batch(engine)["nvme_write"] > 0
+        engine.step()
+        assert f"activations: auto: {mode}, " in str(engine.plan)
+        assert f"activations: auto: {mode}, " in str(engine.report())
+        later = micro_batch(engine, 1)
+        engine.step()
+        assert ("forward" in vars(model.net.blocks[0])) == (mode == "recompute")
+        if mode == "recompute":  # inputs of blocks are left, and they fit
+            assert later["d2h"] < 4 * 65536
+        assert engine.plan.activation_step_bytes.get("d2h", 0) == later["d2h"]
+    assert "forward" not in vars(model.net.blocks[0])
+
+
+def test_what_fits_stays_and_what_comes_later_and_does_not_leaves(tmp_path: Path) -> None:
+    truth = run(net(), **everything_on_device())
+    ours = run(net(), **auto(tmp_path, activation_memory="8MiB"))
+    assert_equal(ours, truth)
+    assert ours.stats.links["d2h"].bytes == 0 and "auto: keep, for they fit the device" in str(ours.plan)
+    with offload.Engine(Loss(), offload.AdamW(), **auto(tmp_path, activation_memory="3MiB")) as engine:
+        assert micro_batch(engine)["d2h"] == 0
+        engine.step()
+        loss = engine(torch.cat([rows(number) for number in range(4)]))
+        engine.backward(loss)
+        assert engine.stats().links["d2h"].bytes > 0
+        engine.step()
+
+
+class Normed(Loss):
+    """Changes buffers in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            block[0] = nn.BatchNorm1d(32)
+
+
+class Straight(nn.Module):
+    """Has no blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a number."""
+        for _ in range(12):
+            x = self.layer(x).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("make", [Normed, Straight])
+def test_what_cannot_be_computed_again_leaves(
+    make: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deciding, "_rate", lambda link, otherwise: 1e6)
+    with offload.Engine(make(), offload.AdamW(), **auto(tmp_path)) as engine:
+        for number in range(2):
+            assert micro_batch(engine, number)["d2h"] > 0
+            engine.step()
+        assert "activations: auto: offload, for no block can be computed again" in str(engine.plan)
+
+
+def test_a_step_by_torch_decides_too(tmp_path: Path) -> None:
+    """Nobody calls the engine: the model is called, the loss, and the optimizer."""
+    model = Loss()
+    with offload.Engine(model, offload.AdamW(), **auto(tmp_path)) as engine:
+        for number in range(2):
+            model(rows(number)).backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        assert "per step by the plan" in str(engine.plan) and Net is type(model.net)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def on_rank(rank: int, stage: int, path: Path) -> tuple[list[str], dict[str, bytes]]:
+    """Train with activations kept, and with "auto" on slow links; only the last rank's batches do not fit."""
+    leaving.LEAST_BYTES = 4096
+    deciding._rate = lambda link, otherwise: 1e6  # type: ignore[assignment]
+    told, found = [], []
+    for mode in ("keep", "auto"):
+        given = auto(path) | {"activations": mode, "threads": 1, "activation_memory": "2MiB"}
+        if mode == "keep":
+            given = {name: value for name, value in given.items() if not name.startswith("activation_")}
+        with offload.Engine(Loss(), offload.AdamW(lr=1e-2), stage=stage, **given) as engine:
+            for number in range(3):
+                torch.manual_seed(100 * rank + number)
+                engine.backward(engine(torch.cat([rows(number)] * (3 if rank == 2 else 1))))
+                engine.step()
+            told.append(engine.report().activations)
+            found.append({name: value.numpy().tobytes() for name, value in engine.state_dict().items()})
+    assert found[0] == found[1]
+    return told, found[0]
+
+
+@pytest.mark.cpu(reason="ranks send each other what is in host memory")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_ranks_choose_the_same(stage: int, tmp_path: Path) -> None:
+    outcomes = several_ranks.run(on_rank, 3, stage, tmp_path)
+    assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert outcomes[0][0][0] == "" and outcomes[0][0][1].startswith("recompute, ")
