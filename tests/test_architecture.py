@@ -60,7 +60,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
-    ("pretrained", "initialisation", "measuring"),
+    ("pretrained", "initialisation", "measuring", "ops"),
     ("forecast",),
     ("integrations",),
     ("deepspeed",),
