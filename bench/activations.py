@@ -14,8 +14,8 @@ step, and bytes moved. The bound is max(keep, bytes over each link by its own bu
 gives in the same round). Losses of all modes must be the same bits, and are compared.
 
 `--context` finds instead the longest context that each mode trains in one device budget: of parameters, and of what the
-model's own loss and `keep` take for `--tokens` tokens. The other modes, and `chunked`, which is `keep`, have
-`offload.ops.chunk_loss`. Trials of `--json` are not repeated.
+model's own loss and `keep` take for `--tokens` tokens, or of `--device`. The other modes, and `chunked`, which is
+`keep`, have `offload.ops.chunk_loss`. Trials of `--json` are not repeated.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from step import drive_gb_s
 import offload
 from offload.activations.rss import reset_high_water, status_bytes, trim_heap
 from offload.memory.budget import Tier
-from offload.sizes import MIB, format_bytes
+from offload.sizes import MIB, format_bytes, parse_bytes
 
 MODES = ("keep", "host", "nvme", "recompute", "save_on_cpu")
-SPARE = 1.05  # of what a step takes, for holes of the heap
+SPARE = 1.1  # of what a step takes, for holes of the heap
+FIRST_SHORT = ("keep", "chunked")
 CONTEXT_MODES = ("keep", "chunked", "recompute", "host", "nvme")
 
 
@@ -186,6 +187,8 @@ def trial(
         with engine_of(mode, name, path, room, **more) as engine:
             ids = batch(0, tokens, engine.module.config.vocab_size)
             trim_heap()
+            before = status_bytes("VmRSS")
+            reset_high_water()
             begin = time.perf_counter()
             loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
             value = loss.item()
@@ -194,7 +197,8 @@ def trial(
             engine.step()
             engine.drain()
             arena = engine.plan.arena_bytes[Tier.DEVICE]
-            taken = {"booked_bytes": engine.stats().peak_bytes["device"] - arena, "arena_bytes": arena}
+            taken = {"booked_bytes": engine.stats().peak_bytes["device"] - arena}
+            taken["resident_bytes"] = status_bytes("VmHWM") - before
             return {"seconds": time.perf_counter() - begin, "loss": value, **taken}
     except offload.BudgetError as error:
         return {"seconds": None, "error": str(error).splitlines()[0]}
@@ -224,30 +228,37 @@ class Trials:
         return self._made[key]
 
 
+def arena_bytes(arguments: argparse.Namespace, room: dict[str, str | int]) -> int:
+    """Return what the parameters take of the device."""
+    with engine_of("keep", arguments.model, arguments.path, {**room, "near": "1GiB"}) as engine:
+        return engine.plan.arena_bytes[Tier.DEVICE]
+
+
 def find_contexts(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[str, Any]:
     """Find the longest context of each mode, by doubling, and print it."""
     trials = Trials(arguments, room)
-    room["near"] = "12GiB"  # as much as it takes
-    first = trials.make("keep", arguments.tokens, None)
-    near = int(first["booked_bytes"] * SPARE)
-    while True:
-        room["near"], device = near, first["arena_bytes"] + near
-        if trials.make("keep", arguments.tokens, device)["seconds"] is not None:
-            break
-        near = int(near * SPARE)  # what the step takes beside what autograd keeps
-    print(f"{arguments.model} in a device budget of {format_bytes(device)}, {format_bytes(near)} for activations")
+    arena = arena_bytes(arguments, room)
+    device = int(parse_bytes(arguments.device, subject="--device")) if arguments.device else 0
+    if not device:
+        room["near"] = "12GiB"  # as much as it takes
+        device = arena + int(trials.make("keep", arguments.tokens, None)["resident_bytes"] * SPARE)
+    room["near"] = device - arena
+    print(f"{arguments.model} in a device budget of {format_bytes(device)}, {format_bytes(arena)} for parameters")
     found = {}
     for mode in (mode for mode in CONTEXT_MODES if mode in arguments.modes):
-        longest, tokens, took = 0, arguments.tokens, 0.0
-        while tokens <= arguments.most_tokens:
-            made = trials.make(mode, tokens, device)
-            if made["seconds"] is None:
+        tried = [arguments.tokens << i for i in range(32) if arguments.tokens << i <= arguments.most_tokens]
+        longest, took = 0, 0.0
+        while tried:  # from the shorter end where little fits, else from the longer one
+            tokens = tried.pop(0 if mode in FIRST_SHORT else -1)
+            seconds = trials.make(mode, tokens, device)["seconds"]
+            if seconds is not None:
+                longest, took = tokens, seconds
+            if (seconds is None) == (mode in FIRST_SHORT):
                 break
-            longest, took, tokens = tokens, made["seconds"], tokens * 2
-        more = "" if tokens <= arguments.most_tokens else ", the most that was tried"
-        print(f"{mode:<12}{longest:>6} tokens{more}; its first step took {took:.1f} s", flush=True)
-        found[mode] = {"tokens": longest, "seconds": took, "is_most_tried": bool(more)}
-    return {"contexts": found, "device_bytes": device, "near_bytes": near}
+        most = ", the most that was tried" if longest == arguments.most_tokens else ""
+        print(f"{mode:<12}{longest:>6} tokens{most}; its first step took {took:.1f} s", flush=True)
+        found[mode] = {"tokens": longest, "seconds": took, "is_most_tried": bool(most)}
+    return {"contexts": found, "device_bytes": device, "near_bytes": room["near"]}
 
 
 def main() -> None:
@@ -259,6 +270,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--modes", nargs="+", choices=[*MODES, "chunked"])
     parser.add_argument("--near", default="512MiB", help="of the device, for activations and temporaries")
+    parser.add_argument("--device", help="budget for --context, in place of what keep takes for --tokens")
     parser.add_argument("--host", default="3GiB", help="of host memory, for mode host")
     parser.add_argument("--staging", default="256MiB", help="of host memory, for mode nvme")
     parser.add_argument("--drive", default="4GiB", help="of the drive, for mode nvme")

@@ -23,3 +23,16 @@ def test_smoke(tmp_path: Path) -> None:
         assert modes[mode]["moved"]["d2h"] == modes[mode]["moved"]["h2d"] > 0
     assert modes["nvme"]["moved"]["nvme_write"] == modes["nvme"]["moved"]["nvme_read"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["activations.json"]
+
+
+def test_longest_contexts(tmp_path: Path) -> None:
+    """Where the model's own loss and activations have room for 1024 tokens, others have it for eight times as many."""
+    output = tmp_path / "contexts.json"
+    command = [sys.executable, str(BENCH), "--smoke", "--context", "--device", "12MiB", "--path", str(tmp_path)]
+    command += ["--json", str(output), "--modes", "keep", "recompute"]
+    for trials in (3, 0):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(" tokens: ") == trials  # they are not made again
+    contexts = json.loads(output.read_text(encoding="utf-8"))["contexts"]
+    assert {mode: found["tokens"] for mode, found in contexts.items()} == {"keep": 1024, "recompute": 8192}

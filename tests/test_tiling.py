@@ -210,6 +210,8 @@ def test_an_engine_loads_state_dicts_of_whole_layers(tmp_path: Path) -> None:
     model = Wide()
     ops.tile_(model, larger_than="16KiB")
     with offload.Engine(model, offload.AdamW(), **small_device(tmp_path, 96 << 10)) as engine:
+        with pytest.raises(ConfigError, match="its parameters are of class AbsentParameter.* tile before"):
+            ops.tile_(model, larger_than=16)
         engine.load_state_dict(state)
         found = ops.join_tiles(model, engine.state_dict())
         assert all(torch.equal(found[name], state[name]) for name in state)

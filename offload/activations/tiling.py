@@ -263,8 +263,8 @@ def _refuse(model: nn.Module, layers: Mapping[nn.Linear, str]) -> None:
             why = why or (f"it shares a parameter with {other}" if other else None)
         if why is not None:
             raise ConfigError(
-                f"tile_: {path} has {format_bytes(layer.weight.nbytes)}, but {why}; tie nothing to it, take hooks away "
-                "before, or pass a larger larger_than"
+                f"tile_: {path} has {format_bytes(layer.weight.nbytes)}, but {why}; mend that, or pass a larger "
+                "larger_than"
             )
 
 
@@ -274,7 +274,7 @@ def _why_not(layer: nn.Module) -> str | None:
         return f"it is a {type(layer).__name__}"
     others = [type(p).__name__ for p in layer.parameters(recurse=False) if type(p) is not nn.Parameter]
     if others:
-        return f"its parameters are {others[0]}s"
+        return f"its parameters are of class {others[0]}, as of an engine or a quantizer; tile before"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in vars(layer):
         return "it has hooks, or a forward of its own"
     if any(parameter.grad is not None for parameter in layer.parameters()):
