@@ -263,7 +263,7 @@ def find_contexts(arguments: argparse.Namespace, room: dict[str, str | int]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["tiny", "small", "real"], default="real")
+    parser.add_argument("--model", choices=["tiny", "small", "medium", "real"], default="real")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--most-tokens", type=int, default=8192, help="with --context")
     parser.add_argument("--rounds", type=int, default=3)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import several_ranks
 import torch
 from harness import assert_equal, everything_on_device, nvme, run
 from torch import nn
@@ -22,6 +23,7 @@ from offload.errors import ConfigError, StateError
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
 TOKENS, WIDTH, CLASSES = 19, 24, 37
+RANKS = 3
 
 
 def inputs(dtype: torch.dtype = torch.float64, *, bias: bool = True) -> list[torch.Tensor]:
@@ -257,3 +259,29 @@ def test_outside_of_a_forward_a_parameter_is_brought(tmp_path: Path) -> None:
         with torch.no_grad():
             engine(ids)
             assert torch.equal(model.loss(x, ids), truth)
+
+
+def one_of_ranks(rank: int, world: int, stage: dict[str, int]) -> tuple[list[float], dict[str, bytes]]:
+    """Train a model with a chunked loss of a tied weight, and with layers in tiles; a micro-batch per rank."""
+    model = Tied(pieces=5)
+    ops.tile_(model.blocks, larger_than=2048)
+    budgets = {"device": "8MiB", "cpu": "8MiB"}
+    options = {"device": "cpu", "max_memory": budgets, "unit_bytes": 1 << 12, "threads": 1, "offload_param": "cpu"}
+    accumulated = RANKS // world
+    losses = []
+    with offload.Engine(model, offload.AdamW(), gradient_accumulation_steps=accumulated, **options, **stage) as engine:
+        for number in range(rank, 3 * RANKS, world):
+            loss = engine(rows(number))
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+        return losses, {name: value.numpy().tobytes() for name, value in engine.state_dict().items()}
+
+
+@pytest.mark.cpu(reason="ranks send each other what is in host memory")
+def test_ranks_with_slices_of_parameters_have_the_same_bits() -> None:
+    (one,) = several_ranks.run(one_of_ranks, 1, 1, {})
+    every = several_ranks.run(one_of_ranks, RANKS, RANKS, {"stage": 3})
+    for rank, found in enumerate(every):
+        assert isinstance(found, tuple), found
+        assert found == (one[0][rank::RANKS], one[1])
