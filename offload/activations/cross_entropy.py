@@ -179,7 +179,7 @@ class _How:
 
     Attributes:
         device: kind of device, as autocast has it.
-        dtype: of matrix products; None for that of the inputs.
+        dtype: of matrix products.
         wide: dtype of all else.
         ignore_index: label of tokens that do not count.
         smoothing: share that is spread over all classes.
