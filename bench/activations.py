@@ -11,8 +11,11 @@ A bf16 Llama (the real one of 135 M, or a random one) trains in each mode by tur
 Per mode: seconds of a step, those of the processor against keep's (what others take of a shared machine is not in
 them), the most that was booked of the device for activations, the most that was resident beside what was before the
 step, and bytes moved. The bound is max(keep, bytes over each link by its own busy time, bytes of the drive by what it
-gives in the same round). Losses of all modes must be the same bits, and are compared. `--context` finds instead the
-longest context that each mode trains in one device budget, with the loss computed in pieces.
+gives in the same round). Losses of all modes must be the same bits, and are compared.
+
+`--context` finds instead the longest context that each mode trains in one device budget: of parameters, and of what the
+model's own loss and `keep` take for `--tokens` tokens, or of `--device`. The other modes, and `chunked`, which is
+`keep`, have `offload.ops.chunk_loss`. Trials of `--json` are not repeated.
 
 `--grid` compares instead, in ten configurations, what ``activations="auto"`` has chosen in its first step with the
 seconds of both ways, by turns: activations leave the device, or blocks are computed again. It has picked the faster
@@ -24,17 +27,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from _common import emit, load_model
 from step import drive_gb_s
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.activations.rss import reset_high_water, status_bytes, trim_heap
@@ -42,29 +46,9 @@ from offload.memory.budget import Tier
 from offload.sizes import MIB, format_bytes, parse_bytes
 
 MODES = ("keep", "host", "nvme", "recompute", "save_on_cpu")
-PIECE = 512  # tokens whose logits are computed at once
-
-
-class LossInPieces(nn.Module):
-    """A causal language model whose logits are computed a piece at a time, and again in backward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of all tokens but the first."""
-        hidden = self.model.model(input_ids, use_cache=False).last_hidden_state[:, :-1]
-        labels = input_ids[:, 1:]
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        for begin in range(0, labels.shape[1], PIECE):
-            piece = slice(begin, begin + PIECE)
-            loss = loss + checkpoint(self._of_piece, hidden[:, piece], labels[:, piece], use_reentrant=False)
-        return loss / labels.shape[1]
-
-    def _of_piece(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = self.model.lm_head(hidden).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+SPARE = 1.1  # of what a step takes, for holes of the heap
+FIRST_SHORT = ("keep", "chunked")
+CONTEXT_MODES = ("keep", "chunked", "recompute", "host", "nvme")
 
 
 def options(mode: str, path: str, room: dict[str, str | int]) -> dict[str, Any]:
@@ -91,8 +75,9 @@ def engine_of(mode: str, name: str, path: str, room: dict[str, str | int], **mor
     model.train()
     if mode == "recompute":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    whole = LossInPieces(model) if more.pop("in_pieces", False) else model
-    engine = offload.Engine(whole, offload.AdamW(lr=1e-5), **{**options(mode, path, room), **more})
+    if more.pop("chunked", False):
+        offload.ops.chunk_loss(model)
+    engine = offload.Engine(model, offload.AdamW(lr=1e-5), **{**options(mode, path, room), **more})
     try:
         yield engine
     finally:
@@ -196,39 +181,90 @@ def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[s
     return {"modes": table, "drive_gb_s": drive}
 
 
-def trains(mode: str, name: str, path: str, room: dict[str, str | int], tokens: int, device: int) -> float | None:
-    """Train one step in a device budget; returns its seconds, None where that does not fit."""
+def trial(
+    mode: str, name: str, path: str, room: dict[str, str | int], tokens: int, device: int | None
+) -> dict[str, Any]:
+    """Train one step in a device budget; returns its seconds and bytes, no seconds where that does not fit."""
+    memory = {"device": "16GiB" if device is None else device, "cpu": "12GiB", "nvme": "16GiB"}
+    more: dict[str, Any] = {"max_memory": memory, "chunked": mode != "keep"}
+    if device is not None:
+        more["activation_memory"] = room["near"]
     try:
-        memory = {"device": device, "cpu": "10GiB", "nvme": "16GiB"}
-        with engine_of(mode, name, path, room, in_pieces=True, max_memory=memory) as engine:
-            vocabulary = engine.module.model.config.vocab_size
+        with engine_of(mode, name, path, room, **more) as engine:
+            ids = batch(0, tokens, engine.module.config.vocab_size)
+            trim_heap()
+            before = status_bytes("VmRSS")
+            reset_high_water()
             begin = time.perf_counter()
-            engine.backward(engine(batch(0, tokens, vocabulary)))
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            value = loss.item()
+            engine.backward(loss)
+            del loss
             engine.step()
-            return time.perf_counter() - begin
-    except offload.BudgetError:
-        return None
+            engine.drain()
+            arena = engine.plan.arena_bytes[Tier.DEVICE]
+            taken = {"booked_bytes": engine.stats().peak_bytes["device"] - arena}
+            taken["resident_bytes"] = status_bytes("VmHWM") - before
+            return {"seconds": time.perf_counter() - begin, "loss": value, **taken}
+    except offload.BudgetError as error:
+        return {"seconds": None, "error": str(error).splitlines()[0]}
+
+
+class Trials:
+    """Trials that have been made, in a file beside the result."""
+
+    def __init__(self, arguments: argparse.Namespace, room: dict[str, str | int]) -> None:
+        self._arguments = arguments
+        self._room = room
+        self._path = Path(f"{arguments.json}.trials") if arguments.json else None
+        self._made: dict[str, dict[str, Any]] = {}
+        if self._path is not None and self._path.exists():
+            self._made = json.loads(self._path.read_text(encoding="utf-8"))
+
+    def make(self, mode: str, tokens: int, device: int | None) -> dict[str, Any]:
+        """Make one, if it has not been made."""
+        key = f"{self._arguments.model} {mode} {tokens} {device}"
+        if key not in self._made:
+            room = self._room
+            self._made[key] = trial(mode, self._arguments.model, self._arguments.path, room, tokens, device)
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._made, indent=1), encoding="utf-8")
+            said = self._made[key].get("error") or f"{self._made[key]['seconds']:.1f} s"
+            print(f"  {mode}, {tokens} tokens: {said}", file=sys.stderr, flush=True)
+        return self._made[key]
+
+
+def arena_bytes(arguments: argparse.Namespace, room: dict[str, str | int]) -> int:
+    """Return what the parameters take of the device."""
+    with engine_of("keep", arguments.model, arguments.path, {**room, "near": "1GiB"}) as engine:
+        return engine.plan.arena_bytes[Tier.DEVICE]
 
 
 def find_contexts(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[str, Any]:
     """Find the longest context of each mode, by doubling, and print it."""
-    with engine_of("keep", arguments.model, arguments.path, room) as engine:
-        arena = engine.plan.arena_bytes[Tier.DEVICE]
-    near = parse_bytes(room["near"], subject="--near")
-    assert isinstance(near, int)
-    device = arena + near
-    print(f"{arguments.model} in a device budget of {format_bytes(device)}, {format_bytes(near)} for activations")
+    trials = Trials(arguments, room)
+    arena = arena_bytes(arguments, room)
+    device = int(parse_bytes(arguments.device, subject="--device")) if arguments.device else 0
+    if not device:
+        room["near"] = "12GiB"  # as much as it takes
+        device = arena + int(trials.make("keep", arguments.tokens, None)["resident_bytes"] * SPARE)
+    room["near"] = device - arena
+    print(f"{arguments.model} in a device budget of {format_bytes(device)}, {format_bytes(arena)} for parameters")
     found = {}
-    for mode in (mode for mode in arguments.modes if mode in ("keep", "host", "nvme")):
-        longest, tokens, took = 0, arguments.tokens, 0.0
-        while tokens <= arguments.most_tokens:
-            seconds = trains(mode, arguments.model, arguments.path, room, tokens, device)
-            if seconds is None:
+    for mode in (mode for mode in CONTEXT_MODES if mode in arguments.modes):
+        tried = [arguments.tokens << i for i in range(32) if arguments.tokens << i <= arguments.most_tokens]
+        longest, took = 0, 0.0
+        while tried:  # from the shorter end where little fits, else from the longer one
+            tokens = tried.pop(0 if mode in FIRST_SHORT else -1)
+            seconds = trials.make(mode, tokens, device)["seconds"]
+            if seconds is not None:
+                longest, took = tokens, seconds
+            if (seconds is None) == (mode in FIRST_SHORT):
                 break
-            longest, took, tokens = tokens, seconds, tokens * 2
-        print(f"{mode:<12}{longest:>6} tokens, {took:.1f} s, the first step", flush=True)
-        found[mode] = {"tokens": longest, "seconds": took}
-    return {"contexts": found, "device_bytes": device}
+        most = ", the most that was tried" if longest == arguments.most_tokens else ""
+        print(f"{mode:<12}{longest:>6} tokens{most}; its first step took {took:.1f} s", flush=True)
+        found[mode] = {"tokens": longest, "seconds": took, "is_most_tried": bool(most)}
+    return {"contexts": found, "device_bytes": device, "near_bytes": room["near"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,13 +380,14 @@ def compare_ways(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["tiny", "small", "real"], default="real")
+    parser.add_argument("--model", choices=["tiny", "small", "medium", "real"], default="real")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--most-tokens", type=int, default=8192, help="with --context")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=[*MODES, "chunked"])
     parser.add_argument("--near", default="512MiB", help="of the device, for activations and temporaries")
+    parser.add_argument("--device", help="budget for --context, in place of what keep takes for --tokens")
     parser.add_argument("--host", default="3GiB", help="of host memory, for mode host")
     parser.add_argument("--staging", default="256MiB", help="of host memory, for mode nvme")
     parser.add_argument("--drive", default="4GiB", help="of the drive, for mode nvme")
@@ -360,9 +397,10 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, one round")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
+    arguments.modes = arguments.modes or list(CONTEXT_MODES if arguments.context else MODES)
     if arguments.smoke:
         arguments.model, arguments.rounds, arguments.steps = "tiny", 1, 2
-        arguments.tokens, arguments.most_tokens = 2048, 2048
+        arguments.tokens, arguments.most_tokens = (1024, 8192) if arguments.context else (2048, 2048)
         arguments.near, arguments.host, arguments.staging, arguments.drive = "16MiB", "128MiB", "4MiB", "128MiB"
     room = {name: getattr(arguments, name) for name in ("near", "host", "staging", "drive")}
     run = find_contexts if arguments.context else compare

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload import ops as ops
     from offload.config import Config
     from offload.engine import Engine
     from offload.errors import (
@@ -98,6 +99,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return importlib.import_module("offload.ops")
     if name in _DOORS:
         return importlib.import_module(f"offload.integrations.{name}")
     if name not in _HOMES:
@@ -106,4 +109,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_DOORS])
+    return sorted([*__all__, *_DOORS, "ops"])

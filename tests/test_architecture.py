@@ -61,7 +61,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
-    ("pretrained", "initialisation", "measuring", "rehearsing"),
+    ("pretrained", "initialisation", "measuring", "ops", "rehearsing"),
     ("forecast",),
     ("integrations",),
     ("deepspeed",),

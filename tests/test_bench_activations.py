@@ -35,3 +35,16 @@ def test_grid(tmp_path: Path) -> None:
     assert len(cells) == 2
     for cell in cells:
         assert all(told.startswith(("offload, ", "recompute, ")) and "by the plan" in told for told in cell["told"])
+
+
+def test_longest_contexts(tmp_path: Path) -> None:
+    """Where the model's own loss and activations have room for 1024 tokens, others have it for eight times as many."""
+    output = tmp_path / "contexts.json"
+    command = [sys.executable, str(BENCH), "--smoke", "--context", "--device", "12MiB", "--path", str(tmp_path)]
+    command += ["--json", str(output), "--modes", "keep", "recompute"]
+    for trials in (3, 0):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count(" tokens: ") == trials  # they are not made again
+    contexts = json.loads(output.read_text(encoding="utf-8"))["contexts"]
+    assert {mode: found["tokens"] for mode, found in contexts.items()} == {"keep": 1024, "recompute": 8192}

@@ -59,6 +59,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, report.Repo
     return folder, finetune.run(settings(folder, "whole"), stream=out), out.getvalue()
 
 
+def test_a_chunked_loss_is_the_same_but_for_rounding(trained: tuple[Path, report.Report, str]) -> None:
+    folder, whole, _ = trained
+    chunked = finetune.run(settings(folder, "chunked", steps=1, evaluations=1, chunked_loss=True), stream=io.StringIO())
+    assert chunked.evaluations[0][1] == pytest.approx(whole.evaluations[0][1], rel=1e-4)
+    assert chunked.steps[0].loss == pytest.approx(whole.steps[0].loss, rel=1e-4)
+    assert chunked.steps[0].grad_norm == pytest.approx(whole.steps[0].grad_norm, rel=1e-2)
+
+
 def adapters(folder: Path) -> dict[str, torch.Tensor]:
     return dict(safetensors.load_file(folder / "adapter_model.safetensors"))
 
@@ -119,6 +127,7 @@ def test_a_resumed_run_has_the_same_adapters(trained: tuple[Path, report.Report,
     more = {"save_every": 2, "log": "jsonl", "resume": True}
     for name, value, message in (
         ("lora_alpha", 9, "lora_alpha None but got 9"),
+        ("chunked_loss", True, "chunked_loss None but got True"),
         ("loss_on", "all", "tokens of the data '[0-9a-f]+' but got"),
     ):
         with pytest.raises(FinetuneError, match=f"resume: expected {message}"):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from offload.activations.tiling import join_tiles, split_tiles
 from offload.checkpoint import values as checkpoint
 from offload.checkpoint.dict_memory import DictMemory
 from offload.checkpoint.sources import Source
@@ -117,12 +118,12 @@ class ModuleTensors:
             )
         known = is_a(self._module, "transformers", "PreTrainedModel") or is_a(self._module, "peft", "PeftModel")
         if not known or not kwargs.get("safe_serialization", True):
-            save(directory, state_dict=self.state_dict(), **kwargs)
+            save(directory, state_dict=join_tiles(self._module, self.state_dict()), **kwargs)
             return
         if is_a(self._module, "transformers", "PreTrainedModel"):  # adapters are small
             total = sum(unit.param_bytes for unit in self._tree.units)
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
-        save(directory, state_dict=self.deferred_state(self._module), **kwargs)
+        save(directory, state_dict=join_tiles(self._module, self.deferred_state(self._module)), **kwargs)
 
     def deferred_state(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state dict with deferred tensors; see ``Engine.deferred_state_dict``."""
@@ -139,6 +140,7 @@ class ModuleTensors:
                 f"state dict: expected a mapping of names to tensors but got a value of type "
                 f"{type(state_dict).__name__}; load what state_dict() returned"
             )
+        state_dict = split_tiles(self._module, state_dict)
         own = tensors_by_name(self._module)
         missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys(), key=str)
         if strict and (missing or unexpected):

@@ -84,12 +84,13 @@ def _refuse_states_on_device(request: Request) -> None:
 
 
 class _TooSmall(Exception):
-    """A budget is too small for `what`."""
+    """A budget is too small for `what`; `remedy` is one beside the others."""
 
-    def __init__(self, tier: Tier, what: str) -> None:
+    def __init__(self, tier: Tier, what: str, remedy: str = "") -> None:
         super().__init__(what)
         self.tier = tier
         self.what = what
+        self.remedy = remedy
 
 
 class _Shards:
@@ -298,7 +299,9 @@ class Planner:
             what = "largest units" if len(widest) <= WORKING_UNITS else "units that are in use at once"
             names = ", ".join(f"{unit.name} {format_bytes(unit.param_bytes)}" for unit in widest)
             text = f"the {len(widest)} {what} ({names}) and {format_bytes(self._activation_bytes)} of activations"
-            raise _TooSmall(Tier.DEVICE, text)
+            raise _TooSmall(
+                Tier.DEVICE, text, "a large nn.Linear can be tiled: offload.ops.tile_(model, larger_than=...)"
+            )
         return largest
 
     def _slice_device(self, room: int, widest: Sequence[Unit]) -> int:
@@ -540,6 +543,7 @@ def _refusal(request: Request, short: _TooSmall) -> BudgetError:
         )
     if short.tier is not Tier.NVME and request.commit is None:
         text += ", or offload more of it: see nvme_path, offload_param and offload_optimizer"
+    text += f"; {short.remedy}" if short.remedy else ""
     return BudgetError(f"{short.tier.value} budget: {text}")
 
 

@@ -488,7 +488,8 @@ class WorkingSet:
             raise BudgetError(
                 f"device budget: unit {shard.unit.name} needs {format_bytes(shard.work_bytes)} in one piece but the "
                 f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
-                f'max_memory["device"] or lower activation_memory\n{copies.dump()}'
+                f'max_memory["device"], lower activation_memory, or tile a large layer with offload.ops.tile_\n'
+                f"{copies.dump()}"
             )
         for owner in window:
             self.evict(copies.of(owner, Role.PARAM))

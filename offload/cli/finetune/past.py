@@ -113,4 +113,5 @@ def _data_of(settings: Settings, digest: str) -> dict[str, Any]:
     """Return what decides on the steps, beside what the engine compares: data, their order, and adapters."""
     names = ("seed", "sequence_length", "batch_size", "gradient_accumulation_steps", "peft")
     rates, adapters = ("lr", "weight_decay", "warmup_steps"), ("lora_rank", "lora_alpha", "lora_targets")
-    return {**{name: getattr(settings, name) for name in (*names, *rates, *adapters)}, "tokens of the data": digest}
+    found = {name: getattr(settings, name) for name in (*names, *rates, *adapters)}
+    return {**found, "chunked_loss": settings.chunked_loss or None, "tokens of the data": digest}

@@ -20,6 +20,7 @@ import psutil
 import torch
 from torch import nn
 
+from offload.activations.causal_loss import chunk_loss
 from offload.activations.rss import trim_heap
 from offload.checkpoint.format.folder import Folder, first_whole
 from offload.cli.finetune.adapters import with_adapters
@@ -224,7 +225,7 @@ def load_model(folder: Path, settings: Settings) -> tuple[nn.Module, Weights | N
         The model, and where the values are of what is on the meta device.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: it cannot be loaded, or its loss cannot be chunked.
         FinetuneError: the adapters cannot be put on it.
     """
     read, weights = read_causal_model(folder)
@@ -232,6 +233,8 @@ def load_model(folder: Path, settings: Settings) -> tuple[nn.Module, Weights | N
     model.config.use_cache = False
     if settings.gradient_checkpointing:
         compute_again(model)
+    if settings.chunked_loss:
+        chunk_loss(model)
     return with_adapters(model, settings), weights
 
 

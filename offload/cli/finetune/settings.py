@@ -82,6 +82,9 @@ class Settings:
     gradient_accumulation_steps: int = field(default=1, metadata=_training("micro-batches per optimizer step", "N"))
     max_grad_norm: float | None = field(default=1.0, metadata=_training("clip to it; 0 does not clip", "NORM"))
     gradient_checkpointing: bool = field(default=False, metadata=_training("recompute activations in backward"))
+    chunked_loss: bool = field(
+        default=False, metadata=_training("form the logits of a part of the tokens at a time; equal but for last bits")
+    )
     seed: int = field(default=0, metadata=_training("of the order of the data, adapters and dropout", "N"))
     peft: Literal["lora"] | None = field(
         default=None, metadata=_adapters("train adapters beside the frozen model, by the library PEFT")

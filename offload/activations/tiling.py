@@ -1,0 +1,296 @@
+"""Linear layers in tiles, each of which is a module and so a unit: the device needs room for one tile at a time.
+
+Owns what a tile is, its arithmetic, and the way between the names of tiles and those of the layer they come from.
+Next: :mod:`offload.planning.partition` makes units of tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.sizes import format_bytes, parse_bytes
+
+
+class TiledLinear(nn.Module):
+    """What an ``nn.Linear`` computes, from tiles of its weight.
+
+    A tile is an ``nn.Linear`` of its own, and ``tiles[o * in_splits + i]`` has the rows ``o`` and the columns ``i``.
+    The first tile of each row has the row's part of the bias.
+
+    With ``in_splits=1``, each output and each gradient of weight and bias is one matrix product, as of the whole
+    layer. The gradient of the input is a sum of one product per tile. With more, outputs are sums, too: products are
+    added in float32 and rounded once more. So input splits, and the input's gradient, differ in last bits.
+
+    Its state dict has the names of the tiles. ``load_state_dict`` takes ``weight`` and ``bias`` of the whole layer,
+    too; :func:`join_tiles` makes a state dict that has them.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Linear | tuple[int, int],
+        *,
+        in_splits: int = 1,
+        out_splits: int = 1,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy a layer, or make a new one, initialised as ``nn.Linear`` is but with other random numbers.
+
+        Args:
+            linear: the layer, or (in_features, out_features).
+            in_splits: parts of the input; they differ by one column at most.
+            out_splits: parts of the output; they differ by one row at most.
+            bias: of a new layer.
+            device: of a new layer.
+            dtype: of a new layer.
+
+        Raises:
+            ConfigError: the layer cannot be tiled, or has not so many rows or columns.
+        """
+        super().__init__()
+        source = linear if isinstance(linear, nn.Module) else None
+        if source is not None:
+            why = _why_not(source)
+            if why is not None:
+                raise ConfigError(f"TiledLinear: expected a plain nn.Linear but {why}")
+            self.in_features, self.out_features = source.in_features, source.out_features
+            bias, device, dtype = source.bias is not None, source.weight.device, source.weight.dtype
+        else:
+            self.in_features, self.out_features = linear  # type: ignore[misc]
+        for name, splits, features in (
+            ("in_splits", in_splits, self.in_features),
+            ("out_splits", out_splits, self.out_features),
+        ):
+            if isinstance(splits, bool) or not isinstance(splits, int) or not 1 <= splits <= features:
+                raise ConfigError(
+                    f"TiledLinear: expected {name} to be a whole number in 1..{features} but got {splits}"
+                )
+        self.in_splits, self.out_splits = in_splits, out_splits
+        self.has_bias = bias
+        self.tiles = nn.ModuleList(
+            nn.Linear(_length(columns), _length(rows), bias and columns.start == 0, "meta", dtype)
+            for rows, columns in self._places()
+        )
+        if source is None:
+            self.tiles.to_empty(device=device or torch.get_default_device())
+            self.reset_parameters()
+        else:
+            self._copy(source)
+
+    def _copy(self, source: nn.Linear) -> None:
+        for tile, (rows, columns) in zip(self._all(), self._places(), strict=True):
+            values = {"weight": source.weight.detach()[rows, columns]}
+            if tile.bias is not None:
+                values["bias"] = source.bias.detach()[rows]
+            for name, value in values.items():
+                trained = getattr(source, name).requires_grad
+                tile.register_parameter(name, nn.Parameter(value.clone(), requires_grad=trained))
+        self.train(source.training)
+
+    def reset_parameters(self) -> None:
+        """Initialise all tiles as an ``nn.Linear`` of the whole size is."""
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return (..., out_features) of (..., in_features)."""
+        columns = input.tensor_split(self.in_splits, -1)
+        rows = [self._row(number, columns) for number in range(self.out_splits)]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+
+    def _row(self, number: int, columns: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        tiles = self._all()[number * self.in_splits : (number + 1) * self.in_splits]
+        first: torch.Tensor = tiles[0](columns[0])
+        if len(tiles) == 1:
+            return first
+        total = first.to(torch.promote_types(first.dtype, torch.float32))
+        for tile, part in zip(tiles[1:], columns[1:], strict=True):
+            total = total + tile(part)
+        return total.to(first.dtype)
+
+    def whole(self) -> nn.Linear:
+        """Return an ``nn.Linear`` with a copy of the tiles' values."""
+        first = self._all()[0].weight
+        made = nn.Linear(self.in_features, self.out_features, self.has_bias, "meta", first.dtype)
+        values = join_tiles(self, self.state_dict())
+        for name, value in values.items():
+            made.register_parameter(name, nn.Parameter(value, requires_grad=first.requires_grad))
+        return made.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Return its sizes."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}"
+        return f"{sizes}, in_splits={self.in_splits}, out_splits={self.out_splits}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            raise AttributeError(
+                f"TiledLinear: has no {name} in one piece; its tiles have theirs, and whole() returns an nn.Linear"
+            )
+        return super().__getattr__(name)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self.split_into(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def split_into(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Put tiles in the place of the whole layer's tensors, if the dict has such of the right shape."""
+        shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
+        for name, shape in shapes.items():
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+                continue
+            if name == "bias" and not self.has_bias:
+                continue  # to be reported as unexpected
+            del state_dict[prefix + name]
+            for number, (rows, columns) in enumerate(self._places()):
+                if name == "weight":
+                    state_dict[f"{prefix}tiles.{number}.weight"] = value[rows, columns]
+                elif columns.start == 0:
+                    state_dict[f"{prefix}tiles.{number}.bias"] = value[rows]
+
+    def joined(self, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        """Return the whole layer's tensors by name, of those of the tiles.
+
+        Raises:
+            ConfigError: some are missing; names the first.
+        """
+
+        def of(number: int, name: str) -> Any:
+            key = f"{prefix}tiles.{number}.{name}"
+            if key not in values:
+                raise ConfigError(f"join_tiles: expected all tiles in the state dict but {key} is missing")
+            return values[key]
+
+        firsts = range(0, self.out_splits * self.in_splits, self.in_splits)
+        rows = [[of(first + i, "weight") for i in range(self.in_splits)] for first in firsts]
+        found = {"weight": torch.cat([torch.cat(row, 1) if len(row) > 1 else row[0] for row in rows])}
+        if self.has_bias:
+            found["bias"] = torch.cat([of(first, "bias") for first in firsts])
+        return {prefix + name: value for name, value in found.items()}
+
+    def _all(self) -> list[nn.Linear]:
+        return list(self.tiles)  # type: ignore[arg-type]
+
+    def _places(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the rows and columns of each tile."""
+        for rows in _parts(self.out_features, self.out_splits):
+            for columns in _parts(self.in_features, self.in_splits):
+                yield rows, columns
+
+
+def tile_(model: nn.Module, *, larger_than: int | str) -> list[str]:
+    """Put a :class:`TiledLinear` in the place of each ``nn.Linear`` whose weight is larger; before an engine is made.
+
+    Outputs are split as often as is needed for tiles of `larger_than` bytes at most, and inputs only if a single row
+    is larger. Other modules stay as they are.
+
+    Args:
+        model: it is changed.
+        larger_than: bytes of a weight in its present dtype, or a size such as ``"64MiB"``.
+
+    Returns:
+        The paths of the layers that are tiled now.
+
+    Raises:
+        ConfigError: a layer so large cannot be tiled: its weight is tied, or the layer has hooks. Nothing is changed.
+    """
+    limit = parse_bytes(larger_than, subject="tile_: larger_than")
+    if not isinstance(limit, int) or limit < 1:
+        raise ConfigError(f"tile_: expected larger_than to be a number of bytes >= 1 but got {larger_than!r}")
+    places: dict[nn.Linear, list[tuple[nn.Module, str, str]]] = {}
+    for path, parent in model.named_modules():
+        for name, child in parent._modules.items():
+            if type(child) is nn.Linear and child.weight.nbytes > limit:
+                places.setdefault(child, []).append((parent, name, f"{path}.{name}" if path else name))
+    if type(model) is nn.Linear and model.weight.nbytes > limit:
+        raise ConfigError("tile_: expected a model that has layers but got one; make offload.ops.TiledLinear of it")
+    _refuse(model, {layer: found[0][2] for layer, found in places.items()})
+    for layer, found in places.items():
+        row_bytes = layer.in_features * layer.weight.itemsize
+        in_splits = min(math.ceil(row_bytes / limit), layer.in_features)
+        tile_rows = max(limit // (math.ceil(layer.in_features / in_splits) * layer.weight.itemsize), 1)
+        made = TiledLinear(layer, in_splits=in_splits, out_splits=math.ceil(layer.out_features / tile_rows))
+        for parent, name, _ in found:
+            setattr(parent, name, made)
+    return [path for found in places.values() for _, _, path in found]
+
+
+def join_tiles(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of `model` in which tiled layers have ``weight`` and ``bias`` of whole ones, as copies.
+
+    Deferred tensors stay deferred.
+
+    Raises:
+        ConfigError: the dict has some tiles of a layer, but not all; names the first that is missing.
+    """
+    found = dict(state_dict)
+    for path, layer in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        mine = [key for key in found if key.startswith(f"{prefix}tiles.")] if isinstance(layer, TiledLinear) else []
+        if isinstance(layer, TiledLinear) and mine:
+            whole = layer.joined(found, prefix)
+            found = {key: value for key, value in found.items() if key not in mine} | whole
+    return found
+
+
+def split_tiles(model: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which the tiled layers of `model` have tiles, as views: what :func:`join_tiles` undoes."""
+    found = dict(state_dict)
+    for path, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, TiledLinear):
+            layer.split_into(found, f"{path}." if path else "")
+    return found
+
+
+def _refuse(model: nn.Module, layers: Mapping[nn.Linear, str]) -> None:
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append((module, f"{path}.{name}" if path else name))
+    for layer, path in layers.items():
+        why = _why_not(layer)
+        for parameter in layer.parameters():
+            other = next((name for module, name in owners[id(parameter)] if module is not layer), None)
+            why = why or (f"it shares a parameter with {other}" if other else None)
+        if why is not None:
+            raise ConfigError(
+                f"tile_: {path} has {format_bytes(layer.weight.nbytes)}, but {why}; mend that, or pass a larger "
+                "larger_than"
+            )
+
+
+def _why_not(layer: nn.Module) -> str | None:
+    """Return why a layer cannot be tiled."""
+    if type(layer) is not nn.Linear:
+        return f"it is a {type(layer).__name__}"
+    others = [type(p).__name__ for p in layer.parameters(recurse=False) if type(p) is not nn.Parameter]
+    if others:
+        return f"its parameters are of class {others[0]}, as of an engine or a quantizer; tile before"
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in vars(layer):
+        return "it has hooks, or a forward of its own"
+    if any(parameter.grad is not None for parameter in layer.parameters()):
+        return "it has a gradient, which would be lost"
+    return None
+
+
+def _parts(length: int, count: int) -> Iterator[slice]:
+    """Yield ranges as ``tensor_split`` makes them."""
+    size, more = divmod(length, count)
+    begin = 0
+    for number in range(count):
+        end = begin + size + (number < more)
+        yield slice(begin, end)
+        begin = end
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -1,0 +1,250 @@
+"""Linear layers in tiles: the values of the whole layer, room for one tile, and the names of the user's checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import ACTIVATION_BYTES, assert_equal, everything_on_device, run
+from torch import nn
+
+import offload
+from offload import ops
+from offload.errors import BudgetError, ConfigError
+from offload.planning.partition import find_units
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
+
+
+def layer(*sizes: int, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(*sizes, bias=bias, dtype=dtype)
+
+
+def through(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return output, gradient of the input, and those of the parameters with the names of the whole layer."""
+    x = x.clone().requires_grad_()
+    output = module(x)
+    output.float().pow(2).sum().backward()
+    assert x.grad is not None
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return output.detach(), x.grad, ops.join_tiles(module, gradients)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_values_are_those_of_the_whole_layer(*, bias: bool) -> None:
+    whole = layer(29, 23, bias=bias).double()
+    x = torch.randn(4, 5, 29, dtype=torch.float64)
+    truth = through(copy.deepcopy(whole), x)
+    for in_splits, out_splits in itertools.product((1, 3, 29), (1, 4, 23)):
+        tiled = ops.TiledLinear(whole, in_splits=in_splits, out_splits=out_splits)
+        assert len(tiled.tiles) == in_splits * out_splits
+        output, of_input, gradients = through(tiled, x)
+        torch.testing.assert_close(output, truth[0], rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(of_input, truth[1], rtol=1e-13, atol=1e-12)
+        torch.testing.assert_close(gradients, truth[2], rtol=1e-12, atol=1e-12)
+
+
+def test_sums_of_input_splits_are_rounded_once() -> None:
+    """1 and many halves of a last bit: added in bfloat16 one by one they would vanish."""
+    whole = layer(65, 1, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        whole.weight.fill_(2**-9)
+        whole.weight[0, 0] = 1.0
+    tiled = ops.TiledLinear(whole, in_splits=65)
+    assert tiled(torch.ones(1, 65, dtype=torch.bfloat16)).item() == 1.125
+
+
+def test_whole_is_the_way_back() -> None:
+    whole = layer(8, 6)
+    whole.weight.requires_grad_(False)
+    whole.bias.requires_grad_(False)
+    back = ops.TiledLinear(whole, in_splits=2, out_splits=3).eval().whole()
+    assert type(back) is nn.Linear and not back.training
+    assert torch.equal(back.weight, whole.weight) and torch.equal(back.bias, whole.bias)
+    assert not back.weight.requires_grad and not back.bias.requires_grad
+
+
+def test_a_new_one_is_initialised_as_the_whole_layer_is() -> None:
+    tiled = ops.TiledLinear((400, 50), in_splits=8, out_splits=2, dtype=torch.bfloat16)
+    values = torch.cat([parameter.flatten() for parameter in tiled.parameters()]).float().abs()
+    assert 0.9 / 20 < values.max() <= 1 / 20 + 1e-3  # 1 / sqrt(400); of a tile it would be 1 / sqrt(50)
+    assert ops.TiledLinear((4, 4), bias=False, device="meta").tiles[0].weight.is_meta
+    assert "out_splits=2" in repr(tiled)
+    with pytest.raises(AttributeError, match="TiledLinear: has no weight in one piece; its tiles have theirs"):
+        _ = tiled.weight
+    assert not hasattr(tiled, "bias")
+    assert torch.equal(
+        copy.deepcopy(tiled)(torch.ones(1, 400, dtype=torch.bfloat16)), tiled(torch.ones(1, 400).bfloat16())
+    )
+
+
+def test_state_dicts_of_both_kinds_are_loaded() -> None:
+    model = nn.Sequential(layer(8, 6), nn.Tanh(), layer(6, 4))
+    state = model.state_dict()
+    tiled = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in tiled.parameters():
+            parameter.zero_()
+    assert ops.tile_(tiled, larger_than=100) == ["0"]
+    own = tiled.state_dict()
+    assert [name for name in own if name.startswith("0.")] == [
+        f"0.tiles.{number}.{kind}" for number in range(2) for kind in ("weight", "bias")
+    ]
+    for found in (state, ops.split_tiles(tiled, state)):
+        target = copy.deepcopy(tiled)
+        report = target.load_state_dict(found)
+        assert not report.missing_keys and not report.unexpected_keys
+        joined = ops.join_tiles(target, target.state_dict())
+        assert list(joined.keys() - state.keys()) == [] and all(
+            torch.equal(joined[name], state[name]) for name in state
+        )
+    assert all(name in state for name in ("0.weight", "0.bias"))  # the user's dict is as it was
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        tiled.load_state_dict({**state, "0.weight": torch.zeros(6, 9)})
+    with pytest.raises(ConfigError, match="join_tiles: expected all tiles in the state dict but 0.tiles.1.weight is"):
+        ops.join_tiles(tiled, {name: value for name, value in own.items() if name != "0.tiles.1.weight"})
+
+
+def test_the_rule_tiles_what_is_larger() -> None:
+    shared = layer(64, 64)
+    model = nn.ModuleDict(
+        {"wide": layer(2048, 3), "tall": layer(16, 1000), "small": layer(16, 16), "a": shared, "b": shared}
+    )
+    names = ops.tile_(model, larger_than="4KiB")
+    assert sorted(names) == ["a", "b", "tall", "wide"]
+    assert model["a"] is model["b"] and type(model["small"]) is nn.Linear
+    assert (model["wide"].in_splits, model["wide"].out_splits) == (2, 3)
+    assert (model["tall"].in_splits, model["tall"].out_splits) == (1, 16)
+    for module in model.values():
+        for part in getattr(module, "tiles", []):
+            assert part.weight.nbytes <= 4096
+    assert ops.tile_(model, larger_than="4KiB") == []
+
+
+def test_what_cannot_be_tiled_is_refused_and_nothing_is_changed() -> None:
+    embedding = nn.Embedding(64, 32)
+    model: Any = nn.ModuleDict({"first": layer(64, 64), "embedding": embedding, "head": layer(32, 64, bias=False)})
+    model["head"].weight = embedding.weight
+    with pytest.raises(ConfigError, match="tile_: head has 8.00 KiB, but it shares a parameter with embedding.weight"):
+        ops.tile_(model, larger_than=4096)
+    assert type(model["first"]) is nn.Linear
+    hooked = nn.Sequential(layer(8, 8))
+    hooked[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match="tile_: 0 has 256 B, but it has hooks"):
+        ops.tile_(hooked, larger_than=16)
+    used = nn.Sequential(layer(8, 8))
+    used(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(ConfigError, match="it has a gradient, which would be lost"):
+        ops.tile_(used, larger_than=16)
+    with pytest.raises(ConfigError, match=r"TiledLinear: expected out_splits to be a whole number in 1..8 but got 9"):
+        ops.TiledLinear(layer(8, 8), out_splits=9)
+    with pytest.raises(ConfigError, match="TiledLinear: expected a plain nn.Linear but it is a Conv1d"):
+        ops.TiledLinear(nn.Conv1d(1, 1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="expected larger_than to be a number of bytes >= 1 but got '10%'"):
+        ops.tile_(model, larger_than="10%")
+    with pytest.raises(ConfigError, match="expected a model that has layers but got one"):
+        ops.tile_(layer(8, 8), larger_than=1)
+
+
+# --- with an engine ---
+
+
+class Wide(nn.Module):
+    """Layers between which one is far larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(32, 32)
+        self.large = nn.Linear(32, 2048)
+        self.last = nn.Linear(2048, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.large(self.first(x).tanh()).tanh()).pow(2).mean()  # type: ignore[no-any-return]
+
+
+LARGE_BYTES = 33 * 2048 * 4
+
+
+def small_device(path: Path, device: int) -> dict[str, Any]:
+    """Options: parameters on NVMe, and this much room for working copies."""
+    return {
+        "device": "cpu",
+        "max_memory": {"device": ACTIVATION_BYTES + device, "cpu": "16MiB", "nvme": "64MiB"},
+        "activation_memory": ACTIVATION_BYTES,
+        "nvme_path": path,
+        "offload_param": "nvme",
+        "offload_optimizer": "nvme",
+    }
+
+
+def steps(model: nn.Module, **options: Any) -> Any:
+    batches = [torch.randn(4, 32, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+    return run(model, batches, loss_of=lambda engine, x: engine(x), **options)
+
+
+def test_a_layer_larger_than_the_device_trains_in_tiles(tmp_path: Path) -> None:
+    """The engine names the remedy, and with it the bits are those of the tiled model where everything has room."""
+    options = small_device(tmp_path, 96 << 10)
+    with pytest.raises(BudgetError, match=r"a large nn.Linear can be tiled: offload.ops.tile_\(model, larger_than"):
+        steps(Wide(), **options)
+    model = Wide()
+    assert ops.tile_(model, larger_than="16KiB") == ["large"]
+    ours, truth = steps(copy.deepcopy(model), **options), steps(copy.deepcopy(model), **everything_on_device())
+    assert_equal(ours, truth)
+    units = find_units(model, max_unit_bytes=LARGE_BYTES).units
+    assert max(unit.param_bytes for unit in units) == 32 << 10  # a weight of 16 KiB, and a bias on pages of its own
+    whole = steps(Wide(), **everything_on_device())
+    for mine, other in zip(ours.losses, whole.losses, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(ops.join_tiles(model, ours.parameters)["large.weight"], whole.parameters["large.weight"])
+
+
+def test_an_engine_loads_state_dicts_of_whole_layers(tmp_path: Path) -> None:
+    state = {name: torch.randn_like(value) for name, value in Wide().state_dict().items()}
+    model = Wide()
+    ops.tile_(model, larger_than="16KiB")
+    with offload.Engine(model, offload.AdamW(), **small_device(tmp_path, 96 << 10)) as engine:
+        with pytest.raises(ConfigError, match="its parameters are of class AbsentParameter.* tile before"):
+            ops.tile_(model, larger_than=16)
+        engine.load_state_dict(state)
+        found = ops.join_tiles(model, engine.state_dict())
+        assert all(torch.equal(found[name], state[name]) for name in state)
+        zeros = {name: torch.zeros_like(value) for name, value in state.items()}
+        model.load_state_dict(zeros)
+        deferred = ops.join_tiles(model, engine.deferred_state_dict())
+        assert deferred.keys() == state.keys()
+        assert all(not torch.as_tensor(value.clone()).any() for value in deferred.values())
+
+
+def test_save_pretrained_writes_whole_layers(tmp_path: Path) -> None:
+    """A folder of a tiled model is one that transformers loads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    names = ops.tile_(model, larger_than="4KiB")
+    assert "lm_head" in names and "model.layers.1.mlp.down_proj" in names
+    options = small_device(tmp_path, 96 << 10)
+    with offload.Engine(model, offload.AdamW(lr=0.1), **options) as engine:
+        ids = torch.arange(12).view(1, 12)
+        engine.save_pretrained(tmp_path / "before")
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        engine.save_pretrained(tmp_path / "after", max_shard_size="20KB")
+        trained = ops.join_tiles(model, engine.state_dict())
+    before = LlamaForCausalLM.from_pretrained(tmp_path / "before").state_dict()
+    after = LlamaForCausalLM.from_pretrained(tmp_path / "after").state_dict()
+    assert before.keys() == after.keys() == state.keys() == trained.keys()
+    for name, value in state.items():
+        assert torch.equal(before[name], value) and torch.equal(after[name], trained[name])
+        assert not torch.equal(after[name], value), name
