@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 from offload.build import Parts
 from offload.memory.budget import Tier
+from offload.seeing.history import Sample
 from offload.shards.manager import Manager
 from offload.spans import NVME_READ, NVME_WRITE, Recorded, Span
 from offload.stats import LinkStats, Stats
@@ -26,17 +27,11 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
     counters, run = parts.counters, parts.steps.run
     if manager is not None:
         manager.tiers.mover.note_times()
-    links = counters.links()
-    peak = {tier.value: budget.peak_bytes for tier, budget in parts.budgets.items()}
     parts.activations.refund()
     used = {tier.value: budget.used_bytes for tier, budget in parts.budgets.items()}
     if manager is not None:
         used = manager.tiers.used_bytes()
-        if manager.tiers.store is not None:
-            swapped = manager.tiers.store.stats()
-            links["nvme_read"] = LinkStats(swapped.read_bytes, swapped.read_seconds)
-            links["nvme_write"] = LinkStats(swapped.written_bytes, swapped.write_seconds)
-            peak[Tier.NVME.value] = swapped.peak_used_bytes
+    links, peak = _moved(parts, manager)
     return Stats(
         step=run.steps,
         skipped_steps=run.skipped,
@@ -61,6 +56,43 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         gathers=counters.gathers,
         gathers_for_others=counters.gathers_for_others,
     )
+
+
+def take_sample(parts: Parts, manager: Manager, time_s: float, loss: float | None = None) -> Sample:
+    """Return what has been counted so far, for the history of a run. It asks no device, and gives nothing back.
+
+    Args:
+        parts: of the engine.
+        manager: owner of the shards.
+        time_s: of ``time.perf_counter``, now.
+        loss: mean since the sample before, if known.
+    """
+    run, step, spans = parts.steps.run, parts.steps.step, parts.counters.spans
+    links, peak = _moved(parts, manager)
+    return Sample(
+        time_s=time_s,
+        step=run.steps + run.skipped,
+        used_bytes=manager.tiers.used_bytes(),
+        peak_bytes=peak,
+        links=links,
+        waited=dict(spans.waited),
+        passes=dict(spans.passes),
+        loss=loss,
+        grad_norm=None if step is None else step.grad_norm,
+    )
+
+
+def _moved(parts: Parts, manager: Manager | None) -> tuple[dict[str, LinkStats], dict[str, int]]:
+    """Return what links have moved, and the most that each tier has held."""
+    links = parts.counters.links()
+    peak = {tier.value: budget.peak_bytes for tier, budget in parts.budgets.items()}
+    store = None if manager is None else manager.tiers.store
+    if store is not None:
+        swapped = store.stats()
+        links["nvme_read"] = LinkStats(swapped.read_bytes, swapped.read_seconds)
+        links["nvme_write"] = LinkStats(swapped.written_bytes, swapped.write_seconds)
+        peak[Tier.NVME.value] = swapped.peak_used_bytes
+    return links, peak
 
 
 def take_spans(parts: Parts, manager: Manager) -> Recorded:

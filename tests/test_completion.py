@@ -42,6 +42,7 @@ def test_bash_completes_commands_options_and_their_values(tmp_path: Path) -> Non
         return [word.strip() for word in done.stdout.splitlines()]
 
     assert press("offload gen") == ["generate"]
+    assert press("offload top --on") == ["--once"]
     assert press("offload finetune --lora-r") == ["--lora-rank"]
     assert press("offload finetune --peft l") == ["lora"]
     assert set(press("offload checkpoint ")) >= {"ls", "verify", "export", "import"}
