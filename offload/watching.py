@@ -24,7 +24,7 @@ from offload.snapshot import take_sample
 
 logger = logging.getLogger(__name__)
 
-EVERY_STEP = 64  # steps at first, of each of which there is a sample
+EVERY_STEP = 8  # steps at first, of each of which there is a sample
 SAMPLED_S = 0.05  # at least between two samples later on
 PUBLISHED_S = 1.0  # at least between two writes of the file
 

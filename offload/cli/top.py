@@ -142,7 +142,7 @@ def _lines(one: Running) -> Iterator[str]:
     rank = f", rank {state.get('rank')} of {state.get('world')}" if state.get("world", 1) > 1 else ""
     yield f"process {one.pid} ({state.get('program')}), {state.get('device')}{rank}"
     yield f"  {state.get('model')}"
-    parts = [f"step {state['step']}", f"now behind: {state.get('phase')}"]
+    parts = [f"step {state['step']}", f"last: {state.get('phase')}"]
     for name, form in (("step_seconds", seconds_text), ("loss", _number), ("grad_norm", _number)):
         value = state.get(name)
         if isinstance(value, (int, float)):
