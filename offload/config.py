@@ -108,6 +108,10 @@ class Config:
         loss_scale_window: steps without an overflow after which the scale doubles.
         loss_scale_hysteresis: overflows after which it halves.
         min_loss_scale: it falls no further.
+        log_every: a line of ``logging`` at INFO every so many steps, with the milliseconds of forward, backward,
+            updates and waits, and the bytes and milliseconds of each link; None logs none.
+        visible: let ``python -m offload top`` show this engine: once a second, while it computes, it writes how it is
+            to a file of 2 KiB in the user's cache folder, and it removes that file when it is closed.
         init_weights: callable initialising a module whose parameters are on the meta device, given that module;
             None uses the model's own ``_init_weights`` or ``reset_parameters``.
     """
@@ -139,6 +143,8 @@ class Config:
     loss_scale_window: int = 1000
     loss_scale_hysteresis: int = 2
     min_loss_scale: float = 1.0
+    log_every: int | None = None
+    visible: bool = True
     init_weights: Any = None
 
     def __post_init__(self) -> None:
@@ -181,9 +187,9 @@ class Config:
             absent = value is None and option == "max_grad_norm"
             if not absent and not (isinstance(value, (int, float)) and value > 0):
                 raise ConfigError(f"{option}: expected a number > 0 but got {value!r}")
-        for option in ("chunk_numel", "threads", "loss_scale_window", "loss_scale_hysteresis"):
+        for option in ("chunk_numel", "threads", "loss_scale_window", "loss_scale_hysteresis", "log_every"):
             value = getattr(self, option)
-            absent = value is None and option in ("chunk_numel", "threads")
+            absent = value is None and option in ("chunk_numel", "threads", "log_every")
             if not absent and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{option}: expected a whole number >= 1 but got {value!r}")
         if self.max_memory is not None and not isinstance(self.max_memory, Mapping):

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,10 @@ from offload.module import refusals
 from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
+from offload.planning.timing import Timing
 from offload.report import Report, make_report
 from offload.run_state import RunState
+from offload.seeing.page import Content, write_page
 from offload.several import made_together, ranks_of
 from offload.shards.manager import Manager
 from offload.sleeping import Sleeping
@@ -45,6 +47,7 @@ from offload.spec import OptimizerSpec
 from offload.stats import Counters, Stats
 from offload.trace import write_trace
 from offload.training import Training
+from offload.watching import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +128,9 @@ class Engine(EngineTensors, EngineRuns):
                 self._parts = build(
                     model, unwrapped(optimizer), self.config, calls, ranks, counters, weights, stage=stage
                 )
+        self._watch = Watch(type(model).__name__, self.config, self._parts, self._life)
         self._decision = Decision(model, self._parts, self.config, self._life)
-        self._training = Training(self._parts, self._life, deferral, self._decision, self._durable)
+        self._training = Training(self._parts, self._life, deferral, self._decision, self._watch, self._durable)
         state = RunState(model, self._parts, self._life)
         self._checkpoints = Checkpoints(state, self._parts, self._life, self._training)
         self._sleeping = Sleeping(self.config, self._parts, self._life)
@@ -304,18 +308,38 @@ class Engine(EngineTensors, EngineRuns):
         """Return a frozen snapshot of bytes, seconds, hits and stalls."""
         return take_snapshot(self._parts, self._manager)
 
-    def report(self) -> Report:
-        """Return where the time of the last steps went; ``print`` it.
+    def report(
+        self,
+        path: str | Path | None = None,
+        *,
+        predicted: Timing | None = None,
+        losses: Sequence[tuple[int, float]] = (),
+    ) -> Report:
+        """Return where the time of the last steps went; ``print`` it, or have a page with charts of the whole run.
 
         It has seconds, bytes and GB/s per lane, the lane that binds, what computing has waited for, and the tiers. It
         looks at a few steps, of which everything is still recorded.
 
+        Args:
+            path: of an HTML file for a browser, which is replaced; its folder must exist. None writes none.
+            predicted: ``timing`` of :func:`offload.plan`: shown beside what was measured.
+            losses: steps and their losses, in the order of steps, for the page. Without them it has the losses that
+                :meth:`backward` got; on an accelerator none, for looking at one would wait.
+
         Raises:
+            ConfigError: the file cannot be written.
             StateError: the engine is closed.
         """
-        spans = take_spans(self._parts, self._life.require_records("report"))
-        report = make_report(spans, self.stats(), host_computes=self._parts.device.addressable)
-        return dataclasses.replace(report, activations=self._decision.told)
+        manager = self._life.require_records("report")
+        spans = take_spans(self._parts, manager)
+        seconds = None if predicted is None else {"step": predicted.step_s, **predicted.seconds}
+        host = self._parts.device.addressable
+        report = make_report(spans, self.stats(), host_computes=host, predicted=seconds)
+        report = dataclasses.replace(report, activations=self._decision.told)
+        if path is not None:
+            samples = self._watch.samples()
+            write_page(path, Content(self._watch.title, str(self.plan), report, spans, samples, losses))
+        return report
 
     def trace(self, path: str | Path) -> None:
         """Write what all lanes have lately done to a file, for https://ui.perfetto.dev or ``chrome://tracing``.
@@ -388,6 +412,7 @@ class Engine(EngineTensors, EngineRuns):
             return
         with contextlib.ExitStack() as last:
             last.callback(self._sleeping.close)
+            last.callback(self._watch.close)
             last.callback(close, self.module, self._parts, self._life, manager, restore=restore)
             last.callback(self._checkpoints.settle)
             if self._life.asleep and restore is not False:

@@ -9,11 +9,34 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from offload.sizes import short_bytes
-from offload.spans import COLLECTIVES, COMPUTE, CPU_ADAM, LANES, STEP, WAIT, Recorded, Span, covered_s
+from offload.spans import (
+    COLLECTIVES,
+    COMPUTE,
+    CPU_ADAM,
+    D2H,
+    H2D,
+    LANES,
+    NVME_READ,
+    NVME_WRITE,
+    STEP,
+    WAIT,
+    Recorded,
+    Span,
+    covered_s,
+)
 from offload.stats import Stats
 
 STEPS = 8  # that are looked at
 LINKS = tuple(lane for lane in LANES if lane not in (STEP, WAIT))
+# What a plan predicts -> the lanes that are measured for it. On a CPU, computing and updates are one.
+_PREDICTED = {
+    "step": (STEP,),
+    "compute": (COMPUTE,),
+    "h2d": (H2D,),
+    "d2h": (D2H,),
+    "cpu": (CPU_ADAM,),
+    "drive": (NVME_READ, NVME_WRITE),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +65,7 @@ class Report:
         waited_seconds: of all waits; some lie within others.
         stats: bytes of the tiers.
         activations: what ``activations="auto"`` has chosen, in words; empty where nothing was chosen.
+        compared: seconds of a step as predicted and as measured, of ``step`` and per lane, where there is a prediction.
     """
 
     step_seconds: tuple[float, ...]
@@ -51,6 +75,7 @@ class Report:
     waited_seconds: float
     stats: Stats
     activations: str = ""
+    compared: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def binding_lane(self) -> str | None:
@@ -59,8 +84,9 @@ class Report:
         return name if self.lanes[name].seconds > 0 else None
 
     def __str__(self) -> str:
+        lanes, waits = self._lane_lines(), self._wait_lines()
         chosen = [f"activations: auto: {self.activations}"] if self.activations else []
-        return "\n".join([self._headline(), *self._lane_lines(), *self._wait_lines(), *chosen, *self._tier_lines()])
+        return "\n".join([self._headline(), *lanes, *self._prediction_lines(), *waits, *chosen, *self._tier_lines()])
 
     def _headline(self) -> str:
         if not self.step_seconds:
@@ -82,6 +108,13 @@ class Report:
         if binding is None:
             return [*lines, "  nothing was busy"]
         return [*lines, f"  {binding} binds: busy in {self._share(self.lanes[binding].seconds):.0f} % of the time"]
+
+    def _prediction_lines(self) -> list[str]:
+        if not self.compared:
+            return []
+        lines = [f"  {'seconds':<11}{'predicted':>11}{'measured':>11}"]
+        lines += [f"  {name:<11}{first:>9.3f} s{second:>9.3f} s" for name, (first, second) in self.compared.items()]
+        return lines
 
     def _wait_lines(self) -> list[str]:
         if not self.waits:
@@ -109,19 +142,19 @@ class Report:
         return 100 * seconds / self.seconds if self.seconds > 0 else 0.0
 
 
-def make_report(recorded: Recorded, stats: Stats, *, host_computes: bool) -> Report:
+def make_report(
+    recorded: Recorded, stats: Stats, *, host_computes: bool, predicted: Mapping[str, float] | None = None
+) -> Report:
     """Return where the time of the last steps went, of those that were recorded as a whole.
 
     Args:
         recorded: spans of all lanes.
         stats: bytes of the tiers.
         host_computes: the device is the CPU: what its thread waits for or updates in between is not computing.
+        predicted: seconds of ``step``, and of the lanes ``compute``, ``h2d``, ``d2h``, ``cpu`` and ``drive``, if known.
     """
-    steps = [
-        span for span in recorded.spans if span.lane == STEP and span.begin >= recorded.complete_from
-    ]  # in the order of time: a thread takes them
-    steps = steps[-STEPS:]
-    begin, end = _window(steps, recorded)
+    steps = whole_steps(recorded, STEPS)
+    begin, end = window(steps, recorded)
     inside = [span for span in recorded.spans if span.begin < end and span.end > begin]
     per_lane: dict[str, list[Span]] = {lane: [] for lane in LANES}
     for span in inside:
@@ -137,6 +170,12 @@ def make_report(recorded: Recorded, stats: Stats, *, host_computes: bool) -> Rep
     }
     if host_computes:
         lanes[COMPUTE] = LaneReport(seconds(COMPUTE, WAIT, CPU_ADAM) - seconds(WAIT, CPU_ADAM), 0)
+    together = {name: seconds(*of) for name, of in _PREDICTED.items()}
+    together["compute"] = lanes[COMPUTE].seconds + (lanes[CPU_ADAM].seconds if host_computes else 0.0)
+    together |= {"step": end - begin} | ({"cpu": 0.0} if host_computes else {})
+    compared = {
+        name: (predicted.get(name, 0.0), took / max(len(steps), 1)) for name, took in together.items() if predicted
+    }
     waits: dict[str, list[tuple[float, float]]] = {}
     for span in per_lane[WAIT]:
         what = span.name.partition(":")[0]
@@ -148,11 +187,18 @@ def make_report(recorded: Recorded, stats: Stats, *, host_computes: bool) -> Rep
         waits={what: covered_s(spans) for what, spans in waits.items()},
         waited_seconds=seconds(WAIT),
         stats=stats,
+        compared={name: both for name, both in compared.items() if any(both)},
     )
 
 
-def _window(steps: Sequence[Span], recorded: Recorded) -> tuple[float, float]:
-    """Return the time that is looked at."""
+def whole_steps(recorded: Recorded, most: int) -> list[Span]:
+    """Return the last steps, `most` at most, of which everything is recorded, the earliest first."""
+    steps = [span for span in recorded.spans if span.lane == STEP and span.begin >= recorded.complete_from]
+    return steps[-most:]  # in the order of time: a thread takes them
+
+
+def window(steps: Sequence[Span], recorded: Recorded) -> tuple[float, float]:
+    """Return the time that is looked at: that of `steps`, or where there is none, all of which everything is known."""
     if steps:
         return steps[0].begin, steps[-1].end
     if not recorded.spans:

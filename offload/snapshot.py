@@ -10,6 +10,7 @@ from collections.abc import Hashable
 
 from offload.build import Parts
 from offload.memory.budget import Tier
+from offload.seeing.history import Sample
 from offload.shards.manager import Manager
 from offload.spans import NVME_READ, NVME_WRITE, Recorded, Span
 from offload.stats import LinkStats, Stats
@@ -26,20 +27,8 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
     counters, run = parts.counters, parts.steps.run
     if manager is not None:
         manager.tiers.mover.note_times()
-    links = counters.links()
-    peak = {tier.value: budget.peak_bytes for tier, budget in parts.budgets.items()}
     parts.activations.refund()
-    used = {tier.value: budget.used_bytes for tier, budget in parts.budgets.items()}
-    if manager is not None:
-        used = manager.tiers.used_bytes()
-        stores = _stores(parts, manager)
-        if stores:
-            swapped = [store.stats() for store in stores]
-            read_s, write_s = (max(getattr(one, name) for one in swapped) for name in ("read_seconds", "write_seconds"))
-            links["nvme_read"] = LinkStats(sum(one.read_bytes for one in swapped), read_s)
-            links["nvme_write"] = LinkStats(sum(one.written_bytes for one in swapped), write_s)
-            used[Tier.NVME.value] = sum(one.used_bytes for one in swapped)
-            peak[Tier.NVME.value] = sum(one.peak_used_bytes for one in swapped)
+    links, used, peak = _counted(parts, manager)
     return Stats(
         step=run.steps,
         skipped_steps=run.skipped,
@@ -64,6 +53,47 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         gathers=counters.gathers,
         gathers_for_others=counters.gathers_for_others,
     )
+
+
+def take_sample(parts: Parts, manager: Manager, time_s: float, loss: float | None = None) -> Sample:
+    """Return what has been counted so far, for the history of a run. It asks no device, and gives nothing back.
+
+    Args:
+        parts: of the engine.
+        manager: owner of the shards.
+        time_s: of ``time.perf_counter``, now.
+        loss: mean since the sample before, if known.
+    """
+    run, step, spans = parts.steps.run, parts.steps.step, parts.counters.spans
+    links, used, peak = _counted(parts, manager)
+    return Sample(
+        time_s=time_s,
+        step=run.steps + run.skipped,
+        used_bytes=used,
+        peak_bytes=peak,
+        links=links,
+        waited=dict(spans.waited),
+        passes=dict(spans.passes),
+        loss=loss,
+        grad_norm=None if step is None else step.grad_norm,
+    )
+
+
+def _counted(parts: Parts, manager: Manager | None) -> tuple[dict[str, LinkStats], dict[str, int], dict[str, int]]:
+    """Return what links have moved, what each tier holds, and the most that it has held."""
+    links = parts.counters.links()
+    peak = {tier.value: budget.peak_bytes for tier, budget in parts.budgets.items()}
+    if manager is None:
+        return links, {tier.value: budget.used_bytes for tier, budget in parts.budgets.items()}, peak
+    used = manager.tiers.used_bytes()
+    stores = [store.stats() for store in _stores(parts, manager)]
+    if stores:
+        read_s, write_s = (max(getattr(one, name) for one in stores) for name in ("read_seconds", "write_seconds"))
+        links["nvme_read"] = LinkStats(sum(one.read_bytes for one in stores), read_s)
+        links["nvme_write"] = LinkStats(sum(one.written_bytes for one in stores), write_s)
+        used[Tier.NVME.value] = sum(one.used_bytes for one in stores)
+        peak[Tier.NVME.value] = sum(one.peak_used_bytes for one in stores)
+    return links, used, peak
 
 
 def take_spans(parts: Parts, manager: Manager) -> Recorded:

@@ -39,22 +39,33 @@ class Span(NamedTuple):
 
 
 class Spans:
-    """Rings of the last spans. Safe from several threads: each call appends to one ring or copies one, in one go."""
+    """Rings of the last spans. Safe from several threads: each call appends to one ring or copies one, in one go.
+
+    Attributes:
+        waited: seconds of all waits so far, per what was waited for. The thread that computes alone writes them.
+        passes: seconds of all forward and backward passes so far. They come one behind the other.
+    """
 
     def __init__(self, kept: int = KEPT) -> None:
         """Begin with nothing; each lane keeps its last `kept` spans."""
         self._kept = kept
         # Bare tuples: they take a quarter of the time, and garbage collection soon forgets them.
         self._rings: dict[str, deque[tuple[str, float, float, int]]] = {lane: deque(maxlen=kept) for lane in LANES}
+        self.waited: dict[str, float] = {}
+        self.passes: dict[str, float] = {}
 
     def add(self, lane: str, name: str, begin: float, end: float, size_bytes: int = 0) -> None:
         """Keep a span that is over; the lane's oldest is forgotten where it has too many."""
         self._rings[lane].append((name, begin, end, size_bytes))
+        if lane == COMPUTE:
+            self.passes[name] = self.passes.get(name, 0.0) + end - begin
 
     def add_wait(self, name: str, begin: float, end: float) -> None:
         """Keep a wait of the thread that computes, unless what it wanted was there."""
         if end - begin >= SHORTEST_WAIT_S:
             self.add(WAIT, name, begin, end)
+            what = name.partition(":")[0]
+            self.waited[what] = self.waited.get(what, 0.0) + end - begin
 
     def recorded(self) -> Recorded:
         """Return what is kept."""

@@ -6,14 +6,13 @@ at once get several rows. Next: :mod:`offload.engine` offers it to users.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.errors import ConfigError
+from offload.replacing import replacing
 from offload.spans import LANES, Span
 
 
@@ -27,21 +26,8 @@ def write_trace(path: str | Path, spans: Sequence[Span]) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        raise ConfigError(f"trace: expected the path of a file but got {path}, which is something else; name a file")
-    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, file)
-        os.replace(partial, target)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise ConfigError(
-            f"trace: expected a file that can be written but got {path}: {error.strerror}; name one in a folder that "
-            "exists, is writable and has room"
-        ) from error
+    with replacing(path, "trace") as file:
+        json.dump({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, file)
 
 
 def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:

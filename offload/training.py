@@ -29,13 +29,20 @@ from offload.optimizer import OffloadOptimizer
 from offload.several import agree_on_step
 from offload.shards.manager import Manager
 from offload.spans import COMPUTE, STEP
+from offload.watching import Watch
 
 
 class Training:
     """Trains one engine's module. See the module's text."""
 
     def __init__(
-        self, parts: Parts, life: Life, deferral: Deferral, decision: Decision, durable: DurableRun | None = None
+        self,
+        parts: Parts,
+        life: Life,
+        deferral: Deferral,
+        decision: Decision,
+        watch: Watch,
+        durable: DurableRun | None = None,
     ) -> None:
         """Prepare.
 
@@ -44,10 +51,12 @@ class Training:
             life: whether it can be used.
             deferral: holds Ctrl-C back while something is half done.
             decision: of what becomes of activations.
+            watch: sees passes and steps.
             durable: learns when a step ends; None where nothing is committed.
         """
         self._decision = decision
         self._durable = durable
+        self._watch = watch
         self._hooks = parts.hooks
         self._changes = parts.changes
         self._activations = parts.activations
@@ -109,6 +118,8 @@ class Training:
                     clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
                     self._tell(error, "a backward pass", held)
                     raise
+        if self._watch.knows_losses:
+            self._watch.note_loss(loss.detach().item())
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
         self._last_loss = None if kept else weakref.ref(loss)
 
@@ -244,6 +255,7 @@ class Training:
         begin, end = self._step_begin, time.perf_counter()
         self._counters.spans.add(STEP, f"step {self._run.steps}", end if begin is None else begin, end)
         self._step_begin = end
+        self._watch.stepped(end)
 
     def _tell(self, error: BaseException, what: str, held: Mapping[str, int] | None = None) -> None:
         """Raise what tells more than `error`, where the device's memory is full.
@@ -280,3 +292,4 @@ class Training:
                 end = time.perf_counter()
                 self._counters.add("compute", seconds=max(end - begin - waited, 0.0))
                 self._counters.spans.add(COMPUTE, what, begin, end)
+        self._watch.passed(what)

@@ -49,6 +49,15 @@ def no_measured_drives(tmp_path_factory: pytest.TempPathFactory, monkeypatch: py
 
 
 @pytest.fixture(autouse=True)
+def engines_of_tests(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What engines of tests say of themselves is not among what the user's say."""
+    from offload.seeing import published
+
+    folder = tmp_path_factory.getbasetemp() / "running"
+    monkeypatch.setattr(published, "folder", lambda: folder)
+
+
+@pytest.fixture(autouse=True)
 def threads_stay() -> Iterator[None]:
     """No test leaves torch with another number of threads: the bits of sums in later ones depend on it."""
     torch = sys.modules.get("torch")

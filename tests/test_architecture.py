@@ -36,7 +36,9 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
         "spans",
         "report",
         "trace",
+        "replacing",
     ),
+    ("seeing",),
     ("kernels",),
     ("distributed",),
     ("memory",),
@@ -57,6 +59,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
         "run_state",
         "sleeping",
         "durable",
+        "watching",
         "training",
     ),
     ("checkpoints",),
@@ -86,6 +89,8 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.distributed.words": ("torch",),
     "offload.groups": ("torch",),
     "offload.spec": ("torch",),
+    "offload.seeing": ("torch",),
+    "offload.cli.top": ("torch",),
     "offload.kernels": ("torch",),
     "offload.planning.hardware": ("torch",),
     "offload.planning.clusters": ("torch",),
@@ -126,7 +131,7 @@ KNOWS_DEVICES = {f"offload.memory.{name}" for name in ("accelerator", "devices",
 WRITES_PRIVATE = {"offload.module.handles": "_incoming", "offload.optim.takeover": "_opt_called"}
 MAY_PRINT = {f"offload.{name}" for name in ("__main__", "cli.main", "cli.finetune.run", "cli.finetune.progress")}
 MAY_PRINT |= {"offload.cli.drive.command", "offload.cli.checkpoint.operations"}
-MAY_PRINT |= {f"offload.cli.{name}" for name in ("completion", "generate", "merge", "plan", "scale")}
+MAY_PRINT |= {f"offload.cli.{name}" for name in ("completion", "generate", "merge", "plan", "scale", "top")}
 
 Sources = Mapping[str, str]  # dotted module name -> source text
 

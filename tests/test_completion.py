@@ -43,6 +43,7 @@ def test_bash_completes_commands_options_and_their_values(tmp_path: Path) -> Non
 
     assert press("offload gen") == ["generate"]
     assert press("offload sc") == ["scale"] and press("offload scale --sums n") == ["nodes"]
+    assert press("offload top --on") == ["--once"]
     assert press("offload finetune --lora-r") == ["--lora-rank"]
     assert press("offload finetune --peft l") == ["lora"]
     assert set(press("offload checkpoint ")) >= {"ls", "verify", "export", "import"}

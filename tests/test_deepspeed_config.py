@@ -143,6 +143,10 @@ def test_batch_sizes_that_contradict_each_other(given: dict[str, Any], text: str
     [
         ({"gradient_clipping": 0.5}, {"max_grad_norm": 0.5}),
         ({"gradient_clipping": 0.0}, {}),
+        ({"wall_clock_breakdown": True}, {"log_every": 10}),
+        ({"wall_clock_breakdown": True, "steps_per_print": 3}, {"log_every": 3}),
+        ({"wall_clock_breakdown": True, "steps_per_print": float("inf")}, {"log_every": 2**31 - 1}),
+        ({"wall_clock_breakdown": False, "steps_per_print": 3}, {}),
         ({"bf16": {"enabled": True}}, {"dtype": "bfloat16"}),
         ({"bfloat16": {"enabled": True}}, {"dtype": "bfloat16"}),
         ({"bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}}, {"dtype": "bfloat16"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,3 +99,20 @@ def test_waits_and_updates_are_spans_by_the_clock(ran: Any) -> None:
     assert {span.lane for span in spans} >= {"step", "wait", "cpu_adam"}
     assert {span.name.partition(":")[0] for span in spans if span.lane == "wait"} == {"updates", "parameters"}
     assert all(0 <= span.begin <= span.end <= last < 10 for span in spans)  # virtual seconds, not the machine's
+
+
+def test_a_page_has_no_losses_where_looking_at_one_would_wait(tmp_path: Path) -> None:
+    """Losses that are given are shown; of what the engine itself has seen, nothing made the host wait."""
+    budgets = {"device": "8MiB", "cpu": "16MiB"}
+    with Engine(torch.nn.Linear(8, 8), AdamW(lr=1e-3), device="sim", max_memory=budgets, log_every=1) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 8, device="sim")).sum())
+            engine.step()
+        samples = engine._watch.samples()
+        assert [one.step for one in samples] == [1, 2, 3] and [one.loss for one in samples] == [None] * 3
+        assert samples[-1].grad_norm == engine.grad_norm
+        engine.report(tmp_path / "own.html")
+        engine.report(tmp_path / "given.html", losses=[(1, 3.0), (2, 2.0), (3, 1.0)])
+    own, given = ((tmp_path / f"{name}.html").read_text() for name in ("own", "given"))
+    assert "<h2>Gradient norm</h2>" in own and "<h2>Loss</h2>" not in own
+    assert "<h2>Loss</h2><p>From 3 to 1.</p>" in given

@@ -1,4 +1,4 @@
-"""Command line: ``finetune``, ``generate``, ``merge``, ``plan``, ``scale``, ``checkpoint``, ``tune``, ``doctor``, ...
+"""Command line: ``finetune``, ``generate``, ``merge``, ``plan``, ``checkpoint``, ``tune``, ``doctor``, ``top``, ...
 
 Also as ``python -m offload``. Owns arguments, exit codes and how errors are shown. Knows nothing of what the commands
 do. The options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Next: :mod:`offload.cli.finetune.run`.
@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
-from offload.cli import completion, generate, merge, plan, scale
+from offload.cli import completion, generate, merge, plan, scale, top
 from offload.cli.checkpoint import command as checkpoints
 from offload.cli.drive import command as drive
 from offload.cli.finetune.settings import EngineSettings, Settings, settings_of
@@ -80,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     scale.add_arguments(commands.add_parser("scale", allow_abbrev=False, help=text, description=scale.DESCRIPTION))
     _add_drive(commands)
     _add_doctor(commands)
+    text = "show engines that run, live"
+    top.add_arguments(commands.add_parser("top", allow_abbrev=False, help=text, description=top.DESCRIPTION))
     text = "list, check and export checkpoints"
     checkpoint = commands.add_parser("checkpoint", allow_abbrev=False, help=text, description=checkpoints.DESCRIPTION)
     checkpoints.add_arguments(checkpoint, _Parser)
@@ -199,6 +201,8 @@ def _run(parsed: argparse.Namespace, process: Process) -> None:
         plan.run(parsed)
     elif parsed.command == "scale":
         scale.run(parsed)
+    elif parsed.command == "top":
+        top.run(parsed)
     elif parsed.command == "checkpoint":
         checkpoints.run(parsed)
     else:

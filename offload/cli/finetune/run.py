@@ -248,7 +248,7 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
     """Fine-tune as `settings` say, showing progress on `stream` (standard output).
 
     Returns:
-        The report; it is also written to ``settings.output``.
+        The report; it is also written to ``settings.output``, with a page of charts.
 
     Raises:
         FinetuneError: data or adapters cannot be used.
@@ -300,6 +300,9 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         ):
             training = train(engine, data, settings, progress, device, log=log, stop=stop, past=past)
         sample_after = sample()
+        if settings.output is not None:
+            losses = [(record.step, record.loss) for record in training.steps]
+            engine.report(settings.output / "report.html", losses=losses)
         stats = engine.stats()
         ram = ram_budget(stats.budget_bytes, given, open_device(device))
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram)
@@ -400,6 +403,7 @@ def write_report(report: Report, folder: Path, out: TextIO) -> None:
     """Write the report and its plot into `folder`, and print where they are."""
     write_json(report, folder / "report.json")
     print(f"\nreport: {folder / 'report.json'}", file=out)
+    print(f"page:   {folder / 'report.html'}", file=out)
     try:
         write_plot(report, folder / "loss.png")
         print(f"plot:   {folder / 'loss.png'}", file=out)

@@ -61,7 +61,7 @@ class Settings:
     chat_template: Path | None = field(
         default=None, metadata=_data("Jinja file for messages, in place of the model's own template", "FILE")
     )
-    output: Path | None = field(default=None, metadata=_data("folder for report.json and loss.png", "DIR"))
+    output: Path | None = field(default=None, metadata=_data("folder for report.json, report.html and loss.png", "DIR"))
     save_every: int = field(
         default=0, metadata=_data("checkpoint in OUTPUT/checkpoints every N steps and at the end; 0: none", "N")
     )

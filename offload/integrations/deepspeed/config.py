@@ -20,6 +20,7 @@ from offload.integrations.deepspeed.keys import Does, find, is_section, names_in
 AUTO = "auto"
 OWN_SECTION = "offload"
 _FOREVER = 2**31 - 1  # steps
+PRINTED_EVERY = 10  # steps, where steps_per_print says nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +136,9 @@ def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any
         mapped["activations"] = "offload"
     if values.get("gradient_clipping"):
         mapped["max_grad_norm"] = _number(values, "gradient_clipping")
+    every = None if not values.get("steps_per_print") else _number(values, "steps_per_print")
+    if values.get("wall_clock_breakdown"):
+        mapped["log_every"] = PRINTED_EVERY if every is None else _whole_steps(every)
     if fp16.get("enabled"):
         mapped |= _loss_scale(fp16)
         is_dynamic = not fp16.get("loss_scale")
@@ -147,7 +151,7 @@ def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any
         optimizer=_named(values, "optimizer"),
         scheduler=_named(values, "scheduler"),
         stage=int(stage),
-        steps_per_print=None if not values.get("steps_per_print") else _number(values, "steps_per_print"),
+        steps_per_print=every,
         drop_last=bool(values.get("dataloader_drop_last")),
         is_dynamic=is_dynamic,
         lines=lines,
@@ -325,6 +329,11 @@ def _number(values: Mapping[str, Any], name: str, section: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{section}{name}: expected a number but got {value!r}")
     return value
+
+
+def _whole_steps(every: float) -> int:
+    """Return a number of steps; scripts write a very large one to have no line."""
+    return int(min(max(1, every), _FOREVER))
 
 
 def _batch(values: Mapping[str, Any]) -> Batch:

@@ -1,0 +1,43 @@
+"""A file that is replaced as a whole, or stays as it was.
+
+Owns that, and the error of a path that cannot be written. Next: :mod:`offload.trace`, :mod:`offload.seeing.page`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from offload.errors import ConfigError
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
+    """Give a file to write to, which takes the place of `path` when the block has ended well.
+
+    Args:
+        path: of the file; its folder must exist.
+        what: the call that it is for, which an error begins with.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    target = Path(path).resolve()
+    if target.exists() and not target.is_file():
+        raise ConfigError(f"{what}: expected the path of a file but got {path}, which is something else; name a file")
+    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yield file
+        os.replace(partial, target)
+    except OSError as error:
+        raise ConfigError(
+            f"{what}: expected a file that can be written but got {path}: {error.strerror}; name one in a folder that "
+            "exists, is writable and has room"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)

@@ -1,0 +1,185 @@
+"""Keeps an eye on one engine while it trains: the history of its steps, lines of a log, a file for who looks on.
+
+Owns when each of them is due, so that together they cost a small share of the time, whatever a step takes. It changes
+nothing, and it asks no device anything. Next: :mod:`offload.snapshot` counts, :mod:`offload.seeing` keeps and shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from offload.build import Parts
+from offload.config import Config
+from offload.life import Life
+from offload.seeing.history import Between, History, Sample
+from offload.seeing.published import Publisher
+from offload.shards.manager import Manager
+from offload.sizes import short_bytes
+from offload.snapshot import take_sample
+
+logger = logging.getLogger(__name__)
+
+EVERY_STEP = 8  # steps at first, of each of which there is a sample
+SAMPLED_S = 0.05  # at least between two samples later on
+PUBLISHED_S = 1.0  # at least between two writes of the file
+
+
+class Watch:
+    """Sees the passes and steps of one engine. See the module's text.
+
+    Attributes:
+        title: what is trained, in words.
+    """
+
+    def __init__(self, name: str, config: Config, parts: Parts, life: Life) -> None:
+        """Begin.
+
+        Args:
+            name: of the module's class.
+            config: the options.
+            parts: of the engine.
+            life: nothing is seen unless it is open.
+        """
+        self.title = f"{name}: {parts.plan.headline()}"
+        self._parts = parts
+        self._life = life
+        self._log_every = config.log_every
+        self._publisher = Publisher() if config.visible else None
+        self._history = History()
+        self._loss_sum, self._losses = 0.0, 0  # since the last sample
+        self._loss: float | None = None
+        self._phase = "making"
+        self._ended_s: float | None = None  # when the last step did
+        self._step_s: float | None = None
+        self._published: Sample | None = None
+        self._publish_at_s = 0.0
+        self._sample_at_s = 0.0
+        manager = life.manager
+        self._logged = None if manager is None else take_sample(parts, manager, time.perf_counter())
+        if manager is not None:
+            self._publish(time.perf_counter())
+
+    @property
+    def knows_losses(self) -> bool:
+        """Whether it costs nothing to look at a loss: on a device that is not the CPU, looking would wait for it."""
+        return self._parts.device.addressable
+
+    def note_loss(self, loss: float) -> None:
+        """See the loss of a micro-batch."""
+        self._loss_sum += loss
+        self._losses += 1
+
+    def passed(self, what: str) -> None:
+        """See the end of a forward or backward pass."""
+        self._phase = what
+        now_s = time.perf_counter()
+        if self._publisher is not None and now_s >= self._publish_at_s:
+            self._publish(now_s)
+
+    def stepped(self, now_s: float) -> None:
+        """See the end of an optimizer step, or of one that was skipped."""
+        self._phase = "step"
+        self._step_s = None if self._ended_s is None else now_s - self._ended_s
+        self._ended_s = now_s
+        manager, run = self._life.manager, self._parts.steps.run
+        if manager is None:
+            return
+        step = run.steps + run.skipped
+        sampled = self._history.wants(step) and (now_s >= self._sample_at_s or step <= EVERY_STEP)
+        logged = self._log_every is not None and step % self._log_every == 0
+        if sampled or logged:
+            sample = self._sample(manager, now_s)
+            if sampled:
+                self._history.add(sample)
+                self._sample_at_s = now_s + SAMPLED_S
+                self._loss_sum, self._losses = 0.0, 0
+            if logged and self._logged is not None:
+                logger.info("%s", log_line(Between.of(self._logged, sample), sample))
+                self._logged = sample
+        if self._publisher is not None and now_s >= self._publish_at_s:
+            self._publish(now_s)
+
+    def samples(self) -> list[Sample]:
+        """Return the history of the run."""
+        return list(self._history.samples)
+
+    def close(self) -> None:
+        """Take the file away. Idempotent."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _sample(self, manager: Manager, now_s: float) -> Sample:
+        if self._losses:
+            self._loss = self._loss_sum / self._losses
+        return take_sample(self._parts, manager, now_s, self._loss if self._losses else None)
+
+    def _publish(self, now_s: float) -> None:
+        manager = self._life.manager
+        if manager is None or self._publisher is None:
+            return
+        sample, before = self._sample(manager, now_s), self._published
+        between = Between.of(sample if before is None else before, sample)
+        self._published, self._publish_at_s = sample, now_s + PUBLISHED_S
+        self._publisher.write(self._state(sample, between))
+
+    def _state(self, sample: Sample, between: Between) -> Mapping[str, Any]:
+        parts = self._parts
+        return {
+            "model": self.title,
+            "device": str(parts.device.place),
+            "program": os.path.basename(sys.argv[0]) if sys.argv else "",
+            "rank": parts.ranks.rank,
+            "world": parts.ranks.world,
+            "phase": self._phase,
+            "step": sample.step,
+            "step_seconds": self._step_s,
+            "loss": self._loss,
+            "grad_norm": sample.grad_norm,
+            "tiers": {
+                tier.value: {
+                    "used": sample.used_bytes[tier.value],
+                    "peak": sample.peak_bytes[tier.value],
+                    "budget": budget.limit_bytes,
+                }
+                for tier, budget in parts.budgets.items()
+            },
+            "seconds": between.seconds,
+            "steps": between.steps,
+            "lanes": {
+                name: {"share": between.share(link.seconds), "bytes": link.bytes, "gb_s": link.bandwidth_gb_s}
+                for name, link in between.links.items()
+            },
+            "waits": {what: between.share(seconds) for what, seconds in between.waited.items()},
+        }
+
+
+def log_line(between: Between, sample: Sample) -> str:
+    """Return one line for the steps between two samples, the later of which is `sample`: milliseconds and bytes each.
+
+    Seconds of links are those in which they were busy; they work side by side, so nothing adds up.
+    """
+    count = max(between.steps, 1)
+    first = sample.step - count + 1
+    which = f"step {sample.step}" if count == 1 else f"steps {first} to {sample.step}, each"
+
+    def ms(seconds: float) -> str:
+        return f"{seconds / count * 1e3:.1f} ms"
+
+    update = between.links.get("cpu_adam")
+    parts = [f"{what} {ms(between.passes.get(what, 0.0))}" for what in ("forward", "backward")]
+    parts.append(f"updates {ms(update.seconds if update else 0.0)}")
+    waits = [f"{what} {ms(seconds)}" for what, seconds in between.waited.items() if seconds]
+    parts.append(f"waiting for {', '.join(waits)}" if waits else "waiting for nothing")
+    for name, link in between.links.items():
+        if link.bytes and name != "cpu_adam":
+            parts.append(f"{name} {ms(link.seconds)} {short_bytes(link.bytes / count)}")
+    if sample.loss is not None:
+        parts.append(f"loss {sample.loss:.4f}")
+    if sample.grad_norm is not None:
+        parts.append(f"grad norm {sample.grad_norm:.4g}")
+    return f"{which} {ms(between.seconds)}: {'; '.join(parts)}"

@@ -1,0 +1,390 @@
+"""The history of a run, the charts that are made of it, the page with them, and the lines of a log."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import types
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import WIDTH, loss_of, tight
+from hypothesis import given
+from hypothesis import strategies as st
+from test_spans import TWO_STEPS, recorded
+from test_stats import snapshot
+from torch import nn
+
+import offload
+from offload import watching
+from offload.planning.timing import Moved, Span, Timing
+from offload.report import make_report
+from offload.seeing import drawing
+from offload.seeing.history import Between, History, Sample
+from offload.seeing.page import BARS, Content, page, write_page
+from offload.spans import LANES, Recorded
+from offload.spans import Span as LaneSpan
+from offload.stats import LINKS, LinkStats
+
+pytestmark = pytest.mark.usefixtures("single_torch_thread")
+
+
+def sample(step: int, *, loss: float | None = 0.5, norm: float | None = 1.0) -> Sample:
+    """Return one of a run whose steps take 2 s, move 10 bytes per link, and wait 0.5 s for parameters."""
+    return Sample(
+        time_s=100.0 + 2 * step,
+        step=step,
+        used_bytes={"device": 100 + step, "cpu": 50, "nvme": 7},
+        peak_bytes={"device": 400, "cpu": 60, "nvme": 7},
+        links={name: LinkStats(10 * step, 0.25 * step) for name in LINKS},
+        waited={"parameters": 0.5 * step},
+        passes={"forward": 0.5 * step, "backward": 1.0 * step},
+        loss=loss,
+        grad_norm=norm,
+    )
+
+
+# --- the history ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(4, 20), st.integers(0, 200))
+def test_a_long_history_is_thinned_and_loses_no_bytes(most: int, steps: int) -> None:
+    history = History(most)
+    for step in range(1, steps + 1):
+        if history.wants(step):
+            history.add(sample(step))
+    kept = history.samples
+    assert len(kept) <= most
+    assert [one.step for one in kept] == sorted({one.step for one in kept})
+    if steps:
+        assert kept[0].step == 1 and steps - kept[-1].step < max(2 * steps / most, 1) + 1
+        whole = Between.of(kept[0], kept[-1])
+        assert whole.steps == kept[-1].step - 1
+        assert whole.links["h2d"].bytes == 10 * whole.steps and whole.waited == {"parameters": 0.5 * whole.steps}
+        gaps = [later.step - one.step for one, later in itertools.pairwise(kept)]
+        assert not gaps or max(gaps) <= 2 * min(gaps)  # evenly
+
+
+def test_two_samples_become_one_with_the_loss_of_both() -> None:
+    history = History(4)
+    for step, loss in enumerate([1.0, 2.0, 4.0, 8.0, None], start=1):
+        history.add(sample(step, loss=loss))
+    assert [(one.step, one.loss) for one in history.samples] == [(1, 1.0), (3, 3.0), (5, 8.0)]
+
+
+def test_what_lies_between_two_samples() -> None:
+    between = Between.of(sample(2), sample(6))
+    assert between.steps == 4 and between.seconds == 8 and between.step_s == 2
+    assert between.links["nvme_read"] == LinkStats(40, 1.0) and between.passes == {"forward": 2.0, "backward": 4.0}
+    assert between.share(2.0) == 0.25 and between.share(20.0) == 1.0
+    still = Between.of(sample(2), sample(2))
+    assert still.step_s is None and still.share(1.0) == 0.0
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1e12), st.floats(1e-6, 1e12), st.sampled_from([2.0, 10.0]))
+def test_ticks_are_few_and_lie_on_the_axis(low: float, width: float, base: float) -> None:
+    found = drawing.ticks(low, low + width, base=base)
+    assert 1 <= len(found) <= 10 or width < low * 1e-9  # an axis that floats cannot divide
+    assert all(low - width * 1e-6 <= value <= (low + width) * (1 + 1e-6) for value in found)
+
+
+def test_ticks_are_round() -> None:
+    assert drawing.ticks(0, 9) == [0, 5] and drawing.ticks(0, 0.1) == pytest.approx([0, 0.05, 0.1])
+    assert drawing.ticks(0, 70 << 20, base=2) == [0, 32 << 20, 64 << 20]
+    assert drawing.ticks(3, 3) == [3]
+
+
+SPANS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.2)).map(lambda at: (at[0], at[0] + at[1], "x")), max_size=30)
+
+
+@given(SPANS)
+def test_a_lane_has_few_blocks_and_they_cover_what_was_busy(spans: list[tuple[float, float, str]]) -> None:
+    blocks = drawing.merged(spans, 0.2, 0.8, lambda count: f"{count} of them")
+    pixel = 0.6 / drawing.PIXELS
+    assert len(blocks) <= drawing.PIXELS + 1
+    for first, last, _ in spans:
+        first, last = max(first, 0.2), min(last, 0.8)
+        assert first > last or any(one.begin <= first and last <= one.end for one in blocks)
+    for one, later in itertools.pairwise(blocks):
+        assert one.end + pixel <= later.begin + 1e-12
+    assert sum(int(one.text.split()[0]) if " of them" in one.text else 1 for one in blocks) == sum(
+        max(first, 0.2) <= min(last, 0.8) for first, last, _ in spans
+    )
+
+
+def test_long_lines_are_thinned_and_what_is_no_number_is_left_out() -> None:
+    points = [(float(n), float("nan") if n == 3 else float(n)) for n in range(5000)]
+    found = drawing.thinned(points)
+    assert len(found) <= drawing.MOST_POINTS and found[-1] == (4999.0, 4999.0)
+    assert drawing.thinned(points[3:4]) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (12.34, "12.3 s"), (0.0134, "13.4 ms"), (0.99999, "1 s"), (2.5e-4, "250 us")]
+)
+def test_durations_in_three_figures(seconds: float, text: str) -> None:
+    assert drawing.seconds_text(seconds) == text
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Tags(HTMLParser):
+    """Collects tags, and finds those that are not closed."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+
+
+def content(samples: list[Sample], spans: Recorded | None = None, title: str = "a model", **more: Any) -> Content:
+    spans = spans or recorded(*TWO_STEPS)
+    predicted = more.pop("predicted", None)
+    stats = snapshot({name: LinkStats(10, 1.0) for name in LINKS})
+    report = make_report(spans, stats, host_computes=True, predicted=predicted)
+    return Content(title, "the plan & more", report, spans, samples, **more)
+
+
+def charts(text: str) -> dict[str, ET.Element]:
+    """Return the charts of a page by their titles; every one is whole, named, and within its frame."""
+    tags = Tags(text)
+    assert tags.open == []
+    names = [attributes["id"] for _, attributes in tags.seen if "id" in attributes]
+    assert len(names) == len(set(names))
+    found = {}
+    for part in re.findall(r"<svg .*?</svg>", text):
+        chart = ET.fromstring(part)
+        title, about = chart[0], chart[1]
+        assert (title.tag, about.tag) == ("title", "desc") and title.text and about.text
+        assert chart.get("aria-labelledby") == f"{title.get('id')} {about.get('id')}" and chart.get("role") == "img"
+        width, height = map(float, chart.get("viewBox", "").split()[2:])
+        for shape in chart.iter("rect"):
+            x, y, wide, high = (float(shape.get(name, "")) for name in ("x", "y", "width", "height"))
+            assert x >= 0 and y >= 0 and wide >= 0 and high >= 0 and x + wide <= width + 1 and y + high <= height + 1
+        for line in chart.iter("polyline"):
+            for point in line.get("points", "").split():
+                x, y = map(float, point.split(","))
+                assert 0 <= x <= width and 0 <= y <= height
+        found[title.text] = chart
+    return found
+
+
+def test_a_page_has_every_chart_and_needs_nothing_from_elsewhere() -> None:
+    predicted = {"step": 9.0, "compute": 5.0, "drive": 4.0}
+    text = page(content([sample(step) for step in range(1, 9)], predicted=predicted))
+    assert not re.search(r"https?:|<script|<link|src=|@import|url\(", text)
+    found = charts(text)
+    assert set(found) == {
+        "Lanes of the last 2 steps",
+        "Measured against predicted",
+        "What steps waited for",
+        *("device", "cpu", "nvme"),
+        *("Loss", "Gradient norm"),
+    }
+    told = [title.text for title in found["Lanes of the last 2 steps"].iter("title")]
+    assert {"forward, 10 s", "forward, 6 s", "a, 10 B, 1 s", "2 of wait, 4 s"} <= set(told)
+    assert "2 of nvme_read, 8 s" in told  # the second begins before the first ends; what was before the step is cut off
+    waits = [title.text for title in found["What steps waited for"].iter("title")]
+    assert "step 2: parameters 500 ms" in waits and "step 2: not waiting 1.5 s" in waits
+    both = [title.text for title in found["Measured against predicted"].iter("title")]
+    assert {"step: predicted 9 s", "step: measured 10 s", "drive: predicted 4 s", "drive: measured 4 s"} <= set(both)
+    assert "compute: measured 6 s" in both  # on a CPU updates are part of it: 11 s and 1 s of two steps
+    assert "prefers-color-scheme:dark" in text and "the plan &amp; more" in text
+
+
+def test_a_page_of_a_long_run_is_small() -> None:
+    history = History()
+    for step in range(1, 1001):
+        if history.wants(step):
+            history.add(sample(step, loss=1 / step))
+    spans = [LaneSpan("step", f"step {n}", n, n + 1) for n in range(3)]
+    for lane in LANES[1:]:
+        spans += [LaneSpan(lane, f"param: layer {n}", n / 1365, n / 1365 + 2e-4, 4096) for n in range(4095)]
+    losses = [(step, 1 / step) for step in range(1, 1001)]
+    text = page(content(list(history.samples), Recorded(sorted(spans, key=lambda one: one.begin), 0.0), losses=losses))
+    assert len(text) < 1 << 20
+    bars = charts(text)["What steps waited for"]
+    assert len(list(bars.iter("rect"))) <= 2 * BARS
+
+
+def test_a_page_before_the_first_step_says_so() -> None:
+    text = page(content([], recorded()))
+    assert charts(text) == {} and "Nothing is recorded yet" in text
+    assert set(charts(page(content([sample(1)])))) == {"Lanes of the last 2 steps"}
+
+
+def test_what_others_have_named_cannot_be_markup() -> None:
+    spans = recorded(*TWO_STEPS, LaneSpan("h2d", "</title><script>1</script>", 15, 16))
+    text = page(content([sample(1), sample(2)], spans, title="<b>&"))
+    assert "<script" not in text and "&lt;b&gt;&amp;" in text
+    charts(text)
+
+
+def test_losses_that_are_no_numbers_are_left_out() -> None:
+    samples = [sample(n, loss=None, norm=float("inf") if n == 2 else 1.0) for n in range(1, 5)]
+    found = charts(page(content(samples, losses=[(1, 3.0), (2, float("nan")), (3, 2.0)])))
+    [line] = found["Loss"].iter("polyline")
+    assert len(line.get("points", "").split()) == 2
+    [line] = found["Gradient norm"].iter("polyline")
+    assert len(line.get("points", "").split()) == 3
+
+
+@pytest.mark.parametrize("what", ["folder", "no folder", "device"])
+def test_a_page_that_cannot_be_written_is_refused_by_name(tmp_path: Path, what: str) -> None:
+    path = {"folder": tmp_path, "no folder": tmp_path / "no" / "file", "device": Path("/dev/full")}[what]
+    with pytest.raises(offload.ConfigError, match=f"report: expected .* but got {path}.*; name"):
+        write_page(path, content([]))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """The time that watches see, which the test moves."""
+    now = [50.0]
+    monkeypatch.setattr(watching, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    yield now
+
+
+def trained(folder: Path, steps: int, *, micro_batches: int = 1, **options: Any) -> tuple[offload.Engine, list[float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+    options = {**tight(model, folder, offload_param="cpu"), **options}
+    options["gradient_accumulation_steps"] = micro_batches
+    engine = offload.Engine(model, offload.AdamW(lr=1e-3), **options)
+    losses = []
+    for number in range(steps * micro_batches):
+        loss = loss_of(engine, number)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return engine, losses
+
+
+def test_an_engine_keeps_a_history_and_writes_a_page(tmp_path: Path) -> None:
+    engine, losses = trained(tmp_path, 4, micro_batches=2)
+    with engine:
+        samples = engine._watch.samples()
+        assert [one.step for one in samples] == [1, 2, 3, 4]
+        means = [(first + second) / 2 for first, second in zip(losses[::2], losses[1::2], strict=True)]
+        assert [one.loss for one in samples] == means
+        assert samples[-1].grad_norm == engine.grad_norm
+        assert samples[-1].used_bytes["nvme"] > 0 and samples[-1].links["nvme_read"].bytes > 0
+        predicted = Timing((Span("all", {"compute": 1.0, "h2d": 0, "d2h": 0, "cpu": 0, "drive": 3.0}),), 0.5, Moved())
+        report = engine.report(tmp_path / "report.html", predicted=predicted)
+        assert report.compared["step"][0] == 3.5 and report.compared["drive"][0] == 3.0
+        took = report.seconds / len(report.step_seconds)
+        assert report.compared["step"][1] == took and 0 < report.compared["drive"][1] <= took
+        assert re.search(r"\n  step +3\.500 s", str(report)) and len(str(report).splitlines()) <= 24
+        text = (tmp_path / "report.html").read_text(encoding="utf-8")
+        found = charts(text)
+        assert {"What steps waited for", "device", "cpu", "nvme", "Loss", "Gradient norm"} <= set(found)
+        assert any(title.startswith("Lanes of the last") for title in found)
+        assert "Sequential: 6 units" in text and "drive wear" in text
+        engine.sleep()
+        engine.report(tmp_path / "asleep.html")
+    with pytest.raises(offload.StateError, match="report: the engine is closed"):
+        engine.report(tmp_path / "closed.html")
+    assert not (tmp_path / "closed.html").exists()
+
+
+def test_being_looked_at_changes_no_bits(tmp_path: Path) -> None:
+    ends = []
+    for name, options in (("seen", {"log_every": 1}), ("alone", {"visible": False})):
+        (tmp_path / name).mkdir()
+        engine, losses = trained(tmp_path / name, 3, **options)
+        with engine:
+            ends.append((losses, engine.digests()))
+    assert ends[0] == ends[1]
+
+
+def test_a_line_of_the_log_has_milliseconds_and_bytes_of_a_step() -> None:
+    line = watching.log_line(Between.of(sample(2), sample(6)), sample(6, loss=1.25))
+    links = "; ".join(f"{name} 250.0 ms 10 B" for name in LINKS if name != "cpu_adam")
+    assert line == (
+        "steps 3 to 6, each 2000.0 ms: forward 500.0 ms; backward 1000.0 ms; updates 250.0 ms; waiting for parameters "
+        f"500.0 ms; {links}; loss 1.2500; grad norm 1"
+    )
+    alone = watching.log_line(Between.of(sample(5), sample(6)), sample(6, loss=None, norm=None))
+    assert alone.startswith("step 6 2000.0 ms: forward") and "loss" not in alone and "norm" not in alone
+
+
+def test_an_engine_logs_every_so_many_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "offload.watching"):
+        trained(tmp_path, 5, log_every=2)[0].close()
+        trained(tmp_path, 2)[0].close()
+    lines = [record.getMessage() for record in caplog.records if record.name == "offload.watching"]
+    assert [line.split(",")[0] for line in lines] == ["steps 1 to 2", "steps 3 to 4"]
+    for line in lines:
+        assert re.search(r"forward [\d.]+ ms; backward [\d.]+ ms; updates [\d.]+ ms; waiting for ", line)
+        assert "; loss " in line and "; grad norm " in line
+    assert "nvme_read" in lines[1] and "nvme_write" in lines[1]  # of what the third step waited for, at the least
+
+
+def test_looking_costs_a_share_of_the_time_however_short_steps_are(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts, not seconds: 400 steps of a millisecond."""
+    engine, _ = trained(tmp_path, 1)
+    counted = {"samples": 0, "writes": 0}
+
+    def count(what: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[what] += 1
+            return real(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(watching, "take_sample", count("samples", watching.take_sample))
+    with engine:
+        assert engine._watch._publisher is not None
+        monkeypatch.setattr(engine._watch._publisher, "write", count("writes", engine._watch._publisher.write))
+        run = engine._parts.steps.run
+        for _ in range(400):
+            clock[0] += 0.001
+            run.steps += 1
+            engine._watch.passed("forward")
+            engine._watch.stepped(clock[0])
+    most = watching.EVERY_STEP + 0.4 / watching.SAMPLED_S + 1
+    assert counted["writes"] <= 1 and watching.EVERY_STEP < counted["samples"] <= most + counted["writes"]
+
+
+def test_an_engine_that_only_evaluates_is_seen_too(clock: list[float]) -> None:
+    with offload.Engine(nn.Linear(2, 2), device="cpu", max_memory={"device": "16MiB", "cpu": "16MiB"}) as engine:
+        clock[0] += 2
+        with torch.no_grad():
+            engine(torch.ones(1, 2))
+        assert engine._watch.samples() == [] and engine._watch._phase == "forward"
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "often", True])
+def test_a_number_of_steps_that_makes_no_sense_is_refused(value: Any) -> None:
+    with pytest.raises(offload.ConfigError, match="log_every: expected a whole number >= 1"):
+        offload.Config(log_every=value)
