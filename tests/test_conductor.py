@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -225,3 +226,20 @@ def test_who_waits_elsewhere_takes_part_in_what_others_want(data: st.DataObject,
 
     wanted = sum(len(order) for program in programs for order in program)
     assert together(world, set(), act) == [wanted] * world
+
+
+def test_who_has_not_heard_what_others_have_is_waited_for() -> None:
+    """It is about to want the same: were it gathered without it, it would be gathered again."""
+
+    def act(one: Rank, rank: int) -> int:
+        if rank:
+            one.conductor.standing.hear()
+        else:
+            one.conductor.standing.wait()
+            with one.conductor.serving("a round"):
+                time.sleep(0.05)  # it says meanwhile that it waits
+        one.start(2)()
+        one.conductor.agree("the end")
+        return one.counters.gathers
+
+    assert together(3, set(), act) == [1] * 3
