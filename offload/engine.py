@@ -109,7 +109,7 @@ class Engine(EngineTensors, EngineRuns):
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
         counters = Counters()
-        ranks = ranks_of(stage, group, counters)
+        ranks = ranks_of(stage, group, counters, trains=optimizer is not None)
         with made_together(ranks):
             refusals.refuse_model(model)
             self.module = model

@@ -48,13 +48,14 @@ _SAME = (  # options that decide on bits
 Stage = int | str | None  # of ZeRO
 
 
-def ranks_of(stage: Stage, group: Any, counters: Counters) -> Ranks:
+def ranks_of(stage: Stage, group: Any, counters: Counters, *, trains: bool = True) -> Ranks:
     """Return the ranks of an engine, once all of them have come; one process is a rank of its own.
 
     Args:
         stage: of ZeRO, or ``"auto"``; None where several processes are not meant.
         group: their process group; None for the default one.
         counters: of the bytes that are sent.
+        trains: the engine; one that only evaluates may be in each of several processes, and knows of no other.
 
     Raises:
         ConfigError: a stage that there is not, or a group that is none.
@@ -62,7 +63,8 @@ def ranks_of(stage: Stage, group: Any, counters: Counters) -> Ranks:
         RanksError: a rank has not come.
     """
     if stage is None:
-        refuse_ranks()
+        if trains:
+            refuse_ranks()
         if group is not None:
             raise ConfigError('group: expected stage="auto" beside it but got none; pass both for several ranks')
         return OneRank()
