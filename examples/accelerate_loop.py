@@ -1,4 +1,4 @@
-"""A loop of Accelerate: accumulates, clips, saves in the middle and goes on. `accelerate launch` starts it, too."""
+"""A loop of Accelerate: accumulates, clips, saves in the middle and goes on. torchrun starts several processes."""
 
 from typing import Any
 
@@ -19,6 +19,7 @@ engine = offload.Engine(
     **common.options(given),
     gradient_accumulation_steps=ACCUMULATION,
     gradient_reduction="sum",  # the accelerator divides the loss
+    stage="auto",  # of several processes
 )
 schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 2 * given.steps)
 loader: Any = torch.utils.data.DataLoader(common.rows(given), batch_size=1)

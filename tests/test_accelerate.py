@@ -135,6 +135,10 @@ def test_refuses(tmp_path: Path) -> None:
             ConfigError, match=r"^prepare: expected an accelerator without a plugin but got one of FSDP"
         ):
             prepare(made, engine)
+        patch.undo()
+        patch.setattr(accelerate.Accelerator, "num_processes", 2)
+        with pytest.raises(ConfigError, match=r"s 2 processes but got one of 1; pass stage=\"auto\""):
+            prepare(made, engine)
     with pytest.raises(ConfigError, match=r"expected one engine with an optimizer but got 0 engines"):
         prepare(made, module)
     with Engine(module, AdamW(), **nvme(module, tmp_path, gradient_accumulation_steps=2)) as engine:

@@ -42,7 +42,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
 
     Raises:
         ConfigError: the accelerator shards or wraps by itself, there is no engine that trains, or more than one, both
-            sides average over micro-batches, a scheduler is one of another optimizer, or it is a durable run.
+            sides average over micro-batches, the engine has other processes, a scheduler is one of another optimizer,
+            or it is a durable run.
     """
     if accelerator.distributed_type not in PLAIN:
         raise ConfigError(
@@ -69,7 +70,12 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
             f"gradient_accumulation_steps={steps}, but got gradient_accumulation_steps="
             f'{options.gradient_accumulation_steps} without gradient_reduction="sum"; pass both, or neither'
         )
-    accelerator.scaler = scaling_of(engine, accelerator.num_processes) or accelerator.scaler
+    if engine.plan.request.world_size != accelerator.num_processes:
+        raise ConfigError(
+            f"prepare: expected an engine of the accelerator's {accelerator.num_processes} processes but got one of "
+            f'{engine.plan.request.world_size}; pass stage="auto" to offload.Engine, and no group'
+        )
+    accelerator.scaler = scaling_of(engine) or accelerator.scaler
     module = accelerator.prepare_model(engine.module, evaluation_mode=True)  # else it would be wrapped in DDP
     accelerator._models.remove(module)  # the engine saves and loads it
     note_told(accelerator, engine.module)
@@ -121,15 +127,10 @@ class LoadsEngine:
         self.engine.load_checkpoint(os.path.join(input_dir, FOLDER))
 
 
-def scaling_of(engine: Engine, world: int) -> LossScaling | None:
-    """Return what an accelerator needs for backward passes that are the engine's; None where torch's will do.
-
-    Args:
-        engine: whose.
-        world: processes that train together.
-    """
+def scaling_of(engine: Engine) -> LossScaling | None:
+    """Return what an accelerator needs for backward passes that are the engine's; None where torch's will do."""
     scales = trains_float16(engine.module)
-    return LossScaling(engine, world, skips=scales) if scales or world > 1 else None
+    return LossScaling(engine, skips=scales) if scales or engine.plan.request.world_size > 1 else None
 
 
 class LossScaling:
@@ -138,16 +139,15 @@ class LossScaling:
     Its state is in the engine's checkpoint. Where the engine only adds, the loss is divided by the number of processes.
     """
 
-    def __init__(self, engine: Engine, world: int = 1, *, skips: bool = True) -> None:
+    def __init__(self, engine: Engine, *, skips: bool) -> None:
         """Prepare.
 
         Args:
             engine: whose backward it is.
-            world: processes that train together.
             skips: steps are skipped whose gradients are not finite.
         """
         self._engine = engine
-        self._divisor = world if engine.config.gradient_reduction == "sum" else 1
+        self._divisor = engine.plan.request.world_size if engine.config.gradient_reduction == "sum" else 1
         self._skips = skips
 
     def scale(self, loss: torch.Tensor) -> ScaledLoss:

@@ -134,7 +134,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if self.engine.optimizer is not None:
             self.optimizer = self.engine.optimizer
-            scaling = scaling_of(self.engine, self.args.world_size)
+            scaling = scaling_of(self.engine)
             self.accelerator.scaler = scaling or self.accelerator.scaler
         callbacks = self.callback_handler.callbacks
         for callback in [each for each in callbacks if isinstance(each, OffloadCallback)]:
