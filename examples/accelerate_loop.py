@@ -11,7 +11,7 @@ import offload
 ACCUMULATION = 2
 
 given = common.command_line(__doc__)
-accelerator = accelerate.Accelerator(gradient_accumulation_steps=ACCUMULATION)
+accelerator = accelerate.Accelerator(cpu=common.ON_CPU, gradient_accumulation_steps=ACCUMULATION)
 model: Any = common.model(given)
 engine = offload.Engine(
     model,

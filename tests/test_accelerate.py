@@ -137,7 +137,7 @@ def test_refuses(tmp_path: Path) -> None:
             prepare(made, engine)
         patch.undo()
         patch.setattr(accelerate.Accelerator, "num_processes", 2)
-        with pytest.raises(ConfigError, match=r"s 2 processes but got one of 1; pass stage=\"auto\""):
+        with pytest.raises(ConfigError, match=r"s processes, 1, but got one of 2; pass cpu=True to Acc"):
             prepare(made, engine)
     with pytest.raises(ConfigError, match=r"expected one engine with an optimizer but got 0 engines"):
         prepare(made, module)

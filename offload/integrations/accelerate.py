@@ -70,10 +70,11 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
             f"gradient_accumulation_steps={steps}, but got gradient_accumulation_steps="
             f'{options.gradient_accumulation_steps} without gradient_reduction="sum"; pass both, or neither'
         )
-    if engine.plan.request.world_size != accelerator.num_processes:
+    world = engine.plan.request.world_size
+    if world != accelerator.num_processes:
         raise ConfigError(
-            f"prepare: expected an engine of the accelerator's {accelerator.num_processes} processes but got one of "
-            f'{engine.plan.request.world_size}; pass stage="auto" to offload.Engine, and no group'
+            f"prepare: expected an accelerator of the engine's processes, {world}, but got one of "
+            f"{accelerator.num_processes}; pass cpu=True to Accelerator if there is no GPU, and no group to the engine"
         )
     accelerator.scaler = scaling_of(engine) or accelerator.scaler
     module = accelerator.prepare_model(engine.module, evaluation_mode=True)  # else it would be wrapped in DDP

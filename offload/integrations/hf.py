@@ -21,7 +21,7 @@ from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
 from offload.integrations.accelerate import scaling_of
-from offload.integrations.libraries import refuse_other_schedule, refuse_two_sides, require
+from offload.integrations.libraries import processes, refuse_other_schedule, refuse_two_sides, require
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
 from offload.stats import Stats
@@ -301,6 +301,11 @@ def refuse_arguments(args: Any, options: Config) -> None:
         raise ConfigError(
             "load_best_model_at_end: expected checkpoints to choose from but got save_strategy='no'; pass the same "
             "save_strategy and eval_strategy"
+        )
+    if args.world_size != processes():
+        raise ConfigError(
+            f"use_cpu: expected arguments of {processes()} processes but got those of {args.world_size}, which would "
+            "train apart; pass use_cpu=True where there is no GPU"
         )
     if args.n_gpu > 1:
         raise ConfigError(

@@ -259,7 +259,7 @@ class _OneModel(DDPStrategy):  # type: ignore[misc]
         return model
 
 
-class OffloadRanksStrategy(_Offloading, _OneModel):  # type: ignore[misc]
+class OffloadRanksStrategy(_Offloading, _OneModel):
     """Trains through an engine in several processes: ``Trainer(devices=4, strategy=OffloadRanksStrategy(...))``.
 
     Lightning starts the processes, or torchrun does. Everything else is as with :class:`OffloadStrategy`.

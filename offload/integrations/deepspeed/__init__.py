@@ -25,6 +25,7 @@ from offload.integrations.deepspeed.engine import DeepSpeedEngine
 from offload.integrations.deepspeed.optimizers import optimizer_from
 from offload.integrations.deepspeed.refusals import Refusals, missing
 from offload.integrations.deepspeed.utils.logging import log_dist, logger
+from offload.integrations.libraries import launched
 from offload.optimizer import OffloadOptimizer
 from offload.spec import OptimizerSpec
 
@@ -100,7 +101,7 @@ def initialize(
         raise ConfigError("model: expected a torch.nn.Module but got none; pass model=")
     if mpu is not None or mesh_param is not None:
         raise ConfigError("mpu: expected None, for each process has all of the model; leave mpu and mesh_param out")
-    if dist_init_required or (dist_init_required is None and comm.launched() > 1):
+    if dist_init_required or (dist_init_required is None and launched() > 1):
         init_distributed()
     translation = config_from(_config_of(args, config, config_params), args=args, **options)
     if translation.config.run_dir is not None:

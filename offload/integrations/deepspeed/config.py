@@ -15,8 +15,8 @@ from typing import Any
 
 from offload.config import Config
 from offload.errors import ConfigError, did_you_mean
-from offload.integrations.deepspeed.comm import processes
 from offload.integrations.deepspeed.keys import Does, find, is_section, names_in
+from offload.integrations.libraries import processes
 
 AUTO = "auto"
 OWN_SECTION = "offload"

@@ -18,6 +18,7 @@ from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 
 from offload.errors import ConfigError, StateError
 from offload.integrations.deepspeed.refusals import missing
+from offload.integrations.libraries import launched
 
 __all__ = [
     "ReduceOp",
@@ -100,17 +101,6 @@ def init_distributed(
     _distributed.init_process_group(
         dist_backend, init_method=init_method or "env://", timeout=timeout, rank=own, world_size=world
     )
-
-
-def processes() -> int:
-    """Return how many processes train together: those of the process group, or that the launcher has started."""
-    return int(_distributed.get_world_size()) if is_initialized() else launched()
-
-
-def launched() -> int:
-    """Return how many processes the launcher has started, in which nobody may have made a process group yet."""
-    text = os.environ.get("WORLD_SIZE", "").strip()
-    return int(text) if text.isdecimal() else 1
 
 
 def are_several() -> bool:

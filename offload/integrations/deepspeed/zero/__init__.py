@@ -18,10 +18,10 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.initialisation import init
-from offload.integrations.deepspeed.comm import processes
 from offload.integrations.deepspeed.config import nvme_path_of
 from offload.integrations.deepspeed.engine import DeepSpeedEngine, engine_of
 from offload.integrations.deepspeed.refusals import missing
+from offload.integrations.libraries import processes
 from offload.memory.machine import mount_of
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
