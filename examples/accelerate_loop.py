@@ -22,7 +22,7 @@ engine = offload.Engine(
     stage="auto",  # of several processes
 )
 schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 2 * given.steps)
-loader: Any = torch.utils.data.DataLoader(common.rows(given), batch_size=1)
+loader: Any = torch.utils.data.DataLoader(common.rows(given) * accelerator.num_processes, batch_size=1)
 model, optimizer, loader, schedule = offload.accelerate.prepare(accelerator, engine, loader, schedule)
 
 
