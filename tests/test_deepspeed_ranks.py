@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from several_ranks import Ended, Raised, run
-from test_deepspeed import CONFIG, WIDTH, tower
+from test_deepspeed import CONFIG, ROOT, WIDTH, tower
 
 from offload import deepspeed
 from offload.errors import ConfigError
@@ -259,3 +261,14 @@ def test_sizes_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
             deepspeed.config_from(refused)
     assert deepspeed.config_from({"train_batch_size": 3}).slices == 1
     assert deepspeed.config_from({"train_batch_size": 3, "zero_optimization": {"stage": 3}}).slices == 3
+
+
+def test_the_example_under_torchrun(tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    example = [str(ROOT / "examples" / "deepspeed_after.py"), "--checkpoints", str(tmp_path)]
+    done = subprocess.run([*torchrun, *example], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "latest").read_text(encoding="utf-8").strip() == "global_step16"
+    files = {file.name for file in (tmp_path / "global_step16").iterdir()}
+    assert {"index.json", "values-of-rank-0.safetensors", "values-of-rank-1.safetensors"} <= files

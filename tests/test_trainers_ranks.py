@@ -19,6 +19,7 @@ from offload.errors import ConfigError
 pytestmark = [
     pytest.mark.cpu(reason="ranks send each other what is in host memory"),
     pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,  # three processes import the libraries
 ]
 
 WORLD, ACCUMULATION = 3, 2  # of each of them
