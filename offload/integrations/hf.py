@@ -24,6 +24,7 @@ from offload.integrations.accelerate import scaling_of
 from offload.integrations.libraries import processes, refuse_other_schedule, refuse_two_sides, require
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
+from offload.several import APART
 from offload.stats import Stats
 
 require("transformers", "4.56", door="offload.hf")
@@ -126,7 +127,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     def _open(self, optimizer: Any) -> None:
         """Make the engine."""
         config, several = engine_config(self.args, self._options), self.args.world_size > 1
-        stage = self._stage_of_several() if several and optimizer is not None else None
+        stage = None if not several else APART if optimizer is None else self._stage_of_several()
         self.engine = Engine(self.model, optimizer, config, stage=stage)
         if (
             several
@@ -204,7 +205,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         if isinstance(options, Mapping):
             options = {"nvme_path": self._options.nvme_path, **options}
         arguments = vars(self).get("args", self._arguments)  # TRL 0.20 assigns the model first
-        return Engine(model, None, options, device=None if arguments is None else str(arguments.device))
+        device = None if arguments is None else str(arguments.device)
+        return Engine(model, None, options, device=device, stage=APART if processes() > 1 else None)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback; the one that mixes the model into its reference model does so unit by unit."""

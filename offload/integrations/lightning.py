@@ -20,6 +20,7 @@ from offload.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations.libraries import refuse_two_sides, require, trains_float16
 from offload.run_state import drawn_so_far, set_drawn
+from offload.several import APART
 
 require("lightning", "2.4", door="offload.lightning")
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
@@ -89,7 +90,8 @@ class _Offloading(_Strategy):  # type: ignore[misc]
             gradient_reduction="sum",  # Lightning has divided the loss
         )
         assert self.model is not None
-        self.engine = Engine(self.model, optimizer, config, stage=None if optimizer is None else self._stage)
+        stage = APART if optimizer is None and self.world_size > 1 else self._stage if optimizer is not None else None
+        self.engine = Engine(self.model, optimizer, config, stage=stage)
         return self.engine
 
     def teardown(self) -> None:
