@@ -1,4 +1,4 @@
-"""A loop of Accelerate: accumulates, clips, saves in the middle and goes on. `accelerate launch` starts it, too."""
+"""A loop of Accelerate: accumulates, clips, saves in the middle and goes on. torchrun starts several processes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ import offload
 ACCUMULATION = 2
 
 given = common.command_line(__doc__)
-accelerator = accelerate.Accelerator(gradient_accumulation_steps=ACCUMULATION)
+accelerator = accelerate.Accelerator(cpu=common.ON_CPU, gradient_accumulation_steps=ACCUMULATION)
 model: Any = common.model(given)
 engine = offload.Engine(
     model,
@@ -19,9 +19,10 @@ engine = offload.Engine(
     **common.options(given),
     gradient_accumulation_steps=ACCUMULATION,
     gradient_reduction="sum",  # the accelerator divides the loss
+    stage="auto",  # of several processes
 )
 schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 2 * given.steps)
-loader: Any = torch.utils.data.DataLoader(common.rows(given), batch_size=1)
+loader: Any = torch.utils.data.DataLoader(common.rows(given) * accelerator.num_processes, batch_size=1)
 model, optimizer, loader, schedule = offload.accelerate.prepare(accelerator, engine, loader, schedule)
 
 

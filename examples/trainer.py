@@ -14,6 +14,7 @@ arguments = transformers.TrainingArguments(
     save_steps=max(1, given.steps // 2),
     logging_steps=1,
     per_device_train_batch_size=2,
+    use_cpu=common.ON_CPU,
     report_to=[],
 )
 

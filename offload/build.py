@@ -215,6 +215,8 @@ def build(
         hooks = Hooks(model, binding, forwards, changes, manager, activations, book, place, asked)
         undo.callback(hooks.detach)
         hooks.attach()
+        if steps.optimizer is not None:
+            steps.optimizer.register_state_dict_pre_hook(hooks.left_out.look)
         if recomputing is not None and config.activations == RECOMPUTE:
             undo.callback(recomputing.detach)
             recomputing.attach()

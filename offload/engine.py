@@ -39,7 +39,7 @@ from offload.planning.timing import Timing
 from offload.report import Report, make_report
 from offload.run_state import RunState
 from offload.seeing.page import Content, write_page
-from offload.several import made_together, ranks_of
+from offload.several import APART, made_together, ranks_of
 from offload.shards.manager import Manager
 from offload.sleeping import Sleeping
 from offload.snapshot import take_snapshot, take_spans
@@ -97,7 +97,8 @@ class Engine(EngineTensors, EngineRuns):
                 initialised, and both are logged. Of another module, each key has to be there.
             stage: of ZeRO, where several processes train together. 1 or 2: each has a slice of gradients and states,
                 and with 2, gradients leave during backward. 3: of parameters, too. ``"auto"``: 1 if the memory of each
-                holds whole parameters, else 3. None is for one process.
+                holds whole parameters, else 3. ``"apart"``: without an optimizer, each process has an engine that
+                evaluates, and knows of no other. None is for one process.
             group: ``torch.distributed.ProcessGroup`` of these processes; None for the default one.
             **options: options of :class:`offload.Config`, on top of `config`.
 
@@ -114,7 +115,7 @@ class Engine(EngineTensors, EngineRuns):
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
         counters = Counters()
-        ranks = ranks_of(stage, group, counters)
+        ranks = ranks_of(stage, group, counters, trains=optimizer is not None)
         with made_together(ranks):
             refusals.refuse_model(model)
             self.module = model
@@ -126,7 +127,14 @@ class Engine(EngineTensors, EngineRuns):
                 weights = find_weights(model, weights)
             with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
                 self._parts = build(
-                    model, unwrapped(optimizer), self.config, calls, ranks, counters, weights, stage=stage
+                    model,
+                    unwrapped(optimizer),
+                    self.config,
+                    calls,
+                    ranks,
+                    counters,
+                    weights,
+                    stage=None if stage == APART else stage,
                 )
         self._watch = Watch(type(model).__name__, self.config, self._parts, self._life)
         self._decision = Decision(model, self._parts, self.config, self._life)

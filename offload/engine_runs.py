@@ -142,6 +142,28 @@ class EngineRuns:
             self._durable.end_step()
         return client_state
 
+    def wait_for_ranks(self, where: str = "wait_for_ranks", error: BaseException | None = None) -> None:
+        """Wait until all ranks have come here, and take part in what they need until then; nothing in one process.
+
+        An engine that is closed waits for nobody.
+
+        With ``stage=3``, call it on all ranks before a collective of your own that may find another rank inside a
+        forward, and behind what one rank does alone: such a rank needs the others, who have to be where they meet.
+
+        Args:
+            where: the same on all ranks; for errors.
+            error: why this rank cannot go on: it is raised here, and told to the others.
+
+        Raises:
+            RanksError: another rank has failed, ended, not come, or is elsewhere.
+            StateError: the engine is unusable.
+        """
+        if self._life.closed and error is None:
+            return
+        if error is None:
+            self._life.require_open()
+        self._parts.ranks.agree(where, error=error)
+
     def import_checkpoint(self, path: str | Path, *, strict: bool = True) -> Facts:
         """Go on with a run that another program has saved: weights, masters, optimizer states, step counts, loss scale.
 

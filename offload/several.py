@@ -48,19 +48,27 @@ _SAME = (  # options that decide on bits
 Stage = int | str | None  # of ZeRO
 
 
-def ranks_of(stage: Stage, group: Any, counters: Counters) -> Ranks:
+APART = "apart"  # a stage: each process has all of an engine that only evaluates
+
+
+def ranks_of(stage: Stage, group: Any, counters: Counters, *, trains: bool = True) -> Ranks:
     """Return the ranks of an engine, once all of them have come; one process is a rank of its own.
 
     Args:
         stage: of ZeRO, or ``"auto"``; None where several processes are not meant.
         group: their process group; None for the default one.
         counters: of the bytes that are sent.
+        trains: the engine; one that only evaluates may be apart.
 
     Raises:
         ConfigError: a stage that there is not, or a group that is none.
         StateError: there are several processes, and no stage or no process group.
         RanksError: a rank has not come.
     """
+    if stage == APART and trains:
+        raise ConfigError('stage: expected an engine that only evaluates for "apart" but got an optimizer; pass "auto"')
+    if stage == APART:
+        return OneRank()
     if stage is None:
         refuse_ranks()
         if group is not None:

@@ -17,7 +17,7 @@ from trainers import LR, Log, adam, assert_close, model, rows
 
 import offload
 from offload import AdamW, Engine
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.integrations.accelerate import prepare
 
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
@@ -130,10 +130,14 @@ def test_the_engine_may_be_made_after_prepare(tmp_path: Path) -> None:
 def test_refuses(tmp_path: Path) -> None:
     made, module = accelerator(gradient_accumulation_steps=2), model()
     with pytest.MonkeyPatch.context() as patch, Engine(module, AdamW(), **nvme(module, tmp_path)) as engine:
-        patch.setattr(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.MULTI_CPU)
+        patch.setattr(accelerate.Accelerator, "distributed_type", accelerate.DistributedType.FSDP)
         with pytest.raises(
-            ConfigError, match=r"^prepare: expected an accelerator of one process but got one of MULTI_C"
+            ConfigError, match=r"^prepare: expected an accelerator without a plugin but got one of FSDP"
         ):
+            prepare(made, engine)
+        patch.undo()
+        patch.setattr(accelerate.Accelerator, "num_processes", 2)
+        with pytest.raises(ConfigError, match=r"s processes, 1, but got one of 2; pass cpu=True to Acc"):
             prepare(made, engine)
     with pytest.raises(ConfigError, match=r"expected one engine with an optimizer but got 0 engines"):
         prepare(made, module)
@@ -176,6 +180,58 @@ def test_an_engine_without_the_door_is_sent_to_it(tmp_path: Path) -> None:
         with pytest.raises(AttributeError, match="^'Engine' object has no attribute 'parametres'$"):
             engine.parametres  # noqa: B018
         assert not hasattr(engine, "named_parameters") and getattr(engine, "to", None) is None
+
+
+Prepared = Callable[[accelerate.Accelerator, Engine], object]
+LEFT_OUT: dict[str, Prepared] = {
+    "the engine": lambda made, engine: made.prepare(engine),
+    "its optimizer": lambda made, engine: made.prepare(engine.optimizer),
+    "both": lambda made, engine: made.prepare(engine, engine.optimizer),
+    "a part": lambda made, engine: made.prepare(engine.module.model, engine.optimizer),
+    "nothing": lambda made, engine: None,
+}
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_a_state_without_the_weights_is_refused(what: str, tmp_path: Path) -> None:
+    """Without the door nobody would save them, and nobody would say so."""
+    made, module = accelerator(), model()
+    with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+        LEFT_OUT[what](made, engine)
+        for batch, _ in zip(loader(), range(2), strict=False):
+            made.backward(engine(**batch).loss)
+            engine.step()
+        for name, call in (("save_state", made.save_state), ("load_state", made.load_state)):
+            (tmp_path / "state").mkdir(exist_ok=True)
+            with pytest.raises(
+                StateError, match=rf"^{name}: .* call offload\.accelerate\.prepare\(accelerator, engine"
+            ):
+                call(str(tmp_path / "state"))
+        prepare(made, engine)  # told now, by the door
+        made.save_state(str(tmp_path / "told"))
+        digests = engine.digests()
+        made.load_state(str(tmp_path / "told"))
+        assert engine.digests() == digests
+
+
+def test_nothing_is_left_out_of_a_module_without_engine(tmp_path: Path) -> None:
+    made, module = accelerator(), model()
+    with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+        made.backward(engine(**next(iter(loader()))).loss)
+    made.save_state(str(tmp_path / "closed"))
+
+
+def test_a_state_with_the_weights_is_not_refused(tmp_path: Path) -> None:
+    made, module = accelerator(), model()
+    with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+        trained, optimizer = made.prepare(engine.module, engine.optimizer)
+        for batch, _ in zip(loader(), range(2), strict=False):
+            made.backward(trained(**batch).loss)
+            optimizer.step()
+        made.save_state(str(tmp_path / "state"))
+        digests = engine.digests()
+        made.load_state(str(tmp_path / "state"))
+        assert engine.digests() == digests
 
 
 def test_any_order_gives_the_same(tmp_path: Path) -> None:

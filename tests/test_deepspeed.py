@@ -718,12 +718,16 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         initialize().close()
     finally:
         torch.distributed.destroy_process_group()
-    with pytest.raises(ConfigError, match="one process"):
+    with pytest.raises(ConfigError, match="expected rank 0 of one process but got 1"):
+        deepspeed.init_distributed(rank=1)
+    with pytest.raises(ConfigError, match="no RANK, MASTER_ADDR, MASTER_PORT; start them with torchrun"):
         deepspeed.init_distributed(world_size=2)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for call in (deepspeed.init_distributed, initialize):
-        with pytest.raises(StateError, match="WORLD_SIZE"):
+        with pytest.raises(ConfigError, match="expected 2 processes .* start them with torchrun"):
             call()
+    with pytest.raises(StateError, match="WORLD_SIZE=2; call deepspeed"):
+        deepspeed.comm.all_reduce(torch.zeros(1))
 
 
 def test_errors_are_those_of_the_engine() -> None:

@@ -56,7 +56,7 @@ REFUSED = {
     "from deepspeed.ops.sparse_attention import SparseSelfAttention": "own attention",
     "from deepspeed.profiling.flops_profiler import get_model_profile": "torch.profiler",
     "from deepspeed.monitor.monitor import MonitorMaster": "engine.stats",
-    "from deepspeed.utils import groups": "one process",
+    "from deepspeed.utils import groups": "one data-parallel group",
     "from deepspeed.utils.timer import SynchronizedWallClockTimer": "torch.profiler",
     "from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint": "checkpoint export",
     "from deepspeed.utils import safe_get_local_grad": "safe_get_full_",
@@ -112,7 +112,7 @@ def test_an_unknown_import_says_what_there_is() -> None:
 
 def test_names_answer_hasattr() -> None:
     assert not hasattr(deepspeed, "PipelineModule") and hasattr(deepspeed, "comm")
-    with pytest.raises(ConfigError, match=r"deepspeed\.PipelineModule: expected one of .*; one process"):
+    with pytest.raises(ConfigError, match=r"deepspeed\.PipelineModule: expected one of .*; each process"):
         _ = deepspeed.PipelineModule
     assert deepspeed.__version__.split(".")[0] == "0"
 

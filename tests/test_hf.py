@@ -493,6 +493,13 @@ def test_refuses_several_devices(tmp_path: Path) -> None:
         trainer.create_accelerator_and_postprocess()
 
 
+def test_refuses_processes_of_which_the_trainer_knows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = simple(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # accelerate looks at it with use_cpu=True, or beside a GPU
+    with pytest.raises(ConfigError, match=r"use_cpu: expected arguments of 2 processes but got those of 1.*use_cpu=T"):
+        trainer.create_accelerator_and_postprocess()
+
+
 def test_refuses_models_that_device_map_has_spread(tmp_path: Path) -> None:
     module = model()
     module.hf_device_map = {"model": "cpu", "lm_head": "disk"}

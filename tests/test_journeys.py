@@ -9,11 +9,23 @@ from __future__ import annotations
 import ast
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from harness import nvme
-from trainers import adam, arguments, assert_close, model, rows
+from trainers import (
+    Log,
+    adam,
+    arguments,
+    assert_close,
+    lightning_module,
+    loader,
+    logged,
+    model,
+    rows,
+    word_tokenizer,
+)
 
 import offload
 
@@ -50,10 +62,15 @@ JOURNEYS = {
     "Accelerate": "accelerate: test_trains_as_without test_any_order_gives_the_same",
     "Accelerate: the engine after prepare": "accelerate: test_the_engine_may_be_made_after_prepare",
     "Accelerate: prepare without the door": "accelerate: test_an_engine_without_the_door_is_sent_to_it",
+    "Accelerate: a state without the weights": "accelerate: test_a_state_without_the_weights_is_refused "
+    "test_a_state_with_the_weights_is_not_refused",
     "Accelerate: its weights, for others": "accelerate: test_weights_for_others",
     "accelerate launch": "accelerate: test_accelerate_launch",
     "Lightning": "lightning: test_fits_as_without test_resumes_to_the_bit "
     "test_validates_checkpoints_with_a_live_engine",
+    "Trainer, Accelerate, Lightning under torchrun": "trainers_ranks: test_trainer test_accelerate test_lightning",
+    "DeepSpeed scripts under torchrun": "deepspeed_ranks: test_ranks_have_the_bits_of_one_process "
+    "test_a_script_of_several_processes",
     "DeepSpeed scripts": "deepspeed: test_losses_are_those_of_a_plain_loop_for_every_placement test_examples",
     "DeepSpeed: every key": "deepspeed_config: test_what_would_change_results_is_refused_by_name "
     "test_the_rest_is_taken_and_told test_the_document_has_the_table",
@@ -172,3 +189,79 @@ def test_a_trainer_that_gets_an_engine_is_told_of_its_door(tmp_path: Path) -> No
             AttributeError, match=r"^engine: expected a torch\.nn\.Module, .* offload\.hf\.OffloadTrainer"
         ):
             transformers.Trainer(model=engine, args=arguments(tmp_path), train_dataset=rows()).train()
+
+
+# A script of each library, and the lines with which it trains through an engine.
+SCRIPTS = {
+    "transformers": (
+        """
+import transformers
+trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+""",
+        """
+import transformers, offload
+trainer = offload.hf.OffloadTrainer(model=model, args=args, train_dataset=data, offload=options)
+trainer.train()
+""",
+    ),
+    "trl": (
+        """
+import trl
+trainer = trl.SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+trainer.train()
+""",
+        """
+import trl, offload
+class SFT(offload.hf.OffloadTrainerMixin, trl.SFTTrainer): pass
+trainer = SFT(model=model, args=args, train_dataset=data, processing_class=tokenizer, offload=options)
+trainer.train()
+""",
+    ),
+    "lightning": (
+        """
+import lightning
+trainer = lightning.Trainer(**args)
+trainer.fit(model, data)
+""",
+        """
+import lightning, offload
+trainer = lightning.Trainer(**args, strategy=offload.lightning.OffloadStrategy(**options))
+trainer.fit(model, data)
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("library", SCRIPTS)
+def test_a_script_changes_by_three_lines_at_most(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    found = []
+    for script in SCRIPTS[library]:
+        module = model()
+        names: dict[str, Any] = {"options": nvme(module, tmp_path)}
+        if library == "lightning":
+            log = Log()
+            names |= {"model": lightning_module(module, adam, log), "data": loader()}
+            names["args"] = {"max_steps": 3, "logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+        else:
+            del names["options"]["device"]
+            names |= {"model": module, "args": arguments(tmp_path, max_steps=3), "data": rows()}
+            if library == "trl":
+                texts = [{"text": " ".join(f"w{number}" for number in row["input_ids"])} for row in rows()]
+                given = arguments(
+                    tmp_path, pytest.importorskip("trl").SFTConfig, max_steps=3, gradient_checkpointing=False
+                )
+                data = pytest.importorskip("datasets").Dataset.from_list(texts)
+                names |= {"args": given, "tokenizer": word_tokenizer(tmp_path), "data": data}
+        exec(script, names)
+        found.append(log.losses if library == "lightning" else logged(names["trainer"]).losses)
+        owner = names["trainer"].strategy if library == "lightning" else names["trainer"]
+        engine = getattr(owner, "engine", None)
+        assert (engine is not None) == ("offload" in script)
+        if engine is not None:
+            assert engine.stats().step == 3
+            engine.close()
+    assert_close(found[1], found[0], 1e-4)
+    plain, door = (set(script.splitlines()) for script in SCRIPTS[library])
+    assert len(door - plain) <= 3

@@ -281,6 +281,9 @@ def test_one_of_several_processes_by_the_launcher(monkeypatch: pytest.MonkeyPatc
         assert_refused(net(), StateError, wanted)
     with pytest.raises(StateError, match=r"got none, and WORLD_SIZE=16; call torch\.distributed\.init_process_group"):
         Engine(net(), AdamW(), **everything_on_device(), stage=1)
+    with pytest.raises(ConfigError, match=r'^stage: expected an engine that only evaluates for "apart" but got an opt'):
+        Engine(net(), AdamW(), **everything_on_device(), stage="apart")
+    Engine(net(), **everything_on_device(), stage="apart").close()
     for text in ("", "1", "many"):
         monkeypatch.setenv("WORLD_SIZE", text)
         Engine(net(), AdamW(), **everything_on_device()).close()

@@ -307,6 +307,7 @@ class ModuleTensors:
             places = self._binding.places_of(parameter)
             if places and prefix + name in state:
                 wanted[prefix + name] = places
+                state[prefix + name] = None  # what torch has put there is a view, which keeps its unit where it is
                 wrapper = self._binding.wrapper_of(parameter)
                 if wrapper is not None:
                     wrappers[prefix + name] = wrapper

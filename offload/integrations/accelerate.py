@@ -18,12 +18,14 @@ import torch
 from offload.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations.libraries import refuse_durable, refuse_other_schedule, require, trains_float16
+from offload.module.left_out import note_told
 
 require("accelerate", "1.10", door="offload.accelerate")
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 FOLDER = "offload"  # of the engine's checkpoint, inside the accelerator's
+PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
@@ -32,21 +34,21 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
     ``accelerator.save_state`` and ``load_state`` then save and load the engine's checkpoint, within its budgets.
 
     Args:
-        accelerator: of one process.
+        accelerator: of one process, or of several on CPUs, whose engines have a stage.
         *objects: one engine, data loaders, schedulers of its optimizer, other models.
 
     Returns:
         The prepared objects in their order; in the engine's place its module and its optimizer.
 
     Raises:
-        ConfigError: there are several processes, there is no engine that trains, or more than one, both sides average
-            over micro-batches, a scheduler is one of another optimizer, or it is a durable run.
+        ConfigError: the accelerator shards or wraps by itself, there is no engine that trains, or more than one, both
+            sides average over micro-batches, the engine has other processes, a scheduler is one of another optimizer,
+            or it is a durable run.
     """
-    if accelerator.distributed_type is not DistributedType.NO:
+    if accelerator.distributed_type not in PLAIN:
         raise ConfigError(
-            f"prepare: expected an accelerator of one process but got one of {accelerator.distributed_type.value}, "
-            "which would wrap the engine's module; leave the accelerator out, and call engine.backward(loss) and "
-            "engine.step()"
+            f"prepare: expected an accelerator without a plugin but got one of {accelerator.distributed_type.value}, "
+            "which would shard the engine's module; leave the plugin out, and pass stage= to the engine"
         )
     engines = [each for each in objects if isinstance(each, Engine)]
     found = engines[0].optimizer if len(engines) == 1 else None
@@ -68,10 +70,16 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
             f"gradient_accumulation_steps={steps}, but got gradient_accumulation_steps="
             f'{options.gradient_accumulation_steps} without gradient_reduction="sum"; pass both, or neither'
         )
-    if trains_float16(engine.module):
-        accelerator.scaler = LossScaling(engine)
-    module = accelerator.prepare_model(engine.module)
+    world = engine.plan.request.world_size
+    if world != accelerator.num_processes:
+        raise ConfigError(
+            f"prepare: expected an accelerator of the engine's processes, {world}, but got one of "
+            f"{accelerator.num_processes}; pass cpu=True to Accelerator if there is no GPU, and no group to the engine"
+        )
+    accelerator.scaler = scaling_of(engine) or accelerator.scaler
+    module = accelerator.prepare_model(engine.module, evaluation_mode=True)  # else it would be wrapped in DDP
     accelerator._models.remove(module)  # the engine saves and loads it
+    note_told(accelerator, engine.module)
     optimizer = accelerator.prepare_optimizer(PreparedOptimizer(found, scaler=accelerator.scaler))
     accelerator.register_save_state_pre_hook(SavesEngine(engine))
     accelerator.register_load_state_pre_hook(LoadsEngine(engine))
@@ -120,22 +128,36 @@ class LoadsEngine:
         self.engine.load_checkpoint(os.path.join(input_dir, FOLDER))
 
 
+def scaling_of(engine: Engine) -> LossScaling | None:
+    """Return what an accelerator needs for backward passes that are the engine's; None where torch's will do."""
+    scales = trains_float16(engine.module)
+    return LossScaling(engine, skips=scales) if scales or engine.plan.request.world_size > 1 else None
+
+
 class LossScaling:
     """What accelerate takes for a ``GradScaler``: the engine scales the loss, and takes or skips the step.
 
-    Its state is in the engine's checkpoint.
+    Its state is in the engine's checkpoint. Where the engine only adds, the loss is divided by the number of processes.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, skips: bool) -> None:
+        """Prepare.
+
+        Args:
+            engine: whose backward it is.
+            skips: steps are skipped whose gradients are not finite.
+        """
         self._engine = engine
+        self._divisor = engine.plan.request.world_size if engine.config.gradient_reduction == "sum" else 1
+        self._skips = skips
 
     def scale(self, loss: torch.Tensor) -> ScaledLoss:
         """Return what ``backward()`` is called on."""
-        return ScaledLoss(self._engine, loss)
+        return ScaledLoss(self._engine, loss if self._divisor == 1 else loss / self._divisor)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> None:
         """Take the step; an overflow is seen by accelerate in that ``optimizer.step``, its own, was not called."""
-        norm = self._engine.grad_norm
+        norm = self._engine.grad_norm if self._skips else None
         if norm is not None and not math.isfinite(norm):
             type(optimizer).step(optimizer)  # lowers the scale, and leaves the rest
         else:

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from offload.classes import is_a
+from offload.classes import is_a, package_of
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
-from offload.integrations.accelerate import LossScaling
-from offload.integrations.libraries import refuse_other_schedule, refuse_two_sides, require, trains_float16
+from offload.integrations.accelerate import scaling_of
+from offload.integrations.libraries import processes, refuse_other_schedule, refuse_two_sides, require
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
+from offload.several import APART
 from offload.stats import Stats
 
 require("transformers", "4.56", door="offload.hf")
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "offload"  # of the engine's checkpoint, inside the trainer's
 SHARD_BYTES = "2GB"  # of a file of weights: so much is in memory while it is written
-SCHEDULE, ARGUMENTS = "scheduler.pt", "training_args.bin"  # files of transformers
+STATES, SCHEDULE, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin"  # files of transformers
 
 # Private methods of transformers.Trainer that are overridden, with their parameters.
 PRIVATE = {
@@ -66,7 +67,12 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     _reference_model: Any = None
 
     def __init__(
-        self, *args: Any, offload: Options | None = None, offload_reference: Options | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        offload: Options | None = None,
+        offload_reference: Options | None = None,
+        offload_stage: int | str | None = None,
+        **kwargs: Any,
     ) -> None:
         """Make the trainer.
 
@@ -77,6 +83,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
                 `max_grad_norm` is 0 and the engine has one.
             offload_reference: options for the engine of a reference model: its `max_memory` comes on top. `nvme_path`
                 is that of `offload`, if it is not given.
+            offload_stage: of ZeRO, where several processes train together, as `stage` of :class:`offload.Engine`; None:
+                ``"auto"``, with TRL 1.
             **kwargs: of the trainer.
 
         Raises:
@@ -85,6 +93,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         self._options = Config.load(offload)
         self._reference_options = offload_reference
+        self._stage = offload_stage
         model = kwargs.get("model", args[0] if args else None)
         given: Any = kwargs.get("args")
         self._arguments = given
@@ -117,17 +126,46 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _open(self, optimizer: Any) -> None:
         """Make the engine."""
-        config = engine_config(self.args, self._options)
-        self.engine = Engine(self.model, optimizer, config)
+        config, several = engine_config(self.args, self._options), self.args.world_size > 1
+        stage = None if not several else APART if optimizer is None else self._stage_of_several()
+        self.engine = Engine(self.model, optimizer, config, stage=stage)
+        if (
+            several
+        ):  # which marks it as prepared; else the trainer would have it wrapped in DDP, which adds gradients, too
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
         if self.engine.optimizer is not None:
             self.optimizer = self.engine.optimizer
-            if trains_float16(self.model):
-                self.accelerator.scaler = LossScaling(self.engine)
+            scaling = scaling_of(self.engine)
+            self.accelerator.scaler = scaling or self.accelerator.scaler
         callbacks = self.callback_handler.callbacks
         for callback in [each for each in callbacks if isinstance(each, OffloadCallback)]:
             callback.follow(self.engine)
             callbacks.remove(callback)
             callbacks.insert(0, callback)  # those that report see its figures
+
+    def _stage_of_several(self) -> int | str:
+        """Return the stage; refuse slices of parameters where processes ask each other something behind a forward."""
+        gathers = any(package_of(kind) == "trl" for kind in type(self).__mro__)
+        stage = self._stage or (1 if gathers else "auto")
+        if gathers and stage not in (1, 2):
+            raise ConfigError(
+                f"offload_stage: expected 1 or 2 of TRL's trainers in several processes but got {stage!r}: they gather "
+                "metrics behind a forward, which other processes may not have ended; pass offload_stage=1"
+            )
+        return stage
+
+    def _meet(self, where: str, failure: Exception | None = None) -> None:
+        """Wait for the other processes, and send what they need; raise `failure`, and tell them."""
+        if self.engine is not None and self.args.world_size > 1:
+            self.engine.wait_for_ranks(where, failure)
+        elif failure is not None:
+            raise failure
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a batch, and wait for those of other processes: the trainer gathers what comes of it."""
+        found = super().prediction_step(*args, **kwargs)
+        self._meet("prediction_step")
+        return found
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict through the engine; without a data set to train on, through one that only evaluates."""
@@ -167,7 +205,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         if isinstance(options, Mapping):
             options = {"nvme_path": self._options.nvme_path, **options}
         arguments = vars(self).get("args", self._arguments)  # TRL 0.20 assigns the model first
-        return Engine(model, None, options, device=None if arguments is None else str(arguments.device))
+        device = None if arguments is None else str(arguments.device)
+        return Engine(model, None, options, device=device, stage=APART if processes() > 1 else None)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback; the one that mixes the model into its reference model does so unit by unit."""
@@ -181,11 +220,22 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     def _saves_adapters(self) -> bool:
         return is_a(self.model, "peft", "PeftModel")
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save weights, by the first of several processes; the others wait, and send what it needs."""
+        failure: Exception | None = None
+        try:
+            super().save_model(output_dir, _internal_call)
+        except Exception as error:
+            failure = error
+        self._meet("save_model", failure)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save weights, one file in memory at a time."""
         known = is_a(self.model, "transformers", "PreTrainedModel") or self._saves_adapters
         if self.engine is None or state_dict is not None or not known:
             super()._save(output_dir, state_dict)
+            return
+        if not self.args.should_save:
             return
         folder = self.args.output_dir if output_dir is None else output_dir
         os.makedirs(folder, exist_ok=True)
@@ -197,11 +247,18 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save the engine's checkpoint instead of ``optimizer.pt``, and the schedule as ever."""
-        if self.engine is None or self._saves_adapters:
+        if self.engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        self.engine.save_checkpoint(os.path.join(output_dir, FOLDER))
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE))
+        states = None
+        if self._saves_adapters:
+            states = self.optimizer.state_dict()  # of all processes, whose parts it has
+        else:
+            self.engine.save_checkpoint(os.path.join(output_dir, FOLDER))
+        if self.args.should_save:
+            if states is not None:
+                torch.save(states, os.path.join(output_dir, STATES))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULE))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load weights; not yet those of the engine's checkpoint, which come with the optimizer's states."""
@@ -246,6 +303,11 @@ def refuse_arguments(args: Any, options: Config) -> None:
         raise ConfigError(
             "load_best_model_at_end: expected checkpoints to choose from but got save_strategy='no'; pass the same "
             "save_strategy and eval_strategy"
+        )
+    if args.world_size != processes():
+        raise ConfigError(
+            f"use_cpu: expected arguments of {processes()} processes but got those of {args.world_size}, which would "
+            "train apart; pass use_cpu=True where there is no GPU"
         )
     if args.n_gpu > 1:
         raise ConfigError(

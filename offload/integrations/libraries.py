@@ -1,8 +1,9 @@
-"""What the doors have in common: is the library there and new enough, and which side does what."""
+"""What the doors have in common: is the library there and new enough, how many processes, which side does what."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -31,6 +32,18 @@ def require(library: str, least: str, *, door: str) -> None:
         raise ConfigError(f"{door}: expected {library} {least} or later but it is not installed; {remedy}") from None
     if _parts(found) < _parts(least):
         raise ConfigError(f"{door}: expected {library} {least} or later but got {found}; {remedy}")
+
+
+def processes() -> int:
+    """Return how many processes train together: those of the process group, or that the launcher has started."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else launched()
+
+
+def launched() -> int:
+    """Return how many processes the launcher has started, in which nobody may have made a process group yet."""
+    text = os.environ.get("WORLD_SIZE", "").strip()
+    return int(text) if text.isdecimal() else 1
 
 
 def _parts(version: str) -> list[int]:

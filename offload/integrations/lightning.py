@@ -1,4 +1,4 @@
-"""The door of Lightning: a strategy that trains a LightningModule through an engine.
+"""The door of Lightning: strategies that train a LightningModule through an engine, in one process or in several.
 
 Owns who does what: Lightning divides the loss, runs the hooks and keeps the loops; the engine has the module, steps,
 and saves. A checkpoint is a folder, with the engine's checkpoint and Lightning's own values beside it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,63 +20,26 @@ from offload.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations.libraries import refuse_two_sides, require, trains_float16
 from offload.run_state import drawn_so_far, set_drawn
+from offload.several import APART
 
 require("lightning", "2.4", door="offload.lightning")
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
-from lightning.pytorch.strategies import SingleDeviceStrategy  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 FILE = "trainer.ckpt"  # what Lightning keeps, inside a checkpoint's folder
 
 
-class OffloadStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """Trains through an engine: ``Trainer(strategy=OffloadStrategy(max_memory=..., nvme_path=...))``.
+_Strategy: Any = object  # what the mixin is mixed into
 
-    The engine is made around the whole LightningModule and its optimizer when ``fit`` begins, and stays until it is
-    closed: ``trainer.strategy.engine.close()`` gives the module back. Without ``fit``, it only evaluates.
 
-    Attributes:
-        engine: the engine; None before it is made.
-    """
+class _Offloading(_Strategy):  # type: ignore[misc]
+    """What strategies do that train through an engine, however many processes there are."""
 
-    strategy_name = "offload"
-
-    def __init__(
-        self,
-        config: Config | Mapping[str, Any] | str | Path | None = None,
-        *,
-        accelerator: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        **options: Any,
-    ) -> None:
-        """Prepare.
-
-        Args:
-            config: options of the engine, as :class:`offload.Config`, dict or JSON file. The trainer gives
-                `gradient_accumulation_steps` and `gradient_reduction`, and clips, unless it has no
-                `gradient_clip_val`. `device` is the trainer's accelerator, if it is not given.
-            accelerator: as of other strategies.
-            checkpoint_io: as of other strategies.
-            precision_plugin: as of other strategies.
-            **options: options, on top of `config`.
-
-        Raises:
-            ConfigError: an option is unknown or out of its range.
-        """
-        self._options = Config.load(config, **options)
-        self._folder: str | None = None  # of the checkpoint that is being restored
-        self.engine: Engine | None = None
-        device = "cpu" if self._options.device is None else self._options.device
-        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
-
-    @property
-    def root_device(self) -> torch.device:
-        """The engine's device."""
-        if self._options.device is not None or self.accelerator is None or isinstance(self.accelerator, CPUAccelerator):
-            return torch.device(self._options.device or "cpu")
-        found: torch.device = self.accelerator.get_parallel_devices([0])[0]
-        return found
+    engine: Engine | None
+    _options: Config
+    _folder: str | None  # of the checkpoint that is being restored
+    _stage: int | str | None = None  # of ZeRO
 
     # --- beginning and ending ---------------------------------------------------------------------------------------
 
@@ -127,7 +90,8 @@ class OffloadStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             gradient_reduction="sum",  # Lightning has divided the loss
         )
         assert self.model is not None
-        self.engine = Engine(self.model, optimizer, config)
+        stage = APART if optimizer is None and self.world_size > 1 else self._stage if optimizer is not None else None
+        self.engine = Engine(self.model, optimizer, config, stage=stage)
         return self.engine
 
     def teardown(self) -> None:
@@ -140,13 +104,13 @@ class OffloadStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run backward; of float16, from the loss times the engine's loss scale."""
-        engine, module = self.engine, self.lightning_module
-        if engine is None or module is None or not trains_float16(module):
+        """Run backward; of float16, from the loss times the loss scale; of several processes, from their mean loss."""
+        engine, module, world = self.engine, self.lightning_module, self.world_size
+        if engine is None or module is None or not (world > 1 or trains_float16(module)):
             loss: torch.Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
             return loss
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        engine.backward(loss, **kwargs)
+        engine.backward(loss if world == 1 else loss / world, **kwargs)
         loss = self.precision_plugin.post_backward(loss, module)
         return loss
 
@@ -158,7 +122,7 @@ class OffloadStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         chosen = None if plugin is None else _clipping_by_parameter(plugin, self)
-        SingleDeviceStrategy.precision_plugin.fset(self, chosen)
+        Strategy.precision_plugin.fset(self, chosen)
 
     def clip_values(self, optimizer: Any, most: float) -> None:
         """Clip the elements of an optimizer's gradients, one parameter at a time.
@@ -188,7 +152,8 @@ class OffloadStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Save a folder with the engine's checkpoint; without an optimizer's state, a file of Lightning's as ever."""
         if "optimizer_states" not in checkpoint or self.engine is None:
             assert self.lightning_module is not None
-            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            if self.is_global_zero:  # others write nothing
+                checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.engine.save_checkpoint(filepath, keep=1)
@@ -218,7 +183,160 @@ class OffloadStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             super().load_optimizer_state_dict(checkpoint)
 
 
-def _clipping_by_parameter(plugin: Any, strategy: OffloadStrategy) -> Any:
+class OffloadStrategy(_Offloading, SingleDeviceStrategy):  # type: ignore[misc]
+    """Trains through an engine: ``Trainer(strategy=OffloadStrategy(max_memory=..., nvme_path=...))``.
+
+    The engine is made around the whole LightningModule and its optimizer when ``fit`` begins, and stays until it is
+    closed: ``trainer.strategy.engine.close()`` gives the module back. Without ``fit``, it only evaluates.
+
+    Attributes:
+        engine: the engine; None before it is made.
+    """
+
+    strategy_name = "offload"
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            config: options of the engine, as :class:`offload.Config`, dict or JSON file. The trainer gives
+                `gradient_accumulation_steps` and `gradient_reduction`, and clips, unless it has no
+                `gradient_clip_val`. `device` is the trainer's accelerator, if it is not given.
+            accelerator: as of other strategies.
+            checkpoint_io: as of other strategies.
+            precision_plugin: as of other strategies.
+            **options: options, on top of `config`.
+
+        Raises:
+            ConfigError: an option is unknown or out of its range.
+        """
+        self._options = Config.load(config, **options)
+        self._folder = None
+        self.engine = None
+        device = "cpu" if self._options.device is None else self._options.device
+        super().__init__(device, accelerator, checkpoint_io, precision_plugin)
+
+    @property
+    def root_device(self) -> torch.device:
+        """The engine's device."""
+        if self._options.device is not None or self.accelerator is None or isinstance(self.accelerator, CPUAccelerator):
+            return torch.device(self._options.device or "cpu")
+        found: torch.device = self.accelerator.get_parallel_devices([0])[0]
+        return found
+
+    @property
+    def parallel_devices(self) -> None:
+        """None: there is one device. Lightning assigns those that the trainer has.
+
+        Raises:
+            ConfigError: it has several.
+        """
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ConfigError(
+                f"devices: expected one but got {len(devices)}; pass devices=1, or a process for each by "
+                "strategy=offload.lightning.OffloadRanksStrategy(...)"
+            )
+
+
+class _OneModel(DDPStrategy):  # type: ignore[misc]
+    """Several processes with torch's process group, and without torch's DistributedDataParallel."""
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as strategies do that wrap nothing."""
+        Strategy.setup(self, trainer)
+
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+
+class OffloadRanksStrategy(_Offloading, _OneModel):
+    """Trains through an engine in several processes: ``Trainer(devices=4, strategy=OffloadRanksStrategy(...))``.
+
+    Lightning starts the processes, or torchrun does. Everything else is as with :class:`OffloadStrategy`.
+
+    Attributes:
+        engine: the engine; None before it is made.
+    """
+
+    strategy_name = "offload_ranks"
+
+    def __init__(
+        self,
+        config: Config | Mapping[str, Any] | str | Path | None = None,
+        *,
+        stage: int | str = "auto",
+        accelerator: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            config: as of :class:`OffloadStrategy`; budgets are those of each process.
+            stage: of ZeRO, as of :class:`offload.Engine`.
+            accelerator: as of other strategies.
+            cluster_environment: as of other strategies.
+            checkpoint_io: as of other strategies.
+            precision_plugin: as of other strategies.
+            **options: options, on top of `config`.
+
+        Raises:
+            ConfigError: an option is unknown or out of its range.
+        """
+        self._options = Config.load(config, **options)
+        self._folder = None
+        self.engine = None
+        self._stage = stage
+        super().__init__(accelerator, None, cluster_environment, checkpoint_io, precision_plugin)
+
+    def teardown(self) -> None:
+        """End what is not the engine's: it keeps the module's parameters."""
+        super().teardown()
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+
+    # --- what processes ask each other, when all of them have come: an engine may need others until then ------------
+
+    def _meet(self, where: str) -> None:
+        if self.engine is not None:
+            self.engine.wait_for_ranks(where)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all processes."""
+        self._meet("barrier")
+        super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return what process `src` has."""
+        self._meet("broadcast")
+        return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the mean over all processes, or the sum."""
+        self._meet("reduce")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what all processes have."""
+        self._meet("all_gather")
+        return super().all_gather(tensor, *args, **kwargs)
+
+
+def _clipping_by_parameter(plugin: Any, strategy: _Offloading) -> Any:
     """Return a precision plugin that clips values where the gradients are."""
 
     class ByParameter(type(plugin)):  # type: ignore[misc]

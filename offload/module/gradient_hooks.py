@@ -18,6 +18,7 @@ from offload.errors import StateError
 from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
 from offload.module.gradient_book import GradientBook
+from offload.module.left_out import LeftOut
 from offload.shards.backward_updates import Recipe
 from offload.shards.manager import Manager
 from offload.torch_private import no_subclasses
@@ -53,6 +54,7 @@ class GradientHooks:
         manager: Manager,
         activations: Activations,
         calls: HookCalls,
+        left_out: LeftOut,
     ) -> None:
         """Prepare; :meth:`attach` registers the hooks.
 
@@ -63,6 +65,7 @@ class GradientHooks:
             manager: takes the gradients.
             activations: ledger of what autograd keeps.
             calls: what is asked of the engine.
+            left_out: looks at who calls backward.
         """
         self._binding = binding
         self._units = binding.tree.units
@@ -71,6 +74,7 @@ class GradientHooks:
         self._manager = manager
         self._activations = activations
         self._calls = calls
+        self._left_out = left_out
         self._registered: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -123,8 +127,11 @@ class GradientHooks:
             shape = self._units[unit].slots[slot].shape
             if gradient.dtype != self._binding.dtypes[unit] or tuple(gradient.shape) != shape:
                 raise StateError(self._misfit(gradient, unit, slot))
+            before_it = self._passes.number
             self._passes.note()
             number = self._passes.number
+            if number != before_it:
+                self._left_out.look()
             final = calls.final_micro_batch(manager.gradients.passes(unit, slot, number))
             manager.add_gradient(unit, slot, gradient, final=final, backward_pass=number)
         except BaseException:

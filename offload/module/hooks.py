@@ -34,6 +34,7 @@ from offload.module.changes import OutsideChanges
 from offload.module.forwards import Forwards, InForce
 from offload.module.gradient_book import GradientBook
 from offload.module.gradient_hooks import GradientHooks, HookCalls
+from offload.module.left_out import LeftOut
 from offload.module.lending import Lending, Loan
 from offload.module.outside import OutsideAccess
 from offload.module.reachable import reachable
@@ -71,6 +72,7 @@ class Hooks:
         lending: lends parameters.
         uses: of parameters that no hook announces.
         saved: what autograd keeps.
+        left_out: accelerators that would save without the module.
     """
 
     def __init__(
@@ -104,7 +106,8 @@ class Hooks:
         self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager)
         self._outside = OutsideAccess(model, binding, self.uses, self.saved, changes, manager)
         self._passes = BackwardPasses()
-        self._gradients = GradientHooks(binding, book, self._passes, manager, activations, calls)
+        self.left_out = LeftOut(model)
+        self._gradients = GradientHooks(binding, book, self._passes, manager, activations, calls, self.left_out)
         self._model = weakref.ref(model)
         self._leases = dict(binding.tree.leases)
         self._forwards = forwards
@@ -163,6 +166,7 @@ class Hooks:
         for module in self._leases:
             _managed.discard(module)
         self._gradients.detach()
+        self.left_out.end()
         self._outside.detach()
         self.lending.close()
         self.saved.close()

@@ -25,6 +25,7 @@ from offload.integrations.deepspeed.engine import DeepSpeedEngine
 from offload.integrations.deepspeed.optimizers import optimizer_from
 from offload.integrations.deepspeed.refusals import Refusals, missing
 from offload.integrations.deepspeed.utils.logging import log_dist, logger
+from offload.integrations.libraries import launched
 from offload.optimizer import OffloadOptimizer
 from offload.spec import OptimizerSpec
 
@@ -81,7 +82,7 @@ def initialize(
             It is stepped with the optimizer.
         distributed_port: not heeded.
         mpu: has to be None.
-        dist_init_required: True makes a process group of one.
+        dist_init_required: True makes a process group, if there is none; None does if there are several processes.
         collate_fn: of the loader.
         config: a dict or a JSON file.
         mesh_param: has to be None.
@@ -93,14 +94,14 @@ def initialize(
 
     Raises:
         ConfigError: see :func:`config_from` and :class:`offload.Engine`.
-        StateError: there are several processes.
+        RanksError: another process has another model or configuration, or has failed.
         BudgetError, swap.SwapError: see :class:`offload.Engine`.
     """
     if model is None:
         raise ConfigError("model: expected a torch.nn.Module but got none; pass model=")
     if mpu is not None or mesh_param is not None:
-        raise ConfigError("mpu: expected None, for one process has all of the model; leave mpu and mesh_param out")
-    if dist_init_required:
+        raise ConfigError("mpu: expected None, for each process has all of the model; leave mpu and mesh_param out")
+    if dist_init_required or (dist_init_required is None and launched() > 1):
         init_distributed()
     translation = config_from(_config_of(args, config, config_params), args=args, **options)
     if translation.config.run_dir is not None:
@@ -108,8 +109,9 @@ def initialize(
             "run_dir: expected none, for the schedule would not be in it, but got a directory; use save_checkpoint, or "
             "offload.Engine with deepspeed.config_from(...).config"
         )
-    logger.info("configuration:\n%s", translation)
-    for line in translation.left_out:
+    first = comm.get_rank() == 0
+    log_dist(f"configuration:\n{translation}", ranks=[0])
+    for line in translation.left_out if first else ():
         logger.warning("%s: is left out, which changes no result: %s", line.path, line.here)
     chosen = _optimizer(optimizer, model, model_parameters, translation)
     engine = DeepSpeedEngine(
@@ -122,7 +124,7 @@ def initialize(
     )
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    logger.info("plan:\n%s", engine.plan)
+    log_dist(f"plan:\n{engine.plan}", ranks=[0])
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

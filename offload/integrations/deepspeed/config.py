@@ -16,6 +16,7 @@ from typing import Any
 from offload.config import Config
 from offload.errors import ConfigError, did_you_mean
 from offload.integrations.deepspeed.keys import Does, find, is_section, names_in
+from offload.integrations.libraries import processes
 
 AUTO = "auto"
 OWN_SECTION = "offload"
@@ -25,11 +26,15 @@ PRINTED_EVERY = 10  # steps, where steps_per_print says nothing
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples per step, per micro-batch, and micro-batches per step: the first is the product of the others."""
+    """Samples per step, per micro-batch, micro-batches per step of one process, and processes.
+
+    The first is the product of the others.
+    """
 
     train: int
     micro: int
     accumulation: int
+    world: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +90,11 @@ class Translation:
         return Config(**self.options)
 
     @property
+    def slices(self) -> int | None:
+        """The engine's stage; None of one process. Stage 0 of several is 1, which has the same bits."""
+        return max(self.stage, 1) if self.batch.world > 1 else None
+
+    @property
     def left_out(self) -> list[Line]:
         """Keys that ask for something which is not done."""
         return [line for line in self.lines if line.does is Does.LEFT_OUT]
@@ -101,6 +111,8 @@ class Translation:
 
 def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any = None, **options: Any) -> Translation:
     """Translate a DeepSpeed configuration.
+
+    How many processes there are is what the process group says, or else the launcher.
 
     Budgets are not in it. Without ``max_memory``, in `options` or in a section ``"offload"``, each tier may take what
     is free, less head-room.
@@ -122,9 +134,10 @@ def config_from(source: Mapping[str, Any] | str | os.PathLike[str], *, args: Any
         values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
     if "bfloat16" in values:
         values.setdefault("bf16", values.pop("bfloat16"))
-    _fill(values, args)
+    world = processes()
+    _fill(values, args, world)
     lines = tuple(_lines(values))
-    batch = _batch(values)
+    batch = _batch(values, world)
     fp16, is_dynamic = _section(values, "fp16"), True
     mapped: dict[str, Any] = {
         "gradient_accumulation_steps": batch.accumulation,
@@ -264,6 +277,7 @@ def _warmup_steps(args: Any) -> int | None:
 
 
 def _train_batch(args: Any) -> int | None:
+    """Return the samples of one process."""
     parts = [getattr(args, name, None) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     return parts[0] * parts[1] if None not in parts else None  # type: ignore[operator]
 
@@ -296,7 +310,7 @@ FILLED: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _fill(values: dict[str, Any], args: Any, section: str = "") -> None:
+def _fill(values: dict[str, Any], args: Any, world: int, section: str = "") -> None:
     """Replace ``"auto"`` by what the arguments say, where the key means something here.
 
     Raises:
@@ -305,7 +319,7 @@ def _fill(values: dict[str, Any], args: Any, section: str = "") -> None:
     for name, value in values.items():
         path = f"{section}.{name}" if section else str(name)
         if isinstance(value, dict):
-            _fill(value, args, path)
+            _fill(value, args, world, path)
         elif value == AUTO:
             row = find(path)
             if row is not None and (row.does is not Does.MAPPED or not row.asks(value)):
@@ -318,7 +332,7 @@ def _fill(values: dict[str, Any], args: Any, section: str = "") -> None:
                     f'{path}: expected {value} but got "auto", and {why}; write {value} into the configuration, or '
                     "pass args= with the names of Hugging Face's TrainingArguments (a schedule needs max_steps)"
                 )
-            values[name] = filled
+            values[name] = filled * world if path == "train_batch_size" else filled
 
 
 # --- what is mapped ---------------------------------------------------------------------------------------------------
@@ -336,7 +350,7 @@ def _whole_steps(every: float) -> int:
     return int(min(max(1, every), _FOREVER))
 
 
-def _batch(values: Mapping[str, Any]) -> Batch:
+def _batch(values: Mapping[str, Any], world: int) -> Batch:
     """Return the batch sizes, those that are not given from the others.
 
     Raises:
@@ -351,18 +365,18 @@ def _batch(values: Mapping[str, Any]) -> Batch:
         raise ConfigError(f"config: expected {names[0]} or {names[1]} but got neither; give one")
     if micro is None:
         assert train is not None
-        micro = train // (steps or 1)
+        micro = train // (world * (steps or 1))
     if steps is None:
-        steps = 1 if train is None else train // micro
+        steps = 1 if train is None else train // max(micro * world, 1)
     if train is None:
-        train = micro * steps
-    if train != micro * steps:
+        train = micro * steps * world
+    if train != micro * steps * world or train == 0:
         raise ConfigError(
-            f"train_batch_size: expected train_micro_batch_size_per_gpu * gradient_accumulation_steps * 1 process but "
-            f"got {train} != {micro} * {steps} * 1; one process does what several GPUs did, so accumulate more, or "
-            "leave train_batch_size out"
+            f"train_batch_size: expected train_micro_batch_size_per_gpu * gradient_accumulation_steps * {world} "
+            f"process{'es' if world > 1 else ''} but got {train} != {micro} * {steps} * {world}; each process does its "
+            "part of what several GPUs did, so accumulate more or less, or leave train_batch_size out"
         )
-    return Batch(train, micro, steps)
+    return Batch(train, micro, steps, world)
 
 
 def _tiers(values: Mapping[str, Any]) -> dict[str, Any]:

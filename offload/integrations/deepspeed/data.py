@@ -46,11 +46,13 @@ def make_loader(
     sampler: Any = None,
     collate_fn: Callable[[Any], Any] | None = None,
     workers: int | None = None,
+    rank: int = 0,
+    world: int = 1,
 ) -> DataLoader[Any]:
     """Return a loader that draws samples in DeepSpeed's order.
 
-    That is the order of ``DistributedSampler`` with one replica: shuffled with seed 0, and the same in each epoch
-    unless somebody calls ``loader.sampler.set_epoch(number)``.
+    That is the order of ``DistributedSampler``: shuffled with seed 0, and the same in each epoch unless somebody calls
+    ``loader.sampler.set_epoch(number)``. Of several processes, each has every `world`-th sample, from its `rank`.
 
     Raises:
         ConfigError: it is no dataset.
@@ -59,7 +61,7 @@ def make_loader(
     if not streamed and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise ConfigError(f"training_data: expected a torch Dataset but got {type(dataset).__name__}; pass a dataset")
     if sampler is None and not streamed:
-        sampler = DistributedSampler(dataset, num_replicas=1, rank=0, shuffle=shuffle)
+        sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=shuffle)
     return DataLoader(
         dataset,
         batch_size=batch_size,

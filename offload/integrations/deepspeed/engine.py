@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ REFUSED = {
     "compile": "parameters come and go, which a compiled module does not expect; leave the call out",
     "set_train_batch_size": "room for accumulation is planned; set gradient_accumulation_steps in the configuration",
     "set_gradient_accumulation_boundary": "set gradient_accumulation_steps in the configuration, call step() each time",
-    "allreduce_gradients": "there is one process; leave the call out",
+    "allreduce_gradients": "backward adds the gradients of all processes; leave the call out",
     "scale": "call engine.backward(loss), which scales it",
     "monitor": "log engine.stats(), engine.get_lr() and engine.get_global_grad_norm() yourself",
     "timers": "see engine.stats(), or torch.profiler",
@@ -67,11 +67,12 @@ class DeepSpeedEngine(Engine):
         lr_scheduler: stepped after each optimizer step that was taken; None where there is none.
         training_dataloader: of ``training_data``; None where there is none.
         global_samples: seen by the optimizer steps so far.
-        local_rank, global_rank, world_size, dp_world_size, mp_world_size: there is one process.
+        local_rank, global_rank: of this process; 0 where there is one.
+        world_size, dp_world_size: how many there are.
+        mp_world_size: how many have parts of one model: 1.
     """
 
-    global_rank = 0
-    world_size = dp_world_size = mp_world_size = 1
+    mp_world_size = 1
 
     def __init__(
         self,
@@ -84,9 +85,11 @@ class DeepSpeedEngine(Engine):
         collate_fn: Any = None,
     ) -> None:
         """Make the engine; see :func:`offload.deepspeed.initialize`."""
-        super().__init__(model, optimizer, translation.config)
+        super().__init__(model, optimizer, translation.config, stage=translation.slices)
         self.translation = translation
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_rank = self._parts.ranks.rank
+        self.world_size = self.dp_world_size = self._parts.ranks.world
         self.global_samples = 0
         self._batch = translation.batch
         self._full = FullValues(self._parts)
@@ -162,7 +165,7 @@ class DeepSpeedEngine(Engine):
         if ends:
             self.global_samples += self._batch.train
             every, number = self.translation.steps_per_print, self.global_steps
-            if every and number % every == 0:
+            if every and number % every == 0 and self.global_rank == 0:
                 logger.info("step=%d, skipped=%d, lr=%s", number, self.skipped_steps, self.get_lr())
         return self._was_taken
 
@@ -174,7 +177,7 @@ class DeepSpeedEngine(Engine):
     def no_sync(self) -> Iterator[None]:
         """Add gradients of several backward passes; :meth:`step` is refused inside.
 
-        With one process there is nothing to reduce. The passes do not count for the accumulation, as in DeepSpeed.
+        The passes do not count for the accumulation, as in DeepSpeed. Several processes add theirs in each pass.
 
         Raises:
             StateError: this is inside another one.
@@ -241,7 +244,8 @@ class DeepSpeedEngine(Engine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Note that micro-batches have another size from now on; their number per step stays."""
         steps = self._batch.accumulation
-        self._batch = dataclasses.replace(self._batch, micro=micro_batch_size, train=micro_batch_size * steps)
+        train = micro_batch_size * steps * self._batch.world
+        self._batch = dataclasses.replace(self._batch, micro=micro_batch_size, train=train)
 
     def gradient_clipping(self) -> float:
         """Return the norm to clip to; 0.0 where nothing is clipped."""
@@ -336,6 +340,8 @@ class DeepSpeedEngine(Engine):
             sampler=data_sampler,
             collate_fn=self._collate if collate_fn is None else collate_fn,
             workers=num_local_io_workers,
+            rank=self.global_rank,
+            world=self.world_size,
         )
 
     # --- one parameter ----------------------------------------------------------------------------------------------
@@ -347,6 +353,8 @@ class DeepSpeedEngine(Engine):
     def read_full(self, parameter: nn.Parameter, state: str | None = None) -> torch.Tensor | None:
         """Return a copy of a parameter's fp32 master, or of a state; None where there is none (yet).
 
+        Several processes call this together.
+
         Args:
             parameter: of the engine.
             state: ``exp_avg`` and the like; None: the master.
@@ -354,7 +362,7 @@ class DeepSpeedEngine(Engine):
         return self._full.read(self._require_open(), parameter, state)
 
     def write_full(self, parameter: nn.Parameter, value: torch.Tensor, state: str | None = None) -> None:
-        """Let a parameter's master, or a state, have other elements.
+        """Let a parameter's master, or a state, have other elements; several processes call this together.
 
         Args:
             parameter: of the engine.
@@ -366,6 +374,23 @@ class DeepSpeedEngine(Engine):
             StateError: there is no such state, or not yet.
         """
         self._full.write(self._require_open(), parameter, value, state)
+
+    def take_from(self, rank: int, parameters: Iterable[nn.Parameter], error: BaseException | None) -> None:
+        """Let gathered parameters have the elements that they have on one rank; nothing where there is one.
+
+        Args:
+            rank: whose elements.
+            parameters: of the engine, gathered to be modified.
+            error: why this rank has none; all ranks learn of it.
+
+        Raises:
+            RanksError: another rank has an error.
+        """
+        if self.world_size == 1:
+            return
+        self.wait_for_ranks("zero.GatheredParameters", error)
+        for parameter in parameters:
+            torch.distributed.broadcast(parameter.detach(), rank)
 
     # --- saving and loading -----------------------------------------------------------------------------------------
 
@@ -459,19 +484,29 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Save the module's state dict, 16-bit parameters as such, by ``torch.save``; all of it is in memory meanwhile.
 
-        For models larger than memory: :meth:`offload.Engine.save_pretrained`.
+        For models larger than memory: :meth:`offload.Engine.save_pretrained`. Several processes call this together; the
+        first one writes.
 
         Returns:
             True, whatever ``stage3_gather_16bit_weights_on_model_save`` says.
         """
+        failure: BaseException | None = None
+        if self.global_rank == 0:
+            try:
+                self._save_module(Path(save_dir), save_filename, trained_only=exclude_frozen_parameters)
+            except OSError as error:
+                failure = error
+        self.wait_for_ranks("save_16bit_model", failure)
+        return True
+
+    def _save_module(self, directory: Path, file: str, *, trained_only: bool) -> None:
         state = self.state_dict()
-        if exclude_frozen_parameters:
+        if trained_only:
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     state.pop(name, None)
-        Path(save_dir).mkdir(parents=True, exist_ok=True)
-        torch.save(state, Path(save_dir) / save_filename)
-        return True
+        directory.mkdir(parents=True, exist_ok=True)
+        torch.save(state, directory / file)
 
     save_fp16_model = save_16bit_model
 

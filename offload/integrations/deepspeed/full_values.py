@@ -28,10 +28,11 @@ class FullValues:
         where = self._where(parameter)
         self._parts.changes.adopt()
         unit = manager.units[where[0]]
-        found = self._states(manager, where).get("master" if state is None else state) if unit.trainable else None
+        text = self._meet(manager, where, state)
+        found = self._states(manager, where, text).get("master" if state is None else state) if unit.trainable else None
         if found is None and state is None:
             if unit.trainable and unit.dtype != "float32":
-                found = checkpoint.gather_masters(manager, (), wanted={where})[where]
+                found = checkpoint.gather_masters(manager, (), wanted={where}, where=text)[where]
             if found is None:
                 with self._parts.tensors.gather(parameter, modify=False):
                     found = parameter.detach().float().clone()
@@ -46,7 +47,7 @@ class FullValues:
             self._parts.tensors.load({name: new}, strict=False)
             return
         self._parts.changes.adopt()
-        found = self._states(manager, where)
+        found = self._states(manager, where, self._meet(manager, where, state))
         if state not in found:
             raise StateError(f"{state} of {name}: expected a state but there is none (yet); take a step first")
         checkpoint.scatter_states(manager, self._parts.steps.counts, {where: {**found, state: new}})
@@ -61,6 +62,12 @@ class FullValues:
             )
         return where
 
-    def _states(self, manager: Manager, where: Where) -> dict[str, Any]:
+    def _meet(self, manager: Manager, where: Where, state: str | None) -> str:
+        """Meet all ranks, each of which has a part of the states; returns where."""
+        text = f"{state or 'the master'} of {manager.units[where[0]].slots[where[1]].name}"
+        self._parts.ranks.agree(text)
+        return text
+
+    def _states(self, manager: Manager, where: Where, text: str) -> dict[str, Any]:
         """Return the states of a parameter; nothing where there are none, or not yet."""
-        return checkpoint.gather_states(manager, self._parts.steps.counts, wanted={where}).get(where, {})
+        return checkpoint.gather_states(manager, self._parts.steps.counts, wanted={where}, where=text).get(where, {})

@@ -91,7 +91,12 @@ ROWS: tuple[Row, ...] = (
     _row("fp16", "auto_cast", _R, "cast the batch: `batch.half()`"),
     _row("fp16", "fp16_master_weights_and_grads", _R, "masters are fp32; leave it out"),
     _row("", "torch_autocast.*", _R, "put `torch.autocast` around the forward"),
-    _row(_ZERO, "stage", _M, "0 to 3; always as stage 3 with one process"),
+    _row(
+        _ZERO,
+        "stage",
+        _M,
+        "0 to 3: that of several processes (0 is 1, the same bits); one process has slices of nothing",
+    ),
     _row(_PARAM, "device", _M, "`offload_param`; none: the plan chooses, the device first"),
     _row(_STATES, "device", _M, "`offload_optimizer`; none: the plan chooses"),
     _row(_PARAM, "nvme_path", _M, "`nvme_path`; two that differ share all bytes"),
@@ -126,7 +131,7 @@ ROWS: tuple[Row, ...] = (
         "mics_hierarchical_params_gather stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params "
         "stage3_allgather_sequential allgather_sequential",
         _N,
-        "one process",
+        "the engine exchanges units, in one order on all processes",
     ),
     _row(
         _ZERO,
@@ -170,7 +175,7 @@ ROWS: tuple[Row, ...] = (
         "gradient_allreduce_op disable_allgather allgather_size sparse_gradients comms_logger.* "
         "use_data_before_expert_parallelism",
         _N,
-        "one process",
+        "gradients are added in fp32, in rank order",
     ),
     _row("", "disable_python_gc log_level vocabulary_size timers.*", _N, "how DeepSpeed goes about it"),
     _row(
@@ -190,7 +195,7 @@ ROWS: tuple[Row, ...] = (
         "",
         "tensor_parallel.* expert_parallel.* pipeline.* data_parallel_size sequence_parallel_size hybrid_engine.*",
         _R,
-        "one process with all of the model; leave it out",
+        "each process has all of the model; leave it out",
         1,
     ),
     _row(

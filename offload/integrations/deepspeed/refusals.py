@@ -13,7 +13,7 @@ from typing import Any
 
 from offload.errors import ConfigError, did_you_mean
 
-_ONE_PROCESS = "one process has all of the model: "
+_ONE_PROCESS = "each process has all of the model: "
 _WEIGHTS = "weights would be others: leave it out"
 
 # A name below ``deepspeed``, or its beginning if it ends in "_" -> what to use instead.
@@ -27,7 +27,7 @@ REMEDIES: Mapping[str, str] = {
     "autotuning": "leave it out: budgets are planned",
     "checkpoint": "engine.load_checkpoint reads DeepSpeed's folders; python -m offload checkpoint converts them",
     "checkpointing.": "torch.utils.checkpoint keeps the random numbers; leave it out",
-    "comm.": "there is one process: leave it out, or use torch.distributed after deepspeed.init_distributed()",
+    "comm.": "use torch.distributed after deepspeed.init_distributed(), or leave it out",
     "compile": "leave it out: parameters come and go",
     "compression": _WEIGHTS,
     "elasticity": "set the batch sizes",
@@ -35,7 +35,7 @@ REMEDIES: Mapping[str, str] = {
     "git_version_info": "take deepspeed.__version__",
     "inference": "offload.Engine(model) evaluates a model of any size",
     "init_inference": "offload.Engine(model) evaluates a model of any size",
-    "launcher": "start the script with python",
+    "launcher": "start the script with torchrun, or one process with python",
     "linear": "take PEFT: adapters over a frozen base that is offloaded",
     "model_implementations": "take the model of transformers",
     "module_inject": _ONE_PROCESS + "leave it out",
@@ -65,10 +65,10 @@ REMEDIES: Mapping[str, str] = {
     "sequence": _ONE_PROCESS + "leave it out",
     "tp_model_init": _ONE_PROCESS + "leave it out",
     "utils.OnDevice": 'take torch.device("meta") as a context, and offload.Engine(model, weights=...)',
-    "utils.groups": "there is one process: leave it out",
+    "utils.groups": "all processes are one data-parallel group: take deepspeed.comm",
     "utils.nvtx": "torch.profiler shows what the engine does",
-    "utils.safe_get_local_": "there is one process: take safe_get_full_*",
-    "utils.safe_set_local_": "there is one process: take safe_set_full_*",
+    "utils.safe_get_local_": "take safe_get_full_*",
+    "utils.safe_set_local_": "take safe_set_full_*",
     "utils.timer": "take engine.stats(), or torch.profiler",
     "utils.zero_to_fp32": "engine.import_checkpoint, or python -m offload checkpoint export",
     "zero.TiledLinear": "units are split where the device budget asks for it: take torch.nn.Linear",

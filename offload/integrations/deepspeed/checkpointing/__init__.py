@@ -34,7 +34,7 @@ def configure(
     Args:
         mpu_: has to be None.
         deepspeed_config: not heeded.
-        partition_activations: not heeded: there is one process.
+        partition_activations: not heeded.
         contiguous_checkpointing: not heeded.
         num_checkpoints: not heeded.
         checkpoint_in_cpu: True warns: the engine's configuration says it.
@@ -45,7 +45,7 @@ def configure(
         ConfigError: there is to be model parallelism.
     """
     if mpu_ is not None:
-        raise ConfigError("mpu_: expected None, for one process has all of the model; leave it out")
+        raise ConfigError("mpu_: expected None, for each process has all of the model; leave it out")
     if checkpoint_in_cpu:
         logger.warning(
             "checkpointing: checkpoint_in_cpu is left out here, which changes no result; set "

@@ -1,22 +1,24 @@
-"""``deepspeed.comm``: what collectives give in one process, whether a process group was made or not.
+"""``deepspeed.comm``: collectives. Of several processes they are torch's, which have the same arguments in one order.
 
-A sum, a mean or a maximum over one process is what it has: reductions and broadcasts leave tensors as they are, and
-gathers copy. What needs another process is refused. Next: :mod:`offload.integrations.deepspeed`.
+In one process they give what it has, whether a process group was made or not: reductions and broadcasts leave tensors
+as they are, and gathers copy. Next: :mod:`offload.integrations.deepspeed`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.integrations.deepspeed.refusals import missing
-from offload.module.refusals import refuse_ranks
+from offload.integrations.libraries import launched
 
 __all__ = [
     "ReduceOp",
@@ -47,6 +49,9 @@ __all__ = [
     "scatter",
 ]
 
+Call = TypeVar("Call", bound=Callable[..., Any])
+_distributed: Any = torch.distributed
+
 
 def init_distributed(
     dist_backend: str | None = None,
@@ -60,31 +65,72 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make a process group of one, so that ``torch.distributed.get_rank()`` and the like work.
+    """Make torch's process group, as torchrun or another launcher has said; else one of this process alone.
 
     Args:
         dist_backend: of torch; None: torch's choice.
-        auto_mpi_discovery: not heeded, as all that is said of others.
-        distributed_port: not heeded.
+        auto_mpi_discovery: not heeded.
+        distributed_port: not heeded: launchers say it.
         verbose: not heeded.
-        timeout: not heeded.
-        init_method: not heeded.
+        timeout: of torch; None: torch's choice.
+        init_method: of torch; None: the launcher's environment.
         dist_init_required: False makes none.
         config: not heeded.
-        rank: 0 or -1.
-        world_size: 1 or -1.
+        rank: of this process; -1: as the launcher says.
+        world_size: processes; -1: as the launcher says.
 
     Raises:
-        StateError: there are several processes.
-        ConfigError: there are to be.
+        ConfigError: there are to be several processes but the launcher has not said where they meet.
     """
-    refuse_ranks()
-    if world_size > 1 or rank > 0:
-        raise ConfigError(f"init_distributed: expected one process but got rank {rank} of {world_size}; start one")
     there = torch.distributed.is_available() and not torch.distributed.is_initialized()
-    if there and dist_init_required is not False:
-        store = HashStore()
-        torch.distributed.init_process_group(dist_backend, store=store, rank=0, world_size=1)
+    if not there or dist_init_required is False:
+        return
+    world = world_size if world_size > 0 else launched()
+    if world == 1:
+        if rank > 0:
+            raise ConfigError(f"init_distributed: expected rank 0 of one process but got {rank}; pass world_size, too")
+        _distributed.init_process_group(dist_backend, store=HashStore(), rank=0, world_size=1)
+        return
+    absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if init_method is None and absent:
+        raise ConfigError(
+            f"init_distributed: expected {world} processes that know of each other but got no {', '.join(absent)}; "
+            "start them with torchrun"
+        )
+    own = int(os.environ["RANK"]) if rank < 0 and init_method is None else rank
+    _distributed.init_process_group(
+        dist_backend, init_method=init_method or "env://", timeout=timeout, rank=own, world_size=world
+    )
+
+
+def are_several() -> bool:
+    """Tell whether there are several processes.
+
+    Raises:
+        StateError: there are, but no process group.
+    """
+    if is_initialized():
+        return bool(_distributed.get_world_size() > 1)
+    if launched() > 1:
+        raise StateError(
+            f"deepspeed.comm: expected a process group but got none, and WORLD_SIZE={launched()}; call "
+            "deepspeed.init_distributed() before"
+        )
+    return False
+
+
+def _or_torch(call: Call) -> Call:
+    """Let several processes have torch's function of the same name."""
+    signature = inspect.signature(call)  # torch has other names for some arguments
+
+    @functools.wraps(call)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if not are_several():
+            return call(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        return getattr(_distributed, call.__name__)(*bound.args, **bound.kwargs)
+
+    return chosen  # type: ignore[return-value]
 
 
 # --- who there is -----------------------------------------------------------------------------------------------------
@@ -100,23 +146,23 @@ def is_initialized() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+@_or_torch
 def get_rank(group: Any = None) -> int:
-    """Return 0.
+    """Return the rank of this process; 0 of one.
 
     Raises:
-        StateError: there are several processes.
+        StateError: there are several processes, but no process group.
     """
-    refuse_ranks()
     return 0
 
 
+@_or_torch
 def get_world_size(group: Any = None) -> int:
-    """Return 1.
+    """Return how many processes there are.
 
     Raises:
-        StateError: there are several processes.
+        StateError: there are several, but no process group.
     """
-    refuse_ranks()
     return 1
 
 
@@ -126,7 +172,9 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return 0."""
+    """Return the rank among all processes of one that is `group_rank` in a group; None is the group of all."""
+    if are_several():
+        return group_rank if group is None else int(_distributed.get_global_rank(group, group_rank))
     return _root(group_rank)
 
 
@@ -134,8 +182,9 @@ def get_world_group() -> None:
     """Return None, which stands for all processes wherever a group can be given."""
 
 
+@_or_torch
 def new_group(ranks: Sequence[int] | None = None) -> None:
-    """Return None, which stands for all processes wherever a group can be given."""
+    """Return a group of several processes; of one process None, which stands for all wherever a group can be given."""
     for rank in ranks or ():
         _root(rank)
 
@@ -183,11 +232,13 @@ def _copied(target: torch.Tensor, source: torch.Tensor, is_async: bool) -> Done 
     return _done(is_async)
 
 
+@_or_torch
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Done | None:
     """Do nothing: nobody is waited for."""
     return _done(async_op)
 
 
+@_or_torch
 def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
     """Do nothing: nobody is waited for."""
 
@@ -196,11 +247,13 @@ def log_summary(show_straggler: bool = False) -> None:
     """Do nothing: nothing was sent."""
 
 
+@_or_torch
 def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Done | None:
     """Leave the tensor, which is the sum, the mean and the maximum over one process."""
     return _done(async_op)
 
 
+@_or_torch
 def reduce(
     tensor: torch.Tensor, dst: int = 0, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -209,17 +262,20 @@ def reduce(
     return _done(async_op)
 
 
+@_or_torch
 def broadcast(tensor: torch.Tensor, src: int = 0, group: Any = None, async_op: bool = False) -> Done | None:
     """Leave the tensor, which is rank 0's."""
     _root(src)
     return _done(async_op)
 
 
+@_or_torch
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
     """Leave the objects, which are rank 0's."""
     _root(src)
 
 
+@_or_torch
 def all_gather(
     tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -227,6 +283,7 @@ def all_gather(
     return _copied(tensor_list[0], tensor, async_op)
 
 
+@_or_torch
 def all_gather_into_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -234,11 +291,13 @@ def all_gather_into_tensor(
     return _copied(output_tensor, tensor, async_op)
 
 
+@_or_torch
 def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
     """Put the object into a list of one."""
     object_list[0] = obj
 
 
+@_or_torch
 def gather(
     tensor: torch.Tensor,
     gather_list: list[torch.Tensor] | None = None,
@@ -251,6 +310,7 @@ def gather(
     return _done(async_op) if gather_list is None else _copied(gather_list[0], tensor, async_op)
 
 
+@_or_torch
 def scatter(
     tensor: torch.Tensor,
     scatter_list: list[torch.Tensor] | None = None,
@@ -263,6 +323,7 @@ def scatter(
     return _done(async_op) if scatter_list is None else _copied(tensor, scatter_list[0], async_op)
 
 
+@_or_torch
 def reduce_scatter(
     output: torch.Tensor,
     input_list: list[torch.Tensor],
@@ -274,6 +335,7 @@ def reduce_scatter(
     return _copied(output, input_list[0], async_op)
 
 
+@_or_torch
 def reduce_scatter_tensor(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Done | None:
@@ -281,6 +343,7 @@ def reduce_scatter_tensor(
     return _copied(output_tensor, tensor, async_op)
 
 
+@_or_torch
 def all_to_all_single(
     output: torch.Tensor,
     tensor: torch.Tensor,

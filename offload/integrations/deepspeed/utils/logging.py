@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from offload.integrations.deepspeed.refusals import missing
 
 __all__ = ["log_dist", "logger"]
@@ -14,8 +16,9 @@ logger = logging.getLogger("offload.deepspeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message, if rank 0 or all are to."""
-    if not ranks or 0 in ranks or -1 in ranks:
+    """Log a message, if this rank or all are to."""
+    own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if not ranks or own in ranks or -1 in ranks:
         logger.log(level, message)
 
 

@@ -6,6 +6,7 @@ Next: :mod:`offload.integrations.deepspeed`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import tempfile
 from collections.abc import Iterable
@@ -18,8 +19,9 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.initialisation import init
 from offload.integrations.deepspeed.config import nvme_path_of
-from offload.integrations.deepspeed.engine import engine_of
+from offload.integrations.deepspeed.engine import DeepSpeedEngine, engine_of
 from offload.integrations.deepspeed.refusals import missing
+from offload.integrations.libraries import processes
 from offload.memory.machine import mount_of
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
@@ -54,7 +56,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
 
         Args:
             module: made already: it stays as it is.
-            data_parallel_group: has to be None: there is one process.
+            data_parallel_group: has to be None: it is that of all processes.
             mem_efficient_linear: not heeded.
             remote_device: not heeded: the engine places parameters.
             pin_memory: not heeded.
@@ -66,7 +68,7 @@ class Init(contextlib.AbstractContextManager["Init"]):
             **others: of DeepSpeed; not heeded if they are off.
 
         Raises:
-            ConfigError: there is to be more than one process, or what is asked for would change results.
+            ConfigError: a group is given, or what is asked for would change results.
         """
         groups = {"data_parallel_group": data_parallel_group, "mpu": mpu, **others}
         for name, value in groups.items():
@@ -114,17 +116,18 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
 
         Args:
             params: a parameter, or several.
-            modifier_rank: a number: changes are written back, masters included; None: they are refused.
+            modifier_rank: the process whose changes all take over and write back, masters included; None: changes are
+                refused.
             fwd_module: not heeded.
             enabled: False does nothing.
 
         Raises:
-            ConfigError: `modifier_rank` is that of another process.
+            ConfigError: there is no process with `modifier_rank`.
         """
-        if modifier_rank not in (None, 0):
-            raise ConfigError(f"modifier_rank: expected 0, the only process, but got {modifier_rank}; pass 0")
+        if modifier_rank is not None and modifier_rank not in range(processes()):
+            raise ConfigError(f"modifier_rank: expected one of {processes()} processes but got {modifier_rank}; pass 0")
         self._params: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._modify = modifier_rank is not None
+        self._modifier = modifier_rank
         self._enabled = enabled
         self._open: list[contextlib.ExitStack] = []
 
@@ -141,11 +144,26 @@ class GatheredParameters(contextlib.AbstractContextManager[None]):
                 if engine is not None:
                     places.setdefault(engine, []).append(parameter)
             for engine, parameters in places.items():
-                stack.enter_context(engine.gather(parameters, modify=self._modify))
+                stack.enter_context(engine.gather(parameters, modify=self._modifier is not None))
+                if self._modifier is not None:
+                    stack.push(_Taking(engine, parameters, self._modifier).end)
             self._open.append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
         self._open.pop().__exit__(*error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Taking:
+    """Gathered parameters, of which all processes take over what one of them has."""
+
+    engine: DeepSpeedEngine
+    parameters: list[nn.Parameter]
+    rank: int
+
+    def end(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Take over, or learn of an error in one process's block."""
+        self.engine.take_from(self.rank, self.parameters, error)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

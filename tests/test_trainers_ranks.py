@@ -1,0 +1,374 @@
+"""Trainers of other libraries in several processes: the bits of one process that accumulates as many micro-batches."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from several_ranks import run
+from trainers import Log, adam, arguments, lightning_module, lightning_trainer, logged, model, rows, word_tokenizer
+
+import offload
+from offload.errors import ConfigError
+
+pytestmark = [
+    pytest.mark.cpu(reason="ranks send each other what is in host memory"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.slow,  # three processes import the libraries
+]
+
+WORLD, ACCUMULATION = 3, 2  # of each of them
+BUDGETS = {"max_memory": {"device": "48MiB", "cpu": "48MiB", "nvme": "64MiB"}, "unit_bytes": 16 << 10, "threads": 1}
+
+
+def placed(path: str) -> dict[str, Any]:
+    return {**BUDGETS, "nvme_path": path, "offload_param": "nvme", "offload_optimizer": "nvme"}
+
+
+def launched(rank: int, world: int) -> None:
+    """Let the environment be as torchrun makes it."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    if world > 1:
+        names: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "TORCHELASTIC_RUN_ID": "none"}  # nobody meets there
+        os.environ.update({name: str(value) for name, value in names.items()})
+
+
+def bits(tensors: Any) -> dict[str, bytes]:
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def agreed(every: list[Any], *own: str) -> dict[str, Any]:
+    """Return what ranks have found, in which all but their `own` has to be the same."""
+    for found in every:
+        assert isinstance(found, dict), every
+        for name in found.keys() - set(own):
+            assert found[name] == every[0][name], name
+    return every[0]
+
+
+# --- Accelerate -------------------------------------------------------------------------------------------------------
+
+
+def accelerated(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
+    """Train two steps, save, one more; load, and that one again."""
+    from accelerate import Accelerator
+
+    launched(rank, world)
+    accumulation = ACCUMULATION * WORLD // world
+    made, module = Accelerator(cpu=True, gradient_accumulation_steps=accumulation), model()
+    options = {**placed(path), "gradient_accumulation_steps": accumulation, "gradient_reduction": "sum"}
+    engine = offload.Engine(module, adam(module), device="cpu", stage=stage if world > 1 else None, **options)
+    times = WORLD // world  # accelerate steps a schedule once per process
+    schedule = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda number: 1 / (1 + number * times))
+    data = torch.utils.data.DataLoader(rows(6 * ACCUMULATION * WORLD), batch_size=2)
+    trained, optimizer, loader, prepared = offload.accelerate.prepare(made, engine, data, schedule)
+    assert trained is module and made.num_processes == world
+
+    def train(first: int, steps: int) -> dict[str, Any]:
+        losses, norms = [], []
+        for number, batch in enumerate(made.skip_first_batches(loader, first * accumulation)):
+            if number == steps * accumulation:
+                break
+            with made.accumulate(trained):
+                loss = trained(**batch).loss
+                made.backward(loss)
+                if made.sync_gradients:
+                    norms.append(float(made.clip_grad_norm_(trained.parameters(), 0.5)))
+                optimizer.step()
+                prepared.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        return {"losses": losses, "norms": norms, "rate": optimizer.param_groups[0]["lr"]}
+
+    found: dict[str, Any] = {"begin": train(0, 2)}
+    made.save_state(f"{path}/state")
+    found["end"] = train(2, 1)
+    found["parameters"] = bits(engine.state_dict())
+    made.load_state(f"{path}/state")
+    found["again"] = train(2, 1)
+    assert bits(engine.state_dict()) == found["parameters"]
+    engine.wait_for_ranks("before metrics")
+    with torch.no_grad():
+        mean = trained(**next(iter(data))).loss
+    engine.wait_for_ranks("metrics")
+    found["metrics"] = made.gather_for_metrics(mean).tolist()
+    made.save_model(trained, f"{path}/weights")
+    engine.close()
+    return found
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
+    """Four steps, with a checkpoint, evaluations and the best model; the last two again."""
+    found = transformed(rank, world, stage, path, None)
+    again = transformed(rank, world, stage, path, f"{path}/out/checkpoint-2")
+    assert again["parameters"] == found["parameters"]
+    return found
+
+
+def transformed(rank: int, world: int, stage: Any, path: str, resume: str | None) -> dict[str, Any]:
+    from offload.integrations.hf import OffloadTrainer
+
+    launched(rank, world)
+    given = arguments(
+        Path(path),
+        max_steps=4,
+        gradient_accumulation_steps=ACCUMULATION * WORLD // world,
+        max_grad_norm=0.5,
+        lr_scheduler_type="cosine",
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        load_best_model_at_end=True,
+        per_device_eval_batch_size=1,
+        logging_steps=1,
+    )
+    data = rows(4 * ACCUMULATION * WORLD * 2)
+    trainer = OffloadTrainer(
+        model=model(), args=given, train_dataset=data, eval_dataset=rows(10), offload=placed(path), offload_stage=stage
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    log = logged(trainer)
+    assert trainer.engine is not None
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    found = {
+        "losses": log.losses,
+        "norms": log.norms,
+        "evaluated": evaluated,
+        "parameters": bits(trainer.engine.state_dict()),
+    }
+    found["metrics"] = trainer.evaluate(rows(7))["eval_loss"]
+    trainer.save_model(f"{path}/weights")
+    found["step"], found["best"] = trainer.state.global_step, Path(trainer.state.best_model_checkpoint).name
+    trainer.engine.close()
+    return found
+
+
+# --- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
+    """Take three steps of SFT, and three of DPO with a reference model in each process."""
+    import datasets
+    import trl
+
+    from offload.integrations.hf import OffloadTrainerMixin
+
+    launched(rank, world)
+    found: dict[str, Any] = {}
+    words = [" ".join(f"w{int(number)}" for number in row["input_ids"]) for row in rows(3 * ACCUMULATION * WORLD * 2)]
+    texts = datasets.Dataset.from_dict({"text": words})
+    pairs = datasets.Dataset.from_dict({"prompt": words, "chosen": words[1:] + words[:1], "rejected": words[::-1]})
+    kinds = {"sft": (trl.SFTTrainer, trl.SFTConfig, texts, {}), "dpo": (trl.DPOTrainer, trl.DPOConfig, pairs, {})}
+    kinds["dpo"][3].update(ref_model=model(), offload_reference=placed(path))
+    for name, (kind, config, data, more) in kinds.items():
+        steps = ACCUMULATION * WORLD // world
+        given = arguments(
+            Path(path), config, max_steps=3, gradient_accumulation_steps=steps, gradient_checkpointing=False
+        )
+        trainer = type(kind.__name__, (OffloadTrainerMixin, kind), {})(
+            model=model(),
+            args=given,
+            train_dataset=data,
+            processing_class=word_tokenizer(Path(path)),
+            offload=placed(path),
+            offload_stage=stage,
+            **more,
+        )
+        trainer.train()
+        log, engine = logged(trainer), trainer.engine
+        found[name] = {"losses": log.losses, "norms": log.norms, "parameters": bits(engine.state_dict())}
+        engine.close()
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", [None, 2])
+def test_trl(stage: int | None, one: Any, tmp_path: Path) -> None:
+    (tmp_path / "three").mkdir()
+    truth = one(tuned)
+    found = agreed(run(tuned, WORLD, WORLD, stage, str(tmp_path / "three"), limit_s=400.0))
+    for name in ("sft", "dpo"):
+        assert found[name]["losses"] == pytest.approx(truth[name]["losses"], rel=1e-5)
+        assert found[name]["norms"] == pytest.approx(truth[name]["norms"], rel=1e-4)
+
+
+def refused_in_ranks(rank: int, path: str) -> str:
+    import datasets
+    import trl
+
+    from offload.integrations.hf import OffloadTrainerMixin
+
+    launched(rank, WORLD)
+    kind = type("SFT", (OffloadTrainerMixin, trl.SFTTrainer), {})
+
+    trainer = kind(
+        model=model(),
+        args=arguments(Path(path), trl.SFTConfig),
+        train_dataset=datasets.Dataset.from_dict({"text": ["w1 w2"] * 12}),
+        processing_class=word_tokenizer(Path(path)),
+        offload=placed(path),
+        offload_stage=3,
+    )
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.nightly
+def test_trl_has_no_slices_of_parameters(tmp_path: Path) -> None:
+    for text in run(refused_in_ranks, WORLD, str(tmp_path), limit_s=240.0):
+        assert text.startswith("offload_stage: expected 1 or 2 of TRL's trainers in several processes but got 3"), text
+
+
+# --- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def fitted(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
+    """Three steps; the last one again, after a checkpoint."""
+    launched(rank, world)
+    found = {}
+    for name, first, last in (("whole", 0, 3), ("half", 0, 2), ("rest", 2, 3)):
+        log, strategy = Log(), offload.lightning.OffloadStrategy(**placed(path))
+        if world > 1:
+            strategy = offload.lightning.OffloadRanksStrategy(stage=stage, **placed(path))
+        trainer = lightning_trainer(
+            Path(path),
+            devices=world,
+            max_steps=last,
+            accumulate_grad_batches=ACCUMULATION * WORLD // world,
+            gradient_clip_val=0.5,
+            strategy=strategy,
+            use_distributed_sampler=False,  # Lightning's would shuffle
+        )
+        module = lightning_module(model(), adam, log)
+        given = rows(3 * ACCUMULATION * WORLD)
+        sampler = torch.utils.data.DistributedSampler(given, num_replicas=world, rank=rank, shuffle=False)
+        data = torch.utils.data.DataLoader(given, batch_size=1, sampler=sampler)
+        trainer.fit(module, data, ckpt_path=f"{path}/half.ckpt" if first else None)
+        assert (trainer.world_size, trainer.global_rank, trainer.global_step) == (world, rank, last)
+        trainer.save_checkpoint(f"{path}/{name}.ckpt")
+        trainer.save_checkpoint(f"{path}/{name}.weights", weights_only=True)
+        engine = trainer.strategy.engine
+        trainer.validate(module, torch.utils.data.DataLoader(rows(7), batch_size=1), verbose=False)
+        found[name] = {"losses": log.losses, "norms": log.norms, "parameters": bits(engine.state_dict())}
+        found[name]["validated"] = float(trainer.strategy.reduce(trainer.callback_metrics["val_loss"]))
+        engine.close()
+    return found
+
+
+# --- all of them, so that each library is imported once ---------------------------------------------------------------
+
+SCENARIOS: dict[str, tuple[Callable[..., dict[str, Any]], Any]] = {
+    "accelerate, 2": (accelerated, 2),
+    "accelerate, 3": (accelerated, 3),
+    "trainer": (trained, None),
+    "trainer, 3": (trained, 3),
+    "lightning, 1": (fitted, 1),
+    "lightning, 3": (fitted, 3),
+}
+
+
+def everything(rank: int, path: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, (scenario, stage) in SCENARIOS.items():
+        os.makedirs(f"{path}/{name}", exist_ok=True)
+        found[name] = scenario(rank, WORLD, stage, f"{path}/{name}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    path = tmp_path_factory.mktemp("ranks")
+    return run(everything, WORLD, str(path), limit_s=400.0), path
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[Callable[..., dict[str, Any]], dict[str, Any]]:
+    """What scenarios have found in one process."""
+    return {}
+
+
+@pytest.fixture
+def one(tmp_path: Path, single_torch_thread: None, known: Any) -> Iterator[Callable[..., dict[str, Any]]]:
+    """Yield what runs a scenario in this process alone, once."""
+
+    def alone(scenario: Callable[..., dict[str, Any]]) -> Any:
+        if scenario not in known:
+            known[scenario] = scenario(0, 1, None, str(tmp_path))
+        return known[scenario]
+
+    before = dict(os.environ)
+    yield alone
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def part(of_ranks: tuple[list[Any], Path], name: str) -> list[Any]:
+    for found in of_ranks[0]:
+        assert isinstance(found, dict), found
+    return [found[name] for found in of_ranks[0]]
+
+
+def dealt(every: list[list[float]]) -> list[float]:
+    """Return losses of micro-batches that were dealt round-robin in their order."""
+    return [loss for losses in zip(*every, strict=True) for loss in losses]
+
+
+@pytest.mark.parametrize("name", ["accelerate, 2", "accelerate, 3"])
+def test_accelerate(name: str, of_ranks: Any, one: Any) -> None:
+    truth, every = one(accelerated), part(of_ranks, name)
+    found = agreed(every, "begin", "end", "again")
+    assert found["parameters"] == truth["parameters"]
+    for run_name, steps in (("begin", 2), ("end", 1), ("again", 1)):
+        assert all({**each[run_name], "losses": None} == {**truth[run_name], "losses": None} for each in every)
+        assert dealt([each[run_name]["losses"] for each in every]) == truth[run_name]["losses"]
+        assert len(truth[run_name]["norms"]) == steps and min(truth[run_name]["norms"]) > 0.5
+    assert len(found["metrics"]) == WORLD and len(set(found["metrics"])) == 1
+    assert (of_ranks[1] / name / "weights" / "model.safetensors").is_file()
+    assert (of_ranks[1] / name / "state" / "offload" / "latest").is_file()
+
+
+@pytest.mark.parametrize("name", ["trainer", "trainer, 3"])
+def test_trainer(name: str, of_ranks: Any, one: Any) -> None:
+    truth, found = one(trained), agreed(part(of_ranks, name))
+    assert found["parameters"] == truth["parameters"] and found["step"] == 4
+    assert (found["norms"], found["best"]) == (truth["norms"], truth["best"])
+    for values in ("losses", "evaluated", "metrics"):  # means over processes
+        assert found[values] == pytest.approx(truth[values], rel=1e-5)
+    path = of_ranks[1] / name
+    assert (path / "weights" / "model.safetensors").is_file()
+    assert (path / "out" / "checkpoint-2" / "offload" / "latest").is_file()
+    state = json.loads((path / "out" / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
+    assert state["global_step"] == 4
+
+
+@pytest.mark.parametrize("name", ["lightning, 1", "lightning, 3"])
+def test_lightning(name: str, of_ranks: Any, one: Any) -> None:
+    truth, every = one(fitted), part(of_ranks, name)
+    for run_name in ("whole", "half", "rest"):
+        found = agreed([each[run_name] for each in every], "losses")
+        assert found["parameters"] == truth[run_name]["parameters"] and found["norms"] == truth[run_name]["norms"]
+        assert dealt([each[run_name]["losses"] for each in every]) == truth[run_name]["losses"]
+        assert found["validated"] == pytest.approx(truth[run_name]["validated"], rel=1e-4)
+    assert min(truth["whole"]["norms"]) > 0.5
+
+
+def test_one_process_with_several_devices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^devices: expected one but got 2; .*OffloadRanksStrategy"):
+        lightning_trainer(tmp_path, devices=2, strategy=offload.lightning.OffloadStrategy())
