@@ -46,7 +46,7 @@ class Both(ThreadRanks):
         super().__init__(rank, WORLD, meeting)
         self.meeting, self.boards = meeting, boards
 
-    def beside(self, name: str) -> Board:
+    def beside(self, name: str, *, patience: int = 1) -> Board:
         return Board(self.rank, WORLD, self.boards, name)
 
     def agree(self, where: str, *_: Any, **said: Any) -> Agreement:

@@ -36,19 +36,19 @@ class Standing:
     """How far a rank is in rounds, for others that wait for it elsewhere.
 
     Attributes:
-        now: rounds in which it has heard all ranks so far; whether it waits for the next one and can do nothing else.
+        heard: rounds in which it has heard all ranks so far; whether it waits for the next one and can do nothing else.
     """
 
     def __init__(self) -> None:
-        self.now = (0, False)
+        self.heard = (0, False)
 
     def hear(self) -> None:
         """Note that a round has been heard: what follows from it comes without any other rank's help."""
-        self.now = (self.now[0] + 1, False)
+        self.heard = (self.heard[0] + 1, False)
 
     def wait(self) -> None:
         """Note that the rank can do nothing before the next round."""
-        self.now = (self.now[0], True)
+        self.heard = (self.heard[0], True)
 
 
 class Rounds:

@@ -90,7 +90,7 @@ class Conductor:
         slice_on_its_way.wait(self._deadline_s)
         is_there = False
         while not is_there:
-            heard, _ = self.standing.now
+            heard, _ = self.standing.heard
             agreement = self._ranks.agree(f"parameters of {unit.name}", wants=unit.index, numbers=[heard])
             is_there = self._serve(agreement, mine=unit.index, address=buffer.address)
 
@@ -181,7 +181,7 @@ class Conductor:
             try:
                 while not over.wait(pause_s):
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                    heard, waits = self.standing.now
+                    heard, waits = self.standing.heard
                     if waits and self._serve(self._ranks.agree(where, wants=NOTHING, numbers=[heard])):
                         pause_s = _SHORTEST_PAUSE_S
             except BaseException as error:
