@@ -20,8 +20,11 @@ def test_smoke(tmp_path: Path) -> None:
     modes = json.loads(output.read_text(encoding="utf-8"))["modes"]
     for mode in ("host", "nvme"):
         assert modes[mode]["booked_bytes"] < 0.4 * modes["keep"]["booked_bytes"]
-        assert modes[mode]["moved"]["d2h"] == modes[mode]["moved"]["h2d"] > 0
-    assert modes["nvme"]["moved"]["nvme_write"] == modes["nvme"]["moved"]["nvme_read"] > 0
+        # What is asked for on its way out need not come back: of the device's part at most, or of the staging.
+        left, back = modes[mode]["moved"]["d2h"], modes[mode]["moved"]["h2d"]
+        assert 0 < back <= left <= back + (16 << 20)
+    left, back = modes["nvme"]["moved"]["nvme_write"], modes["nvme"]["moved"]["nvme_read"]
+    assert 0 < back <= left <= back + (4 << 20)
     assert [path.name for path in tmp_path.iterdir()] == ["activations.json"]
 
 
