@@ -85,7 +85,7 @@ class PendingCheckpoint:
         try:
             self._complete()
         except BaseException as error:  # told to whoever waits
-            logger.warning("checkpoint %s: %s", self.path, error)
+            logger.warning("checkpoint %s: %s", self.path, str(error))
             self._error = error
         finally:
             del self._complete  # with all that it holds

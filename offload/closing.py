@@ -106,7 +106,7 @@ def _all_restore(parts: Parts, *, restore: bool) -> bool:
             parts.ranks.agree("closing")
             return True
     except RanksError as error:
-        logger.warning("close: %s; parameters are not restored", error)
+        logger.warning("close: %s; parameters are not restored", str(error))
     parts.ranks.close()  # nobody waits any more for what was asked of them ahead
     return False
 

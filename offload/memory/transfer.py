@@ -43,7 +43,7 @@ class LeftToWhoNeedsIt:
             return False
         if not isinstance(error, (OSError, RuntimeError)):
             return False
-        logger.warning("%s: %s", self._what, error)
+        logger.warning("%s: %s", self._what, str(error))  # its text: the error knows frames, and so what they hold
         return True
 
 

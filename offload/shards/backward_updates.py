@@ -166,7 +166,7 @@ class BackwardUpdates(Updates[_Guess]):
         return wanted
 
     def _give_up(self, error: OSError) -> None:
-        logger.warning("early updates: %s", error)
+        logger.warning("early updates: %s", str(error))
         self.withdraw_all()
         self._asked = True  # and no recipe: nothing more in this step
 
@@ -187,7 +187,7 @@ class BackwardUpdates(Updates[_Guess]):
             while self._open:
                 self._work(Pace.ALL)
         except OSError as error:
-            logger.warning("early updates: %s", error)
+            logger.warning("early updates: %s", str(error))
             for update in list(self._open):
                 self._drop(update)
         taken = {update.unit.index for update in self._done if self._may_take(update, recipe)}
@@ -212,7 +212,7 @@ class BackwardUpdates(Updates[_Guess]):
         try:
             self._wait_until_written(update)
         except OSError as error:
-            logger.warning("early update of %s: %s", update.unit.name, error)
+            logger.warning("early update of %s: %s", update.unit.name, str(error))
             return False
         # A tensor of the user that views the parameters stays a view of them: such a unit is updated in place.
         index = update.unit.index

@@ -61,7 +61,7 @@ def _tolerant() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        logger.warning("step: %s", error)
+        logger.warning("step: %s", str(error))
 
 
 class ForwardUpdates(Updates[Update]):
@@ -287,7 +287,7 @@ class ForwardUpdates(Updates[Update]):
     def _fail(self, error: BaseException) -> None:
         """Note that a part of the step is lost: nothing of it is of use any more."""
         self.failure = error
-        logger.error("step: failed half way: %s", error)
+        logger.error("step: failed half way: %s", str(error))
         for update in reversed((*(leaving.update for leaving in self._leaving), *self._open)):
             come_to_rest(update.chunks, self._tiers.deadline_s)
             param = self._tiers.param(update.unit.index)

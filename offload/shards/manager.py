@@ -369,7 +369,7 @@ class Manager:
         try:
             self.commit()
         except (OSError, StateError) as error:
-            logger.warning("commit: %s", error)
+            logger.warning("commit: %s", str(error))
 
     def finish_updates(self) -> None:
         """Finish the last step and leave the next: whoever looks at the shards from outside comes through here.

@@ -163,7 +163,7 @@ ROWS: tuple[Row, ...] = (
         _N,
         "of `deepspeed.checkpointing`; `torch.utils.checkpoint` works",
     ),
-    _row("activation_checkpointing", "cpu_checkpointing", _L, "checkpoints stay on the device"),
+    _row("activation_checkpointing", "cpu_checkpointing", _M, '`activations="offload"`'),
     _row("", "wall_clock_breakdown", _M, "`log_every`, which is `steps_per_print`, or 10"),
     _row("", "memory_breakdown dump_state", _L, "`engine.stats()`, `engine.report()`"),
     _row("", "tensorboard.* wandb.* comet.* csv_monitor.*", _L, "log what `engine.stats()` says"),
