@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parent.parent / "bench" / "activations.py"
 
 
@@ -40,6 +42,7 @@ def test_grid(tmp_path: Path) -> None:
         assert all(told.startswith(("offload, ", "recompute, ")) and "by the plan" in told for told in cell["told"])
 
 
+@pytest.mark.nightly
 def test_longest_contexts(tmp_path: Path) -> None:
     """Where the model's own loss and activations have room for 1024 tokens, others have it for eight times as many."""
     output = tmp_path / "contexts.json"

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parent.parent / "bench" / "forecast.py"
 
 
+@pytest.mark.nightly
 def test_a_smoke_run_keeps_its_measurements_to_itself(tmp_path: Path) -> None:
     cache, drive, output = tmp_path / "cache", tmp_path / "drive", tmp_path / "forecast.json"
     (cache / "offload").mkdir(parents=True)
