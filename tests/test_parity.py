@@ -342,8 +342,8 @@ def placements(model: nn.Module, path: Path, *, grad_itemsize: int) -> dict[str,
     [
         pytest.param(torch.float32, 1, id="fp32"),
         pytest.param(torch.bfloat16, 2, id="bf16, 2 micro-batches"),
-        pytest.param(torch.bfloat16, 1, id="bf16", marks=pytest.mark.slow),
-        pytest.param(torch.float32, 2, id="fp32, 2 micro-batches", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 1, id="bf16", marks=pytest.mark.nightly),
+        pytest.param(torch.float32, 2, id="fp32, 2 micro-batches", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("kind", WIDE, ids=lambda a: a.name)

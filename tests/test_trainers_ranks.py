@@ -19,7 +19,8 @@ from offload.errors import ConfigError
 pytestmark = [
     pytest.mark.cpu(reason="ranks send each other what is in host memory"),
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.slow,  # three processes import the libraries
+    pytest.mark.nightly,  # three processes import the libraries: half a minute
+    pytest.mark.slow,
 ]
 
 WORLD, ACCUMULATION = 3, 2  # of each of them
@@ -368,7 +369,6 @@ def test_trainer(name: str, of_ranks: Any, one: Any) -> None:
     assert state["global_step"] == 4
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(LIGHTNING))
 def test_lightning(name: str, of_lightning: Any, one: Any) -> None:
     truth, every = one(fitted), part(of_lightning, name)
