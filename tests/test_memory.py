@@ -90,7 +90,6 @@ def test_peak_rss_with_activations_that_the_plan_did_not_know(home: str, tmp_pat
     check(run_bench(tmp_path, "--smoke", "--no-checkpointing", "--steps", "5", "--offload-param", home), tmp_path)
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_peak_rss_of_a_billion_parameters_in_two_and_a_half_gib(tmp_path: Path) -> None:
     figures = run_bench(tmp_path)
