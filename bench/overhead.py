@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WORST = 1.02  # the lower end of the interval, against an earlier commit
 LAYERS = 200  # of the model that hooks are timed on
+EXTENSIONS = ("offload._cpu_adam", "swap._aio")
 
 
 def _take_from(root: Path) -> None:
@@ -168,19 +169,27 @@ def side(root: Path, model_name: str, tokens: int) -> Side:
     return Side(__file__, "--serve", str(root), "--model", model_name, "--tokens", str(tokens))
 
 
+def extensions(tree: Path, revision: str) -> list[Path]:
+    """Return the extensions for a tree: this one's, or if the C++ sources differ, those that are built of its own."""
+    if not subprocess.run(["git", "diff", "--quiet", revision, "--", "csrc"], cwd=ROOT, check=False).returncode:
+        return [Path(str(importlib.import_module(name).__file__)) for name in EXTENSIONS]
+    print(f"csrc differs from {revision}: building its extensions", flush=True)
+    liburing = ROOT / "build" / "liburing"
+    root = [f"--config-settings=cmake.define.OFFLOAD_LIBURING_ROOT={liburing}"] if liburing.is_dir() else []
+    words = ["--quiet", "--no-build-isolation", "--no-deps", "--target", str(tree / "built"), *root, str(tree)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *words], check=True)
+    return [next((tree / "built").glob(f"{name.replace('.', '/')}*.so")) for name in EXTENSIONS]
+
+
 @contextlib.contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
-    """Check an earlier commit out beside this one, with the extensions that are built."""
-    if subprocess.run(["git", "diff", "--quiet", revision, "--", "csrc"], cwd=ROOT, check=False).returncode:
-        raise SystemExit(f"--against {revision}: csrc differs from it, so its extensions would have to be built")
+    """Check an earlier commit out beside this one, with built extensions."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "tree"
         add = ["git", "worktree", "add", "--quiet", "--detach", str(target), revision]
         subprocess.run(add, cwd=ROOT, check=True)
         try:
-            for name in ("offload._cpu_adam", "swap._aio"):
-                built = importlib.import_module(name).__file__
-                assert built is not None
+            for name, built in zip(EXTENSIONS, extensions(target, revision), strict=True):
                 shutil.copy(built, target / name.split(".", maxsplit=1)[0])
             yield target
         finally:
