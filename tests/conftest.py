@@ -1,7 +1,8 @@
 """Hypothesis profiles and markers shared by all tests.
 
 Profiles (environment variable HYPOTHESIS_PROFILE): `quick` on a developer's machine, `ci` where CI is set,
-`nightly` with at least 10 000 examples per test, which also selects the tests marked `nightly`.
+`nightly` with at least 10 000 examples per test, which also selects the tests marked `nightly`; `sweep` selects them,
+too, with the examples of `quick`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("quick", max_examples=30, **_COMMON)
+settings.register_profile("sweep", max_examples=30, **_COMMON)
 settings.register_profile("ci", max_examples=60, print_blob=True, **_COMMON)
 settings.register_profile("nightly", max_examples=NIGHTLY_EXAMPLES, print_blob=True, **_COMMON)
 
@@ -124,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker("gpu"):
                     item.add_marker(pytest.mark.skip(reason=missing))
-    if PROFILE != "nightly":
+    if PROFILE not in ("nightly", "sweep"):
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         if nightly:
             config.hook.pytest_deselected(items=nightly)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +36,43 @@ def test_the_gpu_check_goes_all_the_way(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("gpu-check.json", "gpu-check.txt", "plan-cpu.txt", "plan-nvme.txt", "tests.txt", "trace.json")
     ]
+
+
+@pytest.fixture
+def gpu_check(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPTS / "gpu_check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "gpu_check", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("sim")
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+@pytest.mark.parametrize("machine", ["desktop", "h200"])
+def test_the_large_model_fits_the_machine_that_is_asked_for(
+    machine: str, home: str, gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock, in a dry run: its budgets have room for a step, with 80 GiB of drive."""
+    import torch
+    from simulated.engine import engine_clock, untouched
+
+    from offload import AdamW, Engine
+    from offload.planning.hardware import PRESETS
+
+    free = shutil.disk_usage(tmp_path)._replace(free=80 << 30)
+    monkeypatch.setattr(gpu_check.shutil, "disk_usage", lambda path: free)
+    with engine_clock(PRESETS[machine], dry=True):
+        check = gpu_check.Check("sim:0", gpu_check.FULL, tmp_path, tmp_path)
+        shape = check.size.large
+        model = untouched(check.llama(shape, meta=True))
+        assert sum(parameter.numel() for parameter in model.parameters()) > 6.7e9
+        with Engine(model, AdamW(lr=1e-5), **check.options(home, shape)) as engine:
+            ids = torch.zeros(1, check.size.tokens, dtype=torch.int64, device="sim")
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            engine.drain()
+            assert engine.stats().step == 1 and engine.stats().links["d2h"].bytes > 2 * 6.7e9  # of gradients
+            engine.close(restore=False)

@@ -27,10 +27,10 @@ QUICK = (
 )
 
 
-def run(*arguments: str, timeout_s: float) -> int:
+def run(*arguments: str, profile: str, timeout_s: float) -> int:
     """Run tests on the simulated device; returns how many have passed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=native", "--device", "sim"]
-    environment = {**os.environ, "HYPOTHESIS_PROFILE": "quick"}
+    environment = {**os.environ, "HYPOTHESIS_PROFILE": profile}
     environment.pop("SIMULATED_TEST_REPORTS", None)
     done = subprocess.run(
         [*command, *arguments],
@@ -52,7 +52,7 @@ def test_some_of_each_under_every_schedule_in_turn() -> None:
     files = [
         str(TESTS / f"test_{name}.py") for name in ("parity", "engine", "backward_updates", "bad_input", "wrappers")
     ]
-    assert run("--schedule", "in turn", "-k", QUICK, *files, timeout_s=300) > 50
+    assert run("--schedule", "in turn", "-k", QUICK, *files, profile="quick", timeout_s=300) > 50
 
 
 @pytest.mark.nightly
@@ -61,7 +61,7 @@ def test_some_of_each_under_every_schedule_in_turn() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FILES)
 def test_all_of_them(name: str, schedule: str) -> None:
-    assert run("--schedule", schedule, str(TESTS / f"test_{name}.py"), timeout_s=3600) > 30
+    assert run("--schedule", schedule, str(TESTS / f"test_{name}.py"), profile="sweep", timeout_s=3600) > 30
 
 
 def test_schedules_have_names() -> None:

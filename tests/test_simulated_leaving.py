@@ -10,7 +10,8 @@ import pytest
 import torch
 from harness import assert_equal, everything_on_device
 from harness import run as train
-from simulated import EAGER, LAZY, running
+from simulated import EAGER, LAZY, Schedule, at_random, fixed, running
+from simulated.instead import MOVER_STREAMS
 from test_leaving import MIB, loss_of, net, options, rows
 from test_leaving import small_ones_leave as small_ones_leave  # a fixture
 from test_simulated_mutations import leave_out
@@ -55,24 +56,34 @@ WAITS = {
 }  # fmt: skip
 
 
+MODES = {
+    "offload": [("none", {"activation_cpu_memory": "8MiB", "activation_nvme_memory": 0})]
+    + [("cpu", {"activation_cpu_memory": "512KiB", "activation_nvme_memory": "8MiB"})],
+    "recompute": [(home, {"activations": "recompute"}) for home in ("none", "cpu", "nvme")],
+}
+OTHERS = [each for each in (*fixed(MOVER_STREAMS), at_random(0), at_random(1)) if each not in (LAZY, EAGER)]
+EACH = [LAZY, EAGER, *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)]
+
+
 def run(place: str, checkpointing: bool | None, **given: Any) -> Any:
     data = [rows(number).to(place) for number in range(3)]
     return train(Calm(checkpointing), data, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **given)
 
 
-@pytest.mark.parametrize("checkpointing", [None, True])
-def test_the_same_bits_under_every_schedule(checkpointing: bool | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "checkpointing"), [("offload", None), ("offload", True), ("recompute", None)])
+@pytest.mark.parametrize("schedule", EACH, ids=lambda each: each.name)
+def test_the_same_bits_under_every_schedule(
+    schedule: Schedule, mode: str, checkpointing: bool | None, tmp_path: Path
+) -> None:
     truth = run("cpu", checkpointing, **everything_on_device())
-    for home, host, drive in (("none", "8MiB", 0), ("cpu", "512KiB", "8MiB")):
-        room = {"activation_cpu_memory": host, "activation_nvme_memory": drive, "device": "sim"}
-        for schedule in (LAZY, EAGER):
-            with running(schedule) as seen:
-                ours = run("sim", checkpointing, **options(tmp_path, home=home, **room))
-            ours.losses = [loss.cpu() for loss in ours.losses]
-            assert_equal(ours, truth)
-            assert seen.races == [], schedule.name
-            if checkpointing is None:
-                assert ours.stats.links["d2h"].bytes > MIB
+    for home, room in MODES[mode]:
+        with running(schedule) as seen:
+            ours = run("sim", checkpointing, **options(tmp_path, home=home, device="sim", **room))
+        ours.losses = [loss.cpu() for loss in ours.losses]
+        assert_equal(ours, truth)
+        assert seen.races == []
+        if mode == "offload" and checkpointing is None:
+            assert ours.stats.links["d2h"].bytes > MIB
 
 
 @pytest.mark.parametrize("wait", WAITS)

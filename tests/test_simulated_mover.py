@@ -101,12 +101,20 @@ class Reads:
     """Reads of a drive that end when the test lets them; each fills its part of the memory with a value."""
 
     def __init__(
-        self, values: Sequence[int], *, fails: int | None = None, held: bool = False, log: list[int] | None = None
+        self,
+        values: Sequence[int],
+        *,
+        fails: int | None = None,
+        late: int | None = None,
+        held: bool = False,
+        log: list[int] | None = None,
     ) -> None:
         self.values = values
         self.log: list[int] = [] if log is None else log  # first values of those that were started
         self.fails = fails
-        self.started = threading.Event()
+        self.late = late  # this one is given up, once somebody has asked whether it is over
+        self.limits: list[float | None] = []  # of waits
+        self.started, self.waited, self.asked, self.waited_again = (threading.Event() for _ in range(4))
         self.may_end = [threading.Event() for _ in values]
         for event in () if held else self.may_end:
             event.set()
@@ -125,13 +133,24 @@ class Read:
         self._reads, self._number, self._address = reads, number, address
 
     def done(self) -> bool:
+        self._reads.asked.set()
         return self._reads.may_end[self._number].is_set()
 
     def wait(self, timeout_s: float | None = None) -> None:
+        self._reads.limits.append(timeout_s)
+        if self._number == self._reads.late:
+            self._give_up() if not self._reads.waited.is_set() else self._reads.waited_again.set()
         assert self._reads.may_end[self._number].wait(DEADLINE_S)
+        if self._number == self._reads.late:
+            self._reads.log.append(0)
         if self._number == self._reads.fails:
             raise OSError("the drive is gone")
         ctypes.memset(self._address, self._reads.values[self._number], PAGE)
+
+    def _give_up(self) -> None:
+        self._reads.waited.set()
+        assert self._reads.asked.wait(DEADLINE_S)
+        raise TimeoutError("the drive is late")
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -405,6 +424,32 @@ def test_a_read_that_fails_leaves_nothing_that_still_copies(make_bench: Callable
             bench.mover.fetch_host(bench.home(9, 3), bench.place(0, 3), 3 * PAGE, urgent=True).wait(DEADLINE_S)
             assert torch.equal(bench.seen(bench.place(0, 3)).cpu(), full(9, 3)), schedule.name
         assert seen.races == [], schedule.name
+
+
+def test_a_late_read_is_told_by_the_drive_and_keeps_its_staging_buffer(make_bench: Callable[..., Bench]) -> None:
+    """The mover's own time is over before the drive's, whose error says more; the read may still write there."""
+    late = Reads([1, 2, 3], late=1, held=True)
+    for number in (0, 2):
+        late.may_end[number].set()
+    with running(EAGER):
+        bench = make_bench()
+        fetch = bench.mover.fetch_nvme(late.start, bench.place(0, 3), [PAGE] * 3, urgent=True)
+        assert late.waited.wait(DEADLINE_S)
+        with pytest.raises(TimeoutError, match="the drive is late"):
+            fetch.wait(0)
+        assert fetch.done() and late.limits == [None, None, 0], "one deadline for all"
+        others = [Reads([number], held=True, log=late.log) for number in (5, 6)]
+        fetches = [
+            bench.mover.fetch_nvme(reads.start, bench.place(reads.values[0]), [PAGE], urgent=True) for reads in others
+        ]
+        assert late.waited_again.wait(DEADLINE_S)
+        late.may_end[1].set()
+        for reads in others:
+            reads.may_end[0].set()
+        for fetch in fetches:
+            fetch.wait(DEADLINE_S)
+        assert late.log[0] == 1 and 0 in late.log[1:3], "one of the others goes through the other buffer"
+        assert [int(bench.seen(bench.place(number)).cpu()[0]) for number in (5, 6)] == [5, 6]
 
 
 def test_what_arrived_unused_is_overwritten_behind_its_arrival(make_bench: Callable[..., Bench]) -> None:

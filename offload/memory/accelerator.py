@@ -106,11 +106,13 @@ class AcceleratorDevice:
 class _Upload:
     """A copy into a buffer: compute waits for it where it uses the buffer, the host does not."""
 
-    def __init__(self, ordering: Ordering, target: Buffer, event: Future[torch.Event], subject: str) -> None:
+    def __init__(
+        self, ordering: Ordering, target: Buffer, event: Future[torch.Event], enqueued: FutureTransfer
+    ) -> None:
         self._ordering = ordering
         self._target = target
         self._event = event
-        self._enqueued = FutureTransfer(event, subject)
+        self._enqueued = enqueued
 
     def done(self) -> bool:
         """Tell whether the copy is complete."""
@@ -195,6 +197,8 @@ class AcceleratorMover:
             stream.wait_stream(device.current_stream())  # work of the arena's last owner may be queued
         self._staging = list(staging)
         self._staged: list[torch.Event | None] = [None] * len(staging)  # the last copy from each
+        self._reading: list[Sequence[Ticket]] = [()] * len(staging)  # what is read into each
+        self._late: list[Sequence[Ticket]] = [()] * len(staging)  # given up, and may still write there
         self._reads = Errands[torch.Event](len(staging), "offload-h2d")
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="offload-wait")
         self._uploads: dict[int, torch.Event] = {}  # the last one from each host address
@@ -218,7 +222,8 @@ class AcceleratorMover:
         enqueued: Future[torch.Event] = Future()
         event = self._uploads[source] = self._upload(stream, source, target.address, size_bytes)
         enqueued.set_result(event)
-        return _Upload(self._ordering, target, enqueued, f"copy of {size_bytes} bytes to {self._device.place}")
+        subject = f"copy of {size_bytes} bytes to {self._device.place}"
+        return _Upload(self._ordering, target, enqueued, FutureTransfer(enqueued, subject))
 
     def fetch_nvme(
         self, read: Callable[[int], list[Ticket]], target: Buffer, sizes: Sequence[int], *, urgent: bool
@@ -227,11 +232,43 @@ class AcceleratorMover:
         before = self._ordering.before(target)
 
         def run(number: int) -> torch.Event:
+            self._await_late(number)
             self._await_staging(number)
-            return self._pass_on(number, read(self._staging[number].address), target, sizes, before, urgent=urgent)
+            tickets = read(self._staging[number].address)
+            with self._read_by_drive(number, tickets):
+                return self._pass_on(number, tickets, target, sizes, before, urgent=urgent)
 
         event = self._reads.submit(run, urgent=urgent)
-        return _Upload(self._ordering, target, event, f"fetch of {sum(sizes)} bytes to {self._device.place}")
+        subject = f"fetch of {sum(sizes)} bytes to {self._device.place}"
+        enqueued = FutureTransfer(event, subject, is_waiting=self._waits_for_reads)
+        return _Upload(self._ordering, target, event, enqueued)
+
+    def _waits_for_reads(self) -> bool:
+        """Tell whether the drive keeps a thread, which gives it up after a time of its own."""
+        return any(not ticket.done() for tickets in self._reading for ticket in tickets)
+
+    @contextlib.contextmanager
+    def _read_by_drive(self, number: int, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """Note what is read into a staging buffer, and where it fails, what may still write there."""
+        self._reading[number] = tickets
+        try:
+            yield
+        except BaseException:
+            self._late[number] = tickets
+            raise
+        finally:
+            self._reading[number] = ()
+
+    def _await_late(self, number: int) -> None:
+        """Wait until no read that was given up writes to a staging buffer."""
+        with self._read_by_drive(number, self._late[number]):
+            for ticket in self._late[number]:
+                try:
+                    ticket.wait(None)
+                except Exception:
+                    if not ticket.done():
+                        raise
+        self._late[number] = ()
 
     def _await_staging(self, number: int) -> None:
         used = self._staged[number]
@@ -254,7 +291,7 @@ class AcceleratorMover:
         self._follow(stream, before)
         for ticket, size in zip(tickets, sizes, strict=True):
             try:
-                ticket.wait(None)  # the store's own deadline holds
+                ticket.wait(0 if isinstance(failure, TimeoutError) else None)  # the store's own deadline, once
                 if failure is None:
                     source, to = self._staging[number].address + offset, target.address + offset
                     self._staged[number] = self._upload(stream, source, to, size)

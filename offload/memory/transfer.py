@@ -97,25 +97,38 @@ class TicketGroup:
 class FutureTransfer:
     """A copy carried out by a worker thread."""
 
-    def __init__(self, future: Future[Any], subject: str) -> None:
+    def __init__(self, future: Future[Any], subject: str, *, is_waiting: Callable[[], bool] = lambda: False) -> None:
+        """Follow a copy.
+
+        Args:
+            future: of the worker.
+            subject: for the message.
+            is_waiting: tells whether what keeps the worker has a deadline of its own, whose error says more.
+        """
         self._future = future
         self._subject = subject
+        self._is_waiting = is_waiting
 
     def done(self) -> bool:
         """Tell whether the worker is through."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for the worker."""
+        """Wait for the worker; the time begins again while that waits for what has a deadline of its own."""
+        while not self._ends_within(timeout_s):
+            if not self._is_waiting():
+                raise OffloadError(
+                    f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
+                    "raise io_deadline_s if the machine is just slow"
+                )
+        self._future.result()
+
+    def _ends_within(self, timeout_s: float | None) -> bool:
         try:
-            self._future.result(timeout_s)
+            self._future.exception(timeout_s)
         except FutureTimeoutError:
-            if self._future.done():
-                raise
-            raise OffloadError(
-                f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
-                "raise io_deadline_s if the machine is just slow"
-            ) from None
+            return self._future.done()
+        return True
 
 
 class Arriving(Protocol):
