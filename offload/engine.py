@@ -32,6 +32,7 @@ from offload.errors import ConfigError, StateError
 from offload.interrupt import Deferral
 from offload.life import Life
 from offload.module import refusals
+from offload.module.clipping import clip_grad_norm_
 from offload.optim.takeover import unwrapped
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.plan import Plan
@@ -224,7 +225,7 @@ class Engine(EngineTensors, EngineRuns):
             raise ConfigError(f"clip_grad_norm_: expected max_norm as a number of at least 0 but got {max_norm!r}")
         if not self._training.has_gradients():
             raise StateError("clip_grad_norm_: expected gradients but none has arrived; call backward first")
-        return torch.nn.utils.clip_grad_norm_(self._parts.book.parameters(), max_norm, norm_type)
+        return clip_grad_norm_(self._parts.book.parameters(), max_norm, norm_type)
 
     def drain(self) -> None:
         """Wait until the last step is done and home; without this, that is when the next forward has used all units.

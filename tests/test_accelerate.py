@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ import safetensors.torch
 import torch
 from harness import assert_same_tensors, host, nvme
 from torch import nn
-from trainers import LR, Log, adam, assert_close, model, rows
+from trainers import CLIPPING, LR, Log, adam, assert_close, calls_of_handles, model, rows
 
 import offload
 from offload import AdamW, Engine
 from offload.errors import ConfigError, StateError
+from offload.integrations import accelerate as door
 from offload.integrations.accelerate import prepare
 
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
@@ -159,6 +161,37 @@ def test_refuses(tmp_path: Path) -> None:
     with Engine(module, **nvme(module, tmp_path, offload_optimizer="auto")) as engine:
         with pytest.raises(ConfigError, match=r"one that only evaluates; pass offload\.Engine\(model, optimizer"):
             prepare(made, engine)
+
+
+def test_clipping_takes_no_call_per_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own function, which asks each gradient, leaves the same bits."""
+    calls, found = calls_of_handles(monkeypatch), []
+    for asks_each in (False, True):
+        if asks_each:
+            monkeypatch.setattr(door, "clip_together", lambda accelerator, engine: None)
+        made, module = accelerator(), model()
+        with Engine(module, adam(module), **nvme(module, tmp_path)) as engine:
+            trained, optimizer, data, schedule = prepare(made, engine, loader(), schedule_of(engine.optimizer))
+            log = train(made, (trained, optimizer, data, schedule), first=0, count=3)
+            found.append((log, engine.digests()))
+        assert min(log.norms) > 0.5 and bool(calls.keys() & CLIPPING) == asks_each
+    assert found[0] == found[1]
+
+
+def test_only_one_side_clips(tmp_path: Path) -> None:
+    made, module, other = accelerator(), model(), nn.Linear(4, 4)
+    with Engine(module, adam(module), max_grad_norm=0.5, **nvme(module, tmp_path)) as engine:
+        for _ in range(2):  # prepared twice, it clips once
+            trained, *_ = prepare(made, engine)
+        made.backward(trained(**next(iter(loader()))).loss)
+        with pytest.raises(ConfigError, match=r"clip_grad_norm_: expected one side.*max_norm=1\.0 beside.*leave out"):
+            made.clip_grad_norm_(trained.parameters(), 1.0)
+        assert float(made.clip_grad_norm_(trained.parameters(), math.inf)) == pytest.approx(engine.grad_norm)
+        other(torch.ones(4)).sum().backward()  # a model that has no engine is clipped as ever
+        norm = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])
+        assert torch.equal(made.clip_grad_norm_(other.parameters(), 1.0), norm) and float(norm) > 1.0
+        assert float(other.bias.grad.norm()) < 1.0
+        engine.zero_grad()
 
 
 def test_an_engine_without_the_door_is_sent_to_it(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import trl
 from harness import host, nvme
 from models import VOCABULARY
 from torch import nn
-from trainers import LR, arguments, assert_close, logged, model, rows, word_tokenizer
+from trainers import CLIPPING, LR, arguments, assert_close, calls_of_handles, logged, model, rows, word_tokenizer
 
 from offload import AdamW, Engine
 from offload.errors import ConfigError, StateError
@@ -443,6 +443,55 @@ def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:
         truth, found = plain.ref_model.state_dict(), reference.state_dict()
     for name, value in model().state_dict().items():
         assert torch.allclose(found[name], truth[name], atol=1e-5) and not torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("more", "tolerance"),
+    [({"bf16": True}, 2e-3), ({"gradient_checkpointing": True}, 1e-4), ({"report_to": ["tensorboard"]}, 1e-4)],
+)
+def test_what_a_trainer_is_often_asked_for(more: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    given = arguments(tmp_path / "plain", max_steps=3, **more)
+    plain, ours = hf.Trainer(model=model(), args=given, train_dataset=rows()), simple(tmp_path, **more)
+    for trainer in (plain, ours):
+        trainer.train()
+    ours.engine.close()
+    assert_close(logged(ours).losses, logged(plain).losses, tolerance)
+    assert_close(logged(ours).norms, logged(plain).norms, 4 * tolerance)
+    events = [len(list(path.rglob("events.out.tfevents*"))) for path in (tmp_path / "out", tmp_path / "plain")]
+    assert events == ([1, 1] if "report_to" in more else [0, 0])
+
+
+def test_adapters_that_trl_makes(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    door, found = DOORS["SFT"], []
+    for place in (None, nvme):
+        module = model()  # adapters are drawn behind it
+        given = {"model": module, "args": door.arguments(tmp_path, max_steps=3), **door.given(tmp_path)}
+        given["peft_config"] = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+        torch.manual_seed(0)
+        trainer = door.plain(**given) if place is None else SFT(**given, offload=placed(place, module, tmp_path))
+        trainer.train()
+        found.append(logged(trainer))
+        if place is not None:
+            trainer.engine.close()
+    assert_close(found[1].losses, found[0].losses, 1e-4)
+    assert_close(found[1].norms, found[0].norms, 1e-4)
+
+
+def test_clipping_takes_no_call_per_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own function, which asks each gradient, leaves the same bits."""
+    calls, found = calls_of_handles(monkeypatch), []
+    for asks_each in (False, True):
+        if asks_each:
+            monkeypatch.setattr(door_of_hf, "clip_together", lambda accelerator, engine: None)
+        trainer = simple(tmp_path)
+        trainer.train()
+        with trainer.engine as engine:
+            found.append((logged(trainer), engine.digests()))
+        assert min(found[0][0].norms) > trainer.args.max_grad_norm == 1.0
+        assert bool(calls.keys() & CLIPPING) == asks_each
+    assert found[0] == found[1]
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -11,9 +11,20 @@ import torch
 from harness import host, nvme
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from trainers import Log, adam, assert_close, lightning_module, lightning_trainer, loader, model, rows
+from trainers import (
+    Log,
+    adam,
+    assert_close,
+    calls_of_handles,
+    lightning_module,
+    lightning_trainer,
+    loader,
+    model,
+    rows,
+)
 
 from offload.errors import ConfigError
+from offload.integrations import lightning as door
 from offload.integrations.lightning import OffloadStrategy
 
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
@@ -142,6 +153,46 @@ def test_float16_is_scaled(tmp_path: Path) -> None:
     with trainer.strategy.engine as engine:
         assert engine.stats().skipped_steps > 0 and engine.loss_scale < 2.0**24
     assert log.losses[-1] < log.losses[0]
+
+
+def test_clipping_takes_no_call_per_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own function, which asks each gradient, leaves the same bits."""
+    calls, found = calls_of_handles(monkeypatch), []
+    for asks_each in (False, True):
+        if asks_each:
+            monkeypatch.setattr(door, "handles_of", lambda parameters: None)
+        trainer, log = fit(tmp_path, strategy(nvme, tmp_path), max_steps=2, gradient_clip_val=0.1)
+        with trainer.strategy.engine as engine:
+            found.append((log, engine.digests()))
+        assert min(log.norms) > 0.1 and bool(calls["mul_"]) == asks_each  # the module itself asks for norms
+    assert found[0] == found[1]
+
+
+def test_a_module_that_optimizes_by_hand(tmp_path: Path) -> None:
+    """Its optimizer is the engine's, and it clips by itself."""
+
+    def fitted(**more: Any) -> tuple[Any, list[float]]:
+        log = Log()
+        module = lightning_module(model(), adam, log)
+        module.automatic_optimization = False
+        inner = module.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> None:
+            optimizer = module.optimizers()
+            module.manual_backward(inner(batch, batch_idx))
+            module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+        module.training_step = training_step
+        trainer = lightning_trainer(tmp_path, max_steps=4, **more)
+        trainer.fit(module, loader())
+        return trainer, log.losses
+
+    trainer, ours = fitted(strategy=strategy(nvme, tmp_path))
+    with trainer.strategy.engine as engine:
+        assert engine.stats().step == 4
+    assert_close(ours, fitted()[1], 1e-4)
 
 
 def test_fits_twice(tmp_path: Path) -> None:

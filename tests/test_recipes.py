@@ -122,6 +122,33 @@ def test_an_average_in_an_engine(tmp_path: Path) -> None:
         assert torch.equal(names["averaged"]["0.linear.bias"], average.state_dict()["0.linear.bias"])
 
 
+# --- a second model ---------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_model_in_the_same_engine(tmp_path: Path) -> None:
+    """Both within one budget, with the bits of a plain loop."""
+    truth, reference = net(), net()
+    optimizer = by_torch(truth.parameters())
+    for x in BATCHES:
+        with torch.no_grad():
+            target = reference(x)
+        output = truth(x)
+        (loss_of(output) + (output - target).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = net()
+    options = tight(nn.ModuleDict({"model": net(), "reference": net()}), tmp_path)
+    heading = "A reference model in the same budgets"
+    with recipe(heading, model, by_torch(model.parameters()), options) as names:
+        engine = names["engine"]
+        found, stats = engine.state_dict(), engine.stats()
+        whole_bytes = sum(unit.numel * unit.itemsize for unit in engine.plan.request.units)
+    assert stats.peak_bytes["device"] <= stats.budget_bytes["device"] and engine.plan.working_bytes < whole_bytes
+    for prefix, wanted in (("model", truth), ("reference", reference)):
+        for name, value in wanted.state_dict().items():
+            assert torch.equal(found[f"{prefix}.{name}"], value), name
+
+
 # --- scaling and schedules --------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 from collections.abc import Callable, Container
@@ -13,6 +14,9 @@ import torch
 import transformers as hf
 from models import VOCABULARY, architecture
 from torch import nn
+
+from offload.module.handles import GradientHandle
+from offload.module.torch_calls import name_of
 
 LR = 1e-2
 STEPS = 5
@@ -79,6 +83,23 @@ def logged(trainer: Any) -> Log:
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     norms = [entry["grad_norm"] for entry in entries if "grad_norm" in entry]  # transformers 4.56: only if it clips
     return Log([entry["loss"] for entry in entries], norms)
+
+
+# What clipping by norm asks of each gradient, where it asks each.
+CLIPPING = frozenset({"norm", "linalg_vector_norm", "mul_", "_foreach_norm", "_foreach_mul_"})
+
+
+def calls_of_handles(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """Return what counts the calls of torch on gradients that have moved away from now on, by their names."""
+    counts: collections.Counter[str] = collections.Counter()
+    answer = GradientHandle.__torch_function__.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counts[name_of(func)] += 1
+        return answer(cls, func, types, args, kwargs)
+
+    monkeypatch.setattr(GradientHandle, "__torch_function__", classmethod(counted))
+    return counts
 
 
 def word_tokenizer(path: Path) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from offload.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations.libraries import refuse_durable, refuse_other_schedule, require, trains_float16
+from offload.module.clipping import clip_handles, handles_of
 from offload.module.left_out import note_told
 
 require("accelerate", "1.10", door="offload.accelerate")
@@ -83,6 +84,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> tuple[Any, ...]:
     optimizer = accelerator.prepare_optimizer(PreparedOptimizer(found, scaler=accelerator.scaler))
     accelerator.register_save_state_pre_hook(SavesEngine(engine))
     accelerator.register_load_state_pre_hook(LoadsEngine(engine))
+    clip_together(accelerator, engine)
     prepared: list[Any] = []
     for each in objects:
         prepared += [module, optimizer] if each is engine else [accelerator.prepare(each)]
@@ -126,6 +128,56 @@ class LoadsEngine:
     def __call__(self, models: list[Any], input_dir: str) -> None:
         """Load the engine's checkpoint."""
         self.engine.load_checkpoint(os.path.join(input_dir, FOLDER))
+
+
+def clip_together(accelerator: Any, engine: Engine) -> None:
+    """Let an accelerator's ``clip_grad_norm_`` clip gradients that have moved away all at once, with the same bits."""
+    known = accelerator.clip_grad_norm_
+    without_engine = known.without_engine if isinstance(known, ClipsTogether) else known
+    accelerator.clip_grad_norm_ = ClipsTogether(accelerator, engine, without_engine)
+
+
+class ClipsTogether:
+    """What an accelerator's ``clip_grad_norm_`` is where it has an engine."""
+
+    def __init__(self, accelerator: Any, engine: Engine, without_engine: Callable[..., Any]) -> None:
+        """Prepare.
+
+        Args:
+            accelerator: unscales gradients where torch's ``GradScaler`` has scaled them.
+            engine: of the accelerator.
+            without_engine: what the accelerator's ``clip_grad_norm_`` is without an engine.
+        """
+        self._accelerator = accelerator
+        self._engine = engine
+        self.without_engine = without_engine
+
+    def __call__(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip gradients.
+
+        Args:
+            parameters: whose.
+            max_norm: the norm afterwards, at most; infinite: only measure.
+            norm_type: order of the norm.
+
+        Returns:
+            The norm before, a 0-dim tensor.
+
+        Raises:
+            ConfigError: the engine clips, too.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        handles = handles_of(given)
+        if handles is None:
+            return self.without_engine(given, max_norm, norm_type)
+        own = self._engine.config.max_grad_norm
+        if own is not None and math.isfinite(max_norm):
+            raise ConfigError(
+                f"clip_grad_norm_: expected one side that clips but got max_norm={max_norm} beside max_grad_norm={own} "
+                "of the engine; leave out one of them"
+            )
+        self._accelerator.unscale_gradients()
+        return clip_handles(handles, max_norm, norm_type)
 
 
 def scaling_of(engine: Engine) -> LossScaling | None:

@@ -20,7 +20,7 @@ from offload.classes import is_a, package_of
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError, StateError
-from offload.integrations.accelerate import scaling_of
+from offload.integrations.accelerate import clip_together, scaling_of
 from offload.integrations.libraries import processes, refuse_other_schedule, refuse_two_sides, require
 from offload.module.absent import owner_of
 from offload.run_state import drawn_so_far, set_drawn
@@ -137,6 +137,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             self.optimizer = self.engine.optimizer
             scaling = scaling_of(self.engine)
             self.accelerator.scaler = scaling or self.accelerator.scaler
+            clip_together(self.accelerator, self.engine)
         callbacks = self.callback_handler.callbacks
         for callback in [each for each in callbacks if isinstance(each, OffloadCallback)]:
             callback.follow(self.engine)

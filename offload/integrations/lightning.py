@@ -19,6 +19,7 @@ from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError
 from offload.integrations.libraries import refuse_two_sides, require, trains_float16
+from offload.module.clipping import clip_handles, handles_of
 from offload.run_state import drawn_so_far, set_drawn
 from offload.several import APART
 
@@ -116,12 +117,12 @@ class _Offloading(_Strategy):  # type: ignore[misc]
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin, which clips values parameter by parameter."""
+        """The precision plugin, which clips values parameter by parameter, and by norm all at once."""
         return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        chosen = None if plugin is None else _clipping_by_parameter(plugin, self)
+        chosen = None if plugin is None else _clipping_handles(plugin, self)
         Strategy.precision_plugin.fset(self, chosen)
 
     def clip_values(self, optimizer: Any, most: float) -> None:
@@ -336,14 +337,21 @@ class OffloadRanksStrategy(_Offloading, _OneModel):
         return super().all_gather(tensor, *args, **kwargs)
 
 
-def _clipping_by_parameter(plugin: Any, strategy: _Offloading) -> Any:
-    """Return a precision plugin that clips values where the gradients are."""
+def _clipping_handles(plugin: Any, strategy: _Offloading) -> Any:
+    """Return a precision plugin that clips gradients that have moved away."""
 
-    class ByParameter(type(plugin)):  # type: ignore[misc]
+    class OfHandles(type(plugin)):  # type: ignore[misc]
         def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
             strategy.clip_values(optimizer, clip_val)
 
-    ByParameter.__qualname__ = type(plugin).__qualname__  # the key of its state in checkpoints
+        def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+            handles = handles_of(self.main_params(optimizer))
+            if handles is None:
+                super().clip_grad_by_norm(optimizer, clip_val)
+            else:
+                clip_handles(handles, clip_val, 2.0)
+
+    OfHandles.__qualname__ = type(plugin).__qualname__  # the key of its state in checkpoints
     made = copy.copy(plugin)
-    made.__class__ = ByParameter
+    made.__class__ = OfHandles
     return made

@@ -387,7 +387,7 @@ def _norm(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> torch.Te
 def _norm_of(handle: GradientHandle, order: float, dtype: torch.dtype | None) -> torch.Tensor:
     """Return a norm, in fp32 where the gradient has fewer bits."""
     dtype = dtype or (torch.float64 if handle.dtype is torch.float64 else torch.float32)
-    return torch.tensor(handle.book.norm(handle.book.value_of(handle), order), dtype=dtype, device=handle.device)
+    return torch.tensor(handle.book.norm(handle.book.value_of(handle), order), dtype=dtype, device=handle.place)
 
 
 def _foreach_norm(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
