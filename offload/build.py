@@ -332,6 +332,7 @@ def _plan(
         updates_on_device=device.kernels is not None,
         rank=ranks.rank,
         world_size=ranks.world,
+        nodes=ranks.owners.world,
         stage=stage,
     )
     if facts is not None:

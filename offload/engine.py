@@ -100,7 +100,9 @@ class Engine(EngineTensors, EngineRuns):
                 and with 2, gradients leave during backward. 3: of parameters, too. ``"auto"``: 1 if the memory of each
                 holds whole parameters, else 3. ``"apart"``: without an optimizer, each process has an engine that
                 evaluates, and knows of no other. None is for one process.
-            group: ``torch.distributed.ProcessGroup`` of these processes; None for the default one.
+            group: ``torch.distributed.ProcessGroup`` of these processes; None for the default one. Or a ``DeviceMesh``
+                of all processes: (ranks), or (nodes, ranks of a node). Each node has all slices then, and the other
+                nodes have the same ones. Gradients are added up within nodes first, which has other bits.
             **options: options of :class:`offload.Config`, on top of `config`.
 
         Raises:

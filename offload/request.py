@@ -72,6 +72,7 @@ def request_of(
     updates_on_device: bool,
     rank: int = 0,
     world_size: int = 1,
+    nodes: int = 1,
     stage: int = 1,
 ) -> Request:
     """Return what the planner is asked.
@@ -86,6 +87,7 @@ def request_of(
         updates_on_device: see :class:`Request`.
         rank: of this process, among those that train together.
         world_size: how many these are.
+        nodes: see :class:`Request`.
         stage: see :class:`Request`.
     """
     durable = config.run_dir is not None
@@ -110,6 +112,7 @@ def request_of(
         holds=config.background_checkpoints,
         rank=rank,
         world_size=world_size,
+        nodes=nodes,
         stage=stage,
     )
 

@@ -67,6 +67,7 @@ class RunState:
         return {
             "step": steps.run.steps,
             "written_by": {"torch": str(torch.__version__)},
+            "added_first": _added_first(self._parts.ranks),
             "parameters": parameters,
             "wrappers": self._parts.tree.describe_wrappers(),
             "optimizer": self._describe_optimizer(encoder),
@@ -139,6 +140,12 @@ class RunState:
         Raises:
             CheckpointError: it was saved inside a step of another number of ranks.
         """
+        here, before = _added_first(ranks), contents.get("added_first", 1)
+        if here != before:
+            logger.warning(
+                "checkpoint %s: gradients of %d ranks were added up first, and of %d from here on: other rounding",
+                *(tag, before, here),
+            )
         saved: list[dict[str, Any]] = contents.get(RANKS, [{}])
         rank = ranks.rank
         own: dict[str, Any] = {name: contents[name] for name in OWN}
@@ -309,3 +316,8 @@ def set_drawn(states: Mapping[str, Any] | None) -> None:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, float) else int(value)
+
+
+def _added_first(ranks: Ranks) -> int:
+    """Return of how many ranks gradients are added up before they are added to the sum: it is part of the bits."""
+    return ranks.node.world if ranks.owners.world > 1 else 1

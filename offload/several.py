@@ -56,12 +56,12 @@ def ranks_of(stage: Stage, group: Any, counters: Counters, *, trains: bool = Tru
 
     Args:
         stage: of ZeRO, or ``"auto"``; None where several processes are not meant.
-        group: their process group; None for the default one.
+        group: their process group, or a device mesh of (ranks) or (nodes, ranks of a node); None for the default group.
         counters: of the bytes that are sent.
         trains: the engine; one that only evaluates may be apart.
 
     Raises:
-        ConfigError: a stage that there is not, or a group that is none.
+        ConfigError: a stage that there is not, or a mesh of other dimensions or ranks.
         StateError: there are several processes, and no stage or no process group.
         RanksError: a rank has not come.
     """
@@ -79,15 +79,16 @@ def ranks_of(stage: Stage, group: Any, counters: Counters, *, trains: bool = Tru
             'stage: expected 1 or 2, gradients and optimizer states in slices, 3, parameters, too, or "auto" but got '
             f"{stage!r}"
         )
-    if hasattr(group, "get_group"):
-        raise ConfigError(
-            "group: expected a process group but got a device mesh; pass mesh.get_group() of one dimension"
-        )
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         if os.environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
             raise StateError(
                 f"engine: expected a process group but got none, and WORLD_SIZE={os.environ['WORLD_SIZE']}; call "
                 "torch.distributed.init_process_group() before"
+            )
+        if group is not None:
+            raise StateError(
+                f"engine: expected a process group but got a {type(group).__name__} of one that is gone; call "
+                "torch.distributed.init_process_group() before, and make it anew"
             )
         return OneRank()
     return open_ranks(group, counters=counters)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from offload.spans import Spans
 
-LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "cpu_adam", "compute", "collectives")
+BETWEEN_NODES = "between_nodes"
+LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "cpu_adam", "compute", "collectives", BETWEEN_NODES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,10 +36,10 @@ class Stats:
         step: optimizer steps done.
         skipped_steps: steps skipped by loss scaling.
         links: bytes and busy seconds of ``nvme_read``, ``nvme_write``, ``h2d``, ``d2h``, ``cpu_adam``, ``compute``, and
-            of ``collectives``: what this rank has sent to others. Of an
-            accelerator, those of ``h2d``, ``d2h`` and ``compute`` are by its clock, as far as it is over with them;
-            ``compute`` is from the beginning of a pass to its end there, waits for parameters included. Without a
-            clock, copies have no seconds, and ``compute`` is the host's time.
+            of ``collectives``: what this rank has sent to others. What it has sent to other nodes' owners of its slice
+            is in ``between_nodes``. Of an accelerator, those of ``h2d``, ``d2h`` and ``compute`` are by its
+            clock, as far as it is over with them; ``compute`` is from the beginning of a pass to its end there, waits
+            for parameters included. Without a clock, copies have no seconds, and ``compute`` is the host's time.
         hits: uses of a unit that found it on the device; counts are since the engine was made.
         misses: uses that had to start a fetch and wait for it.
         stalls: uses that waited for a fetch already under way; `stall_seconds` counts both kinds of wait.

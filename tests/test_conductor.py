@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.distributed.ranks import Agreement
+from offload.distributed.ranks import Agreement, OneRank
 from offload.errors import RanksError
 from offload.memory.arena import Buffer, HostArena
 from offload.memory.budget import Tier
@@ -51,8 +51,10 @@ class Meeting:
 class ThreadRanks:
     """What the conductor asks of ranks, over a meeting."""
 
-    def __init__(self, rank: int, world: int, meeting: Meeting) -> None:
+    def __init__(self, rank: int, world: int, meeting: Meeting, node: ThreadRanks | None = None) -> None:
         self.rank, self.world, self._meeting = rank, world, meeting
+        self.node = self if node is None else node
+        self.owners = OneRank()
 
     def agree(
         self, where: str, *_: Any, wants: int | None = None, numbers: Sequence[float] = (), **__: Any
@@ -98,10 +100,11 @@ class Rank:
 
     def __init__(self, ranks: ThreadRanks, on_drive: set[int], units: Sequence[Unit] | None = None) -> None:
         rank, world = ranks.rank, ranks.world
+        nodes = world // ranks.node.world
         units = make_units(world) if units is None else units
         sizes = [unit.numel for unit in units]
         self.whole = [torch.arange(size, dtype=torch.float32) + 100000 * index for index, size in enumerate(sizes)]
-        self._request = Request(units, {}, rank=rank, world_size=world, stage=3)
+        self._request = Request(units, {}, rank=rank, world_size=world, nodes=nodes, stage=3)
         self._arena = HostArena(Tier.HOST, 4 * (max(sizes) + 2 * sum(sizes)))
         self._shards = [self._shard(unit, on_drive=unit.index in on_drive) for unit in units]
         self.buffers = [self._arena.take(unit.param_bytes) for unit in units]
@@ -160,9 +163,11 @@ class Rank:
         return self.counters.gathers
 
 
-def together(world: int, on_drive: set[int], act: Callable[[Rank, int], Any]) -> list[Any]:
-    meeting = Meeting(world)
-    ranks = [Rank(ThreadRanks(rank, world, meeting), on_drive) for rank in range(world)]
+def together(world: int, on_drive: set[int], act: Callable[[Rank, int], Any], nodes: int = 1) -> list[Any]:
+    meeting, local = Meeting(world), world // nodes
+    of_nodes = [Meeting(local) for _ in range(nodes if nodes > 1 else 0)]
+    levels = [ThreadRanks(rank % local, local, of_nodes[rank // local]) if of_nodes else None for rank in range(world)]
+    ranks = [Rank(ThreadRanks(rank, world, meeting, levels[rank]), on_drive) for rank in range(world)]
     with ThreadPoolExecutor(world) as pool:
         futures = [pool.submit(act, one, rank) for rank, one in enumerate(ranks)]
         try:
@@ -187,6 +192,19 @@ def test_any_orders_come_to_their_end(data: st.DataObject, world: int, passes: i
     )
 
 
+@given(st.data(), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.integers(1, 3))
+def test_nodes_gather_apart_and_meet(data: st.DataObject, shape: tuple[int, int], passes: int) -> None:
+    """What ranks of a node want is gathered in it alone, whatever other nodes do."""
+    nodes, local = shape
+    programs = [data.draw(st.lists(orders, min_size=passes, max_size=passes)) for _ in range(nodes * local)]
+    aheads = [data.draw(st.integers(0, 3)) for _ in programs]
+    counts = together(nodes * local, set(), lambda one, rank: one.follow(programs[rank], aheads[rank]), nodes)
+    for first in range(0, nodes * local, local):
+        sizes = [sum(map(len, program)) for program in programs[first : first + local]]
+        assert len(set(counts[first : first + local])) == 1
+        assert max(sizes) <= counts[first] <= sum(sizes)
+
+
 @given(st.lists(orders, min_size=1, max_size=3), st.integers(2, 4), st.integers(0, 3))
 def test_equal_orders_gather_each_unit_once(program: list[list[int]], world: int, ahead: int) -> None:
     counts = together(world, set(), lambda one, rank: one.follow(program, ahead))
@@ -205,9 +223,13 @@ def test_different_ends_are_an_error_on_all(first: list[int], second: list[int])
     assert together(2, set(), act) == ["in ['a step', 'an evaluation']"] * 2
 
 
-@given(st.data(), st.integers(2, 4), st.integers(1, 3))
-def test_who_waits_elsewhere_takes_part_in_what_others_want(data: st.DataObject, world: int, turns: int) -> None:
-    """Ranks go on one after the other; what each gathers in its turn needs those that wait for theirs."""
+@given(st.data(), st.sampled_from([(1, 2), (1, 3), (1, 4), (2, 2), (2, 3)]), st.integers(1, 3))
+def test_who_waits_elsewhere_takes_part_in_what_others_want(
+    data: st.DataObject, shape: tuple[int, int], turns: int
+) -> None:
+    """Ranks go on one after the other; what each gathers in its turn needs those of its node that wait for theirs."""
+    nodes, local = shape
+    world = nodes * local
     programs = [[data.draw(orders) for _ in range(turns)] for _ in range(world)]
     passed = [[threading.Event() for _ in range(turns)] for _ in range(world)]
 
@@ -224,8 +246,9 @@ def test_who_waits_elsewhere_takes_part_in_what_others_want(data: st.DataObject,
         one.conductor.agree("the end")
         return one.counters.gathers
 
-    wanted = sum(len(order) for program in programs for order in program)
-    assert together(world, set(), act) == [wanted] * world
+    wanted = [sum(map(len, program)) for program in programs]
+    wanted = [sum(wanted[rank - rank % local :][:local]) for rank in range(world)]
+    assert together(world, set(), act, nodes) == wanted
 
 
 def test_who_has_not_heard_what_others_have_is_waited_for() -> None:

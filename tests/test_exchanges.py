@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.distributed.exchange import KERNEL_DTYPE, parts_of
+from offload.distributed.ranks import OneRank
 from offload.distributed.rounds import Rounds, Said, Standing
 from offload.errors import BudgetError, RanksError, StateError
 from offload.kernels import cpu_adam
@@ -70,6 +71,11 @@ class Board:
     boards: Boards
     name: str = "main"
     sent_bytes: int = 0
+    owners = OneRank()
+
+    @property
+    def node(self) -> Board:
+        return self
 
     def beside(self, name: str, *, patience: int = 1) -> Board:
         return Board(self.rank, self.world, self.boards, name)

@@ -79,6 +79,7 @@ def requests(draw: st.DrawFn) -> Request:
         own=own,
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
+        nodes=draw(st.sampled_from([nodes for nodes in (1, 2, 3, 4) if world_size % nodes == 0])),
         stage=draw(st.sampled_from([1, 2, 3] if device_is_host else [1, 2])),
     )
 
@@ -97,7 +98,8 @@ def numel(plan: Plan, unit: Unit, role: Role) -> int:
 def kept(plan: Plan, unit: Unit, role: Role) -> tuple[int, int]:
     if (role is Role.PARAM and plan.request.stage < 3) or unit.whole:
         return 0, unit.numel
-    return owned_range(unit.numel, plan.request.rank, plan.request.world_size)
+    local = plan.request.world_size // plan.request.nodes
+    return owned_range(unit.numel, plan.request.rank % local, local)
 
 
 def records_of(plan: Plan, unit: Unit, roles: Sequence[Role]) -> int:
@@ -175,7 +177,7 @@ def check_plan(plan: Plan) -> None:
     assert plan.totals_bytes == totals
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes + totals
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes + request.exchange_bytes
-    is_sliced = request.world_size > 1 and request.stage == 3
+    is_sliced = request.world_size > request.nodes and request.stage == 3
     transit += max(unit.param_bytes for unit in units) if is_sliced else 0  # a unit that only other ranks use
     beside = [updated_beside(plan, unit, homes) for unit, homes in zip(units, plan.homes, strict=True)]
     spare = [in_memory for unit, (in_memory, _) in zip(units, beside, strict=True) if unit.index in plan.spare_units]
@@ -286,7 +288,7 @@ def enlarged(request: Request) -> Request:
 @given(requests())
 def test_states_on_the_device_save_what_the_link_and_the_cpu_would_carry(request: Request) -> None:
     """Where the plan chooses: no link carries more in a step than without kernels on the device."""
-    request = dataclasses.replace(request, device_is_host=False, own=None, world_size=1, rank=0)
+    request = dataclasses.replace(request, device_is_host=False, own=None, world_size=1, nodes=1, rank=0)
     if request.optimizer_tier is Tier.DEVICE:
         request = dataclasses.replace(request, optimizer_tier=None)
     plans = [dataclasses.replace(request, updates_on_device=there) for there in (True, False)]
@@ -333,10 +335,13 @@ def test_more_memory_never_turns_a_plan_into_a_refusal(request: Request, tier: T
     check_plan(make_plan(dataclasses.replace(request, budgets=larger)))
 
 
-@given(requests(), st.integers(1, 5))
-def test_the_shards_of_all_ranks_are_the_unit(request: Request, world_size: int) -> None:
-    alone = dataclasses.replace(request, rank=0, world_size=1)
-    ranks = [dataclasses.replace(request, rank=rank, world_size=world_size) for rank in range(world_size)]
+@given(requests(), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2))
+def test_the_shards_of_the_ranks_of_each_node_are_the_unit(
+    request: Request, world_size: int, nodes: int, node: int
+) -> None:
+    alone = dataclasses.replace(request, rank=0, world_size=1, nodes=1)
+    first, more = node % nodes * world_size, {"world_size": world_size * nodes, "nodes": nodes}
+    ranks = [dataclasses.replace(request, rank=first + rank, **more) for rank in range(world_size)]
     for unit in request.units:
         copies = world_size if unit.whole else 1
         if request.stage < 3:

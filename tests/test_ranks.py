@@ -266,6 +266,8 @@ class Board:
 
     def __init__(self, rank: int, world: int, rows: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world, self._rows, self._barrier = rank, world, rows, barrier
+        self.node: Any = self
+        self.owners: Any = OneRank()
 
     def swap(self, received: torch.Tensor, sent: torch.Tensor, where: str) -> None:
         self._rows[self.rank] = sent

@@ -39,7 +39,7 @@ def share_slices(
     Raises:
         RanksError: another rank has failed, ended or not come.
     """
-    ranks = manager.tiers.ranks
+    ranks = manager.tiers.ranks.node  # which has all slices
     if ranks.world == 1:
         return
     for unit in manager.units:
@@ -80,7 +80,7 @@ def found_by_any(manager: Manager, flags: Sequence[bool], where: str) -> list[bo
 
 def _slices(manager: Manager, unit: Unit) -> list[tuple[int, int]]:
     request = manager.tiers.plan.request
-    return [dataclasses.replace(request, rank=rank).owned(unit, Role.GRAD) for rank in range(request.world_size)]
+    return [dataclasses.replace(request, rank=rank).owned(unit, Role.GRAD) for rank in range(request.slices)]
 
 
 def _names(tensors: Mapping[Where, Mapping[str, torch.Tensor]], unit: Unit) -> Iterable[str]:

@@ -20,7 +20,7 @@ from offload.distributed.together import Together
 from offload.errors import ConfigError
 from swap import go_back, marks_of
 
-_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
+_FOLDER = re.compile(r"rank-(\d+)-of-(\d+(?:x\d+)?)")
 
 
 def run_of_rank(config: Config, ranks: Ranks) -> Config:
@@ -34,12 +34,14 @@ def run_of_rank(config: Config, ranks: Ranks) -> Config:
     if config.run_dir is None:
         return config
     paths = config.paths()
+    nodes = ranks.owners.world
+    shape = f"{nodes}x{ranks.world // nodes}" if nodes > 1 else str(ranks.world)
     if ranks.world == 1:
-        _refuse_others(paths[0], ranks.world)
+        _refuse_others(paths[0], shape)
         return config
     with Together(ranks, "opening run_dir") as together:
-        _refuse_others(paths[0], ranks.world)
-        own = tuple(path / f"rank-{ranks.rank}-of-{ranks.world}" for path in paths)
+        _refuse_others(paths[0], shape)
+        own = tuple(path / f"rank-{ranks.rank}-of-{shape}" for path in paths)
         marks = together.meet(numbers=marks_of(own)[-MOST_NUMBERS:]).numbers
         common = set(map(int, marks[0])).intersection(*marks)
         if not common:
@@ -52,14 +54,14 @@ def run_of_rank(config: Config, ranks: Ranks) -> Config:
     return dataclasses.replace(config, run_dir=own)
 
 
-def _refuse_others(path: Path, world: int) -> None:
-    """Refuse the run of another number of ranks."""
-    found = {1} if (path / FILE_NAME).is_file() else set()
+def _refuse_others(path: Path, shape: str) -> None:
+    """Refuse the run of another number of ranks, or of another number of nodes: ``"4"``, or ``"2x2"``."""
+    found = {"1"} if (path / FILE_NAME).is_file() else set()
     if path.is_dir():
-        found |= {int(match[2]) for one in path.iterdir() if (match := _FOLDER.fullmatch(one.name))}
-    for others in sorted(found - {world}):
+        found |= {match[2] for one in path.iterdir() if (match := _FOLDER.fullmatch(one.name))}
+    for others in sorted(found - {shape}):
         raise ConfigError(
-            f"run_dir {path}: expected a run of {world} rank{'s' * (world > 1)} but got one of {others}; go on with "
+            f"run_dir {path}: expected a run of {shape} rank{'s' * (shape != '1')} but got one of {others}; go on with "
             f"{others}, or save a checkpoint with them, and load it in a run in another directory"
         )
 

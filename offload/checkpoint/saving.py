@@ -1,9 +1,9 @@
 """Writes what an engine holds to the files of a checkpoint, chunk by chunk and whatever tier it is in.
 
 Owns which bytes of a chunk go to which file: of several ranks, each writes what it keeps of gradients and states, and
-as much of parameters. Bytes come through :func:`offload.shards.stream.stream`; nothing is changed, and updates that are
-made ahead of a step stay as they are. What somebody holds is left to :mod:`offload.checkpoint.copying`. Next:
-:mod:`offload.checkpoints`.
+as much of parameters; of several nodes, only those of the first. Bytes come through
+:func:`offload.shards.stream.stream`; nothing is changed, and updates that are made ahead of a step stay as they are.
+What somebody holds is left to :mod:`offload.checkpoint.copying`. Next: :mod:`offload.checkpoints`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from offload.checkpoint.columns import Span, columns_of
+from offload.checkpoint.columns import Column, Span, columns_of
 from offload.checkpoint.format.index import Entry, Range, StoredFile
 from offload.checkpoint.format.safetensors import ITEMSIZES, NAMES, Member
 from offload.checkpoint.format.staging import Staging
@@ -51,9 +51,11 @@ class Contents:
         units, request, gradients = manager.units, manager.tiers.plan.request, manager.gradients
         slices = {unit.index: request.owned(unit, Role.GRAD) for unit in units}  # of each role
         waits = [any((unit.index, slot) in waiting for slot in range(len(unit.slots))) for unit in units]
-        found = [
-            columns_of(unit, request.states, gradients.dtype(unit) if waits[unit.index] else None) for unit in units
-        ]
+        found: list[list[Column]] = [[] for _ in units]
+        if manager.tiers.ranks.rank < request.slices:  # others have what these have
+            found = [
+                columns_of(unit, request.states, gradients.dtype(unit) if waits[unit.index] else None) for unit in units
+            ]
         self.columns = Columns(units, found, waiting, slices)
 
         def of(kept: bool) -> Columns:

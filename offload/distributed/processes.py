@@ -1,8 +1,9 @@
 """Ranks over torch.distributed: groups of their own, waits that end, and one error on all of them.
 
 Owns the groups, the words in the store, and every wait for another rank. A wait polls: it sees that the collective is
-over, that another rank has failed, or that its deadline has passed. Both groups are gloo over host memory, beside
-whatever the user's own group is: what is exchanged is at home there. Next: :mod:`offload.distributed.exchange`.
+over, that another rank has failed, or that its deadline has passed. All groups are gloo over host memory, beside
+whatever the user's own group is: what is exchanged is at home there. Where there are several nodes, the ranks of a node
+have a group, and so have the owners of a slice. Next: :mod:`offload.distributed.exchange`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from offload.distributed.meshes import Members, members_of
 from offload.distributed.ranks import Agreement, Fact, OneRank, Ranks
 from offload.distributed.records import (
     RECORD_BYTES,
@@ -32,7 +34,7 @@ from offload.distributed.records import (
 from offload.distributed.words import Words
 from offload.errors import ConfigError, RanksError
 from offload.spans import COLLECTIVES
-from offload.stats import Counters
+from offload.stats import BETWEEN_NODES, Counters
 from offload.torch_private import default_store, start_all_gather
 
 distributed: Any = torch.distributed
@@ -51,26 +53,22 @@ def open_ranks(group: Any = None, *, deadline_s: float = DEADLINE_S, counters: C
     """Return the ranks of a process group, once all of them have come.
 
     Args:
-        group: a ``torch.distributed.ProcessGroup``; None for the default group, if there is one.
+        group: a ``torch.distributed.ProcessGroup``, or a ``DeviceMesh`` of (ranks) or of (nodes, ranks of a node); None
+            for the default group, if there is one.
         deadline_s: seconds after which a rank that does not come counts as lost.
         counters: of the bytes that are sent; None where nobody looks.
 
     Raises:
-        ConfigError: this process is not in the group, or torch has no gloo.
+        ConfigError: this process is not in the group, the mesh is another one, or torch has no gloo.
         RanksError: a rank has not come.
     """
     if not distributed.is_available() or not distributed.is_initialized():
         return OneRank()
-    if distributed.get_rank(group) < 0:
-        raise ConfigError(
-            f"group: expected one that this process is in but got ranks {distributed.get_process_group_ranks(group)}, "
-            f"and it is rank {distributed.get_rank()}; make the engine only in processes of the group"
-        )
-    if distributed.get_world_size(group) == 1:
+    members = members_of(group)
+    if len(members.ranks) == 1:
         return OneRank()
     if not distributed.is_gloo_available():
         raise ConfigError("group: expected a torch with gloo, which carries host memory, but got one without it")
-    members = tuple(distributed.get_process_group_ranks(group))
     meeting = _Meeting(members, deadline_s, Counters() if counters is None else counters)
     return Processes(meeting, "control", "data")  # what is agreed on does not wait behind what is sent
 
@@ -80,31 +78,34 @@ class _Meeting:
 
     Attributes:
         rank, world: of this process, and how many there are.
+        nodes: how many have all slices each.
         deadline_s: after which a rank that does not come counts as lost.
         counters: of the bytes that are sent.
         words: for what no collective can tell.
         ended: text of the error that all ranks raise; None while they go on.
     """
 
-    def __init__(self, members: tuple[int, ...], deadline_s: float, counters: Counters) -> None:
-        """Meet the others; `members` are their ranks in the default group.
+    def __init__(self, members: Members, deadline_s: float, counters: Counters) -> None:
+        """Meet the others.
 
         Raises:
-            RanksError: a rank has not come.
+            RanksError: a rank has not come, or has other nodes.
         """
-        self.rank = members.index(distributed.get_rank())
-        self.world = len(members)
+        ranks = members.ranks
+        self.rank = ranks.index(distributed.get_rank())
+        self.world = len(ranks)
+        self.nodes = members.nodes
         self.deadline_s = deadline_s
         self.counters = counters
         self.ended: str | None = None
-        _opened[members] += 1
-        name = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-        self._store = distributed.PrefixStore(f"offload/{name}/{_opened[members]}", default_store())
+        _opened[ranks] += 1
+        name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        self._store = distributed.PrefixStore(f"offload/{name}/{_opened[ranks]}", default_store())
         self.words = Words(self._store, self.rank, self.world)
-        self.words.meet(deadline_s)
+        self.words.meet(deadline_s, members.shape)
 
-    def connect(self, name: str, patience: int) -> Any:
-        """Return a group of its own, for waits that are so much longer than others.
+    def connect(self, name: str, patience: int, among: Sequence[int]) -> Any:
+        """Return a group `among` some ranks, for waits that are so much longer than others.
 
         Raises:
             RanksError: another rank has ended.
@@ -112,9 +113,9 @@ class _Meeting:
         timeout = timedelta(seconds=self.deadline_s * patience * _GROUP_TIMEOUT)
         try:
             store = distributed.PrefixStore(name, self._store)
-            return distributed.ProcessGroupGloo(store, self.rank, self.world, timeout)
+            return distributed.ProcessGroupGloo(store, among.index(self.rank), len(among), timeout)
         except RuntimeError as error:
-            raise RanksError(f"ranks: expected to reach all {self.world} but one has ended ({error})") from error
+            raise RanksError(f"ranks: expected to reach all {len(among)} but one has ended ({error})") from error
 
 
 class Processes:
@@ -125,7 +126,15 @@ class Processes:
         world: how many there are.
     """
 
-    def __init__(self, meeting: _Meeting, *names: str, beside: bool = False, patience: int = 1) -> None:
+    def __init__(
+        self,
+        meeting: _Meeting,
+        *names: str,
+        beside: bool = False,
+        patience: int = 1,
+        among: Sequence[int] | None = None,
+        link: str = COLLECTIVES,
+    ) -> None:
         """Connect with the others.
 
         Args:
@@ -133,18 +142,52 @@ class Processes:
             names: of the groups: one for agreements, and one for what is sent, which may be the same.
             beside: these are for another thread than the one that computes, which waits for nobody here.
             patience: so many times the deadline of others is theirs.
+            among: which of the ranks these are, of one node or one slice; None for all of them.
+            link: what is sent counts as its bytes.
 
         Raises:
             RanksError: another rank has ended.
         """
-        self.rank, self.world = meeting.rank, meeting.world
+        some = range(meeting.world) if among is None else among
+        self.rank, self.world = some.index(meeting.rank), len(some)
         self._meeting = meeting
         self._words = meeting.words
-        self._groups = [meeting.connect(name, patience) for name in names]
+        self._groups = [meeting.connect(name, patience, some) for name in names]
         self._patience = patience
+        self._link = link
         self._beside: list[Processes] = []
         self._is_beside = beside
         self._told: BaseException | None = None  # why this rank could not go on, as an agreement has told all
+        self._node: Ranks | None = None  # where there are several
+        self._owners: Ranks = OneRank()
+        if among is None and meeting.nodes > 1:
+            self._connect_levels(names[-1])
+
+    def _connect_levels(self, name: str) -> None:
+        """Connect the ranks of this node, and those of all nodes that have the same slice."""
+        meeting = self._meeting
+        local = meeting.world // meeting.nodes
+        number, place = divmod(meeting.rank, local)
+        self._node = OneRank()
+        if local > 1:
+            ranks = range(number * local, (number + 1) * local)
+            self._node = self._connect_some(f"{name} in node {number}", ranks, COLLECTIVES)
+        self._owners = self._connect_some(f"{name} of slice {place}", range(place, meeting.world, local), BETWEEN_NODES)
+
+    def _connect_some(self, name: str, among: Sequence[int], link: str) -> Processes:
+        some = Processes(self._meeting, name, beside=self._is_beside, patience=self._patience, among=among, link=link)
+        self._beside.append(some)
+        return some
+
+    @property
+    def node(self) -> Ranks:
+        """The ranks that have all slices together; see :class:`Ranks`."""
+        return self if self._node is None else self._node
+
+    @property
+    def owners(self) -> Ranks:
+        """The ranks of all nodes that have the same slice; see :class:`Ranks`."""
+        return self._owners
 
     def beside(self, name: str, *, patience: int = 1) -> Processes:
         """Return the same ranks for another thread; see :meth:`Ranks.beside`."""
@@ -245,7 +288,7 @@ class Processes:
             self._raise_census(where, "a connection was lost")
         end = time.perf_counter()
         counters = self._meeting.counters
-        counters.add(COLLECTIVES, size_bytes=size_bytes, seconds=0.0 if meets else end - begin)
+        counters.add(self._link, size_bytes=size_bytes, seconds=0.0 if meets else end - begin)
         if not meets:
             counters.spans.add(COLLECTIVES, where, begin, end, size_bytes)
         if not self._is_beside:
@@ -280,7 +323,7 @@ class Processes:
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed, unless they have agreed on it; see :meth:`Ranks.fail`."""
         if self._meeting.ended is None and error is not self._told:
-            text = f"rank {self.rank}: {type(error).__name__}: {error}"
+            text = f"rank {self._meeting.rank}: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could be told
                 text = self._words.fail(text)
             self._give_up(text)
@@ -318,14 +361,14 @@ class Processes:
         """Wait until somebody says what has failed, or (with `all_places`) until all have said where they are."""
         until = time.monotonic() + (CENSUS_S if all_places else 4 * CENSUS_S)
         while time.monotonic() < until and self._words.failure() is None:
-            if all_places and len(self._words.places()) == self.world:
+            if all_places and len(self._words.places()) == self._meeting.world:
                 return
             time.sleep(_LONGEST_PAUSE_S)
 
     def _census(self, reason: str) -> str:
         """Return who waits where, and of whom nothing is known."""
         places, left = self._words.places(), self._words.left()
-        silent = [rank for rank in range(self.world) if rank not in places and rank not in left]
+        silent = [rank for rank in range(self._meeting.world) if rank not in places and rank not in left]
         waiting: dict[str, list[int]] = {}
         for rank, place in places.items():
             waiting.setdefault(place, []).append(rank)

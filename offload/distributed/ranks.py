@@ -15,6 +15,7 @@ import torch
 
 Fact = str | int | float | bool | None
 NOTHING = 65534  # what a rank wants that takes part in what others want, and is in no place
+ARRIVED = 65533  # what a rank says to its node that wants nothing of it: it is where all nodes are to meet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Ranks(Protocol):
         rank: of this process, counted from 0.
         world: how many there are.
         ended: they have failed for good, or are closed.
+        node: the ranks that have all slices together, with this one's among them; all, unless there are several nodes.
+        owners: the ranks of all nodes that have the same slice, in the order of nodes; one where there is one node.
     """
 
     rank: int
@@ -49,6 +52,12 @@ class Ranks(Protocol):
 
     @property
     def ended(self) -> bool: ...  # noqa: D102
+
+    @property
+    def node(self) -> Ranks: ...  # noqa: D102
+
+    @property
+    def owners(self) -> Ranks: ...  # noqa: D102
 
     def agree(
         self,
@@ -71,7 +80,7 @@ class Ranks(Protocol):
             numbers: what the others are to know, at most :data:`offload.distributed.records.MOST_NUMBERS`.
             error: why this rank cannot go on.
             wants: what this rank wants of all before it comes to a place: a number that all understand, below
-                :data:`NOTHING`, or this.
+                :data:`ARRIVED`, or one of these two.
 
         Raises:
             RanksError: ranks are in different places or have different facts, with one text on all of them; or another
@@ -141,6 +150,16 @@ class OneRank:
     rank = 0
     world = 1
     ended = False
+
+    @property
+    def node(self) -> Ranks:
+        """Itself."""
+        return self
+
+    @property
+    def owners(self) -> Ranks:
+        """Itself."""
+        return self
 
     def agree(
         self,

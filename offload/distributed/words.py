@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from offload.distributed.records import named
+from offload.distributed.records import by_value, named, told
 from offload.errors import RanksError
 
 _FAILED, _ALARM = "failed", "alarm"
@@ -30,17 +30,18 @@ class Words:
         self._rank = rank
         self._world = world
 
-    def meet(self, deadline_s: float) -> None:
-        """Wait until all ranks are here.
+    def meet(self, deadline_s: float, shape: str) -> None:
+        """Wait until all ranks are here, and have one `shape`: others would wait for connections that do not come.
 
         Raises:
-            RanksError: one of them is not, after `deadline_s`.
+            RanksError: one of them is not, after `deadline_s`, or has another shape.
         """
-        self._store.set(f"here/{self._rank}", "1")
+        self._store.set(f"here/{self._rank}", shape)
         until = time.monotonic() + deadline_s
         while True:
             missing = [rank for rank in range(self._world) if not self._store.check([f"here/{rank}"])]
             if not missing:
+                self._compare()
                 return
             if time.monotonic() > until:
                 raise RanksError(
@@ -48,6 +49,11 @@ class Words:
                     f"{named(missing)}; make the engine on all ranks, or see why they are late"
                 )
             time.sleep(0.01)
+
+    def _compare(self) -> None:
+        shapes = by_value(self._store.get(f"here/{rank}").decode() for rank in range(self._world))
+        if len(shapes) > 1:
+            raise RanksError(f"ranks: expected one shape but got {told(shapes)}; pass the same group on all ranks")
 
     def failure(self) -> str | None:
         """Return what has been said to have failed, if anything."""

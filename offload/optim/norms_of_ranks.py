@@ -30,11 +30,12 @@ class Norms:
         request, units = manager.tiers.plan.request, manager.units
         self._blocks = [
             _blocks(dataclasses.replace(request, rank=rank).owned, [units[index] for index in updated], updated)
-            for rank in range(request.world_size)
+            for rank in range(request.slices)
         ]
         self._begins = {index: request.owned(units[index], Role.GRAD)[0] for index in updated}
         self._mine = {
-            where: torch.zeros(2, count, dtype=torch.float64) for where, count in self._blocks[self._ranks.rank].items()
+            where: torch.zeros(2, count, dtype=torch.float64)
+            for where, count in self._blocks[self._ranks.node.rank].items()
         }
 
     def add(
@@ -79,7 +80,8 @@ class Norms:
         for row in self._mine.values():
             mine[:, at : at + row.shape[1]] = row
             at += row.shape[1]
-        rows = self._ranks.gather_from_all(mine.view(-1), where).view(self._ranks.world, 2, -1)
+        node = self._ranks.node  # which has all slices
+        rows = node.gather_from_all(mine.view(-1), where).view(node.world, 2, -1)
         found: dict[Where, list[torch.Tensor]] = {}
         for parts, blocks in zip(rows, self._blocks, strict=True):
             at = 0

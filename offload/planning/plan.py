@@ -99,6 +99,7 @@ class Request:
             ones are committed; None where nothing is.
         holds: a checkpoint may hold what lives on NVMe while it is copied.
         rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
+        nodes: of as many ranks each, which have all slices together; those of other nodes are replicas of them.
         stage: of ZeRO, of several ranks: 1 keeps a micro-batch's gradients whole until its end, 2 exchanges each unit's
             as soon as it is there. With 3, each rank keeps a slice of parameters, too; gradients are as with 2.
     """
@@ -122,7 +123,13 @@ class Request:
     holds: bool = False
     rank: int = 0
     world_size: int = 1
+    nodes: int = 1
     stage: int = 1
+
+    @property
+    def slices(self) -> int:
+        """Return how many slices a unit has: one for each rank of a node."""
+        return self.world_size // self.nodes
 
     def on_device(self, homes: Homes) -> bool:
         """Tell whether a unit is updated by a device that is not the CPU: all of it is at home there."""
@@ -136,7 +143,7 @@ class Request:
     def piece_bytes(self) -> int:
         """Return the bytes of gradients of all ranks that come, or leave, at once."""
         largest = max((unit.param_bytes for unit in self.units if unit.trainable), default=0)
-        return min(largest, EXCHANGE_PIECE_BYTES * self.world_size)
+        return min(largest, EXCHANGE_PIECE_BYTES * self.slices)
 
     @property
     def waiting_bytes(self) -> int:
@@ -160,7 +167,7 @@ class Request:
     @property
     def slices_parameters(self) -> bool:
         """Whether each rank keeps a slice of parameters, so that whole units are there only while they are used."""
-        return self.world_size > 1 and self.stage == 3
+        return self.slices > 1 and self.stage == 3
 
     @property
     def landing_bytes(self) -> int:
@@ -187,9 +194,9 @@ class Request:
 
         Before stage 3, parameters are kept whole. So is all of a unit whose parameters no slice may divide.
         """
-        if self.world_size == 1 or unit.whole or (role is Role.PARAM and not self.slices_parameters):
+        if self.slices == 1 or unit.whole or (role is Role.PARAM and not self.slices_parameters):
             return 0, unit.numel
-        return owned_range(unit.numel, self.rank, self.world_size)
+        return owned_range(unit.numel, self.rank % self.slices, self.slices)
 
     def is_owned(self, unit: Unit, element: int) -> bool:
         """Tell whether this rank keeps gradients and states of the chunk that begins at `element`."""
@@ -511,8 +518,12 @@ class Plan:
             yield f"gradients on their way to the host: at most {format_bytes(self.grad_staging_bytes)} at once"
         if request.exchange_bytes:
             sliced = "parameters, gradients and states" if request.slices_parameters else "gradients and states"
-            rank = f"stage {request.stage}, rank {request.rank} of {request.world_size}: a slice of {sliced}"
-            yield f"{rank}; {format_bytes(request.exchange_bytes)} of cpu for gradients until all ranks have theirs"
+            rank = f"stage {request.stage}, rank {request.rank} of {request.world_size}"
+            if request.nodes > 1:
+                rank += f", node {request.rank // request.slices} of {request.nodes}"
+            what = f"a slice of {sliced}" if request.slices > 1 else "all of parameters, gradients and states"
+            room = format_bytes(request.exchange_bytes)
+            yield f"{rank}: {what}; {room} of cpu for gradients until all ranks have theirs"
         if request.slices_parameters:
             landing = format_bytes(request.landing_bytes)
             yield (

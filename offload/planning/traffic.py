@@ -11,8 +11,10 @@ from offload.memory.budget import Tier
 from offload.planning.plan import Homes, Request
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
+from offload.stats import BETWEEN_NODES
 
 BLOCK_NUMEL, BLOCK_SUM_BYTES = 4096, 8  # whose squares are one sum, which goes to all ranks
+SUM_BYTES = 4  # of an element of a sum of gradients
 LINK_BYTES_S, HOST_BYTES_S = 25e9, 60e9  # of any machine: what counts is which unit gains most by staying on a device
 
 
@@ -29,9 +31,10 @@ def step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int, worki
 
     Of several ranks, ``collectives`` is what this one sends to others: their slices of its gradients, what it has
     measured of its slices for the norm, and its slices of parameters. New ones are sent once. Where ranks have slices
-    only, all are sent in the forward, and in the backward again, but for what survives in `working_bytes`.
+    only, all are sent in the forward, and in the backward again, but for what survives in `working_bytes`. This stays
+    in a node. ``between_nodes`` is what goes to the owners of the same slice: parts of a node's sum, and of the total.
     """
-    read = write = h2d = adam = d2h = sent = 0
+    read = write = h2d = adam = d2h = sent = between = 0
     for unit, home in zip(request.units, homes, strict=True):
         own = request.owned_numel(unit, Role.MASTER)
         states = sum(request.chunk_bytes(unit, role, own) for role in STATE_ROLES)
@@ -56,7 +59,8 @@ def step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int, worki
             write += grad
         if unit.trainable:
             sums = own // BLOCK_NUMEL * BLOCK_SUM_BYTES
-            sent += (request.world_size - 1) * (own * unit.itemsize + sums)
+            sent += (request.slices - 1) * (own * unit.itemsize + sums)
+            between += 2 * own * SUM_BYTES * (request.nodes - 1) // request.nodes
         if unit.trainable and not request.on_device(home):
             adam += request.chunk_bytes(unit, Role.PARAM, own) + grad + states
             d2h += unit.param_bytes if not request.device_is_host else 0
@@ -65,8 +69,9 @@ def step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int, worki
     links = {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
     if request.world_size == 1:
         return links
-    gathered = _gathered_bytes(request, working_bytes) * (request.world_size - 1) // request.world_size
-    return links | {"collectives": sent + gathered}
+    gathered = _gathered_bytes(request, working_bytes) * (request.slices - 1) // request.slices
+    links |= {"collectives": sent + gathered}
+    return links | ({BETWEEN_NODES: between} if request.nodes > 1 else {})
 
 
 def _gathered_bytes(request: Request, working_bytes: int) -> int:

@@ -6,6 +6,9 @@ another does not send, whichever modules it uses. A rank that comes to an agreem
 there; so does one that waits for others elsewhere, as long as it waits. One thread does all this, ahead of the one that
 computes; what is there ahead is a guess that others' wishes do not depend on.
 
+Where there are several nodes, each has all slices: its ranks gather among themselves. Nodes meet where all agree, each
+when nobody in it wants anything any more.
+
 It is what several ranks ask each other through: a :class:`.Ranks`. Next: :mod:`offload.shards.working_set` asks for
 units, :mod:`offload.distributed.processes` sends.
 """
@@ -23,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from offload.distributed.ranks import NOTHING, Agreement, Fact, Ranks
+from offload.distributed.ranks import ARRIVED, NOTHING, Agreement, Fact, Ranks
 from offload.distributed.rounds import Standing
 from offload.errors import RanksError, StateError
 from offload.memory.arena import HOST, Buffer, view_at
@@ -45,7 +48,7 @@ class Conductor:
     """The ranks of one engine with slices of parameters. See the module's text.
 
     Attributes:
-        rank, world: as in :class:`.Ranks`.
+        rank, world, node, owners: as in :class:`.Ranks`.
         standing: how far this rank is in exchanges of gradients.
     """
 
@@ -64,6 +67,8 @@ class Conductor:
         """
         self.rank = ranks.rank
         self.world = ranks.world
+        self.node = ranks.node
+        self.owners = ranks.owners
         self.standing = Standing()
         self._ranks = ranks
         self._plan = plan
@@ -91,7 +96,7 @@ class Conductor:
         is_there = False
         while not is_there:
             heard, _ = self.standing.heard
-            agreement = self._ranks.agree(f"parameters of {unit.name}", wants=unit.index, numbers=[heard])
+            agreement = self.node.agree(f"parameters of {unit.name}", wants=unit.index, numbers=[heard])
             is_there = self._serve(agreement, mine=unit.index, address=buffer.address)
 
     def _serve(self, agreement: Agreement, *, mine: int | None = None, address: int = 0) -> bool:
@@ -104,7 +109,7 @@ class Conductor:
             Whether anything was gathered.
         """
         said = list(zip(agreement.wanted, agreement.numbers, strict=True))
-        units = dict.fromkeys(wish for wish, _ in said if wish is not None and wish != NOTHING)
+        units = dict.fromkeys(wish for wish, _ in said if wish is not None and wish < ARRIVED)
         heard = max((numbers[0] for wish, numbers in said if wish in units), default=0)
         if any(wish == NOTHING and numbers[0] < heard for wish, numbers in said):
             return False
@@ -113,7 +118,7 @@ class Conductor:
             full = address if index == mine else self._land(shard)
             storage = storage_at(full, shard.unit.param_bytes, HOST)
             elements = view_at(storage, getattr(torch, shard.unit.dtype), 0, (shard.unit.numel,))
-            self._ranks.gather(elements, f"gather of {shard.unit.name}")
+            self.node.gather(elements, f"gather of {shard.unit.name}")
             self._counters.gathers += 1
             self._counters.gathers_for_others += index != mine
         return bool(units)
@@ -153,6 +158,11 @@ class Conductor:
 
         def meet() -> Agreement:
             while True:
+                if self.node is not self._ranks:  # whoever wants something in this node gets it first
+                    here = self.node.agree(where, wants=ARRIVED)
+                    if any(wish != ARRIVED for wish in here.wanted):
+                        self._serve(here)
+                        continue
                 agreement = self._ranks.agree(where, facts, stop=stop, numbers=numbers, error=error)
                 if not agreement.wanted:
                     return agreement
@@ -182,7 +192,7 @@ class Conductor:
                 while not over.wait(pause_s):
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     heard, waits = self.standing.heard
-                    if waits and self._serve(self._ranks.agree(where, wants=NOTHING, numbers=[heard])):
+                    if waits and self._serve(self.node.agree(where, wants=NOTHING, numbers=[heard])):
                         pause_s = _SHORTEST_PAUSE_S
             except BaseException as error:
                 self._ranks.fail(error)  # nobody looks at what becomes of this

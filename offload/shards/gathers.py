@@ -20,14 +20,15 @@ _PARAM = frozenset({Role.PARAM})
 
 
 def gather_updated(manager: Manager, units: Iterable[Unit]) -> None:
-    """Let the parameters of `units` be what their ranks have made of them; nothing where there is one rank.
+    """Let the parameters of `units` be what their ranks have made of them; nothing where each has made all.
 
     Raises:
         RanksError: another rank has failed, ended or not come. Parameters are lost then.
         swap.SwapError: an I/O error, likewise.
     """
     shared = manager.tiers.shared
-    if shared is not None and not manager.tiers.plan.request.slices_parameters:  # else who needs them gathers them
+    request = manager.tiers.plan.request
+    if shared is not None and request.slices > 1 and not request.slices_parameters:  # else who needs them gathers them
         for unit in units:
             _gather(manager, shared, unit)
 

@@ -46,15 +46,16 @@ class MicroBatch:
         """Take the memory that the plan wants of `host`; `claim`, `counters` and `standing` as in Exchanges."""
         request = plan.request
         self._ranks = ranks
+        self._node = ranks.node  # which has all slices
         self._units = {unit.index: unit for unit in request.units if unit.trainable}
         self._slices = {index: request.owned(unit, Role.GRAD) for index, unit in self._units.items()}
-        self._parts = {index: self._parts_of(unit, ranks.rank) for index, unit in self._units.items()}
+        self._parts = {index: self._parts_of(unit, self._node.rank) for index, unit in self._units.items()}
         self.exchanges = Exchanges(plan, ranks, host, claim, counters, self._parts, standing)
         self._written: dict[str, str] | None = None  # digests of what was written to parameters, once they are loaded
 
     def _parts_of(self, unit: Unit, rank: int) -> list[Part]:
         spans = [(slot.offset_numel, slot.end_numel) for slot in unit.slots]
-        return parts_of(spans, *owned_range(unit.numel, rank, self._ranks.world))
+        return parts_of(spans, *owned_range(unit.numel, rank, self._node.world))
 
     def measure(
         self, total_of: Callable[[int], int], arrived: Mapping[int, Sequence[bool]]
@@ -70,7 +71,7 @@ class MicroBatch:
         """
         where = f"norm after {self.exchanges.where}"
         self._ranks.agree(where)
-        blocks = [self._blocks(rank, arrived) for rank in range(self._ranks.world)]
+        blocks = [self._blocks(rank, arrived) for rank in range(self._node.world)]
         longest = max(sum(count + 1 for count in of_rank.values()) for of_rank in blocks)
         mine = torch.zeros(max(longest, 1), dtype=torch.float64)
         at = 0
@@ -79,11 +80,11 @@ class MicroBatch:
             total = total_of(index) if here else 0
             for part in here:
                 first, numel = total + part.begin * _SUM_BYTES, part.end - part.begin
-                count = blocks[self._ranks.rank][index, part.slot]
+                count = blocks[self._node.rank][index, part.slot]
                 _, bad = cpu_adam.sum_of_squares(first, cpu_adam.Dtype.FLOAT32, numel, blocks=mine[at:].data_ptr())
                 mine[at + count] = bad
                 at += count + 1
-        rows = self._ranks.gather_from_all(mine, where)
+        rows = self._node.gather_from_all(mine, where)
         return self._join(rows, blocks, arrived)
 
     def _blocks(self, rank: int, arrived: Mapping[int, Sequence[bool]]) -> dict[Where, int]:
@@ -154,7 +155,7 @@ class MicroBatch:
         Raises:
             RanksError: another rank has failed, ended or not come.
         """
-        self._ranks.gather(full, f"gather of {self._units[index].name} after {self.exchanges.where}")
+        self._node.gather(full, f"gather of {self._units[index].name} after {self.exchanges.where}")
 
     def gather_at(self, address: int, index: int) -> None:
         """Do the same with what is at `address`."""
