@@ -22,7 +22,7 @@ from test_stage_1 import CLIP, STEPS, batch, check_bits, net, options, smallest,
 from test_stage_3 import WORLD
 from torch import nn
 
-from offload import AdamW, Engine
+from offload import AdamW, Engine, NonFiniteError
 from offload.planning.roles import Role
 
 STREAMS = 3  # that a mover makes
@@ -99,9 +99,7 @@ def check(micro_batches: int, name: str, tmp_path: Path, *cases: tuple[int, Sche
     ("stage", "micro_batches", "name", "schedule"),
     [
         (1, 3, "float32-float32-device", LAZY),
-        (1, 6, "bfloat16-float32-nvme", first(2)),
-        (2, 3, "float32-float32-host", LAZY),
-        (2, 6, "bfloat16-int8-device", EAGER),
+        (2, 6, "bfloat16-int8-host", EAGER),
         (3, 3, "float32-float32-host", LAZY),
         (3, 6, "bfloat16-float32-nvme", first(1)),
     ],
@@ -141,7 +139,8 @@ def run_on_devices(case: Callable[..., Any], schedule: Schedule, *args: Any) -> 
     return [found for found, _ in every]
 
 
-@pytest.mark.parametrize("schedule", [LAZY, pytest.param(at_random(3), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", [LAZY, at_random(3)])
 def test_ranks_on_devices_may_use_different_modules(schedule: Schedule) -> None:
     """And evaluate, read, write, load and close, with slices of parameters."""
     (one,) = run(test_stage_3.wander, 1, 1, {})
@@ -151,10 +150,10 @@ def test_ranks_on_devices_may_use_different_modules(schedule: Schedule) -> None:
         assert found["parameters"] == found["closed"] == one["parameters"]
 
 
-@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 2))])
 def test_ranks_on_devices_may_meet_units_in_other_orders(stage: int) -> None:
     """With overflows, too, after which all of them skip the step."""
-    options = "float16", 4 << 20, 2.0**18
+    options = "float16", 6 << 20, 2.0**18
     (one,) = run(test_stage_2.train, 1, 1, None, *options)
     for rank, found in enumerate(run_on_devices(test_stage_2.train, LAZY, WORLD, stage, *options)):
         assert found["losses"] == one["losses"][rank::WORLD]
@@ -206,8 +205,13 @@ def refuse(rank: int) -> dict[str, tuple[str, str]]:
     module.get_device_properties = lambda device: types.SimpleNamespace(uuid=uuids[rank])
 
     def make(**more: Any) -> None:
+        torch.manual_seed(0)
         options = {"device": "sim", "max_memory": {"device": "8MiB", "cpu": "8MiB"}, "stage": 1} | more
         with Engine(nn.Linear(8, 8), AdamW(), **options) as engine:
+            spoilt = torch.full((2, 8), math.nan if rank == 1 else 1.0, device="sim")
+            engine.backward(engine(spoilt).mean())  # nobody looks at a loss on a device
+            with pytest.raises(NonFiniteError, match="expected finite values but got NaN"):
+                engine.step()
             engine.backward(engine(torch.ones(2, 8, device="sim")).mean())
             assert engine.step()
 
