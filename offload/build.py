@@ -171,7 +171,7 @@ def build(
     place = device.place
     cast = getattr(torch, config.dtype) if config.dtype else None
     rule = None if optimizer is None else rule_of(optimizer, cast)
-    several.refuse_options(ranks, config, optimizer, rule, device)
+    several.refuse_options(ranks, optimizer, rule)
     recomputing = _recomputing(model, config)
     make_ready(model, cast)
     run = None if calls.record is None else RunFiles(config)
@@ -179,7 +179,7 @@ def build(
     free = free_bytes(config.paths())
     limits = resolve_budgets(config.budgets(), device, None if free is None else free + there_bytes)
     unit_bytes = _unit_bytes(config, limits[Tier.DEVICE], run)
-    unit_bytes = several.agree_on_options(ranks, config, optimizer, unit_bytes, stage)
+    unit_bytes = several.agree_on_options(ranks, config, optimizer, unit_bytes, stage, device)
     tree = units_of(model, config, rule, unit_bytes, ranks=ranks.world, slices_frozen=stage in (3, "auto"))
     refuse_taken(model, tree)
     binding = Binding(tree, place)
@@ -329,7 +329,7 @@ def _plan(
         tree,
         limits,
         device_is_host=device.addressable,
-        updates_on_device=device.kernels is not None,
+        updates_on_device=device.kernels is not None and ranks.world == 1,
         rank=ranks.rank,
         world_size=ranks.world,
         nodes=ranks.owners.world,

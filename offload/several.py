@@ -11,7 +11,7 @@ import ctypes
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def made_together(ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule | None, device: Device) -> None:
+def refuse_options(ranks: Ranks, optimizer: object, rule: Rule | None) -> None:
     """Refuse what several ranks cannot have yet; nothing where there is one.
 
     Raises:
@@ -117,7 +117,6 @@ def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule |
     if rule is None or optimizer is None:
         raise ConfigError("optimizer: expected one but got None: one process evaluates; several ranks are for training")
     refused = {
-        f"device {device.place}": not device.addressable,
         f"optimizer {type(optimizer).__name__}, whose own class makes the steps": rule.own is not None,
         "a torch optimizer that has states": isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.state),
     }
@@ -126,18 +125,36 @@ def refuse_options(ranks: Ranks, config: Config, optimizer: object, rule: Rule |
             raise ConfigError(f"{what}: not with several ranks yet; leave it out, or train in one process")
 
 
-def agree_on_options(ranks: Ranks, config: Config, optimizer: object, unit_bytes: int, stage: Stage) -> int:
+def agree_on_options(
+    ranks: Ranks, config: Config, optimizer: object, unit_bytes: int, stage: Stage, device: Device
+) -> int:
     """Compare options; returns by which size all ranks cut units: the smallest that one of them wants.
 
     Raises:
-        RanksError: an option differs.
+        RanksError: an option differs, or two ranks have one device.
     """
     if ranks.world == 1:
         return unit_bytes
     facts: dict[str, Fact] = {option: getattr(config, option) for option in _SAME}
     facts |= {"torch": torch.__version__, "optimizer": type(optimizer).__name__, "stage": stage}
-    agreement = ranks.agree("making an engine", facts, numbers=[unit_bytes])
-    return int(min(number for (number,) in agreement.numbers))
+    facts["the kind of device"] = device.place.type
+    identity = device.identity()
+    known = 0 if identity is None else int(hashlib.sha256(identity.encode()).hexdigest()[:12], 16)
+    agreement = ranks.agree("making an engine", facts, numbers=[unit_bytes, known])
+    _refuse_one_device([int(number) for _, number in agreement.numbers], device)
+    return int(min(size for size, _ in agreement.numbers))
+
+
+def _refuse_one_device(known: Sequence[int], device: Device) -> None:
+    """Refuse two ranks that compute on one device; `known` has a number for each rank's, 0 where nobody can tell."""
+    for rank, number in enumerate(known):
+        if number and number in known[:rank]:
+            kind = device.place.type
+            raise RanksError(
+                f"ranks: expected a device of its own for each but ranks {known.index(number)} and {rank} have the "
+                f'same; call torch.{kind}.set_device(int(os.environ["LOCAL_RANK"])) before, or pass '
+                f"device=f\"{kind}:{{os.environ['LOCAL_RANK']}}\""
+            )
 
 
 def agree_on_plan(ranks: Ranks, tree: UnitTree, make: Callable[[int], Plan], stage: Stage) -> Plan:

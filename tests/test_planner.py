@@ -57,13 +57,14 @@ states = st.builds(States, kind=st.sampled_from(StateKind)) | st.builds(States, 
 def requests(draw: st.DrawFn) -> Request:
     device_is_host = draw(st.booleans())
     tiers = [None, None, Tier.DEVICE, Tier.HOST, Tier.NVME]
-    updates_on_device = not device_is_host and draw(st.booleans())
+    world_size = draw(st.just(1) | st.integers(2, 4))
+    updates_on_device = not device_is_host and world_size == 1 and draw(st.booleans())
     own = draw(st.none() | st.builds(OwnBytes, st.just("Muon"), st.integers(0, MIB), st.integers(0, 20 * MIB)))
     param_tier = draw(st.sampled_from(tiers))
     stays = updates_on_device and own is None and param_tier in (None, Tier.DEVICE)
     optimizer_tiers = tiers if device_is_host or stays else [None, Tier.HOST, Tier.NVME]
     units = draw(unit_lists())
-    world_size = draw(st.just(1) | st.integers(2, 4))
+    may_slice = device_is_host or world_size == 1 or param_tier is not Tier.DEVICE
     return Request(
         units=units,
         budgets=budgets(draw(sizes_in_bytes), draw(sizes_in_bytes), draw(st.just(0) | sizes_in_bytes | st.just(GIB))),
@@ -80,7 +81,7 @@ def requests(draw: st.DrawFn) -> Request:
         rank=draw(st.integers(0, world_size - 1)),
         world_size=world_size,
         nodes=draw(st.sampled_from([nodes for nodes in (1, 2, 3, 4) if world_size % nodes == 0])),
-        stage=draw(st.sampled_from([1, 2, 3] if device_is_host else [1, 2])),
+        stage=draw(st.sampled_from([1, 2, 3] if may_slice else [1, 2])),
     )
 
 
@@ -135,6 +136,8 @@ def updated_beside(plan: Plan, unit: Unit, homes: Homes) -> tuple[int, int]:
     may = unit.trainable and request.own is None and homes.grad is Tier.HOST
     if request.device_is_host:
         may = may and homes.param is homes.states is Tier.NVME
+    elif request.world_size > 1:  # they update when all of them have come to the step
+        may = False
     in_memory = on_drive = 0
     for home, roles in ((homes.param, [Role.PARAM]), (homes.states, STATE_ROLES)) if may else ():
         if home is Tier.NVME:
@@ -178,7 +181,8 @@ def check_plan(plan: Plan) -> None:
     assert plan.arena_bytes[Tier.DEVICE] == at(Tier.DEVICE) + plan.working_bytes + totals
     transit = plan.fetch_staging_bytes + plan.grad_staging_bytes + request.exchange_bytes
     is_sliced = request.world_size > request.nodes and request.stage == 3
-    transit += max(unit.param_bytes for unit in units) if is_sliced else 0  # a unit that only other ranks use
+    # a unit that only other ranks use, and two on their way to a device that the host cannot address
+    transit += (1 if request.device_is_host else 3) * max(unit.param_bytes for unit in units) if is_sliced else 0
     beside = [updated_beside(plan, unit, homes) for unit, homes in zip(units, plan.homes, strict=True)]
     spare = [in_memory for unit, (in_memory, _) in zip(units, beside, strict=True) if unit.index in plan.spare_units]
     assert plan.spare_bytes == sum(spare) and all(spare)
@@ -258,7 +262,8 @@ def check_plan(plan: Plan) -> None:
     assert plan.grad_pool_bytes >= 2 * max(spilled, default=0)
     through = [u.param_bytes for u in units if plan.homes[u.index].param is Tier.NVME]
     if not request.device_is_host:
-        assert plan.fetch_staging_bytes >= 2 * max(through, default=0)
+        assert plan.fetch_staging_bytes >= 2 * max(through, default=0) * (not is_sliced)
+        assert not (is_sliced and Tier.DEVICE in {homes.param for homes in plan.homes})  # ranks send from host memory
         largest = max((u.param_bytes for u in units if u.trainable and not plan.on_device(u)), default=0)
         assert plan.grad_staging_bytes in (largest, 2 * largest, 3 * largest)
     else:

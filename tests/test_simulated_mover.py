@@ -7,6 +7,7 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,6 +152,38 @@ class Read:
         self._reads.waited.set()
         assert self._reads.asked.wait(DEADLINE_S)
         raise TimeoutError("the drive is late")
+
+
+# --- what others bring ------------------------------------------------------------------------------------------------
+
+
+def test_what_others_bring_follows_who_reads_its_place(
+    make_bench: Callable[..., Bench],
+) -> None:
+    for schedule in SCHEDULES:
+        with running(schedule) as seen, ThreadPoolExecutor(1) as others:
+            bench = make_bench()
+            place, room, may_come = bench.place(0, 2), bench.home(0, 2), threading.Event()
+
+            def bring(value: int, room: int = room, may_come: threading.Event = may_come) -> int:
+                assert may_come.wait(DEADLINE_S)
+                ctypes.memset(room, value, 2 * PAGE)
+                return room
+
+            bench.mover.fetch_host(bench.home(1, 2), place, 2 * PAGE, urgent=False).wait(DEADLINE_S)
+            results = [bench.seen(place)]
+            for value in (2, 3):
+                may_come.clear()
+                bench.mover.release(place)
+                fetch = functools.partial(bench.mover.fetch_when, functools.partial(bring, value), place, 2 * PAGE)
+                on_its_way = fetch(urgent=value == 3, begin=others.submit)
+                assert not on_its_way.done()
+                threading.Timer(0.01, may_come.set).start()
+                on_its_way.wait(0.0)
+                results.append(bench.seen(place))
+                bench.mover.await_source(room)  # before the next one overwrites it
+            assert [torch.equal(result.cpu(), full(n, 2)) for n, result in enumerate(results, 1)] == [True] * 3
+        assert seen.races == [], schedule.name
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

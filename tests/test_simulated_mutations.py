@@ -32,8 +32,7 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
         f"{MEMORY}.accelerator", "AcceleratorMover.__init__", "stream.wait_stream(device.current_stream())", "pass"
     ),
     "an upload behind compute that reads what it overwrites": (
-        f"{MEMORY}.accelerator", "AcceleratorMover.fetch_host",
-        "self._follow(stream, self._ordering.before(target))", "pass",
+        f"{MEMORY}.accelerator", "AcceleratorMover._send", "self._follow(stream, before)", "pass"
     ),
     "an upload of what was read from the drive, likewise": (
         f"{MEMORY}.accelerator", "AcceleratorMover._pass_on", "self._follow(stream, before)", "pass"
@@ -189,6 +188,7 @@ def trained(run: Callable[[str, Path], engine.Outcome], home: str, path: Path) -
 
 
 MOVER_PROGRAMS = (
+    mover.test_what_others_bring_follows_who_reads_its_place,
     mover.test_the_arena_may_be_memory_on_which_work_is_queued,
     mover.test_what_arrived_unused_is_overwritten_behind_its_arrival,
     mover.test_a_stream_that_comes_later_waits_for_what_has_arrived,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Tell what a step of many GPUs would take, by formulas and a simulation: where slices live, bytes and seconds of "
-    "each link per GPU, what binds. Nobody has run this: an engine with several ranks runs on CPUs so far. "
+    "each link per GPU, what binds. Nobody has run this: no engine with several ranks has met a GPU yet. "
     "docs/scale.md has the formulas."
 )
 _LAYERS = ((0, 32), (50_000_000_000, 80), (300_000_000_000, 126), (700_000_000_000, 128))  # from how many parameters on

@@ -11,6 +11,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -43,6 +44,12 @@ class AcceleratorDevice:
     def name(self) -> str:
         """Return what its driver calls it."""
         return str(torch.get_device_module(self.place).get_device_name(self.place))
+
+    def identity(self) -> str | None:
+        """Return its UUID, where its driver tells one."""
+        tell = getattr(torch.get_device_module(self.place), "get_device_properties", None)
+        uuid = None if tell is None else getattr(tell(self.place), "uuid", None)
+        return None if uuid is None else str(uuid)
 
     def free_bytes(self) -> int:
         """Return what its driver says."""
@@ -124,6 +131,15 @@ class _Upload:
         """Wait until a stream has been given the copy: who uses the buffer from now on is ordered behind it."""
         self._enqueued.wait(timeout_s)
         self._ordering.arrive(self._target, self._event.result())
+
+
+class _Brought(_Upload):
+    """An upload of what others bring: how long that may take is theirs to say."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it is there, as long as that takes, and a stream has been given the copy."""
+        self._event.result()
+        super().wait(timeout_s)
 
 
 class _Moment:
@@ -217,13 +233,34 @@ class AcceleratorMover:
 
     def fetch_host(self, source: int, target: Buffer, size_bytes: int, *, urgent: bool) -> Transfer:
         """Copy from page-locked memory; the caller enqueues it."""
-        stream = self._stream(urgent)
-        self._follow(stream, self._ordering.before(target))
         enqueued: Future[torch.Event] = Future()
-        event = self._uploads[source] = self._upload(stream, source, target.address, size_bytes)
-        enqueued.set_result(event)
+        enqueued.set_result(self._send(source, target, size_bytes, self._ordering.before(target), urgent=urgent))
         subject = f"copy of {size_bytes} bytes to {self._device.place}"
         return _Upload(self._ordering, target, enqueued, FutureTransfer(enqueued, subject))
+
+    def fetch_when(
+        self,
+        bring: Callable[[], int],
+        target: Buffer,
+        size_bytes: int,
+        *,
+        urgent: bool,
+        begin: Callable[[Callable[[], Any]], Future[Any]],
+    ) -> Transfer:
+        """Copy from page-locked memory; the thread that has waited for it enqueues it."""
+        before = self._ordering.before(target)
+        event = begin(lambda: self._send(bring(), target, size_bytes, before, urgent=urgent))
+        subject = f"copy of {size_bytes} bytes to {self._device.place}"
+        return _Brought(self._ordering, target, event, FutureTransfer(event, subject))
+
+    def _send(
+        self, source: int, target: Buffer, size_bytes: int, before: Sequence[torch.Event], *, urgent: bool
+    ) -> torch.Event:
+        """Give a stream a copy from page-locked memory, behind events; returns when it is over."""
+        stream = self._stream(urgent)
+        self._follow(stream, before)
+        event = self._uploads[source] = self._upload(stream, source, target.address, size_bytes)
+        return event
 
     def fetch_nvme(
         self, read: Callable[[int], list[Ticket]], target: Buffer, sizes: Sequence[int], *, urgent: bool

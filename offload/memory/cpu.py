@@ -9,7 +9,8 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import torch
@@ -18,7 +19,7 @@ from offload.kernels.on_device import DeviceKernels
 from offload.memory import machine
 from offload.memory.arena import HOST, Arena, Buffer, HostArena
 from offload.memory.budget import Tier
-from offload.memory.transfer import FutureTransfer, MoverNeeds, Ticket, TicketGroup, Transfer
+from offload.memory.transfer import Brought, FutureTransfer, MoverNeeds, Ticket, TicketGroup, Transfer
 from offload.spans import D2H, H2D
 from offload.stats import Counters
 
@@ -35,6 +36,10 @@ class CpuDevice:
     def name(self) -> str:
         """Return the processor's name."""
         return machine.cpu_name()
+
+    def identity(self) -> str | None:
+        """Nothing: processes share it."""
+        return None
 
     def free_bytes(self) -> int:
         """Return what the system has available."""
@@ -112,6 +117,19 @@ class CpuMover:
     ) -> Transfer:
         """Read straight into the device arena."""
         return TicketGroup(read(target.address))
+
+    def fetch_when(
+        self,
+        bring: Callable[[], int],
+        target: Buffer,
+        size_bytes: int,
+        *,
+        urgent: bool,
+        begin: Callable[[Callable[[], Any]], Future[Any]],
+    ) -> Transfer:
+        """Copy in the thread that has waited for it."""
+        copy = begin(lambda: self._copy(target.address, bring(), size_bytes))
+        return Brought(copy, f"copy of {size_bytes} bytes to the device")
 
     def download(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy in the worker thread."""

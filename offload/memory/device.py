@@ -44,6 +44,9 @@ class Device(Protocol):
     def name(self) -> str:
         """Return what its maker calls it."""
 
+    def identity(self) -> str | None:
+        """Return what tells it from all other devices of all machines; None where nobody knows, or all may share it."""
+
     def free_bytes(self) -> int:
         """Return the bytes of its memory that nobody has."""
 

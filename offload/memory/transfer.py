@@ -131,6 +131,14 @@ class FutureTransfer:
         return True
 
 
+class Brought(FutureTransfer):
+    """A copy of what others bring: how long that may take is theirs to say."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for it as long as it takes."""
+        super().wait(None)
+
+
 class Arriving(Protocol):
     """A copy to memory of torch's on the device."""
 
@@ -201,6 +209,25 @@ class Mover(Protocol):
             target: on the device.
             sizes: bytes of each read.
             urgent: as in :meth:`fetch_host`.
+        """
+
+    def fetch_when(
+        self,
+        bring: Callable[[], int],
+        target: Buffer,
+        size_bytes: int,
+        *,
+        urgent: bool,
+        begin: Callable[[Callable[[], Any]], Future[Any]],
+    ) -> Transfer:
+        """Copy to `target` on the device what others bring to host memory; how long that may take is theirs to say.
+
+        Args:
+            bring: waits for it; returns its host address. :meth:`await_source` tells when that may be written again.
+            target: on the device.
+            size_bytes: of it.
+            urgent: as in :meth:`fetch_host`.
+            begin: has something done in a thread, now or later; returns what becomes of it.
         """
 
     def download(self, source: int, target: int, size_bytes: int) -> Ticket:

@@ -28,6 +28,7 @@ GRANULE_BYTES, CHECKSUM_DIGITS = 256 << 10, 8  # of a durable store
 _COLUMNS = ("parameters", "gradients", "states", "buffers", "total", "budget")
 EXCHANGE_PIECE_BYTES = 4 << 20  # of one rank's gradients that come or leave at once
 LOOK_AHEAD = 2  # units of slices that are gathered while others are used
+PASSING_UNITS = 2  # in host memory on their way to a device: one is gathered while the one before is copied
 NEAR_SHARE = 8  # this part of the device's activations is for those that leave last, and those that come and go
 STAYING_SHARE = 3 / 4  # the same where only those leave that do not fit; the rest is for temporaries
 MOST_SLOTS = 64  # of the pipeline, with those in memory that is idle at the moment
@@ -175,6 +176,11 @@ class Request:
         return max((unit.param_bytes for unit in self.units), default=0) if self.slices_parameters else 0
 
     @property
+    def passing_bytes(self) -> int:
+        """Host memory in which units become whole on their way to a device that the host cannot address."""
+        return 0 if self.device_is_host else PASSING_UNITS * self.landing_bytes
+
+    @property
     def own_bytes(self) -> int:
         """Host memory outside the arenas that the optimizer takes."""
         return self.own.total_bytes if self.own else 0
@@ -264,6 +270,8 @@ class Request:
         """
         if self.own is not None or not unit.trainable or homes.grad is not Tier.HOST:
             return False  # what its own class keeps in host memory cannot be put aside
+        if self.world_size > 1 and not self.device_is_host:
+            return False  # several ranks update when all of them have come to the step
         if self.device_is_host:
             return homes.param is homes.states is Tier.NVME
         return homes.states in (Tier.HOST, Tier.NVME)
@@ -511,6 +519,7 @@ class Plan:
         if not request.device_is_host and trained:
             many = sum(map(self.on_device, trained))
             why = "" if request.updates_on_device else ": it has no kernel whose bits were compared with the CPU's"
+            why = why if request.world_size == 1 else ": several ranks update in host memory"
             yield f"updates on the device: {many} of {len(trained)} units{why}"
         if not request.device_is_host:
             yield f"page-locked for copies to and from the device: {format_bytes(self.arena_bytes[Tier.HOST])} of cpu"
@@ -526,9 +535,10 @@ class Plan:
             yield f"{rank}: {what}; {room} of cpu for gradients until all ranks have theirs"
         if request.slices_parameters:
             landing = format_bytes(request.landing_bytes)
+            through = f", {format_bytes(request.passing_bytes)} for those on their way to the device"
             yield (
                 f"units are whole in {format_bytes(self.working_bytes)} of the device budget while they are used; "
-                f"{landing} of cpu for one that only other ranks use"
+                f"{landing} of cpu for one that only other ranks use{through if request.passing_bytes else ''}"
             )
         if self.wide_bytes:
             room = ", ".join(

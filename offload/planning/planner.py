@@ -64,6 +64,11 @@ def make_plan(request: Request) -> Plan:
     """
     if request.optimizer_tier is Tier.DEVICE and not request.device_is_host and any(u.trainable for u in request.units):
         _refuse_states_on_device(request)
+    if request.param_tier is Tier.DEVICE and not request.device_is_host and request.slices_parameters:
+        raise ConfigError(
+            'offload_param="none": slices of parameters (stage=3) cannot stay on this device: ranks send them from '
+            'host memory; use "auto", "cpu" or "nvme", or stage=2'
+        )
     try:
         return Planner(request).plan()
     except _TooSmall as short:
@@ -72,7 +77,9 @@ def make_plan(request: Request) -> Plan:
 
 def _refuse_states_on_device(request: Request) -> None:
     """Refuse states that are to stay on a device where nothing could update them."""
-    if not request.updates_on_device:
+    if request.world_size > 1:
+        why = "cannot stay on this device with several ranks, which update in host memory"
+    elif not request.updates_on_device:
         why = "cannot stay on this device: it has no kernel whose bits were compared with the CPU's"
     elif request.own is not None:
         why = f"cannot stay on this device: {request.own.name} makes its steps in host memory"
@@ -318,7 +325,8 @@ class Planner:
         wanted = min(largest + ahead, sum(unit.param_bytes for unit in request.units))
         self._working_bytes = min(wanted, room - (slices.total_bytes if stay else 0)) // PAGE_BYTES * PAGE_BYTES
         room -= self._working_bytes
-        if stay or (request.param_tier is None and slices.total_bytes <= room):
+        may_stay = request.param_tier is None and request.device_is_host  # else they are sent from host memory
+        if stay or (may_stay and slices.total_bytes <= room):
             slices.put_all(Tier.DEVICE)
             room -= slices.total_bytes
         return room
@@ -383,17 +391,19 @@ class Planner:
         request, params = self._request, self._params.sizes
         buffers = _Buffers(
             self._chunk_numel(),
-            exchange_bytes=request.exchange_bytes + request.landing_bytes,
+            exchange_bytes=request.exchange_bytes + request.landing_bytes + request.passing_bytes,
             activation_bytes=request.host_activation_bytes,
         )
         if nvme or not request.device_is_host:  # parameters of a GPU pass through staging, too
             may_stay = request.updates_on_device and request.optimizer_tier in (None, Tier.DEVICE)
             buffers.slot_bytes = self._slot_bytes(buffers.chunk_numel, gradients=may_stay, wide=may_stay)
             buffers.slots = STAGING_SLOTS if buffers.slot_bytes else 0
-        if nvme and not request.device_is_host:
+        if nvme and not request.device_is_host and not request.slices_parameters:
             buffers.fetch_bytes = 2 * max(params.values())
         if not request.device_is_host:
-            buffers.grad_bytes = max((params[index] for index in self._grads.homeless()), default=0)
+            homeless = self._grads.homeless()
+            leaving = (whole_pages(unit.param_bytes) for unit in request.units if unit.index in homeless)
+            buffers.grad_bytes = max(leaving, default=0)
         return buffers
 
     def _chunk_numel(self) -> int:

@@ -49,7 +49,7 @@ def step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int, worki
                 read += 0 if in_place else kept  # else what forward fetches is updated
         stays = home.param is Tier.DEVICE and not request.slices_parameters
         if not stays and not (request.device_is_host and home.param is Tier.NVME):
-            h2d += passes * kept
+            h2d += passes * (kept if request.device_is_host else unit.param_bytes)
         if home.states is Tier.NVME:
             record = request.record_bytes(unit, STATE_ROLES, chunk_numel)
             read += record
@@ -65,7 +65,10 @@ def step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int, worki
             adam += request.chunk_bytes(unit, Role.PARAM, own) + grad + states
             d2h += unit.param_bytes if not request.device_is_host else 0
             if home.param is Tier.DEVICE and not request.device_is_host:  # down to be updated, and up again
-                h2d, d2h = h2d + unit.param_bytes, d2h + unit.param_bytes
+                mine = own * unit.itemsize
+                h2d, d2h = h2d + mine, d2h + mine
+                if request.world_size > 1:  # what this rank has made goes to the others, and all of it comes back
+                    h2d, d2h = h2d + unit.param_bytes, d2h + mine
     links = {"nvme_read": read, "nvme_write": write, "h2d": h2d, "d2h": d2h, "cpu_adam": adam}
     if request.world_size == 1:
         return links

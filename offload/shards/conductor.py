@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +33,7 @@ from offload.distributed.rounds import Standing
 from offload.errors import RanksError, StateError
 from offload.memory.arena import HOST, Buffer, view_at
 from offload.memory.errands import Errands
-from offload.memory.transfer import TicketGroup, Transfer
+from offload.memory.transfer import Mover, TicketGroup, Transfer
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -53,7 +55,15 @@ class Conductor:
     """
 
     def __init__(
-        self, ranks: Ranks, plan: Plan, copies: Copies, landing: Buffer, counters: Counters, *, deadline_s: float
+        self,
+        ranks: Ranks,
+        plan: Plan,
+        copies: Copies,
+        landing: Buffer,
+        counters: Counters,
+        *,
+        deadline_s: float,
+        passing: Sequence[Buffer] = (),
     ) -> None:
         """Begin.
 
@@ -64,6 +74,7 @@ class Conductor:
             landing: host memory for a unit that only others want.
             counters: of gathers.
             deadline_s: after which a read of a slice counts as lost.
+            passing: host memory for units on their way to a device that the host cannot address.
         """
         self.rank = ranks.rank
         self.world = ranks.world
@@ -74,6 +85,7 @@ class Conductor:
         self._plan = plan
         self._copies = copies
         self._landing = landing
+        self._passing = itertools.cycle(passing)
         self._counters = counters
         self._deadline_s = deadline_s
         self._errands: Errands[Any] = Errands(1, "offload-ranks")
@@ -89,15 +101,36 @@ class Conductor:
 
     def start(self, shard: Shard, buffer: Buffer, slice_on_its_way: Transfer) -> Transfer:
         """Start to gather a unit in `buffer`, where `slice_on_its_way` brings this rank's slice to its place."""
-        return Gathering(self._submit(lambda: self._gather(shard.unit, buffer, slice_on_its_way)))
 
-    def _gather(self, unit: Unit, buffer: Buffer, slice_on_its_way: Transfer) -> None:
-        slice_on_its_way.wait(self._deadline_s)
+        def gather() -> None:
+            slice_on_its_way.wait(self._deadline_s)
+            self._gather(shard.unit, buffer.address)
+
+        return Gathering(self._submit(gather))
+
+    def start_apart(self, shard: Shard, buffer: Buffer, mover: Mover, *, urgent: bool) -> Transfer:
+        """Start to gather a unit in host memory, from where it goes to `buffer`, which the host cannot address."""
+        bring = functools.partial(self._gather_in_passing, shard, mover)
+        return mover.fetch_when(bring, buffer, shard.work_bytes, urgent=urgent, begin=self._submit)
+
+    def read(self, shard: Shard, mover: Mover) -> int:
+        """Gather a unit in host memory; returns its address, for as long as no other one is asked for."""
+        return self._submit(lambda: self._gather_in_passing(shard, mover)).result()
+
+    def _gather_in_passing(self, shard: Shard, mover: Mover) -> int:
+        room = next(self._passing)
+        mover.await_source(room.address)  # what was there before may not have left
+        self._put_slice(shard, room)
+        self._gather(shard.unit, room.address)
+        return room.address
+
+    def _gather(self, unit: Unit, address: int) -> None:
+        """Gather a unit at an address of the host, where this rank's slice is in place."""
         is_there = False
         while not is_there:
             heard, _ = self.standing.heard
             agreement = self.node.agree(f"parameters of {unit.name}", wants=unit.index, numbers=[heard])
-            is_there = self._serve(agreement, mine=unit.index, address=buffer.address)
+            is_there = self._serve(agreement, mine=unit.index, address=address)
 
     def _serve(self, agreement: Agreement, *, mine: int | None = None, address: int = 0) -> bool:
         """Gather what some ranks want, in rank order; `mine` at `address`, where this rank's slice is in place.
@@ -124,22 +157,26 @@ class Conductor:
         return bool(units)
 
     def _land(self, shard: Shard) -> int:
-        """Bring this rank's slice of a unit that others want to its place; returns where the unit begins.
-
-        Its home has the content whatever else has it: nobody writes there while others may want it.
-        """
-        target = self.place(shard, self._landing).address
+        """Bring this rank's slice of a unit that others want to its place; returns where the unit begins."""
         try:
             if shard.state in (State.EMPTY, State.FAILED):
                 raise StateError(f"parameters of {shard.unit.name}: another rank wants them but they have no content")
-            if shard.home_buffer is not None:
-                ctypes.memmove(target, shard.home_buffer.address, shard.size_bytes)
-            else:
-                TicketGroup(self._copies.start_reads(shard, target, urgent=True)).wait(self._deadline_s)
+            self._put_slice(shard, self._landing)
         except BaseException as error:
             self._ranks.fail(error)  # they wait for it
             raise
         return self._landing.address
+
+    def _put_slice(self, shard: Shard, whole: Buffer) -> None:
+        """Bring this rank's slice of a unit to its place in `whole`, which the host can address.
+
+        Its home has the content whatever else has it: nobody writes there while others may want it.
+        """
+        target = self.place(shard, whole).address
+        if shard.home_buffer is not None:
+            ctypes.memmove(target, shard.home_buffer.address, shard.size_bytes)
+        else:
+            TicketGroup(self._copies.start_reads(shard, target, urgent=True)).wait(self._deadline_s)
 
     # --- what ranks ask each other ----------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ from offload.shards.copies import touch
 from offload.stats import Counters
 from offload.torch_private import storage_at
 
+_DROPPED = "backward: its gradients were dropped while other ranks waited for them"
+
 
 class Sums(Protocol):
     """Sums over micro-batches, of which this rank has its slices."""
@@ -84,6 +86,7 @@ class Exchanges:
         self._parts, self._claim, self._counters, self._standing = parts, claim, counters, standing
         self.early = request.exchanges_early
         self._serves = request.slices_parameters
+        self._is_apart = not request.device_is_host  # gradients are taken by a thread in which nothing computes
         self._main = ranks
         self._ranks = ranks.beside("exchange") if self.early else ranks
         self._region = Region(host.take(request.waiting_bytes))
@@ -99,6 +102,7 @@ class Exchanges:
         self._running: Future[None] | None = None
         self._number = 0
         self._sums: Sums | None = None
+        self._drops = 0
         self._changed = threading.Condition()  # guards all that follows
         self._whole: dict[int, torch.Tensor] = {}
         self._beside: dict[int, int] = {}  # bytes that are not in the region
@@ -199,7 +203,7 @@ class Exchanges:
             self._has_news = True
             self._changed.notify_all()
         if self._thread is None:
-            with self._waiting(), self._serving():
+            with self._taking(), self._serving():
                 self._round()
 
     def end(self, sums: Sums) -> dict[int, list[bool]]:
@@ -237,9 +241,12 @@ class Exchanges:
             with self._changed:
                 self._is_dropped = True
                 self._changed.notify_all()
-            self._main.fail(StateError("backward: its gradients were dropped while other ranks waited for them"))
+            self._main.fail(StateError(_DROPPED))
             wait([running])
-        self._begin()
+        with self._changed:
+            self._drops += 1
+            self._begin()
+            self._changed.notify_all()
 
     def room(self, unit: Unit) -> torch.Tensor:
         """Return memory for a unit's elements in its dtype, (numel,): that of gradients, while none wait."""
@@ -267,6 +274,10 @@ class Exchanges:
         finally:
             if self.early:
                 self._counters.wait_for_ranks(begin, time.perf_counter())
+
+    def _taking(self) -> contextlib.AbstractContextManager[None]:
+        """Do the same where a gradient is taken: in a thread apart, whoever waits for that counts it."""
+        return contextlib.nullcontext() if self._is_apart else self._waiting()
 
     def _serving(self) -> contextlib.AbstractContextManager[None]:
         return self._main.serving(f"{self.where}, gradients of other ranks")
@@ -345,7 +356,7 @@ class Exchanges:
         with self._changed:
             whole = self._find_room(unit)
             if whole is None:
-                with self._waiting(), self._serving():
+                with self._taking(), self._serving():
                     whole = self._await_room(unit)
             self._wants_room = self._is_stuck = self._was_fruitless = False
             self._whole[unit.index] = whole
@@ -353,6 +364,7 @@ class Exchanges:
 
     def _await_room(self, unit: Unit) -> torch.Tensor:
         """Return room for a unit's gradients, once others have gone; raises as :meth:`_open`."""
+        number = self._drops
         while True:
             self._wants_room = True
             self._note_standing()
@@ -363,6 +375,8 @@ class Exchanges:
                 self._changed.wait()
             if self._failure is not None:
                 raise self._failure
+            if self._drops != number:  # meanwhile, by another thread
+                raise StateError(_DROPPED)
             whole = self._find_room(unit)
             if whole is not None:
                 return whole

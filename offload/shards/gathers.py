@@ -46,7 +46,8 @@ def _gather(manager: Manager, shared: MicroBatch, unit: Unit) -> None:
     def fill(chunk: Chunk) -> None:
         shared.gather_at(chunk.addresses[Role.PARAM], unit.index)
 
-    if manager.tiers.plan.home(unit, Role.PARAM) is Tier.DEVICE and manager.tiers.device.addressable:
+    in_place = Tier.DEVICE if manager.tiers.device.addressable else Tier.HOST
+    if manager.tiers.plan.home(unit, Role.PARAM) is in_place:
         manager.stream([unit], fill, reads=_PARAM, writes=_PARAM)  # in place: all of it is one chunk
         return
     manager.stream([unit], take_out, reads=_PARAM, span=shared.owned(unit.index))

@@ -185,9 +185,14 @@ class SharedGradients(Gradients):
         self._exchanges.refuse(error)
 
     def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0) -> None:
-        """Take one parameter's gradient of this micro-batch; see :meth:`Gradients.add`."""
+        """Take one parameter's gradient of this micro-batch; see :meth:`Gradients.add`.
+
+        What the mover does not use at once may wait for other ranks where it is used, in a thread of the mover's.
+        """
+        known = self._gradients[index]
+        known.handed_over = (known.handed_over + 1) % len(known.arrived)
         take = functools.partial(self._exchanges.take, (index, slot))
-        self._mover.read_tensor(gradient.contiguous(), take, group=index, last=True)
+        self._mover.read_tensor(gradient.contiguous(), take, group=index, last=not known.handed_over)
 
     def exchange(self) -> None:
         """Add this micro-batch's gradients of all ranks to what has arrived.

@@ -259,10 +259,7 @@ class Manager:
             self.working.wait_for_prefetch(shard)
         if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:
-                raise StateError(
-                    f"parameters of {shard.unit.name}: expected content but got state {shard.state.value}; "
-                    "load them again with engine.load_state_dict"
-                )
+                raise self._no_content(shard)
             counters.misses += 1
             with self._telling_ranks():
                 self.working.start_fetch(shard, self.schedule, required=True)
@@ -270,6 +267,13 @@ class Manager:
         end = time.perf_counter()
         counters.stall_seconds += end - begin
         counters.spans.add_wait(f"parameters: {shard.unit.name}", begin, end)
+
+    @staticmethod
+    def _no_content(shard: Shard) -> StateError:
+        return StateError(
+            f"parameters of {shard.unit.name}: expected content but got state {shard.state.value}; "
+            "load them again with engine.load_state_dict"
+        )
 
     @contextlib.contextmanager
     def _telling_ranks(self) -> Iterator[None]:
@@ -451,14 +455,24 @@ class Manager:
         self.finish_updates()
         for unit in units:
             shard = self.tiers.param(unit.index)
-            self._bring(shard)
-            assert shard.work_buffer is not None, shard.describe()
-            addresses, leases = {Role.PARAM: shard.work_buffer.address}, Leases(self.tiers)
+            addresses, leases = {Role.PARAM: self._whole_address(shard)}, Leases(self.tiers)
             lease = self.copies.lease(shard)
             try:
                 visit(Chunk(unit, 0, 0, unit.numel, addresses, Access(addresses, fresh_states=False), leases))
             finally:
                 lease.close()
+
+    def _whole_address(self, shard: Shard) -> int:
+        """Return the host's address of all of a unit, of which each rank has a slice, until another one is wanted."""
+        if not self._is_asynchronous:
+            self._bring(shard)
+            assert shard.work_buffer is not None, shard.describe()
+            return shard.work_buffer.address
+        self.copies.forgive(shard)
+        if shard.state in (State.EMPTY, State.FAILED):
+            raise self._no_content(shard)
+        with self._telling_ranks():
+            return self.tiers.read_whole(shard.unit.index)
 
     def rest(self, tiers: Container[Tier]) -> None:
         """Have nothing in the memory of `tiers` but what is at home there, until :meth:`go_on`.

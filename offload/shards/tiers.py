@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping
 
+from offload.distributed.processes import DEADLINE_S
 from offload.distributed.ranks import Ranks
 from offload.distributed.rounds import Standing
 from offload.errors import BudgetError, StateError
@@ -19,7 +20,7 @@ from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import Mover, MoverNeeds
-from offload.planning.plan import Plan
+from offload.planning.plan import PASSING_UNITS, Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.conductor import Conductor
@@ -96,7 +97,9 @@ class Tiers:
             host = device.host_arena(sizes[Tier.HOST])
             undo.callback(host.close)  # it may be page-locked
             self._arenas = {Tier.DEVICE: arena, Tier.HOST: host}
-            self.mover = self._make_mover(host, in_flight)
+            # Where a gradient is used it may wait for other ranks, and who waits for its use waits as long.
+            patience_s = deadline_s if ranks.world == 1 else max(deadline_s, DEADLINE_S)
+            self.mover = self._make_mover(host, in_flight, patience_s)
             undo.callback(self.mover.close)
             self.copies = Copies(
                 plan, self._arenas, store, deadline_s=deadline_s, release=self.mover.release, dump=self.dump
@@ -104,8 +107,12 @@ class Tiers:
             self._conductor: Conductor | None = None
             if plan.request.slices_parameters:
                 landing = host.take(plan.request.landing_bytes)
+                passing_bytes = plan.request.passing_bytes // PASSING_UNITS
+                passing = [host.take(passing_bytes) for _ in range(PASSING_UNITS) if passing_bytes]
                 beside = ranks.beside("parameters")  # where a thread of its own waits
-                self._conductor = Conductor(beside, plan, self.copies, landing, counters, deadline_s=deadline_s)
+                self._conductor = Conductor(
+                    beside, plan, self.copies, landing, counters, deadline_s=deadline_s, passing=passing
+                )
             self.ranks = self._conductor or ranks
             self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
             self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
@@ -139,13 +146,13 @@ class Tiers:
             if self.shared is None:
                 self.gradients = Gradients(plan, self.copies, self.mover, there, deadline_s=deadline_s)
             else:
-                self.gradients = SharedGradients(plan, self.copies, self.mover, self.shared, deadline_s=deadline_s)
+                self.gradients = SharedGradients(plan, self.copies, self.mover, self.shared, deadline_s=patience_s)
             # Registering page-locks: not for the region, which gives memory back.
             if store is not None and host.size_bytes:
                 store.register_buffer(host.base_address, host.size_bytes)
             undo.pop_all()
 
-    def _make_mover(self, host: Arena, gradients: Claim) -> Mover:
+    def _make_mover(self, host: Arena, gradients: Claim, deadline_s: float) -> Mover:
         """Return what moves bytes, with staging buffers of `host`."""
         plan = self.plan
         largest = max((slot.numel * u.itemsize for u in self.units if u.trainable for slot in u.slots), default=0)
@@ -156,7 +163,7 @@ class Tiers:
             gradient_bytes=plan.grad_staging_bytes,
             gradient_claim=gradients,
             largest_gradient_bytes=largest,
-            deadline_s=self.deadline_s,
+            deadline_s=deadline_s,
         )
         return self.device.mover(needs)
 
@@ -186,6 +193,15 @@ class Tiers:
         if not self.device.addressable or shard.state is not State.RESIDENT or shard.work_buffer is None:
             return None
         return shard.work_buffer.address
+
+    def read_whole(self, index: int) -> int:
+        """Gather a unit's parameters, of which ranks have slices, in host memory; all ranks come here.
+
+        Returns:
+            The host's address, for as long as no other unit is asked for.
+        """
+        assert self._conductor is not None
+        return self._conductor.read(self._params[index], self.mover)
 
     def updates_in_place(self, shard: Shard) -> bool:
         """Tell whether a working copy of PARAM is best fetched before an update: it is changed there and read once."""

@@ -138,15 +138,17 @@ class WorkingSet:
         buffer = self._room_for(shard, schedule, required=required, wanted=wanted)
         if buffer is None:
             return False
-        conductor = self._conductor
-        if conductor is None:
-            self._copies.start_fetch(shard, buffer, lambda: self._bring(shard, buffer, urgent=required))
-        else:
-            place = conductor.place(shard, buffer)
-            self._copies.start_fetch(
-                shard, buffer, lambda: conductor.start(shard, buffer, self._bring(shard, place, urgent=required))
-            )
+        self._copies.start_fetch(shard, buffer, functools.partial(self._start, shard, buffer, urgent=required))
         return True
+
+    def _start(self, shard: Shard, buffer: Buffer, *, urgent: bool) -> Transfer:
+        """Start to bring a unit to `buffer` on the device: from its home, or from all ranks."""
+        if self._conductor is None:
+            return self._bring(shard, buffer, urgent=urgent)
+        if not self._addressable:
+            return self._conductor.start_apart(shard, buffer, self._mover, urgent=urgent)
+        place = self._conductor.place(shard, buffer)
+        return self._conductor.start(shard, buffer, self._bring(shard, place, urgent=urgent))
 
     def _bring(self, shard: Shard, place: Buffer, *, urgent: bool) -> Transfer:
         """Start to bring what a shard has at home to `place` on the device."""
