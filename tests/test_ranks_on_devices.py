@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_hybrid
 import test_rank_lamb
 import test_rank_sleeping
 import test_stage_2
@@ -93,6 +94,38 @@ def check(micro_batches: int, name: str, tmp_path: Path, *cases: tuple[int, Sche
         home = "host" if stage == 3 and name.endswith("device") else name.split("-")[2]
         assert [found["homes"] for found in every] == [HOMES[home]] * WORLD
         assert [found["races"] for found in every] == [[]] * WORLD
+
+
+def train_in_nodes(
+    rank: int, shape: test_hybrid.Shape, name: str, path: str, stage: int, schedule: Schedule
+) -> dict[str, Any]:
+    """Train as `test_hybrid.train` does, on a device."""
+    load()
+    device = torch.device("sim:1" if rank == 1 else "sim")
+    losses, norms, world = [], [], math.prod(shape)
+    more = {"device": device, "stage": stage, "group": test_hybrid.mesh_of(*shape)}
+    with running(schedule) as seen, test_hybrid.engine_of(name, path, 1, **more) as engine:
+        for step in range(STEPS):
+            tokens, expert = batch(step * world + rank)
+            loss = engine(tokens.to(engine.device), expert)
+            engine.backward(loss)
+            losses.append(loss.item())
+            engine.step()
+            norms.append(engine.grad_norm)
+        engine._life.require_open().check()
+        found = test_hybrid.result(engine, losses, norms)
+    assert seen.races == []
+    return found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
+def test_nodes_of_ranks_on_devices_are_those_of_ranks_on_cpus(stage: int, tmp_path: Path) -> None:
+    shape, name = (2, 2), "bfloat16-float32-host"
+    on_cpus = run(test_hybrid.train, 4, shape, 1, name, str(tmp_path), stage)
+    on_devices = run(train_in_nodes, 4, shape, name, str(tmp_path), stage, LAZY)
+    for there, here in zip(on_devices, on_cpus, strict=True):
+        assert not isinstance(there, (Raised, Ended)), there
+        assert all(there[kind] == here[kind] for kind in ("losses", "norms", "parameters", "states"))
 
 
 @pytest.mark.parametrize(
