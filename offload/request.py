@@ -111,6 +111,7 @@ def request_of(
         rank=rank,
         world_size=world_size,
         stage=stage,
+        clips=config.max_grad_norm is not None,
     )
 
 
