@@ -7,8 +7,9 @@ computes, ``nvme, in turn`` inside the step: the same work and the same numbers,
 ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspeed can be imported, its ZeRO-3 runs
 beside (``--no-peers`` leaves it out). The norm is above the usual limit of 1 in every step, on the real text as on the
 random tokens of a random model; with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during
-backward as well. ``--model large`` is a random Llama of 1.1 B; what needs more memory than there is can be left out
-(``--placements``).
+backward as well. Where all steps clip, a line says what ``nvme`` takes of the bound of that: backward + max(forward +
+updates, the drive's work not done in backward), for updates wait for the norm. ``--model large`` is a random Llama of
+1.1 B; what needs more memory than there is can be left out (``--placements``).
 """
 
 from __future__ import annotations
@@ -107,6 +108,25 @@ def processor_seconds(engine: Any) -> float:
     return float(links["compute"].seconds + links["cpu_adam"].seconds)
 
 
+def drive_bytes(engine: Any) -> int:
+    """Return what an engine has moved from and to the drive so far."""
+    links = engine.stats().links
+    return int(links["nvme_read"].bytes + links["nvme_write"].bytes)
+
+
+def clipped_bound(results: Sequence[Mapping[str, Any]], moved: float, speed: float) -> float:
+    """Return the least seconds of a step that clips: its updates wait for the norm, at the end of backward.
+
+    Backward + max(forward + updates, the drive's work not done in backward), from medians of rounds. The drive moves
+    `moved` bytes in a step, at `speed` in 1e9 bytes per second.
+    """
+    work, back, done = (
+        statistics.median(run[name] for run in results)
+        for name in ("work_seconds", "backward_seconds", "backward_drive_bytes")
+    )
+    return float(back + max(work - back, (moved - done) / speed / 1e9))
+
+
 def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, name: str) -> dict[str, Any]:
     """Run one placement in this process, a step for each of the token windows in the file `windows`."""
     import offload
@@ -135,7 +155,7 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
             **options(placement, large=name == "large"),
         )
         engine._step.overlap = placement != IN_TURN
-        seconds, losses, work = [], [], []
+        seconds, losses, work, back, back_moved = [], [], [], [], []
         before = engine.stats()
         for number, batch in enumerate(data):
             if number == 1:
@@ -143,13 +163,18 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
             busy = processor_seconds(engine)
             begin = time.perf_counter()
             loss = engine(**batch).loss
+            computed, moved = processor_seconds(engine), drive_bytes(engine)
             engine.backward(loss)
+            back.append(processor_seconds(engine) - computed)
+            back_moved.append(drive_bytes(engine) - moved)
             engine.step()
             losses.append(loss.item())
             seconds.append(time.perf_counter() - begin)
             work.append(processor_seconds(engine) - busy)
         after = engine.stats()
         result["work_seconds"] = statistics.median(work[1:])
+        result["backward_seconds"] = statistics.median(back[1:])
+        result["backward_drive_bytes"] = statistics.median(back_moved[1:])
         for name in ("update_chunks", "update_stalls", "update_seconds", "update_stall_seconds", "early_units"):
             result[name] = (getattr(after, name) - getattr(before, name)) / (steps - 1)
         for link, stats in after.links.items():
@@ -249,8 +274,10 @@ def main() -> None:
             work = statistics.median(run["work_seconds"] for run in results)
             moved = last["nvme_read"]["bytes"] + last["nvme_write"]["bytes"]
             bound = work if speed is None else max(work, moved / speed / 1e9)
+        clipped = clipped_bound(results, moved, speed) if name == "nvme" and speed is not None else None
         table[name] = {
             "step_seconds": seconds,
+            "clipped_bound_seconds": clipped,
             "ratio_to_plain": seconds / plain if "plain" in runs else None,
             "bound_seconds": bound if name in OURS else None,
             "peak_bytes": peak,
@@ -264,6 +291,10 @@ def main() -> None:
             f"{name:<16}{seconds:>8.3f}{seconds / plain:>8.2f}{bound:>8.3f}{seconds / bound:>8.2f}{waited:>8.3f}"
             f"{peak / MIB:>10.0f}{moved / MIB:>10.0f}  {last['losses'][-1]:.6f}"
         )
+    bound = table.get("nvme", {}).get("clipped_bound_seconds")
+    if bound is not None and not table["nvme"]["early_units"]:
+        share = table["nvme"]["step_seconds"] / bound
+        print(f"nvme, where every step clips: {bound:.3f} s at least; {share:.2f} of it (to reach: 1.10)")
     for peer, ours in zip(PEERS, ("cpu", "nvme"), strict=True):
         if {peer, ours} <= table.keys():
             times = table[peer]["step_seconds"] / table[ours]["step_seconds"]

@@ -43,6 +43,21 @@ logger = logging.getLogger(__name__)
 HERE = "here"
 _MORE = 1.5
 _WORTH = 0.98  # of the seconds: what saves less is not told
+NEAR = 1.15  # of the bound without clipping, which a step that clips is to take
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Clipping:
+    """What a step that clips takes more: its updates wait for the norm.
+
+    Attributes:
+        bound_s: of a step of the same plan that clips nothing.
+        host_bytes: about the smallest host budget with which a step that clips takes :data:`NEAR` of it; the present
+            one, if that is enough; None, if all that is on the drive would not be.
+    """
+
+    bound_s: float
+    host_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,6 +71,7 @@ class Forecast:
         timing: seconds of a step; None without either.
         tokens: of a step; None where the batch was given as tensors.
         savings: what would make a step shorter, with its seconds, the best first.
+        clipping: what clipping takes; None where nothing clips, or there are no seconds.
     """
 
     plan: Plan
@@ -64,6 +80,7 @@ class Forecast:
     timing: Timing | None
     tokens: int | None
     savings: Mapping[str, float]
+    clipping: Clipping | None = None
 
     @property
     def fits(self) -> bool:
@@ -93,7 +110,8 @@ class Forecast:
         Returns:
             ``plan`` as its own, and ``fits``. With a batch: ``flops``, ``activation_bytes`` and ``tokens``. With a
             machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per
-            lane, ``bytes`` per lane, and ``savings``.
+            lane, ``bytes`` per lane, and ``savings``; if steps clip, ``clipping`` with the attributes of
+            :class:`Clipping`.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
@@ -109,6 +127,8 @@ class Forecast:
                 "bytes": dataclasses.asdict(self.timing.moved),
                 "savings": dict(self.savings),
             }
+        if self.clipping is not None:
+            found["clipping"] = dataclasses.asdict(self.clipping)
         return found
 
     def __str__(self) -> str:
@@ -142,6 +162,17 @@ class Forecast:
         yield f"  bound {timing.bound_s:.3g} s, fill {timing.fill_s:.3g} s"
         for what, seconds in self.savings.items():
             yield f"  with {what}: {seconds:.3g} s"
+        if self.clipping is not None:
+            yield f"  every step clips: {self._clips(self.clipping, timing)}"
+
+    def _clips(self, clipping: Clipping, timing: Timing) -> str:
+        share = timing.step_s / clipping.bound_s
+        text = f"{share:.2f} of the bound without clipping, {clipping.bound_s:.3g} s"
+        if share <= NEAR:
+            return text
+        if clipping.host_bytes is None:
+            return f"{text}; no host budget brings it to {NEAR}"
+        return f'{text}; {NEAR} with max_memory["{Tier.HOST.value}"] = {format_bytes(clipping.host_bytes)}'
 
 
 def plan(
@@ -215,7 +246,8 @@ def plan(
             return case_of(module, batch, other, mode) if other.near_bytes else (other, work)
 
         savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
-        return Forecast(found, machine, work, timing, _tokens(batch, asked), savings)
+        clipping = _clipping(planned, asked, machine, (found, work), timing.step_s)
+        return Forecast(found, machine, work, timing, _tokens(batch, asked), savings, clipping)
 
 
 def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -> bool:
@@ -353,6 +385,36 @@ def _tokens(batch: Any, asked: Config) -> int | None:
     if not isinstance(batch, tuple) or not all(isinstance(value, int) for value in batch):
         return None
     return int(batch[0]) * int(batch[1]) * asked.gradient_accumulation_steps
+
+
+def _clipping(
+    planned: Callable[[Mapping[Tier, int]], Case], asked: Config, machine: Hardware, case: Case, step_s: float
+) -> Clipping | None:
+    """Return what clipping takes, and the host budget that would help; `planned` has the plan for other budgets."""
+    if asked.max_grad_norm is None:
+        return None
+    found, work = case
+    calm = _timed(found, work, machine, dataclasses.replace(asked, max_grad_norm=None))
+    budgets = dict(found.request.budgets)
+
+    def is_near(host_bytes: int) -> bool:
+        try:
+            other, computed = planned({**budgets, Tier.HOST: host_bytes})
+        except BudgetError:  # larger units
+            return False
+        computed = dataclasses.replace(computed, measured_s=work.measured_s)
+        return _timed(other, computed, machine, asked).step_s <= NEAR * calm.bound_s
+
+    low = budgets[Tier.HOST]
+    high = low + found.arena_bytes[Tier.NVME]
+    if step_s <= NEAR * calm.bound_s:
+        return Clipping(calm.bound_s, low)
+    if not is_near(high):
+        return Clipping(calm.bound_s, None)
+    while high - low > high // 100:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_near(middle) else (middle, high)
+    return Clipping(calm.bound_s, high)
 
 
 def _savings(

@@ -114,6 +114,7 @@ def request_of(
         world_size=world_size,
         nodes=nodes,
         stage=stage,
+        clips=config.max_grad_norm is not None,
     )
 
 

@@ -38,6 +38,7 @@ def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
         stalls=counters.stalls,
         stall_seconds=counters.stall_seconds,
         update_chunks=counters.update_chunks,
+        update_chunks_ahead=counters.update_chunks_ahead,
         update_stalls=counters.update_stalls,
         update_seconds=counters.update_seconds,
         update_stall_seconds=counters.update_stall_seconds,

@@ -45,7 +45,7 @@ class Stats:
         stalls: uses that waited for a fetch already under way; `stall_seconds` counts both kinds of wait.
         stall_seconds: seconds compute waited for parameters.
         update_chunks: pieces of units that steps have updated; `update_stalls` of them were waited for, the others had
-            arrived while something else was computed.
+            arrived while something else was computed. The states of `update_chunks_ahead` were read before the step.
         update_seconds: seconds spent on updates by the thread that computes, `update_stall_seconds` of them waiting for
             the drive or, beside an accelerator, for the thread that does the arithmetic.
         early_units: units that were updated during backward; `early_units_dropped` more for nothing, because the step
@@ -67,6 +67,7 @@ class Stats:
     stalls: int
     stall_seconds: float
     update_chunks: int
+    update_chunks_ahead: int
     update_stalls: int
     update_seconds: float
     update_stall_seconds: float
@@ -105,6 +106,7 @@ class Counters:
         self.stalls = 0
         self.stall_seconds = 0.0
         self.update_chunks = 0
+        self.update_chunks_ahead = 0
         self.update_stalls = 0
         self.update_seconds = 0.0
         self.update_stall_seconds = 0.0

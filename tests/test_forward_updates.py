@@ -75,7 +75,7 @@ def pending(
             manager.add_gradient(unit.index, 0, torch.ones(chunks * CHUNK, dtype=torch.bfloat16), final=True)
         store.events.clear()
         store.urgent.clear()
-        manager.forward.begin(units, noted(store))
+        manager.forward.begin(units, noted(store), manager.ahead)
         yield manager, store, manager.forward
     finally:
         arrive_quietly(store)
@@ -208,8 +208,10 @@ def test_a_gradient_of_the_next_step_finishes_the_last_one_first() -> None:
     with pending() as (manager, store, updates):
         updates.require(0)
         manager.add_gradient(3, 0, torch.ones(2 * CHUNK, dtype=torch.bfloat16), final=True)
-        assert not manager.forward.active
+        assert not updates._open and not updates._waiting
         assert happened(store, "visit")[-1] == (3, 1)
+        updates.finish()
+        assert not manager.forward.active
         assert manager.gradients.arrived(3) == [True]
 
 
@@ -242,6 +244,9 @@ def test_memory_of_a_gradient_is_left_before_the_next_one_comes() -> None:
         updates.require(3)
         assert in_gradient_memory(manager, store) and not updates._waiting, "only writes are left"
         manager.add_gradient(0, 0, torch.ones(16 * CHUNK, dtype=torch.bfloat16), final=True)
+        assert in_gradient_memory(manager, store) == set()
+        assert {ticket.kind for ticket in store.flying} <= {"put"}, "what leaves staging goes on"
+        updates.finish()
         assert not manager.forward.active and not store.flying
 
 
@@ -297,7 +302,7 @@ def test_parameters_in_use_are_not_updated() -> None:
         updates.finish()
         lease = manager.acquire(1)
         with pytest.raises(StateError, match="u1: cannot be written while they are in use"):
-            updates.begin(manager.units, noted(store))
+            updates.begin(manager.units, noted(store), manager.ahead)
         assert not manager.forward.active
         lease.close()
 
@@ -317,7 +322,7 @@ def test_a_step_that_cannot_begin_changes_nothing(nth: int, monkeypatch: pytest.
 
         monkeypatch.setattr(manager.working, "hide", fails)
         with pytest.raises(TimeoutError):
-            updates.begin(manager.units, noted(store))
+            updates.begin(manager.units, noted(store), manager.ahead)
         assert not updates.active and not any(unit.index in updates for unit in manager.units)
         assert not any(manager.working.hides(unit.index) for unit in manager.units)
         assert versions(manager) == before

@@ -241,7 +241,7 @@ class Step:
         left.sort(key=lambda unit: (not stays(unit), order[unit.index]))
         try:
             manager.on_device.make(here, recipe.visit)
-            manager.forward.begin(left, recipe.visit)
+            manager.forward.begin(left, recipe.visit, manager.ahead)
         except BaseException as error:
             if taken or here:
                 manager.forward.lose(error)

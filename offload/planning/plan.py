@@ -101,6 +101,7 @@ class Request:
         holds: a checkpoint may hold what lives on NVMe while it is copied.
         rank, world_size: which of how many ranks this plan is for; each keeps a slice of gradients and states.
         nodes: of as many ranks each, which have all slices together; those of other nodes are replicas of them.
+        clips: every step is likely to clip, so that no update is made during backward.
         stage: of ZeRO, of several ranks: 1 keeps a micro-batch's gradients whole until its end, 2 exchanges each unit's
             as soon as it is there. With 3, each rank keeps a slice of parameters, too; gradients are as with 2.
     """
@@ -126,6 +127,7 @@ class Request:
     world_size: int = 1
     nodes: int = 1
     stage: int = 1
+    clips: bool = False
 
     @property
     def slices(self) -> int:
@@ -356,6 +358,20 @@ class Plan:
         return max(min(most_in_flight(self.staging_slot_bytes, self.early_bytes), MOST_SLOTS), self.staging_slots)
 
     @property
+    def ahead_bytes(self) -> int:
+        """States that staging has room for in the backward of a step that clips: of the units that forward uses first.
+
+        They are read before the step. As much may be on its way home still from the step before.
+        """
+        left, total, request = self.staging_slots, 0, self.request
+        for unit, homes in zip(request.units, self.homes, strict=True):
+            if homes.states is Tier.NVME and homes.grad is Tier.HOST and request.world_size == 1:
+                for _, begin, end in self.chunks(unit, Role.GRAD)[:left]:
+                    total += whole_pages(sum(self.chunk_bytes(unit, role, end - begin) for role in STATE_ROLES))
+                    left -= 1
+        return total
+
+    @property
     def near_bytes(self) -> int:
         """Room on the device for activations that leave last, and those that come and go."""
         if not self.request.host_activation_bytes:
@@ -549,6 +565,9 @@ class Plan:
         if self.early_bytes:
             room = format_bytes(self.early_bytes)
             yield f"updates during backward: {room} of the nvme buffers, beside the old content"
+        if request.clips and self.ahead_bytes:
+            room = f"{format_bytes(self.ahead_bytes)} of states, through the cpu buffers"
+            yield f"read during backward if a step clips: {room}"
         if self.spare_units:
             room = f"{format_bytes(self.spare_bytes)} of the cpu buffers, beside the old content"
             yield f"updates during backward: {room} of {len(self.spare_units)} of {len(trained)} units"

@@ -48,6 +48,7 @@ STAGING_SHARE = 0.2  # bytes of staging per trainable parameter that are worth t
 FROZEN_STAGING_SHARE = 0.01  # the same per frozen one, which passes through when it is loaded
 MOST_STAGING_SHARE = 0.27  # the same where host memory is left
 APART_STAGING_SHARE = 1.2  # the same beside an accelerator: who starts transfers waits for units of its backward
+CLIPPED_STAGING_SHARE = 0.5  # of states on NVMe: a backward in which no update is made has time to read as much
 ACTIVATION_SHARE = 0.5
 SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
@@ -493,11 +494,19 @@ class Planner:
         return found, min(early, left_on_drive // PAGE_BYTES * PAGE_BYTES)
 
     def _add_slots(self, buffers: _Buffers, left: int, early: int) -> int:
-        """Add slots beside an accelerator, as the swap files have room for what leaves them; returns their bytes."""
-        if self._request.device_is_host or not early:
-            return 0
+        """Add slots, as the swap files have room for what leaves them; returns their bytes.
+
+        Beside an accelerator they keep the drive busy. If steps clip, they have states that backward has read.
+        """
+        request, worth = self._request, 0
+        if early and not request.device_is_host:
+            worth = int(self._trainable_numel() * APART_STAGING_SHARE)
+        if early and request.clips:
+            worth = max(worth, int(self._states.bytes_at(Tier.NVME) * CLIPPED_STAGING_SHARE))
         size = buffers.slot_bytes
-        worth = int(self._trainable_numel() * APART_STAGING_SHARE) // size
+        if not worth or not size:
+            return 0
+        worth //= size
         more = max(min(worth, most_in_flight(size, early)) - buffers.slots, 0)
         more = max(min(more, left // size), 0)
         buffers.slots += more

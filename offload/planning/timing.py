@@ -7,8 +7,9 @@ Activations that leave the device go beside the forward that makes them, and com
 
 A step has two spans. While micro-batches but the last are computed, parameters come and gradients go. From the last
 backward to the end of the next forward, updates are made as well: gradients come from the last unit to the first, and
-parameters are needed from the first to the last. If every step clips, updates wait for the norm. Units' updates are
-served one behind the other: as gradients come, and in the order of the forward once backward has ended. By how much
+parameters are needed from the first to the last. If every step clips, updates wait for the norm, and these are two
+spans: the drive reads in backward what the first updates need, and writes what the last ones have made. Units' updates
+are served one behind the other: as gradients come, and in the order of the forward once backward has ended. By how much
 this takes longer than the busiest lane is the fill. Shares of compute are those of parameters.
 """
 
@@ -133,17 +134,35 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         moved, spans = Moved(), []
     alternate_s = _bound_s(forward_s, away, hardware) + _bound_s(backward_s, back, hardware)
     fill_s = max(earlier * alternate_s - sum(span.bound_s for span in spans), 0.0)
-    last = again + gradients + fresh + updates + away + back
     forward_s += _updates_there_s(plan, hardware)  # of the one forward that comes behind them
-    spans.append(_span("backward, updates, forward", forward_s + backward_s, last, hardware, host))
-    took_s = spans[-1].bound_s if host else _in_turn_s(plan, early, hardware, forward_s, backward_s)
+    backward, forward = again + gradients + back, fresh + updates + away
+    ahead_s = 0.0
     if clips:  # no update goes beside backward
-        behind_s = _span("", forward_s, fresh + updates + away, hardware, host).bound_s
-        with_back_s = _bound_s(backward_s, back, hardware)
-        before_s = with_back_s if host else _span("", backward_s, again + gradients + back, hardware, host).bound_s
-        took_s = before_s + behind_s if host else max(took_s, before_s + behind_s)
-    fill_s += max(max(took_s, alternate_s) - spans[-1].bound_s, 0.0)
-    return Timing(tuple(spans), fill_s, moved + last)
+        before = _span("backward", backward_s, backward, hardware, host)
+        ahead, ahead_s = _ahead(plan, before, hardware)
+        found = [
+            _span(before.name, backward_s, backward + ahead, hardware, host),
+            _span("updates, forward", forward_s, forward + ahead * -1, hardware, host),
+        ]
+    else:
+        name = "backward, updates, forward"
+        found = [_span(name, forward_s + backward_s, backward + forward, hardware, host)]
+    bound_s = sum(span.bound_s for span in found)
+    took_s = bound_s if host else _in_turn_s(plan, early, hardware, forward_s, backward_s, ahead_s)
+    fill_s += max(took_s - bound_s, alternate_s - bound_s, 0.0)
+    return Timing((*spans, *found), fill_s, moved + backward + forward)
+
+
+def _ahead(plan: Plan, backward: Span, hardware: Hardware) -> tuple[Moved, float]:
+    """Return what of updates the drive does in a backward that has none, and its seconds.
+
+    States of the first ones are read, and those of the last ones written, as far as staging has room for them.
+    """
+    moved = Moved(drive_read=plan.ahead_bytes, drive_write=plan.ahead_bytes)
+    seconds = _lane_seconds(moved, hardware)["drive"]
+    share = min((backward.bound_s - backward.seconds["drive"]) / seconds, 1.0) if seconds else 0.0
+    room = int(plan.ahead_bytes * share)
+    return Moved(drive_read=room, drive_write=room), seconds * share
 
 
 def _activations(plan: Plan) -> tuple[Moved, Moved]:
@@ -165,12 +184,14 @@ class _Early:
     Attributes:
         arrived_s: when its gradient is there.
         serve_s: what its update takes of the CPU or the drive.
+        cpu_s: of these, what it takes of the CPU.
         done_s: when it is updated; absent where it is left to the next forward.
         free_s: when the last of these is.
     """
 
     arrived_s: Mapping[int, float]
     serve_s: Mapping[int, float]
+    cpu_s: Mapping[int, float]
     done_s: Mapping[int, float]
     free_s: float
 
@@ -179,19 +200,20 @@ def _early(plan: Plan, hardware: Hardware, backward_s: float, *, clips: bool) ->
     """Return which units are updated before backward has ended, with units served one by one."""
     units = plan.request.units
     total = sum(unit.numel for unit in units)
-    arrived_s, serve_s, done_s, at_s = dict[int, float](), dict[int, float](), dict[int, float](), 0.0
+    arrived_s, serve_s, cpu_s, done_s = (dict[int, float]() for _ in range(4))
+    at_s = 0.0
     for unit in reversed(units):
         at_s += backward_s * unit.numel / total
         if unit.trainable and not plan.on_device(unit):
             arrived_s[unit.index] = at_s + _lane_seconds(Moved(d2h=unit.param_bytes), hardware)["d2h"]
             lanes = _lane_seconds(_update(plan, unit), hardware)
-            serve_s[unit.index] = max(lanes["cpu"], lanes["drive"])
+            serve_s[unit.index], cpu_s[unit.index] = max(lanes["cpu"], lanes["drive"]), lanes["cpu"]
     free_s = 0.0
     for unit in reversed(units):
         begin_s = max(free_s, arrived_s.get(unit.index, 0.0))
         if unit.index in arrived_s and not clips and plan.updates_early(unit) and begin_s < backward_s:
             free_s = done_s[unit.index] = begin_s + serve_s[unit.index]
-    return _Early(arrived_s, serve_s, done_s, free_s)
+    return _Early(arrived_s, serve_s, cpu_s, done_s, free_s)
 
 
 def _filled(plan: Plan, early: _Early) -> int:
@@ -202,15 +224,22 @@ def _filled(plan: Plan, early: _Early) -> int:
     return sum(unit.param_bytes for unit in late if plan.home(unit, Role.PARAM) is Tier.NVME)
 
 
-def _in_turn_s(plan: Plan, early: _Early, hardware: Hardware, forward_s: float, backward_s: float) -> float:
-    """Return the seconds from the last backward to the end of the next forward, with units served one by one."""
+def _in_turn_s(
+    plan: Plan, early: _Early, hardware: Hardware, forward_s: float, backward_s: float, ahead_s: float
+) -> float:
+    """Return the seconds from the last backward to the end of the next forward, with units served one by one.
+
+    The drive has done `ahead_s` of its work for these updates before.
+    """
     units = plan.request.units
     total = sum(unit.numel for unit in units)
     done_s, free_s, clock_s = dict(early.done_s), max(early.free_s, backward_s), backward_s
     for unit in units:
         if unit.index in early.arrived_s:
             if unit.index not in done_s:
-                free_s = done_s[unit.index] = max(free_s, early.arrived_s[unit.index]) + early.serve_s[unit.index]
+                serve_s = max(early.serve_s[unit.index] - ahead_s, early.cpu_s[unit.index])
+                ahead_s -= early.serve_s[unit.index] - serve_s
+                free_s = done_s[unit.index] = max(free_s, early.arrived_s[unit.index]) + serve_s
             clock_s = max(clock_s, done_s[unit.index] + unit.param_bytes / hardware.h2d_bytes_s)
         clock_s += forward_s * unit.numel / total
     return clock_s

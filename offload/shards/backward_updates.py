@@ -75,13 +75,18 @@ class BackwardUpdates(Updates[_Guess]):
     """Updates of one engine that are made during backward. See the module's text.
 
     All methods are called by the thread that computes.
+
+    Attributes:
+        completed: units whose gradients have become complete for the step under way.
     """
 
     def __init__(self, tiers: Tiers, safe_point: contextlib.AbstractContextManager[object]) -> None:
         super().__init__(tiers, safe_point, aside=True)
         self._recipe: Recipe | None = None
         self._asked = False  # whether there is a recipe for this step
+        self._refused = False  # whether no guess is worth its while
         self._begun = False  # whether anything was begun for this step
+        self.completed = 0
         self._has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
         self._room_bytes = tiers.plan.early_bytes
         self._waiting: list[_Guess] = []
@@ -91,6 +96,11 @@ class BackwardUpdates(Updates[_Guess]):
     def guessed(self) -> bool:
         """Whether any update was begun since the last step."""
         return self._begun
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is updated early in the backward that is under way: staging is free."""
+        return self.completed > 0 and (self._refused or not self._has_room)
 
     # --- during backward --------------------------------------------------------------------------------------------
 
@@ -104,6 +114,7 @@ class BackwardUpdates(Updates[_Guess]):
                 when the first gradient is complete.
         """
         completed = self._tiers.gradients.completed
+        self.completed += len(completed)
         if not self._has_room:
             completed.clear()
             return
@@ -250,6 +261,7 @@ class BackwardUpdates(Updates[_Guess]):
         if not self._asked:
             self._asked = True
             self._recipe = guess()
+            self._refused = self._recipe is None
         tiers = self._tiers
         unit = tiers.units[index]
         size = tiers.plan.aside_bytes(unit)
@@ -317,7 +329,8 @@ class BackwardUpdates(Updates[_Guess]):
         """Be ready for the next step."""
         assert not (self._waiting or self._open or self._done)
         self._recipe = None
-        self._asked = self._begun = False
+        self._asked = self._begun = self._refused = False
+        self.completed = 0
         self._unread = None
         self._room_bytes = self._tiers.plan.early_bytes
         self._pipeline = self._new_pipeline()

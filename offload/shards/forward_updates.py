@@ -23,6 +23,7 @@ from offload.memory.transfer import Ticket
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
+from offload.shards.read_ahead import ReadAhead
 from offload.shards.schedule import Schedules
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, come_to_rest
@@ -92,12 +93,13 @@ class ForwardUpdates(Updates[Update]):
         """Whether anything is left to do, or was lost."""
         return bool(self._waiting or self._open or self._leaving or self.failure is not None)
 
-    def begin(self, units: Sequence[Unit], visit: Callable[[Chunk], None]) -> None:
+    def begin(self, units: Sequence[Unit], visit: Callable[[Chunk], None], ahead: ReadAhead) -> None:
         """Take the units' gradients over and hide their parameters; the step is taken from here on.
 
         Args:
             units: whose gradients have arrived, in the order in which they are needed.
             visit: updates a chunk.
+            ahead: what was read of states before.
 
         Raises:
             StateError: parameters are in use. Nothing was changed.
@@ -120,7 +122,7 @@ class ForwardUpdates(Updates[Update]):
             raise
         for shard in shards:
             tiers.copies.renew(shard)
-        self._pipeline = self._new_pipeline()
+        self._pipeline = self._new_pipeline(ahead.take(old))
         self._pipeline.widen(idle)
         self._waiting.extend(Update(unit, Leases(tiers, self._schedules), visit) for unit in units)
         self._old |= old
@@ -173,6 +175,25 @@ class ForwardUpdates(Updates[Update]):
                     self._work(Pace.OPEN)
                 self._leave_all()
 
+    def make(self) -> None:
+        """Make all updates, and have nothing of them in memory of gradients. What leaves staging goes on.
+
+        Raises:
+            swap.SwapError: as :meth:`finish`.
+        """
+        if self.active:
+            with self._working():
+                while self._open or self._waiting:
+                    self._work(Pace.ALL)
+                self._wait_for_writes(self._pipeline.borrowed())
+                for leaving in list(self._leaving):
+                    self._leave(leaving)
+        self._pipeline.narrow()
+
+    def idle_slot(self) -> int | None:
+        """Give a slot of staging away until the next step, if there is one; behind :meth:`make`."""
+        return self._pipeline.give()
+
     def finish(self) -> None:
         """Make all updates and wait until they are home.
 
@@ -202,6 +223,7 @@ class ForwardUpdates(Updates[Update]):
         self._waiting.clear()
         self._open.clear()
         self._leaving.clear()
+        self._pipeline.settle()
         self.failure = None
 
     # --- the policy -------------------------------------------------------------------------------------------------
@@ -295,6 +317,7 @@ class ForwardUpdates(Updates[Update]):
                 with contextlib.suppress(OSError):
                     self._tiers.copies.wait(param)
             update.leases.abandon({update.unit.index})
+        self._pipeline.settle()
         self._open.clear()
         self._leaving.clear()
         self._waiting.clear()

@@ -33,6 +33,7 @@ from offload.shards.device_updates import DeviceUpdates
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.held import Held
 from offload.shards.leases import Access, Leases
+from offload.shards.read_ahead import ReadAhead
 from offload.shards.rewritten import Rewritten
 from offload.shards.schedule import Schedule, Schedules
 from offload.shards.shard import Shard, State
@@ -57,6 +58,7 @@ class Manager:
         tiers: the memory, and its parts: `copies`, `working`, `gradients`, `counters`, `units`.
         forward: updates that the last step has left to do.
         backward: updates that the next step may have no need to do.
+        ahead: states that the next step's first updates need, read before it.
         on_device: updates that the device makes.
         commits: of a durable run; None where nothing is committed.
         hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
@@ -112,6 +114,7 @@ class Manager:
         self._schedules = Schedules([unit.index for unit in self.units])
         self.forward = ForwardUpdates(self.tiers, safe_point, self._schedules)
         self.backward = BackwardUpdates(self.tiers, safe_point)
+        self.ahead = ReadAhead(self.tiers, safe_point)
         self._away: list[int] | None = None  # while memory is given back: units that are at home on the device
         self._held: Held | None = None  # what somebody has asked to hold last
         self.overwrites = 0
@@ -298,8 +301,9 @@ class Manager:
         self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0
     ) -> None:
         """Add one parameter's gradient to what has arrived since the last step; see :meth:`Gradients.add`."""
-        if self.forward.active or self.commits is not None:
-            self.finish_step()  # what it keeps or has on its way in this memory is about to be overwritten
+        if self.commits is not None:
+            self.finish_step()
+        self.forward.make()  # what it keeps or has on its way in this memory is about to be overwritten
         while not self.gradients.is_there(index) and self.gradients.await_next(gradient.nbytes):
             self.backward.go_on()
         if final and self.gradients.is_complete(index):
@@ -324,7 +328,7 @@ class Manager:
 
     def drop_gradients(self) -> None:
         """Forget all gradients that have arrived since the last step."""
-        self.backward.withdraw_all()
+        self._withdraw_early()
         self.gradients.drop()
 
     # --- updates ----------------------------------------------------------------------------------------------------
@@ -334,12 +338,20 @@ class Manager:
         self.forward.advance()
         if self.commits is not None:
             self._try_commit()
+        self._advance_early(guess)
+
+    def _advance_early(self, guess: Callable[[], Recipe | None]) -> None:
+        """Let what can be done before the step go on: updates, or if the step is likely to clip, their reads."""
+        if self.forward.active and self.gradients.completed and guess() is not None:
+            self.forward.finish()  # staging is needed
         self.backward.advance(guess)
+        if self.backward.rests:
+            self.ahead.advance(self._schedules.training.order, self.backward.completed, self.forward.idle_slot)
 
     def await_gradients(self, guess: Callable[[], Recipe | None]) -> None:
         """Wait for gradients on their way, and let updates go on with what has come."""
         while self.gradients.await_next():
-            self.backward.advance(guess)
+            self._advance_early(guess)
 
     def finish_step(self) -> None:
         """Finish the last step, for what is to become the next one; commit it where each one is.
@@ -383,7 +395,12 @@ class Manager:
         """
         self.forward.finish()
         self._try_commit()
+        self._withdraw_early()
+
+    def _withdraw_early(self) -> None:
+        """Undo what was done before the step."""
         self.backward.withdraw_all()
+        self.ahead.drop()
 
     def stream(
         self,
@@ -438,6 +455,7 @@ class Manager:
             assert not writes
             self.forward.finish()
             self.backward.rest()
+            self.ahead.drop()
         else:
             self.finish_updates()
         if writes:
@@ -564,7 +582,7 @@ class Manager:
 
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
-        self.backward.withdraw_all()
+        self._withdraw_early()
         if self.commits is not None:
             self.commits.close()
         self.tiers.close()

@@ -35,6 +35,11 @@ class Schedule:
         return tuple(self._trace)
 
     @property
+    def order(self) -> tuple[int, ...]:
+        """The units of a step in the order in which it uses each first."""
+        return tuple(dict.fromkeys(self._trace))
+
+    @property
     def position(self) -> int:
         """Uses of this cycle so far, as far as they were predicted."""
         return self._position

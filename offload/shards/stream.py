@@ -13,7 +13,7 @@ import ctypes
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from offload.kernels import cpu_adam
 from offload.kernels.on_device import Stepper
@@ -25,6 +25,7 @@ from offload.planning.plan import STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
+from offload.shards.read_ahead import Record
 from offload.shards.shard import State
 from offload.shards.tiers import Tiers
 from offload.shards.worker import Task
@@ -51,6 +52,7 @@ class Chunk:
     kernels: Stepper = cpu_adam  # what steps on its addresses
     sources: dict[Role, int] = dataclasses.field(default_factory=dict)  # of the content, where that stays as it is
     spare: frozenset[Role] = frozenset()  # in spare memory, where they belong
+    ahead: Record | None = None  # of its states, which was read before it was started
     task: Task | None = None  # its arithmetic, once a worker has it
 
     def before(self) -> Chunk:
@@ -151,23 +153,33 @@ class Pipeline:
         reads: frozenset[Role],
         writes: frozenset[Role] = frozenset(),
         aside: bool = False,
+        filled: Mapping[tuple[int, int], Record] | None = None,
     ) -> None:
         """Prepare; `reads` and `writes` as in :func:`stream`.
 
         With `aside`, what is written goes beside the content, which stays as it is, and PARAM is not leased. PARAM and
-        the states are at home on NVMe then, or have spare memory.
+        the states are at home on NVMe then, or have spare memory. Slots of `filled` have what was read before, by unit
+        and chunk: the pipeline waits for these reads.
         """
         self._tiers = tiers
         self._aside = aside
         self._reads = reads
         self._writes = writes
-        self._free = deque(buffer.address for buffer in tiers.staging)  # slots that were never used
+        self._filled = dict(filled or {})  # until their chunks are started
+        taken = {record.slot for record in self._filled.values()}
+        self._staging = {buffer.address: None for buffer in tiers.staging}
+        self._free = deque(address for address in self._staging if address not in taken)  # slots that were never used
+        self._is_wide = False
         self._taken: deque[tuple[Chunk, int]] = deque()  # chunks and their slots, the oldest first
 
     @property
     def ahead(self) -> int:
         """So many chunks may be started and not worked on: half of the slots, the others are being written."""
-        return max(len(self._free) + len(self._taken), STAGING_SLOTS) // 2
+        return max(self._slots, STAGING_SLOTS) // 2
+
+    @property
+    def _slots(self) -> int:
+        return len(self._free) + len(self._filled) + len(self._taken)
 
     def widen(self, buffers: Iterable[Buffer]) -> None:
         """Use host memory that is idle as further slots, as many as there may be."""
@@ -175,8 +187,27 @@ class Pipeline:
         size = plan.staging_slot_bytes
         for buffer in buffers if size else ():
             for address in range(buffer.address, buffer.address + buffer.size_bytes - size + 1, size):
-                if len(self._free) + len(self._taken) < plan.most_slots:
+                if self._slots < plan.most_slots:
                     self._free.append(address)
+                    self._is_wide = True
+
+    def borrowed(self) -> list[Ticket]:
+        """Return the writes that leave slots outside of staging; all that was started was worked on."""
+        return [ticket for chunk, address in self._taken if address not in self._staging for ticket in chunk.writing]
+
+    def narrow(self) -> None:
+        """Have no slots outside of staging any more; nothing leaves them."""
+        if not self._is_wide:
+            return
+        self._is_wide = False
+        self._free = deque(address for address in self._free if address in self._staging)
+        self._taken = deque((chunk, address) for chunk, address in self._taken if address in self._staging)
+
+    def give(self) -> int | None:
+        """Give a slot of staging away, if nothing is on its way from one; no chunk is started after that."""
+        if not self._free and self._taken and all(ticket.done() for ticket in self._taken[0][0].writing):
+            self._free.append(self._taken.popleft()[1])
+        return self._free.popleft() if self._free else None
 
     def open(self, unit: Unit, leases: Leases) -> list[Chunk]:
         """Lease what is needed of a unit; returns its chunks."""
@@ -202,13 +233,24 @@ class Pipeline:
 
     def has_room(self, started: int) -> bool:
         """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
-        if self._free and not self._aside:  # aside, a better chunk may come before the others are needed
-            return started < len(self._free) + len(self._taken)
+        if (self._free or self._filled) and not self._aside:  # aside, a better chunk may come before others are needed
+            return started < self._slots
         return started < self.ahead
 
     def leaving(self) -> list[Ticket]:
         """Return the writes that must be over before the next chunk can have a slot."""
-        return self._taken[0][0].writing if self._taken and not self._free else []
+        return self._taken[0][0].writing if self._taken and not (self._free or self._filled) else []
+
+    def settle(self) -> None:
+        """Wait for what was read ahead and is not used, and forget it: its slots are free."""
+        while self._filled:
+            self._free_last()
+
+    def _free_last(self) -> None:
+        """Forget what was read ahead for the chunk that is needed last."""
+        key = next(reversed(self._filled))
+        self._filled[key].settle(self._tiers.deadline_s)
+        self._free.append(self._filled.pop(key).slot)
 
     def start(self, chunk: Chunk, *, urgent: bool = False) -> None:
         """Give the chunk its addresses; start the reads of what comes through staging.
@@ -237,6 +279,11 @@ class Pipeline:
     def _take_slot(self, chunk: Chunk, staged: Sequence[Role], *, urgent: bool) -> bool:
         """Give roles of the chunk their addresses in a slot; returns whether it was free at once, if `urgent`."""
         tiers = self._tiers
+        chunk.ahead = self._filled.pop((chunk.unit.index, chunk.number), None)
+        if chunk.ahead is None and self._filled and not self._free:
+            self._free_last()
+        if chunk.ahead is not None:
+            self._free.appendleft(chunk.ahead.slot)
         for ticket in self.leaving():  # the slot's previous user was worked on long ago
             ticket.wait(tiers.deadline_s)
         urgent = urgent and bool(self._free)
@@ -274,6 +321,7 @@ class Pipeline:
     @labelled("fetch")
     def _read(self, chunk: Chunk, *, urgent: bool) -> None:
         tiers, unit, access = self._tiers, chunk.unit, chunk.access
+        ahead = self._take_over(chunk)
         for role in (Role.PARAM, Role.GRAD):
             if role in chunk.staged and role in self._reads:
                 size = tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
@@ -286,10 +334,24 @@ class Pipeline:
                     chunk.reading.append(ticket)
         for role, size in () if access.fresh_states else self._records(chunk, self._reads):
             address = chunk.addresses[role]
+            if ahead:
+                continue
             name = role if tiers.plan.on_device(unit) else Role.MASTER
             ticket = chunk.leases.read_chunk(unit, name, chunk.number, address, size, urgent=urgent)
             if ticket is not None:
                 chunk.reading.append(ticket)
+
+    def _take_over(self, chunk: Chunk) -> bool:
+        """Let the chunk wait for what was read before it was started, if that is where it belongs: tells whether."""
+        record, chunk.ahead = chunk.ahead, None  # a read that is repeated brings all
+        if record is None:
+            return False
+        if record.address != next((chunk.addresses[role] for role in STATE_ROLES if role in chunk.staged), None):
+            record.settle(self._tiers.deadline_s)  # parameters have come between
+            return False
+        chunk.reading.append(record.ticket)
+        self._tiers.counters.update_chunks_ahead += 1
+        return True
 
     def _records(self, chunk: Chunk, wanted: frozenset[Role]) -> list[tuple[Role, int]]:
         """Return what of a chunk's states comes and goes in one piece: the first role of each, and its bytes.

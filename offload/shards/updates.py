@@ -16,7 +16,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -25,6 +25,7 @@ from offload.memory.transfer import Ticket, TicketGroup
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
+from offload.shards.read_ahead import Record
 from offload.shards.stream import ALL_STATES, Chunk, Pipeline
 from offload.shards.tiers import Tiers
 from offload.shards.worker import Task
@@ -282,8 +283,8 @@ class Updates(ABC, Generic[U]):
             self._fail(error)
             raise
 
-    def _new_pipeline(self) -> Pipeline:
-        return Pipeline(self._tiers, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, aside=self._aside)
+    def _new_pipeline(self, filled: Mapping[tuple[int, int], Record] | None = None) -> Pipeline:
+        return Pipeline(self._tiers, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, aside=self._aside, filled=filled)
 
 
 def _is_over(chunk: Chunk) -> bool:
