@@ -72,3 +72,21 @@ def test_without_errands_there_are_no_threads() -> None:
     errands: Errands[int] = Errands(2, "test")
     assert threading.active_count() == before
     errands.close()
+
+
+def test_what_is_urgent_is_done_inside_of_an_errand_that_looks_for_it() -> None:
+    errands, may_look, log = Errands[None](1, "test"), threading.Event(), list[str]()
+
+    def look(number: int) -> None:
+        assert may_look.wait(60.0)
+        log.append("looks")
+        errands.do_urgent()
+        log.append("goes on")
+
+    futures = [errands.submit(look, urgent=False), errands.submit(lambda _: log.append("later"), urgent=False)]
+    futures += [errands.submit(lambda _, name=name: log.append(name), urgent=True) for name in ("first", "second")]
+    futures.append(errands.submit(lambda _: [][0], urgent=True))
+    may_look.set()
+    errands.close()
+    assert log == ["looks", "first", "second", "goes on", "later"]
+    assert [type(future.exception()) for future in futures] == [type(None)] * 4 + [IndexError]

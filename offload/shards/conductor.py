@@ -89,6 +89,7 @@ class Conductor:
         self._counters = counters
         self._deadline_s = deadline_s
         self._errands: Errands[Any] = Errands(1, "offload-ranks")
+        self._called = threading.Event()  # the thread, which may be serving
         self._last: Future[Any] | None = None
 
     # --- parameters -------------------------------------------------------------------------------------------------
@@ -220,26 +221,35 @@ class Conductor:
         """Take part in what others want, in the block; see :meth:`.Ranks.serving`.
 
         An agreement that is under way at the block's end goes on: the next thing that this rank wants comes behind it.
+        What another thread of this rank wants meanwhile is done first. As long as one computes, it comes to what others
+        want by itself.
         """
         over = threading.Event()
 
         def serve() -> None:
             pause_s = _SHORTEST_PAUSE_S
+            self._called.clear()
             try:
-                while not over.wait(pause_s):
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                while not over.is_set():
+                    self._called.wait(pause_s)
+                    self._called.clear()
+                    self._errands.do_urgent()
+                    pause_s = _SHORTEST_PAUSE_S if self.standing.computes else min(2 * pause_s, _LONGEST_PAUSE_S)
                     heard, waits = self.standing.heard
-                    if waits and self._serve(self.node.agree(where, wants=NOTHING, numbers=[heard])):
+                    if over.is_set() or not waits or self.standing.computes:
+                        continue
+                    if self._serve(self.node.agree(where, wants=NOTHING, numbers=[heard])):
                         pause_s = _SHORTEST_PAUSE_S
             except BaseException as error:
                 self._ranks.fail(error)  # nobody looks at what becomes of this
                 raise
 
-        self._submit(serve)
+        self._submit(serve, urgent=False)
         try:
             yield
         finally:
             over.set()
+            self._called.set()
 
     def gather(self, full: torch.Tensor, where: str) -> None:
         """As :meth:`.Ranks.gather`; behind an agreement, after which nothing is wanted until this returns."""
@@ -277,8 +287,9 @@ class Conductor:
         self._ranks.close()
         self._errands.close()
 
-    def _submit(self, errand: Callable[[], T]) -> Future[T]:
-        self._last = self._errands.submit(lambda _: errand(), urgent=False)
+    def _submit(self, errand: Callable[[], T], *, urgent: bool = True) -> Future[T]:
+        self._last = self._errands.submit(lambda _: errand(), urgent=urgent)
+        self._called.set()
         return self._last
 
 

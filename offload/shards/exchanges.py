@@ -87,6 +87,7 @@ class Exchanges:
         self.early = request.exchanges_early
         self._serves = request.slices_parameters
         self._is_apart = not request.device_is_host  # gradients are taken by a thread in which nothing computes
+        standing.computes = self._is_apart
         self._main = ranks
         self._ranks = ranks.beside("exchange") if self.early else ranks
         self._region = Region(host.take(request.waiting_bytes))
@@ -205,6 +206,15 @@ class Exchanges:
         if self._thread is None:
             with self._taking(), self._serving():
                 self._round()
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Tell that in the block the thread that computes may wait for gradients to be taken."""
+        self._standing.computes = False
+        try:
+            yield
+        finally:
+            self._standing.computes = self._is_apart
 
     def end(self, sums: Sums) -> dict[int, list[bool]]:
         """End a micro-batch: exchange what is left, and wait until all is done.

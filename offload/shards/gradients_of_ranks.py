@@ -192,7 +192,8 @@ class SharedGradients(Gradients):
         known = self._gradients[index]
         known.handed_over = (known.handed_over + 1) % len(known.arrived)
         take = functools.partial(self._exchanges.take, (index, slot))
-        self._mover.read_tensor(gradient.contiguous(), take, group=index, last=not known.handed_over)
+        with self._exchanges.awaited():
+            self._mover.read_tensor(gradient.contiguous(), take, group=index, last=not known.handed_over)
 
     def exchange(self) -> None:
         """Add this micro-batch's gradients of all ranks to what has arrived.
@@ -200,8 +201,10 @@ class SharedGradients(Gradients):
         Raises:
             RanksError: another rank has failed, ended or not come.
         """
-        self.await_copies()
-        for index, arrived in self._exchanges.end(self).items():
+        with self._exchanges.awaited():
+            self.await_copies()
+            found = self._exchanges.end(self)
+        for index, arrived in found.items():
             known = self._gradients[index]
             known.arrived, known.sums = arrived, [None] * len(arrived)
 
