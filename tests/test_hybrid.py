@@ -163,13 +163,13 @@ def test_nodes_add_their_own_gradients_first(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("states", ["float32", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["float32-float32-spill", "bfloat16-int8-nvme", "float32-int8-host", "bfloat16-float32-device"]
+)
 @pytest.mark.parametrize("shape", [(2, 2), (3, 1), (1, 3), (2, 3), (3, 2)])
-def test_more_nodes(shape: Shape, dtype: str, states: str, home: str, tmp_path: Path) -> None:
+def test_more_nodes(shape: Shape, name: str, tmp_path: Path) -> None:
     for accumulation in (1, 2):
-        check(shape, accumulation, f"{dtype}-{states}-{home}", tmp_path, (1, 2, 3))
+        check(shape, accumulation, name, tmp_path, (1, 2, 3))
 
 
 # --- one exchange -----------------------------------------------------------------------------------------------------
@@ -337,7 +337,14 @@ def test_one_node_writes_a_checkpoint_and_any_ranks_load_it(shape: Shape, name: 
             one = {"states": {key: [(0, joined(parts))] for key, parts in joined_states(whole, 0).items()}}
             compare_states([found[0] for found in node], one)
             if of:  # the run goes on with the same bits
-                assert [found[1] for found in loaded] == [found[1] for found in every]
+                for before, after in zip(every, loaded, strict=True):
+                    assert after[1]["parameters"] == before[1]["parameters"]
+                    assert joined_parts(after[1]) == joined_parts(before[1])
+
+
+def joined_parts(found: dict[str, Any]) -> dict[tuple[str, str], bytes]:
+    """Return a rank's states, whatever the chunks were in which they were read."""
+    return {key: joined(parts) for key, parts in found["states"].items()}
 
 
 def joined_states(node: list[Any], when: int) -> dict[tuple[str, str], list[tuple[int, bytes]]]:
