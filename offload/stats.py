@@ -67,7 +67,6 @@ class Stats:
     stalls: int
     stall_seconds: float
     update_chunks: int
-    update_chunks_ahead: int
     update_stalls: int
     update_seconds: float
     update_stall_seconds: float
@@ -80,6 +79,7 @@ class Stats:
     peak_bytes: Mapping[str, int]
     budget_bytes: Mapping[str, int]
     loss_scale: float
+    update_chunks_ahead: int = 0
     gathers: int = 0
     gathers_for_others: int = 0
 

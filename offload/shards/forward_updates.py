@@ -93,13 +93,13 @@ class ForwardUpdates(Updates[Update]):
         """Whether anything is left to do, or was lost."""
         return bool(self._waiting or self._open or self._leaving or self.failure is not None)
 
-    def begin(self, units: Sequence[Unit], visit: Callable[[Chunk], None], ahead: ReadAhead) -> None:
+    def begin(self, units: Sequence[Unit], visit: Callable[[Chunk], None], ahead: ReadAhead | None = None) -> None:
         """Take the units' gradients over and hide their parameters; the step is taken from here on.
 
         Args:
             units: whose gradients have arrived, in the order in which they are needed.
             visit: updates a chunk.
-            ahead: what was read of states before.
+            ahead: what was read of states before; None where nothing was.
 
         Raises:
             StateError: parameters are in use. Nothing was changed.
@@ -122,7 +122,7 @@ class ForwardUpdates(Updates[Update]):
             raise
         for shard in shards:
             tiers.copies.renew(shard)
-        self._pipeline = self._new_pipeline(ahead.take(old))
+        self._pipeline = self._new_pipeline(ahead.take(old) if ahead is not None else None)
         self._pipeline.widen(idle)
         self._waiting.extend(Update(unit, Leases(tiers, self._schedules), visit) for unit in units)
         self._old |= old
