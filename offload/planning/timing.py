@@ -148,7 +148,10 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         name = "backward, updates, forward"
         found = [_span(name, forward_s + backward_s, backward + forward, hardware, host)]
     bound_s = sum(span.bound_s for span in found)
-    took_s = bound_s if host else _in_turn_s(plan, early, hardware, forward_s, backward_s, ahead_s)
+    if host:  # the processor that computes makes the updates, too
+        beside_s = sum(early.update_s[index] for index in early.done_s)
+        forward_s, backward_s = forward_s + sum(early.update_s.values()) - beside_s, backward_s + beside_s
+    took_s = _in_turn_s(plan, early, hardware, forward_s, backward_s, ahead_s)
     fill_s += max(took_s - bound_s, alternate_s - bound_s, 0.0)
     return Timing((*spans, *found), fill_s, moved + backward + forward)
 
@@ -183,13 +186,15 @@ class _Early:
 
     Attributes:
         arrived_s: when its gradient is there.
-        serve_s: what its update takes of the CPU or the drive.
+        update_s: what its update takes of the CPU.
+        serve_s: what it takes of the CPU or the drive; where the CPU computes, of the drive.
         cpu_s: of these, what it takes of the CPU.
         done_s: when it is updated; absent where it is left to the next forward.
         free_s: when the last of these is.
     """
 
     arrived_s: Mapping[int, float]
+    update_s: Mapping[int, float]
     serve_s: Mapping[int, float]
     cpu_s: Mapping[int, float]
     done_s: Mapping[int, float]
@@ -200,20 +205,21 @@ def _early(plan: Plan, hardware: Hardware, backward_s: float, *, clips: bool) ->
     """Return which units are updated before backward has ended, with units served one by one."""
     units = plan.request.units
     total = sum(unit.numel for unit in units)
-    arrived_s, serve_s, cpu_s, done_s = (dict[int, float]() for _ in range(4))
-    at_s = 0.0
+    arrived_s, update_s, serve_s, cpu_s, done_s = (dict[int, float]() for _ in range(5))
+    at_s, host = 0.0, plan.request.device_is_host
     for unit in reversed(units):
         at_s += backward_s * unit.numel / total
         if unit.trainable and not plan.on_device(unit):
-            arrived_s[unit.index] = at_s + _lane_seconds(Moved(d2h=unit.param_bytes), hardware)["d2h"]
+            arrived_s[unit.index] = at_s + (0.0 if host else unit.param_bytes / hardware.d2h_bytes_s)
             lanes = _lane_seconds(_update(plan, unit), hardware)
-            serve_s[unit.index], cpu_s[unit.index] = max(lanes["cpu"], lanes["drive"]), lanes["cpu"]
+            update_s[unit.index], cpu_s[unit.index] = lanes["cpu"], 0.0 if host else lanes["cpu"]
+            serve_s[unit.index] = max(cpu_s[unit.index], lanes["drive"])
     free_s = 0.0
     for unit in reversed(units):
         begin_s = max(free_s, arrived_s.get(unit.index, 0.0))
         if unit.index in arrived_s and not clips and plan.updates_early(unit) and begin_s < backward_s:
             free_s = done_s[unit.index] = begin_s + serve_s[unit.index]
-    return _Early(arrived_s, serve_s, cpu_s, done_s, free_s)
+    return _Early(arrived_s, update_s, serve_s, cpu_s, done_s, free_s)
 
 
 def _filled(plan: Plan, early: _Early) -> int:
@@ -240,7 +246,8 @@ def _in_turn_s(
                 serve_s = max(early.serve_s[unit.index] - ahead_s, early.cpu_s[unit.index])
                 ahead_s -= early.serve_s[unit.index] - serve_s
                 free_s = done_s[unit.index] = max(free_s, early.arrived_s[unit.index]) + serve_s
-            clock_s = max(clock_s, done_s[unit.index] + unit.param_bytes / hardware.h2d_bytes_s)
+            up_s = 0.0 if plan.request.device_is_host else unit.param_bytes / hardware.h2d_bytes_s
+            clock_s = max(clock_s, done_s[unit.index] + up_s)
         clock_s += forward_s * unit.numel / total
     return clock_s
 
