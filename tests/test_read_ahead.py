@@ -21,6 +21,7 @@ from offload.memory.budget import Tier
 from offload.planning.plan import Homes
 from offload.planning.roles import Role
 from offload.shards.manager import Manager
+from offload.shards.read_ahead import Record
 from offload.shards.stream import ALL_STATES, Chunk
 from swap import SwapError
 from swap.io.faults import Fault, FaultTarget
@@ -31,6 +32,29 @@ SLOTS = 6
 ROLES = frozenset({Role.PARAM}) | ALL_STATES
 H, N = Tier.HOST, Tier.NVME
 STEPS = ("step", "step", "skip", "states", "zero", "gather", "evaluate", "load", "checkpoint", "sleep", "drain")
+
+# --- one record -------------------------------------------------------------------------------------------------------
+
+
+class Ends:
+    """A ticket whose wait raises, and that is over then or not."""
+
+    def __init__(self, error: Exception, *, over: bool) -> None:
+        self.error = error
+        self.over = over
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self, timeout_s: float | None) -> None:
+        raise self.error
+
+
+def test_memory_to_which_a_drive_that_hangs_may_still_write_is_not_let_go() -> None:
+    Record(0, 0, Ends(SwapError("torn"), over=True)).settle(1.0)
+    with pytest.raises(TimeoutError, match="late"):
+        Record(0, 0, Ends(TimeoutError("late"), over=False)).settle(1.0)
+
 
 # --- the order of events ----------------------------------------------------------------------------------------------
 

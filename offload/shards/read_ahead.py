@@ -45,9 +45,16 @@ class Record:
     ticket: Ticket
 
     def settle(self, deadline_s: float) -> None:
-        """Wait until nothing comes to the slot any more, whatever became of the read."""
-        with contextlib.suppress(Exception):
+        """Wait until nothing comes to the slot any more, whatever became of the read.
+
+        Raises:
+            TimeoutError: the drive hangs, and may still write to the slot.
+        """
+        try:
             self.ticket.wait(deadline_s)
+        except Exception:
+            if not self.ticket.done():
+                raise
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
