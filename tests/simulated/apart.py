@@ -97,5 +97,7 @@ def arrange(config: pytest.Config, items: list[pytest.Item]) -> None:
                 f"the fixture {FIXTURE!r} is for such files"
             )
     if apart and len(apart) < len(items):
+        for item in apart:  # whichever is first waits for all; the other process has the limit of each
+            item.add_marker(pytest.mark.timeout(0))
         config.pluginmanager.register(Apart(apart))
         items.sort(key=lambda item: FIXTURE not in getattr(item, "fixturenames", ()))
