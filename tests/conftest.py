@@ -141,10 +141,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parallel.sort(items)
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection of garbage look at what is imported: many tests collect, and otherwise each takes 0.3 s."""
-    gc.collect()
-    gc.freeze()
+_imported = 0  # modules, when garbage was last told to look at none of them
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let no collection of garbage look at what is imported: many tests collect, and otherwise each takes 0.3 s.
+
+    Between two tests, since nothing of a test is there then.
+    """
+    global _imported
+    if len(sys.modules) > _imported + 20:
+        gc.collect()
+        gc.freeze()
+        _imported = len(sys.modules)
 
 
 @pytest.hookimpl(optionalhook=True)
