@@ -7,6 +7,7 @@ Next: `puts` for the order of puts, `mapping` for versions, `transfers` for the 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -44,7 +45,7 @@ class Objects:
         self._alignment = contents.space.alignment
         self._started: dict[StoreTicket, Put] = {}
 
-    def put(self, items: Sequence[Item]) -> list[StoreTicket]:
+    def put(self, items: Sequence[Item], *, urgent: bool) -> list[StoreTicket]:
         """See `SwapStore.put_many`."""
         self._gate.check()
         for key, address, length in items:
@@ -52,13 +53,14 @@ class Objects:
             if length <= 0:
                 raise ValueError(f"put {key!r}: expected a length of more than 0 bytes but got {length}")
         needs = [round_up(length, self._alignment) for _, _, length in items]
+        start = functools.partial(self._start_puts, priority=_priority(urgent))
         limit_s = self._transfers.deadline_s
         end = time.monotonic() + limit_s
         while True:
             with self._lock:
                 self._gate.check()
                 if self._fits(sum(needs)):
-                    return self._in_groups(self._start_puts, list(zip(items, needs, strict=True)))
+                    return self._in_groups(start, list(zip(items, needs, strict=True)))
                 blocking = self._transfers.in_flight()
             if not blocking:
                 need = sum(needs)
@@ -77,8 +79,7 @@ class Objects:
         self._gate.check()
         with self._lock:
             wanted = [(key, self.version(key), address, length) for key, address, length in items]
-            priority = Priority.URGENT if urgent else Priority.NORMAL
-            return self.read(wanted, offset=offset, priority=priority)
+            return self.read(wanted, offset=offset, priority=_priority(urgent))
 
     def delete(self, key: Hashable) -> None:
         """See `SwapStore.delete`."""
@@ -167,7 +168,7 @@ class Objects:
             raise
         return tickets
 
-    def _start_puts(self, wanted: Sequence[tuple[Item, int]]) -> list[StoreTicket]:
+    def _start_puts(self, wanted: Sequence[tuple[Item, int]], *, priority: Priority) -> list[StoreTicket]:
         """Start writing versions; each is its key's unless something else happens. There is room. Locked."""
         writes: list[Write] = []
         for (key, address, _), need in wanted:
@@ -175,7 +176,7 @@ class Objects:
             self._map.hold(version)
             writes.append(Write(key, version, address))
         try:
-            tickets = self._transfers.write(writes, self._put_ended)
+            tickets = self._transfers.write(writes, priority, self._put_ended)
         except BaseException:
             for write in writes:
                 self._map.release(write.version)
@@ -193,6 +194,10 @@ class Objects:
 
     def _get_ended(self, ticket: StoreTicket) -> None:
         self._map.release(ticket.version)
+
+
+def _priority(urgent: bool) -> Priority:
+    return Priority.URGENT if urgent else Priority.NORMAL
 
 
 class Snapshot:

@@ -170,7 +170,7 @@ class SwapStore:
 
     # ---- objects ----
 
-    def put(self, key: Hashable, address: int, length: int) -> StoreTicket:
+    def put(self, key: Hashable, address: int, length: int, *, urgent: bool = False) -> StoreTicket:
         """Start writing a new version of `key`. It takes effect when the ticket has been reaped successfully.
 
         Of several puts of one key in flight, the one started last wins. Blocks only when the store has no
@@ -180,6 +180,7 @@ class SwapStore:
             key: which object.
             address: of the bytes, a multiple of the alignment.
             length: bytes; the buffer holds it rounded up to the alignment.
+            urgent: overtake everything that waits and is not urgent (something waits until it is written).
 
         Returns:
             What tells when it is done.
@@ -191,9 +192,9 @@ class SwapStore:
             SwapDeadlineError: no room because transfers in flight do not finish.
             SwapError: the store is closed or belongs to the parent process.
         """
-        return self.put_many([(key, address, length)])[0]
+        return self.put_many([(key, address, length)], urgent=urgent)[0]
 
-    def put_many(self, items: Sequence[Item]) -> list[StoreTicket]:
+    def put_many(self, items: Sequence[Item], *, urgent: bool = False) -> list[StoreTicket]:
         """Start several puts: for many small objects, cheaper than one call each.
 
         None is started unless there is room for all. Each takes effect by itself. `swap.wait_all` waits for the
@@ -201,6 +202,7 @@ class SwapStore:
 
         Args:
             items: key, address and length of each object. Of several with one key, the last wins.
+            urgent: as of `put`.
 
         Returns:
             One ticket per item, in the same order.
@@ -212,7 +214,7 @@ class SwapStore:
         if self.mode is Mode.DURABLE:
             for key, _, _ in items:
                 encode_key(key)
-        return self._objects.put(items) if items else []
+        return self._objects.put(items, urgent=urgent) if items else []
 
     def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
         """Start reading the current version of `key`, or `length` bytes of it from `offset`.

@@ -208,7 +208,9 @@ class Transfers:
         """Limit in seconds of waits that give none."""
         return self._aio.deadline_s
 
-    def write(self, writes: Sequence[Write], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
+    def write(
+        self, writes: Sequence[Write], priority: Priority, on_end: Callable[[StoreTicket], None]
+    ) -> list[StoreTicket]:
         """Start writing all of some versions, all or none, with one submission.
 
         `on_end` is called once per ticket, locked, when it is reaped.
@@ -216,7 +218,7 @@ class Transfers:
         Raises:
             SwapError: the engine is closed; nothing was started.
         """
-        return self._start([self._plan_write(write) for write in writes], on_end)
+        return self._start([self._plan_write(write, priority) for write in writes], on_end)
 
     def read(
         self, reads: Sequence[Read], priority: Priority, on_end: Callable[[StoreTicket], None]
@@ -224,13 +226,13 @@ class Transfers:
         """Start reading ranges of versions; see `write`."""
         return self._start([self._plan_read(read, priority) for read in reads], on_end)
 
-    def _plan_write(self, write: Write) -> _Plan:
+    def _plan_write(self, write: Write, priority: Priority) -> _Plan:
         address = write.address
         jobs = []
         for piece in write.version.pieces:
             extent = piece.extent
             fd = self._files[piece.file].fd
-            jobs.append(Job(True, fd, extent.offset, address, extent.length, Priority.NORMAL, self._granule_bytes))
+            jobs.append(Job(True, fd, extent.offset, address, extent.length, priority, self._granule_bytes))
             address += extent.length
         return _Plan(write.key, write.version, True, jobs, [])
 

@@ -250,7 +250,7 @@ class FakeStore:
     Ranges in flight are checked as well, and everything is logged in `events` as (what, key).
 
     Attributes:
-        urgent: keys of the reads that were.
+        urgent: keys of the reads and writes that were.
         fail: called with ("get" or "put", key, how many of this kind came before); an exception it returns is raised
             by the ticket's wait.
         before_wait: called with a ticket that is waited for; what it raises leaves the ticket in flight.
@@ -275,7 +275,8 @@ class FakeStore:
     def used_bytes(self) -> int:
         return sum(map(len, self.objects.values()))
 
-    def put(self, key: Hashable, address: int, length: int) -> FakeTicket:
+    def put(self, key: Hashable, address: int, length: int, *, urgent: bool = False) -> FakeTicket:
+        self.urgent += [key] * urgent
         return self._start("put", key, address, length)
 
     def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> FakeTicket:

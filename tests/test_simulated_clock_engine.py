@@ -120,6 +120,37 @@ def test_new_parameters_are_not_read_from_the_drive_again(monkeypatch: pytest.Mo
     assert ours == {lane: moved(lane) for lane in ours}
 
 
+def test_what_updates_have_filled_gives_way_though_states_are_on_their_way_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The device has room for three blocks of eight, and all states of a step fit into staging, where they stay long.
+
+    Parameters are written before states, so that what is filled can go. Otherwise a unit in three is filled.
+    """
+    fill, filled = AcceleratorMover.fill, list[int]()
+
+    def note(self: AcceleratorMover, source: int, target: Buffer, offset_bytes: int, size_bytes: int) -> Ticket:
+        filled.append(size_bytes)
+        return fill(self, source, target, offset_bytes, size_bytes)
+
+    monkeypatch.setattr(AcceleratorMover, "fill", note)
+    model: Any = untouched(llama(**{**MIDDLE, "num_hidden_layers": 8}))
+    block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    most = 2 * model.lm_head.weight.nbytes + 3 * block
+    with engine_clock(DESKTOP, dry=True), tempfile.TemporaryDirectory() as folder:
+        memory = {"device": 1024 * MIB + most, "cpu": "8GiB", "nvme": "32GiB"}
+        options: dict[str, Any] = {"device": "sim", "max_memory": memory, "activation_memory": 1024 * MIB}
+        options |= {"offload_param": "nvme", "offload_optimizer": "nvme", "nvme_path": folder, "max_grad_norm": 1e-4}
+        with Engine(model, AdamW(lr=1e-3), **options) as engine:
+            ids = torch.zeros(1, 512, dtype=torch.int64, device="sim")
+            for _ in range(3):
+                engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+                engine.step()
+            engine.drain()
+            engine.close(restore=False)
+    assert sum(filled) > 0.6 * 3 * sum(parameter.nbytes for parameter in model.parameters())
+
+
 def test_a_run_depends_on_nothing_of_its_process() -> None:
     """Equal to the last digit: the same again, and in a process whose hashes have another seed."""
     code = """

@@ -206,8 +206,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.drain()
         self.faulty = False
 
-    @rule(key=st.integers(0, 4), blocks=st.integers(1, SLOT_BLOCKS), less=st.integers(0, BLOCK - 1))
-    def put(self, key: int, blocks: int, less: int) -> None:
+    @rule(
+        key=st.integers(0, 4), urgent=st.booleans(), blocks=st.integers(1, SLOT_BLOCKS), less=st.integers(0, BLOCK - 1)
+    )
+    def put(self, key: int, urgent: bool, blocks: int, less: int) -> None:
         need = blocks * BLOCK
         if not self.free_slots or self.store.free_bytes < need:
             self.drain()
@@ -221,7 +223,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.put(key, self.address(slot), need - less)
             self.free_slots.append(slot)
             return
-        ticket = self.store.put(key, self.address(slot), need - less)
+        ticket = self.store.put(key, self.address(slot), need - less, urgent=urgent)
         self.writing.append(Writing(ticket, key, data, slot))
 
     @rule(key=st.integers(0, 4), urgent=st.booleans(), start=st.integers(0, 100), end=st.integers(0, 100))
@@ -862,6 +864,21 @@ def test_put_many_and_get_many(store: SwapStore, group: int, monkeypatch: pytest
     assert memory[at + BLOCK : 2 * at] == memory[BLOCK:at]
     assert (store.put_many([]), store.get_many([])) == ([], [])
     assert store.used_bytes == (2 + 2 + 3 + 4 + 5) * BLOCK  # the first "twice" has given way
+
+
+def test_an_urgent_put_overtakes_those_that_wait(engine: str, tmp_path: Path) -> None:
+    """One request at a time. The first is late, the urgent one is the second, and what comes third never ends."""
+    memory = Memory(21 * BLOCK)
+    memory[20 * BLOCK :] = pattern(BLOCK, seed=1)
+    options: dict[str, Any] = {"engine": engine, "queue_depth": 1, "threads": 1, "block_bytes": BLOCK}
+    with pytest.raises(SwapDeadlineError), SwapStore(tmp_path, 64 * BLOCK, deadline_s=0.5, **options) as store:
+        store.inject(Fault(action=FaultAction.DELAY, delay_s=0.3))
+        store.inject(Fault(nth=3, action=FaultAction.HANG, forever=True))
+        normal = [store.put(key, memory.address + key * BLOCK, BLOCK) for key in range(20)]
+        urgent = store.put("urgent", memory.address + 20 * BLOCK, BLOCK, urgent=True)
+        urgent.wait(10)
+        assert [ticket.done() for ticket in normal[1:]] == [False] * 19
+        assert "urgent" in store and 19 not in store
 
 
 def test_put_many_is_all_or_nothing(store: SwapStore) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from offload.errors import StateError
+from offload.memory.budget import Tier
 from offload.memory.transfer import Ticket
 from offload.planning.roles import Role
 from offload.planning.units import Unit
@@ -269,6 +270,9 @@ class ForwardUpdates(Updates[Update]):
                 return False
             if len(sizes) > 1 and sum(sizes) + unit.param_bytes > tiers.plan.working_bytes // 2:
                 return False
+        elif self._schedules is not None and param.home is Tier.NVME and not param.is_sliced:
+            if not tiers.working.may_fill(param):
+                return False
         return not copies.is_late(param) and not copies.is_late(gradient)
 
     def _end(self, update: Update) -> None:
@@ -289,13 +293,14 @@ class ForwardUpdates(Updates[Update]):
         param = tiers.param(index)
         self._wait_for_writes(wait_for)
         home = self._are_over(leaving.writes)  # asked first: whatever is over afterwards, this unit is not forgotten
-        if index in self._old and (home or not leaving.read_again or self._are_over(leaving.param_writes)):
-            leases.hand_over({Role.PARAM}, () if leaving.read_again else leaving.writes)
+        written = home or self._are_over(leaving.param_writes)
+        if index in self._old and (written or not leaving.read_again):
+            leases.hand_over({Role.PARAM}, () if leaving.read_again else leaving.param_writes)
             self._old.discard(index)
             tiers.working.show(param)
+        if written and param.state is State.FLUSHING:
+            tiers.copies.wait(param)
         if home:
-            if param.state is State.FLUSHING:
-                tiers.copies.wait(param)
             leases.close()
             self._leaving.remove(leaving)
 

@@ -231,13 +231,26 @@ class Leases:
         return store.get(key, address, size_bytes, urgent=urgent) if key in store else None
 
     def write_chunk(
-        self, unit: Unit, role: Role, number: int, address: int, size_bytes: int, *, aside: bool = False
+        self,
+        unit: Unit,
+        role: Role,
+        number: int,
+        address: int,
+        size_bytes: int,
+        *,
+        aside: bool = False,
+        urgent: bool = False,
     ) -> Ticket:
-        """Start writing chunk `number` from host `address` to its home, or beside what it has there."""
+        """Start writing chunk `number` from host `address` to its home, or beside what it has there.
+
+        It comes before what is not `urgent`, which may be said of a home on NVMe.
+        """
         shard = self._record(unit, role)
         if shard.home is Tier.DEVICE:
             return self._tiers.mover.upload(address, self._device_address(shard, number), size_bytes)
-        return self._copies.require_store().put(chunk_key(shard, number, aside=aside), address, size_bytes)
+        return self._copies.require_store().put(
+            chunk_key(shard, number, aside=aside), address, size_bytes, urgent=urgent
+        )
 
     def _record(self, unit: Unit, role: Role) -> Shard:
         if role is not Role.MASTER:

@@ -386,8 +386,9 @@ class Pipeline:
             shard = tiers.copies.get(unit.index, role)
             assert shard is not None
             if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
+                urgent = role is Role.PARAM and role in chunk.staged and not self._aside  # somebody waits to use it
                 ticket = chunk.leases.write_chunk(
-                    unit, role, chunk.number, chunk.addresses[role], size, aside=self._aside
+                    unit, role, chunk.number, chunk.addresses[role], size, aside=self._aside, urgent=urgent
                 )
                 chunk.writing.append(ticket)
                 if role is Role.PARAM:
@@ -395,7 +396,9 @@ class Pipeline:
                 if role in chunk.staged and shard.state is State.DIRTY:
                     assert shard.work_buffer is not None
                     source, offset = chunk.addresses[role], tiers.chunk_bytes(unit, role, 0, chunk.begin)
-                    chunk.writing.append(tiers.mover.fill(source, shard.work_buffer, offset, size))
+                    filling = tiers.mover.fill(source, shard.work_buffer, offset, size)
+                    chunk.writing.append(filling)
+                    chunk.writing_param.append(filling)
             elif role is Role.PARAM and chunk.access.write_through:
                 target = chunk.access.write_through + tiers.chunk_bytes(unit, role, 0, chunk.begin)
                 ctypes.memmove(target, chunk.addresses[role], size)

@@ -163,8 +163,7 @@ class WorkingSet:
 
         At most half of the region is filled at once, or one unit: what is filled cannot leave.
         """
-        filled = [each.size_bytes for each in self._copies if each.role is Role.PARAM and each.state in _FILLED]
-        if filled and sum(filled) + shard.size_bytes > self._copies.regions[Role.PARAM].size_bytes // 2:
+        if not self.may_fill(shard):
             return False
         buffer = self._room_for(shard, schedule, required=False, wanted=())
         if buffer is None:
@@ -172,6 +171,11 @@ class WorkingSet:
         self._copies.begin_in(shard, buffer)
         self.bind(shard, buffer)
         return True
+
+    def may_fill(self, shard: Shard) -> bool:
+        """Tell whether one more working copy may be filled."""
+        filled = [each.size_bytes for each in self._copies if each.role is Role.PARAM and each.state in _FILLED]
+        return not filled or sum(filled) + shard.size_bytes <= self._copies.regions[Role.PARAM].size_bytes // 2
 
     def use(self, shard: Shard) -> None:
         """Note that compute is about to use a unit that is on the device, on the stream that is current."""

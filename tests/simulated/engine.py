@@ -123,10 +123,10 @@ class VirtualStore:
         """Bytes of all objects."""
         return sum(found if isinstance(found, int) else len(found) for found in self._objects.values())
 
-    def put(self, key: Hashable, address: int, length: int) -> VirtualTicket:
+    def put(self, key: Hashable, address: int, length: int, *, urgent: bool = False) -> VirtualTicket:
         """Begin to write an object; it takes the bytes at once."""
         self._objects[key] = length if self._dry else ctypes.string_at(address, length)
-        self._done.append((key, self._drive.start("write", length)))
+        self._done.append((key, self._drive.start("write", length, urgent=urgent)))
         return self._done[-1][1]
 
     def get(self, key: Hashable, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> VirtualTicket:
