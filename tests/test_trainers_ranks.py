@@ -174,7 +174,7 @@ def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
     texts = datasets.Dataset.from_dict({"text": words})
     pairs = datasets.Dataset.from_dict({"prompt": words, "chosen": words[1:] + words[:1], "rejected": words[::-1]})
     kinds = {"sft": (trl.SFTTrainer, trl.SFTConfig, texts, {}), "dpo": (trl.DPOTrainer, trl.DPOConfig, pairs, {})}
-    kinds["dpo"][3].update(ref_model=model(), offload_reference=placed(path))
+    kinds["dpo"][3].update(ref_model=model())
     for name, (kind, config, data, more) in kinds.items():
         steps = ACCUMULATION * WORLD // world
         given = arguments(
