@@ -321,7 +321,10 @@ class Engine(EngineTensors, EngineRuns):
         self._require_open()
         method = getattr(self.module, "generate", None)
         if method is None:
-            raise StateError(f"generate: expected a module that has it but got {type(self.module).__name__}")
+            raise StateError(
+                f"generate: expected a module that has it but got {type(self.module).__name__}; call the engine, "
+                "or the part of engine.module that generates"
+            )
         return method(*args, **kwargs)
 
     def stats(self) -> Stats:
