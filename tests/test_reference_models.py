@@ -218,6 +218,20 @@ def test_it_can_be_written_to(tmp_path: Path) -> None:
             assert torch.equal(reference(batch(0)), wanted(batch(0)))
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_it_sleeps_and_is_cast_with_the_model(sleeps: bool, tmp_path: Path) -> None:
+    truth, judge = net().bfloat16(), net(1).bfloat16()
+    model, reference = net(), net(1)
+    options = tight(model, tmp_path, dtype="bfloat16")
+    with Engine(model, AdamW(lr=1e-2), reference=reference, **options) as engine, torch.no_grad():
+        if sleeps:
+            engine.sleep(host=True)
+            engine.wake()
+        x = batch(0).bfloat16()
+        assert torch.equal(engine(x), truth(x)) and torch.equal(reference(x), judge(x))
+    assert_same(reference.state_dict(), judge)
+
+
 def test_only_evaluating(tmp_path: Path) -> None:
     model, reference = net(), net(1)
     with Engine(model, reference=reference, **tight(model, tmp_path)), torch.no_grad():
