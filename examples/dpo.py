@@ -1,4 +1,4 @@
-"""Preferences (DPO) with TRL: the reference model is offloaded, too, in an engine that only evaluates."""
+"""Preferences (DPO) with TRL: the reference model is in the engine of the model, and has no memory of its own."""
 
 import common
 import datasets
@@ -30,9 +30,7 @@ trainer = OffloadDPOTrainer(
     ),
     processing_class=common.tokenizer(given),
     offload=common.options(given),
-    offload_reference=common.options(given),  # its budgets come on top of those above
 )
 trainer.train()
-print("reference:", trainer.reference.stats().used_bytes)
+print(trainer.engine.plan)
 trainer.engine.close()
-trainer.reference.close()

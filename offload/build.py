@@ -55,7 +55,7 @@ from offload.optim.rules import Rule, rule_of
 from offload.optim.step import Groups, Step
 from offload.optimizer import Calls, OffloadOptimizer
 from offload.planning.choosing import AUTO, RECOMPUTE
-from offload.planning.partition import UnitTree
+from offload.planning.partition import UnitTree, WithReference
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
 from offload.request import request_of, unit_bytes_of, units_of
@@ -157,12 +157,14 @@ def build(
     counters: Counters,
     weights: Weights | None = None,
     *,
+    reference: nn.Module | None = None,
     stage: several.Stage = None,
 ) -> Parts:
     """Plan, take the memory, load the model and register the hooks; or leave the model as it was.
 
     A torch optimizer has its states back then; it steps again when another engine has it. `weights` are values of what
-    is on the meta device. `stage` is that of ZeRO, where there are several ranks.
+    is on the meta device. A `reference` model, frozen, has a part in all memory. `stage` is that of ZeRO, where there
+    are several ranks.
 
     Raises:
         ConfigError, BudgetError, StateError, swap.SwapError: as :class:`offload.Engine` says.
@@ -173,23 +175,24 @@ def build(
     rule = None if optimizer is None else rule_of(optimizer, cast)
     several.refuse_options(ranks, optimizer, rule)
     recomputing = _recomputing(model, config)
-    make_ready(model, cast)
+    everything = model if reference is None else WithReference(model, reference)
+    make_ready(everything, cast)
     run = None if calls.record is None else RunFiles(config)
     there_bytes = 0 if run is None else run.capacity_bytes
     free = free_bytes(config.paths())
     limits = resolve_budgets(config.budgets(), device, None if free is None else free + there_bytes)
     unit_bytes = _unit_bytes(config, limits[Tier.DEVICE], run)
     unit_bytes = several.agree_on_options(ranks, config, optimizer, unit_bytes, stage, device)
-    tree = units_of(model, config, rule, unit_bytes, ranks=ranks.world, slices_frozen=stage in (3, "auto"))
+    tree = units_of(everything, config, rule, unit_bytes, ranks=ranks.world, slices_frozen=stage in (3, "auto"))
     refuse_taken(model, tree)
     binding = Binding(tree, place)
-    make = functools.partial(_plan, model, config, rule, tree, limits, device, run, ranks)
+    make = functools.partial(_plan, everything, config, rule, tree, limits, device, run, ranks)
     plan = several.agree_on_plan(ranks, tree, make, stage)
     if config.threads is not None:
         cpu_adam.set_num_threads(config.threads)
     life = calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
-    loader = Loader(model, tree, binding, config.init_weights, weights)
+    loader = Loader(everything, tree, binding, config.init_weights or getattr(model, "_init_weights", None), weights)
     manager = open_tiers(
         plan, config, device, budgets, binding, counters, calls.deferral, calls.record, there_bytes, ranks
     )

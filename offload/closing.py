@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -42,11 +42,11 @@ def clean_up(*steps: Callable[[], None]) -> None:
         raise interrupt
 
 
-def close(module: nn.Module, parts: Parts, life: Life, manager: Manager, *, restore: bool | None) -> None:
+def close(modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manager, *, restore: bool | None) -> None:
     """Close all parts; see ``Engine.close``.
 
     Args:
-        module: that the engine has wrapped.
+        modules: that the engine has wrapped.
         parts: of the engine.
         life: ends here.
         manager: owner of the shards.
@@ -78,7 +78,7 @@ def close(module: nn.Module, parts: Parts, life: Life, manager: Manager, *, rest
     restored: dict[int, list[torch.Tensor]] = {}
     with contextlib.ExitStack() as last:  # all of it, whatever fails on the way
         last.callback(parts.ranks.close)
-        last.callback(_leave_module, module, parts, life, restored)
+        last.callback(_leave_modules, modules, parts, life, restored)
         last.callback(manager.close)
         last.callback(parts.hooks.detach)
         last.callback(parts.activations.close)
@@ -111,11 +111,13 @@ def _all_restore(parts: Parts, *, restore: bool) -> bool:
     return False
 
 
-def _leave_module(module: nn.Module, parts: Parts, life: Life, restored: dict[int, list[torch.Tensor]]) -> None:
-    """Give the module what was restored, or a guard against being used."""
+def _leave_modules(
+    modules: Sequence[nn.Module], parts: Parts, life: Life, restored: dict[int, list[torch.Tensor]]
+) -> None:
+    """Give the modules what was restored, or a guard against being used."""
     life.end()
     parts.loader.give_back(restored)
-    if not restored:
+    for module in () if restored else modules:
         module.register_forward_pre_hook(_refuse_forward)
 
 

@@ -66,6 +66,7 @@ class Engine(EngineTensors, EngineRuns):
 
     Attributes:
         module: the wrapped module.
+        reference: the reference model; None where there is none.
         optimizer: a ``torch.optim.Optimizer`` over its parameters; None for an engine that only evaluates.
         config: the options.
         device: where compute runs.
@@ -78,6 +79,7 @@ class Engine(EngineTensors, EngineRuns):
         config: Config | Mapping[str, Any] | str | Path | None = None,
         *,
         weights: str | Path | Weights | None = None,
+        reference: nn.Module | None = None,
         stage: int | str | None = None,
         group: Any = None,
         **options: Any,
@@ -96,6 +98,9 @@ class Engine(EngineTensors, EngineRuns):
                 keeps its own values. It is read chunk by chunk, each parameter straight to its home. A model of
                 transformers gets what its ``from_pretrained`` would give it: keys are renamed, what the files lack is
                 initialised, and both are logged. Of another module, each key has to be there.
+            reference: a model beside it that is only evaluated, such as DPO's. The budgets, and the region of the
+                device for units in use, are those of both. Its parameters are frozen; :meth:`gather` writes to them. No
+                checkpoint or state dict has it.
             stage: of ZeRO, where several processes train together. 1 or 2: each has a slice of gradients and states,
                 and with 2, gradients leave during backward. 3: of parameters, too. ``"auto"``: 1 if the memory of each
                 holds whole parameters, else 3. ``"apart"``: without an optimizer, each process has an engine that
@@ -121,7 +126,10 @@ class Engine(EngineTensors, EngineRuns):
         ranks = ranks_of(stage, group, counters, trains=optimizer is not None)
         with made_together(ranks):
             refusals.refuse_model(model)
-            self.module = model
+            if reference is not None:
+                refusals.refuse_reference(model, reference)
+                reference.requires_grad_(False)
+            self.module, self.reference = model, reference
             self.config = run_of_rank(Config.load(config, **options), ranks)
             deferral = Deferral()
             self._durable = self._begin_run(optimizer)
@@ -137,6 +145,7 @@ class Engine(EngineTensors, EngineRuns):
                     ranks,
                     counters,
                     weights,
+                    reference=reference,
                     stage=None if stage == APART else stage,
                 )
         self._watch = Watch(type(model).__name__, self.config, self._parts, self._life)
@@ -312,7 +321,10 @@ class Engine(EngineTensors, EngineRuns):
         self._require_open()
         method = getattr(self.module, "generate", None)
         if method is None:
-            raise StateError(f"generate: expected a module that has it but got {type(self.module).__name__}")
+            raise StateError(
+                f"generate: expected a module that has it but got {type(self.module).__name__}; call the engine, "
+                "or the part of engine.module that generates"
+            )
         return method(*args, **kwargs)
 
     def stats(self) -> Stats:
@@ -424,7 +436,8 @@ class Engine(EngineTensors, EngineRuns):
         with contextlib.ExitStack() as last:
             last.callback(self._sleeping.close)
             last.callback(self._watch.close)
-            last.callback(close, self.module, self._parts, self._life, manager, restore=restore)
+            modules = [self.module] if self.reference is None else [self.module, self.reference]
+            last.callback(close, modules, self._parts, self._life, manager, restore=restore)
             last.callback(self._checkpoints.settle)
             if self._life.asleep and restore is not False:
                 self._sleeping.wake_alone()

@@ -87,7 +87,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         else:
             trainable = [p for p in parameters if p.requires_grad]
             if not trainable:
-                raise ConfigError("model: expected parameters that require a gradient but all are frozen")
+                raise ConfigError(
+                    "model: expected parameters that require a gradient but all are frozen; call requires_grad_(True) "
+                    "on what is to be trained, or leave the optimizer out to evaluate"
+                )
             given: list[Any] = trainable if spec.params is None else spec.params.copies()
             try:
                 super().__init__(given, spec.options())

@@ -25,7 +25,7 @@ from offload.errors import CheckpointError, ConfigError
 from offload.life import Life
 from offload.memory.devices import random_states, set_random_states
 from offload.optim.torch_class import Placed
-from offload.planning.units import Where
+from offload.planning.units import Where, without_reference
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class RunState:
         self._module = module
         self._parts = parts
         self._life = life
-        self._units = parts.tree.units
+        self._units = without_reference(parts.tree.units)
 
     # --- taking -----------------------------------------------------------------------------------------------------
 

@@ -210,6 +210,12 @@ def test_optimizer_that_cannot_be_taken_over() -> None:
         step(engine, 0)
 
 
+def test_a_model_that_is_frozen() -> None:
+    model = net().requires_grad_(False)
+    with pytest.raises(offload.ConfigError, match=r"but all are frozen; call requires_grad_\(True\) .*leave the opt"):
+        Engine(model, AdamW(), device="cpu")
+
+
 def test_model_that_cannot_be_trained() -> None:
     with pytest.raises(offload.ConfigError, match=r"torch\.nn\.Module but got list"):
         Engine([1], AdamW())  # type: ignore[arg-type]

@@ -6,21 +6,24 @@ NVMe, and once more on NVMe from the checkpoint in the middle.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import importlib.metadata
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import datasets
 import pytest
 import safetensors.torch
 import torch
 import transformers as hf
 import trl
-from harness import host, nvme
+from harness import host, nvme, working_bytes
 from models import VOCABULARY
 from torch import nn
 from trainers import CLIPPING, LR, arguments, assert_close, calls_of_handles, logged, model, rows, word_tokenizer
@@ -30,6 +33,7 @@ from offload.errors import ConfigError, StateError
 from offload.integrations import hf as door_of_hf
 from offload.integrations import libraries
 from offload.integrations.hf import OffloadCallback, OffloadTrainer, OffloadTrainerMixin
+from offload.memory.budget import Tier
 
 pytestmark = [
     pytest.mark.usefixtures("single_torch_thread"),
@@ -95,13 +99,16 @@ class Door:
         given = {"model": self.model(path), "args": self.arguments(path, **more), **self.given(path)}
         if place is None:
             return self.plain(**given)
-        given["offload"] = placed(place, given["model"], path)
-        if self.refers:
-            given["offload_reference"] = placed(place, given["model"], path)
-        return self.ours(**given)
+        return self.ours(**given, offload=placed(place, both(given["model"]) if self.refers else given["model"], path))
+
+
+def both(module: nn.Module) -> nn.Module:
+    """Return a module with the units of a model and of its reference model."""
+    return nn.ModuleDict({"model": module, "reference": copy.deepcopy(module)})
 
 
 def placed(place: Callable[..., dict[str, Any]], module: nn.Module, path: Path) -> dict[str, Any]:
+    """Return options with room for the three largest units on the device."""
     options: dict[str, Any] = place(module, path) if place is nvme else place(module)
     del options["device"]
     return options
@@ -241,10 +248,9 @@ def test_door(name: str, steps: int, tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=resume and str(folder / resume))
         with trainer.engine as engine:
             assert engine.stats().step == steps
+            assert engine.stats().peak_bytes["device"] <= engine.plan.request.budgets[Tier.DEVICE]
             found.append((logged(trainer), engine.digests()))
-        assert (trainer.reference is not None) == door.refers
-        if trainer.reference is not None:
-            trainer.reference.close()
+            assert (engine.reference is not None) == door.refers
         assert (folder / f"checkpoint-{middle}" / "offload" / "latest").is_file()
         assert not (folder / f"checkpoint-{middle}" / "optimizer.pt").exists()
     (ours, digests), (other, placed_otherwise), (resumed, digests_again) = found
@@ -439,8 +445,8 @@ def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:
     plain, ours = door.make(tmp_path, **options), door.make(tmp_path, nvme, **options)
     plain.train()
     ours.train()
-    with ours.engine, ours.reference as reference:
-        truth, found = plain.ref_model.state_dict(), reference.state_dict()
+    with ours.engine:
+        truth, found = plain.ref_model.state_dict(), ours.ref_model.state_dict()
     for name, value in model().state_dict().items():
         assert torch.allclose(found[name], truth[name], atol=1e-5) and not torch.equal(found[name], value), name
 
@@ -579,19 +585,129 @@ def test_a_data_set_without_labels(tmp_path: Path) -> None:
     trainer.engine.close()
 
 
-def test_refuses_a_reference_model_without_memory(tmp_path: Path) -> None:
+# --- reference models -------------------------------------------------------------------------------------------------
+
+
+def preferences(path: Path, module: nn.Module, kind: Any = DPO, given: Any = None, **more: Any) -> Any:
+    """Return a DPO trainer of three steps around `module`; `more` are its arguments, `given` replaces the data."""
     door = DOORS["DPO"]
-    given = {"model": model(), "args": door.arguments(tmp_path), **door.given(tmp_path)}
-    with pytest.raises(ConfigError, match=r"ref_model: expected memory of its own.*offload_reference="):
-        DPO(**given, offload=placed(nvme, given["model"], tmp_path))
+    whole = {"model": module, "args": door.arguments(path, max_steps=3, **more), **door.given(path), **(given or {})}
+    return kind(**whole) if kind is trl.DPOTrainer else kind(**whole, offload=placed(nvme, both(module), path))
+
+
+def test_a_reference_model_shares_the_memory_of_the_model(tmp_path: Path) -> None:
+    """One region of the device, one host budget: the plan is that of the model, but for what is on the drive."""
+    module = model()
+    trainer = preferences(tmp_path, module)
+    trainer.train()
+    with trainer.engine as engine:
+        assert engine.reference is trainer.ref_model is not module
+        plan, stats = engine.plan, engine.stats()
+    alone = model()
+    with Engine(alone, AdamW(), **nvme(both(alone), tmp_path)) as engine:
+        truth = engine.plan
+    assert len(plan.request.units) == 2 * len(truth.request.units)
+    for tier in (Tier.DEVICE, Tier.HOST):
+        assert plan.arena_bytes[tier] == truth.arena_bytes[tier] <= plan.request.budgets[tier], tier
+    region = working_bytes(both(alone))
+    assert plan.working_bytes == truth.working_bytes == region < 2 * working_bytes(alone)
+    assert stats.peak_bytes["device"] <= stats.budget_bytes["device"]
+    for name, value in model().state_dict().items():  # both are given back, and the reference is what it was
+        assert torch.equal(trainer.ref_model.state_dict()[name], value) and not torch.equal(
+            module.state_dict()[name], value
+        ), name
+
+
+def test_what_is_saved_has_no_reference_model(tmp_path: Path) -> None:
+    trainer = preferences(tmp_path, model(), save_strategy="steps", save_steps=3)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "weights"))
+    with trainer.engine as engine:
+        names = set(engine.state_dict())
+        truth = engine.digests()
+    loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path / "weights")
+    assert set(loaded.state_dict()) == names
+    for folder in (tmp_path / "weights", tmp_path / "out"):
+        assert not any(b"(reference)" in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+    module = model()
+    with Engine(module, AdamW(lr=LR, weight_decay=0.0), **nvme(module, tmp_path)) as engine:
+        engine.load_checkpoint(tmp_path / "out" / "checkpoint-3" / "offload", strict=False)
+        found = engine.digests()
+    assert found.keys() == {name for name in truth if not name.startswith("(reference)")}
+    assert all(found[name]["parameter"] == truth[name]["parameter"] for name in found)
+
+
+@pytest.mark.parametrize("refers", [True, False])
+def test_a_reference_that_is_asked_before_training(refers: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    """TRL then asks the reference model, or the model, for all rows at once, and keeps what it says in files."""
+    asked: list[Any] = []
+    ask = trl.DPOTrainer.compute_ref_log_probs
+
+    def noted(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(type(trainer))
+        if isinstance(trainer, DPO):
+            assert trainer.engine.optimizer is None and (trainer.engine.reference is not None) == refers
+        return ask(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(trl.DPOTrainer, "compute_ref_log_probs", noted)
+    numbers = itertools.count()
+    monkeypatch.setattr(  # nothing is taken from an earlier run
+        datasets.Dataset, "_get_cache_file_path", lambda self, fingerprint: str(tmp_path / f"{next(numbers)}.arrow")
+    )
+    found = []
+    for kind in (trl.DPOTrainer, DPO):
+        given = None if refers else {"ref_model": None}
+        trainer = preferences(tmp_path, model(), kind, given, precompute_ref_log_probs=True)
+        trainer.train()
+        assert set(asked) == {kind}
+        found.append(logged(trainer))
+        asked.clear()
+    with trainer.engine as engine:
+        assert engine.stats().step == 3
+    assert_close(found[1].losses, found[0].losses, 1e-4)
+    assert_close(found[1].norms, found[0].norms, 1e-4)
+
+
+def test_accelerate_leaves_a_reference_model_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would move it to the device as a whole, before there is an engine."""
+    moved: dict[int, Any] = {}
+    prepare = accelerate.Accelerator.prepare_model
+
+    def noted(self: Any, model: Any, device_placement: Any = None, **kwargs: Any) -> Any:
+        moved[id(model)] = device_placement
+        return prepare(self, model, device_placement, **kwargs)
+
+    monkeypatch.setattr(accelerate.Accelerator, "prepare_model", noted)
+    trainer = preferences(tmp_path, model())
+    assert moved == {id(trainer.ref_model): False}
+    other = model()
+    trainer.accelerator.prepare_model(other, evaluation_mode=True)
+    assert moved[id(other)] is None
+
+
+def test_refuses_memory_for_the_reference_model_alone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"offload_reference: expected no budgets.*leave it out, and add its cpu"):
+        preferences(tmp_path, model(), given={"offload_reference": {"max_memory": {"cpu": "1GiB"}}})
+
+
+def test_refuses_another_reference_model_later(tmp_path: Path) -> None:
+    trainer = preferences(tmp_path, model())
+    trainer.train()
+    with trainer.engine:
+        with pytest.raises(StateError, match=r"ref_model: expected the reference model before the engine is made"):
+            trainer.ref_model = model()
 
 
 def test_a_reference_model_in_an_engine_of_the_users(tmp_path: Path) -> None:
-    door, reference = DOORS["DPO"], model()
-    given = {"model": model(), "args": door.arguments(tmp_path), **door.given(tmp_path)}
-    with Engine(reference, **nvme(reference, tmp_path)) as engine:
-        given["ref_model"] = engine.module
-        assert DPO(**given, offload=placed(nvme, given["model"], tmp_path)).reference is None
+    reference = model()
+    with Engine(reference, **nvme(reference, tmp_path)) as theirs:
+        trainer = preferences(tmp_path, model(), given={"ref_model": theirs.module})
+        trainer.train()
+        with trainer.engine as engine:
+            assert engine.reference is None and theirs.module is trainer.ref_model
+    plain = preferences(tmp_path, model(), trl.DPOTrainer)
+    plain.train()
+    assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
 
 
 @pytest.mark.parametrize(("version", "message"), [("4.2.1", "but got 4.2.1"), (None, "but it is not installed")])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from harness import host, nvme
@@ -24,7 +25,7 @@ from trainers import (
 )
 
 from offload.errors import ConfigError
-from offload.integrations import lightning as door
+from offload.integrations import lightning as door_of_lightning
 from offload.integrations.lightning import OffloadStrategy
 
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
@@ -147,6 +148,57 @@ def test_reads_and_writes_weights_in_files_of_lightnings(tmp_path: Path) -> None
     assert all(torch.equal(value, truth_of[name]) for name, value in found.items())
 
 
+class Saved(lightning.LightningModule):
+    """With hyper-parameters, a tied weight, a buffer, and a state of its own."""
+
+    def __init__(self, seed: int = 0, rate: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(seed)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(8)
+        self.seen = 0
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        self.seen += 1
+        return self.norm(self.second(self.first(batch))).pow(4).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_is_loaded_without_a_trainer(whole: bool, tmp_path: Path) -> None:
+    """`load_from_checkpoint` opens files only; a file of weights alone is one."""
+    path, module = tmp_path / "kept.ckpt", Saved(seed=1, rate=0.5)
+    door = OffloadStrategy(max_memory={"device": "32MiB", "cpu": "64MiB"})
+    trainer = lightning_trainer(tmp_path, strategy=door, max_steps=3)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4))
+    with door.engine:
+        trainer.save_checkpoint(path, weights_only=not whole)
+    assert path.is_dir() == whole
+    found = door_of_lightning.load_from_checkpoint(Saved, path)
+    assert (found.hparams.seed, found.hparams.rate, found.seen) == (1, 0.5, 3)
+    truth = module.state_dict()
+    assert "second.weight" in truth and found.second.weight is found.first.weight
+    for name, value in found.state_dict().items():
+        assert name.startswith("_extra") or torch.equal(value, truth[name]), name
+    again = door_of_lightning.load_from_checkpoint(Saved, str(path), rate=0.25)
+    assert again.hparams.rate == 0.25 and again.hparams.seed == 1
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"trainer\.ckpt"):
+        door_of_lightning.load_from_checkpoint(Saved, tmp_path)
+
+
 def test_float16_is_scaled(tmp_path: Path) -> None:
     door = strategy(nvme, tmp_path, initial_loss_scale=2.0**24, loss_scale_hysteresis=1)
     trainer, log = fit(tmp_path, door, precision="16-true", max_steps=8, make=adam)
@@ -160,7 +212,7 @@ def test_clipping_takes_no_call_per_gradient(tmp_path: Path, monkeypatch: pytest
     calls, found = calls_of_handles(monkeypatch), []
     for asks_each in (False, True):
         if asks_each:
-            monkeypatch.setattr(door, "handles_of", lambda parameters: None)
+            monkeypatch.setattr(door_of_lightning, "handles_of", lambda parameters: None)
         trainer, log = fit(tmp_path, strategy(nvme, tmp_path), max_steps=2, gradient_clip_val=0.1)
         with trainer.strategy.engine as engine:
             found.append((log, engine.digests()))

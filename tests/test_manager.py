@@ -650,6 +650,23 @@ def test_the_next_unit_is_always_here_or_on_its_way() -> None:
         assert counters.misses == misses  # nothing had to be asked for once the trace was known
 
 
+def test_what_another_pass_has_fetched_ahead_leaves() -> None:
+    """Each kind of pass uses units of its own, as a model and its reference do: what has come for one is in no way."""
+    with managing(units_of(8), [Homes(N, H, N)] * 8, prefetch=True, working_bytes=24 << 10) as (manager, store):
+        counters = manager.tiers.counters
+        for _ in range(3):
+            misses = counters.misses
+            for training, uses in ((True, (0, 1, 2, 3)), (False, (4, 5, 6, 7))):
+                manager.begin_pass(training=training)
+                for ticket in list(store.flying):  # the drive has brought what was asked for
+                    ticket.wait()
+                for index in uses:
+                    manager.acquire(index).close()
+                    manager.check()
+            manager.restart_schedule()
+        assert counters.misses - misses == 2  # the first unit of each pass: the other one has not foreseen it
+
+
 def gradient(manager: Manager, index: int, value: float, *, final: bool = True, backward_pass: int = 0) -> None:
     for number, slot in enumerate(manager.units[index].slots):
         tensor = torch.full(slot.shape, value, dtype=torch.bfloat16)

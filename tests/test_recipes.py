@@ -137,16 +137,16 @@ def test_a_reference_model_in_the_same_engine(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model = net()
-    options = tight(nn.ModuleDict({"model": net(), "reference": net()}), tmp_path)
+    options = tight(model, tmp_path)
     heading = "A reference model in the same budgets"
     with recipe(heading, model, by_torch(model.parameters()), options) as names:
         engine = names["engine"]
-        found, stats = engine.state_dict(), engine.stats()
+        stats = engine.stats()
         whole_bytes = sum(unit.numel * unit.itemsize for unit in engine.plan.request.units)
-    assert stats.peak_bytes["device"] <= stats.budget_bytes["device"] and engine.plan.working_bytes < whole_bytes
-    for prefix, wanted in (("model", truth), ("reference", reference)):
-        for name, value in wanted.state_dict().items():
-            assert torch.equal(found[f"{prefix}.{name}"], value), name
+        assert stats.peak_bytes["device"] <= stats.budget_bytes["device"] and engine.plan.working_bytes < whole_bytes
+        assert_same(engine, truth)
+        for name, value in reference.state_dict().items():
+            assert torch.equal(engine.reference.state_dict()[name], value), name
 
 
 # --- scaling and schedules --------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def transformed(rank: int, world: int, stage: Any, path: str, resume: str | None
 
 
 def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
-    """Take three steps of SFT, and three of DPO with a reference model in each process."""
+    """Take three steps of SFT, and three of DPO with a reference model that follows the model in each process."""
     import datasets
     import trl
 
@@ -174,11 +174,17 @@ def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
     texts = datasets.Dataset.from_dict({"text": words})
     pairs = datasets.Dataset.from_dict({"prompt": words, "chosen": words[1:] + words[:1], "rejected": words[::-1]})
     kinds = {"sft": (trl.SFTTrainer, trl.SFTConfig, texts, {}), "dpo": (trl.DPOTrainer, trl.DPOConfig, pairs, {})}
-    kinds["dpo"][3].update(ref_model=model(), offload_reference=placed(path))
+    kinds["dpo"][3].update(ref_model=model())
+    follows = {"dpo": {"sync_ref_model": True, "ref_model_sync_steps": 1}}
     for name, (kind, config, data, more) in kinds.items():
         steps = ACCUMULATION * WORLD // world
         given = arguments(
-            Path(path), config, max_steps=3, gradient_accumulation_steps=steps, gradient_checkpointing=False
+            Path(path),
+            config,
+            max_steps=3,
+            gradient_accumulation_steps=steps,
+            gradient_checkpointing=False,
+            **follows.get(name, {}),
         )
         trainer = type(kind.__name__, (OffloadTrainerMixin, kind), {})(
             model=model(),

@@ -10,6 +10,7 @@ import ctypes
 
 from offload.optim.recipe import StepCounts
 from offload.planning.roles import STATE_ROLES, Role
+from offload.planning.units import without_reference
 from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 
@@ -26,7 +27,8 @@ def make_blank(manager: Manager, counts: StepCounts) -> None:
             manager.copies.discard(shard)
     counts.forget()
     sliced = manager.tiers.plan.request.slices_parameters  # then ranks write together, and have lost other units
-    lost = [unit for unit in manager.units if sliced or manager.copies.is_lost(manager.tiers.param(unit.index))]
+    own = without_reference(manager.units)
+    lost = [unit for unit in own if sliced or manager.copies.is_lost(manager.tiers.param(unit.index))]
 
     def clear(chunk: Chunk) -> None:
         size = manager.tiers.chunk_bytes(chunk.unit, Role.PARAM, chunk.begin, chunk.end)

@@ -101,7 +101,7 @@ class Loader:
             module: the model.
             tree: its units.
             binding: of its parameters.
-            initialise: callable that gives a module's meta parameters their values; None for the model's own way.
+            initialise: callable that gives a module's meta parameters their values; None for the module's own way.
             weights: values of what is on the meta device.
         """
         self._module = module
@@ -313,9 +313,8 @@ class Loader:
         ]
 
     def _initialiser(self, module: nn.Module, path: str) -> Callable[[nn.Module], object]:
-        own = self._initialise or getattr(self._module, "_init_weights", None)
-        if own is not None:
-            return own  # type: ignore[no-any-return]
+        if self._initialise is not None:
+            return self._initialise  # type: ignore[no-any-return]
         if hasattr(module, "reset_parameters"):
             return lambda m: m.reset_parameters()  # type: ignore[operator]
         raise ConfigError(

@@ -30,7 +30,7 @@ from offload.module.hooks import Hooks
 from offload.module.lending import Loan
 from offload.module.refusals import unreadable
 from offload.planning.partition import Wrapper
-from offload.planning.units import Where
+from offload.planning.units import Where, without_reference
 from offload.shards.manager import Manager
 
 _ADAPTED = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")  # what PEFT puts in the place of modules
@@ -121,7 +121,7 @@ class ModuleTensors:
             save(directory, state_dict=join_tiles(self._module, self.state_dict()), **kwargs)
             return
         if is_a(self._module, "transformers", "PreTrainedModel"):  # adapters are small
-            total = sum(unit.param_bytes for unit in self._tree.units)
+            total = sum(unit.param_bytes for unit in without_reference(self._tree.units))
             warn_of_shard(kwargs.get("max_shard_size", "50GB"), total, manager.tiers.budgets[Tier.HOST].limit_bytes)
         save(directory, state_dict=join_tiles(self._module, self.deferred_state(self._module)), **kwargs)
 

@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload.checkpoint import values as tensors
 from offload.checkpoint.columns import GRADIENT, MASTER, PARAMETER, SCALES, Column, columns_of
-from offload.checkpoint.format.index import Entry, Index, differences
+from offload.checkpoint.format.folder import Folder
+from offload.checkpoint.format.index import FILE_NAME, Entry, Index, differences
+from offload.checkpoint.format.nested import decode
 from offload.checkpoint.format.reader import Reader, Source, Stretch
 from offload.checkpoint.format.safetensors import DTYPES, ITEMSIZES
-from offload.checkpoint.format.staging import Staging
+from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.errors import CheckpointError
 from offload.kernels import cpu_adam
 from offload.optim.recipe import StepCounts
 from offload.planning.roles import Role
-from offload.planning.units import Slot, Unit, Where
+from offload.planning.units import Slot, Unit, Where, without_reference
 from offload.shards.manager import Manager
 from offload.shards.stream import ALL_STATES, Chunk
 from offload.sizes import MIB
 
 READ_BYTES = 4 * MIB
+READ_DEADLINE_S = 600.0  # of one transfer of what is read without an engine: a slow drive is no error
+EXTRA = "_extra_state"  # what torch adds to the name of a module whose state this is
 _KINDS = {"F32": cpu_adam.StateKind.FLOAT32, "BF16": cpu_adam.StateKind.BFLOAT16, "U8": cpu_adam.StateKind.INT8}
 _GRADIENTS = {"F32": cpu_adam.Dtype.FLOAT32, "BF16": cpu_adam.Dtype.BFLOAT16, "F16": cpu_adam.Dtype.FLOAT16}
 _FLOATS = ("F32", "BF16", "F16")
@@ -44,6 +49,40 @@ def read_tensor(source: Source, entry: Entry, staging: Staging) -> torch.Tensor:
     with Reader({"": source.stretches([entry])}, staging) as reader:
         reader.take("", value.data_ptr(), entry.size_bytes)
     return value
+
+
+def read_weights(source: Source, index: Index, staging: Staging) -> dict[str, Any]:
+    """Return the parameters and buffers of a checkpoint by name, in memory.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    values = {entry.name: entry for entry in index.entries if entry.role == "value"}
+    weights = {entry.name: read_tensor(source, entry, staging) for entry in index.entries if entry.role == PARAMETER}
+    weights.update(decode(index.contents["buffers"], lambda name: read_tensor(source, values[name], staging)))
+    return weights
+
+
+def read_state_dict(directory: str | Path) -> dict[str, Any]:
+    """Return the weights of the latest checkpoint in a folder, as the module's state dict has them.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or its weights are quantized.
+        swap.SwapError: an I/O error.
+    """
+    with Folder(directory).reading(None) as path, Staging(BUFFERS, BUFFER_BYTES, deadline_s=READ_DEADLINE_S) as staging:
+        index = Index.read(path / FILE_NAME)
+        quantized = index.contents.get("wrappers")
+        if quantized:
+            raise CheckpointError(
+                f"checkpoint {path}: expected plain weights but {next(iter(quantized))} is quantized; make the model, "
+                "and load it with engine.load_checkpoint"
+            )
+        source = Source(path, index)
+        values = {entry.name: entry for entry in index.entries if entry.role == "value"}
+        extra = decode(index.contents["extra"], lambda name: read_tensor(source, values[name], staging))
+        states = {f"{name}.{EXTRA}" if name else EXTRA: state for name, state in extra.items()}
+        return read_weights(source, index, staging) | states
 
 
 def fp32_values(
@@ -109,19 +148,20 @@ class Restorer:
             CheckpointError: it is another model's, another optimizer's, or would lose bits.
         """
         self._manager = manager
+        self._units = without_reference(manager.units)
         self._index = index
         self._strict = strict
         self._found = index.by_role()
         self._states = manager.tiers.plan.request.states
-        self._evaluates = not any(unit.trainable for unit in manager.units)
-        self._columns = [columns_of(unit, self._states, None) for unit in manager.units]
+        self._evaluates = not any(unit.trainable for unit in self._units)
+        self._columns = [columns_of(unit, self._states, None) for unit in self._units]
         self._request = manager.tiers.plan.request
         self._places = {
-            slot.name: (unit.index, position) for unit in manager.units for position, slot in enumerate(unit.slots)
+            slot.name: (unit.index, position) for unit in self._units for position, slot in enumerate(unit.slots)
         }
         self._refuse_another_model()
         self._fits: dict[Where, _Fit] = {}
-        for unit in manager.units:
+        for unit in self._units:
             for position, slot in enumerate(unit.slots):
                 if (PARAMETER, slot.name) in self._found:
                     self._fits[unit.index, position] = self._fit(unit, slot)
@@ -134,10 +174,7 @@ class Restorer:
     def fresh(self) -> set[Where]:
         """Parameters whose states begin anew, or are not in the checkpoint."""
         everything = {
-            (unit.index, position)
-            for unit in self._manager.units
-            if unit.trainable
-            for position in range(len(unit.slots))
+            (unit.index, position) for unit in self._units if unit.trainable for position in range(len(unit.slots))
         }
         names = self._states.names
         return {where for where in everything if where in self._fits and self._fits[where].states != names}
@@ -152,7 +189,7 @@ class Restorer:
     def _refuse_another_model(self) -> None:
         found = {entry.name: entry for entry in self._index.entries if entry.role == PARAMETER}
         different = []
-        for unit in self._manager.units:
+        for unit in self._units:
             for slot in unit.slots:
                 if slot.name in found and found[slot.name].shape != slot.shape:
                     different.append(f"{slot.name} has shape {found[slot.name].shape} instead of {slot.shape}")
@@ -220,12 +257,12 @@ class Restorer:
 
     def _takes_gradient(self, name: str) -> bool:
         where = self._places.get(name)
-        return where is not None and where in self._fits and self._manager.units[where[0]].trainable
+        return where is not None and where in self._fits and self._units[where[0]].trainable
 
     def _refuse_narrow_gradients(self) -> None:
         plan = self._manager.tiers.plan
         for entry in self._gradients:
-            unit = self._manager.units[self._places[entry.name][0]]
+            unit = self._units[self._places[entry.name][0]]
             mine = plan.request.accumulate or bool(plan.wide_bytes) or unit.dtype == "float32"
             if (
                 entry.dtype == "F32"
@@ -254,7 +291,7 @@ class Restorer:
         """
         everything = frozenset({Role.PARAM}) | ALL_STATES
         whole, partial = list[Unit](), list[Unit]()
-        for unit in self._manager.units:
+        for unit in self._units:
             here = [self._streams(unit, position) for position in range(len(unit.slots))]
             if any(here):
                 (whole if all(here) else partial).append(unit)
@@ -295,7 +332,7 @@ class Restorer:
 
     def _convert(self, where: Where, fit: _Fit, source: Source, staging: Staging, counts: StepCounts) -> None:
         """Load a parameter through fp32."""
-        manager, unit = self._manager, self._manager.units[where[0]]
+        manager, unit = self._manager, self._units[where[0]]
         found = fp32_values(self._found, fit.name, source, staging, fit.states)
         parameter = found.pop(PARAMETER)
         value = found.pop(MASTER, parameter)
@@ -325,7 +362,7 @@ class Restorer:
         with Reader({GRADIENT: stretches}, staging) as reader:
             for entry, first, last in parts:
                 index, slot = self._places[entry.name]
-                gradients, unit = self._manager.gradients, self._manager.units[index]
+                gradients, unit = self._manager.gradients, self._units[index]
                 stored = _GRADIENTS[entry.dtype]
                 address = gradients.restore(index, slot, stored, int(passes[entry.name]["passes"]))
                 mine = gradients.dtype(unit)
@@ -347,7 +384,7 @@ class Restorer:
     def _kept(self, name: str) -> tuple[int, int]:
         """Return the elements [first, last) of a parameter whose gradient this rank keeps."""
         index, position = self._places[name]
-        unit = self._manager.units[index]
+        unit = self._units[index]
         slot, (begin, end) = unit.slots[position], self._request.owned(unit, Role.GRAD)
         first, last = max(begin, slot.offset_numel), min(end, slot.end_numel)
         return first - slot.offset_numel, max(first, last) - slot.offset_numel

@@ -23,7 +23,7 @@ from offload.checkpoint.layout import Columns, Files, Layout, key_of
 from offload.distributed.ranks import Ranks
 from offload.errors import CheckpointError
 from offload.planning.roles import Role
-from offload.planning.units import Unit, Where
+from offload.planning.units import Unit, Where, without_reference
 from offload.shards.held import Held
 from offload.shards.manager import Manager
 from offload.shards.stream import ALL_STATES, Chunk
@@ -48,7 +48,8 @@ class Contents:
             held: what does not change any more; None where all is written from the tiers.
         """
         self._manager = manager
-        units, request, gradients = manager.units, manager.tiers.plan.request, manager.gradients
+        self._units = units = without_reference(manager.units)
+        request, gradients = manager.tiers.plan.request, manager.gradients
         slices = {unit.index: request.owned(unit, Role.GRAD) for unit in units}  # of each role
         waits = [any((unit.index, slot) in waiting for slot in range(len(unit.slots))) for unit in units]
         found: list[list[Column]] = [[] for _ in units]
@@ -99,7 +100,7 @@ class Contents:
                             address = column.address(chunk, start)
                             files.append(span.file, column.label, key_of(column, slot), address, size)
 
-        for roles, units in itertools.groupby(self._manager.units, self._reads):
+        for roles, units in itertools.groupby(self._units, self._reads):
             if roles:
                 self._manager.stream(units, visit, reads=roles, keep_early=True, widely=True, parts=True, slices=True)
         files.end()

@@ -58,19 +58,17 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
     adapters only, it has the files that it has without this.
 
     Attributes:
-        engine: the engine; None before it is made. ``trainer.engine.close()`` gives the model back.
-        reference: the evaluating engine of a reference model; None where there is none.
+        engine: the engine; None before it is made. ``trainer.engine.close()`` gives the models back.
     """
 
     engine: Engine | None = None
-    reference: Engine | None = None
     _reference_model: Any = None
 
     def __init__(
         self,
         *args: Any,
         offload: Options | None = None,
-        offload_reference: Options | None = None,
+        offload_reference: None = None,
         offload_stage: int | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -81,8 +79,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             offload: options of the engine, as :class:`offload.Config`, dict or JSON file. The trainer's arguments give
                 `gradient_accumulation_steps`, `gradient_reduction` and `device`. The trainer clips, unless its
                 `max_grad_norm` is 0 and the engine has one.
-            offload_reference: options for the engine of a reference model: its `max_memory` comes on top. `nvme_path`
-                is that of `offload`, if it is not given.
+            offload_reference: refused: `offload` has the budgets of the model and its reference model together.
             offload_stage: of ZeRO, where several processes train together, as `stage` of :class:`offload.Engine`; None:
                 ``"auto"``, with TRL 1.
             **kwargs: of the trainer.
@@ -92,11 +89,14 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
                 parameters that come and go.
         """
         self._options = Config.load(offload)
-        self._reference_options = offload_reference
+        if offload_reference is not None:
+            raise ConfigError(
+                "offload_reference: expected no budgets for the reference model alone but got some; leave it out, and "
+                "add its cpu and nvme to those of offload, whose engine has both models"
+            )
         self._stage = offload_stage
         model = kwargs.get("model", args[0] if args else None)
         given: Any = kwargs.get("args")
-        self._arguments = given
         if isinstance(model, str) and hasattr(given, "model_init_kwargs"):  # of TRL, which would fill the GPU
             given.model_init_kwargs = {"device_map": None, **(given.model_init_kwargs or {})}
         super().__init__(*args, **kwargs)
@@ -111,12 +111,13 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         """
         refuse_arguments(self.args, self._options)
         super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = LeavesReference(self, self.accelerator).prepare_model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the trainer's optimizer, and the engine that takes it over; return the engine's."""
         if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
             # model_init has made another model, or there was nothing to train before
-            self.engine.close(restore=self.engine.module is self.model)
+            self.engine.close(restore=self.engine.module is self.model or self.engine.reference is not None)
             self.engine = None
         if self.engine is None:
             refuse_other_schedule("optimizers", self.lr_scheduler, [self.optimizer])
@@ -128,7 +129,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
         """Make the engine."""
         config, several = engine_config(self.args, self._options), self.args.world_size > 1
         stage = None if not several else APART if optimizer is None else self._stage_of_several()
-        self.engine = Engine(self.model, optimizer, config, stage=stage)
+        self.engine = Engine(self.model, optimizer, config, reference=self._own_reference(), stage=stage)
         if (
             several
         ):  # which marks it as prepared; else the trainer would have it wrapped in DDP, which adds gradients, too
@@ -177,6 +178,12 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
                 self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
+    def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:
+        """Ask the reference model through the engine: before training, through one that only evaluates."""
+        if self.engine is None:
+            self._open(None)
+        return super().compute_ref_log_probs(*args, **kwargs)
+
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Leave the model where it is: the engine moves its parameters."""
 
@@ -184,30 +191,22 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     @property
     def ref_model(self) -> Any:
-        """The reference model of DPO and GRPO, in an evaluating engine; None where there is none."""
+        """The reference model of DPO and GRPO, in the model's engine; None where there is none."""
         return self._reference_model
 
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
-        if model is not None and model is not self._reference_model:
-            self.reference = self._evaluating(model)
+        if model is not None and model is not self._reference_model and self.engine is not None:
+            raise StateError(
+                "ref_model: expected the reference model before the engine is made but got one afterwards; give it to "
+                "the trainer's constructor"
+            )
         self._reference_model = model
 
-    def _evaluating(self, model: Any) -> Engine | None:
-        first = next(iter(model.parameters()), None)
-        if first is not None and owner_of(first) is not None:
-            return None  # in an engine of the user's own
-        if self._reference_options is None:
-            raise ConfigError(
-                "ref_model: expected memory of its own but got none; pass "
-                'offload_reference={"max_memory": {...}}, which comes on top of that of the model'
-            )
-        options = self._reference_options
-        if isinstance(options, Mapping):
-            options = {"nvme_path": self._options.nvme_path, **options}
-        arguments = vars(self).get("args", self._arguments)  # TRL 0.20 assigns the model first
-        device = None if arguments is None else str(arguments.device)
-        return Engine(model, None, options, device=device, stage=APART if processes() > 1 else None)
+    def _own_reference(self) -> Any:
+        """Return the reference model; None where there is none, or an engine of the user's own has it."""
+        first = None if self._reference_model is None else next(iter(self._reference_model.parameters()), None)
+        return None if first is None or owner_of(first) is not None else self._reference_model
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback; the one that mixes the model into its reference model does so unit by unit."""
@@ -336,6 +335,27 @@ def engine_config(args: Any, options: Config) -> Config:
     )
 
 
+class LeavesReference:
+    """Has what an accelerator's ``prepare_model`` is where an engine moves the parameters of a reference model."""
+
+    def __init__(self, trainer: OffloadTrainerMixin, accelerator: Any) -> None:
+        """Prepare.
+
+        Args:
+            trainer: has the reference model, before there is an engine.
+            accelerator: moves models as a whole.
+        """
+        self._trainer = trainer
+        self._without_engine = accelerator.prepare_model
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False, **kwargs: Any
+    ) -> Any:
+        """Prepare a model as ever, but leave the reference model where it is."""
+        placement = False if model is self._trainer.ref_model else device_placement
+        return self._without_engine(model, device_placement=placement, evaluation_mode=evaluation_mode, **kwargs)
+
+
 # --- callbacks --------------------------------------------------------------------------------------------------------
 
 
@@ -349,20 +369,21 @@ class ReferenceSync(transformers.TrainerCallback):  # type: ignore[misc]
         """Mix, where it is time to."""
         if state.global_step % args.ref_model_sync_steps != 0:
             return
-        engine, reference, alpha = self._trainer.engine, self._trainer.reference, args.ref_model_mixup_alpha
-        if engine is None or reference is None:
+        engine, alpha = self._trainer.engine, args.ref_model_mixup_alpha
+        if engine is None or engine.reference is None:
             raise StateError(
-                "sync_ref_model: expected a reference model in an engine of the trainer's but got another; pass "
-                "offload_reference, and the reference model as it is"
+                "sync_ref_model: expected a reference model in the trainer's engine but got one in another; pass the "
+                "reference model as it is"
             )
-        targets = dict(reference.module.named_parameters())
+        pairs = zip(engine.reference.parameters(), engine.module.parameters(), strict=True)
+        sources = {id(target): source for target, source in pairs}
 
-        def mix(name: str, parameter: torch.nn.Parameter) -> None:
-            target = targets[name]
-            with reference.gather(target, modify=True):
-                target.mul_(1.0 - alpha).add_(parameter, alpha=alpha)
+        def mix(name: str, target: torch.nn.Parameter) -> None:
+            source = sources[id(target)]
+            with engine.gather(source):
+                target.mul_(1.0 - alpha).add_(source, alpha=alpha)
 
-        engine.apply(mix)
+        engine.apply(mix, engine.reference)
 
 
 class OffloadCallback(transformers.TrainerCallback):  # type: ignore[misc]

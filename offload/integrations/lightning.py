@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from offload.checkpoint.restoring import read_state_dict
 from offload.config import Config
 from offload.engine import Engine
 from offload.errors import ConfigError
@@ -25,10 +27,12 @@ from offload.several import APART
 
 require("lightning", "2.4", door="offload.lightning")
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
+from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
 FILE = "trainer.ckpt"  # what Lightning keeps, inside a checkpoint's folder
+TIED = "offload_tied"  # there: the other names of tensors, of which the engine's checkpoint has the first ones
 
 
 _Strategy: Any = object  # what the mixin is mixed into
@@ -158,6 +162,7 @@ class _Offloading(_Strategy):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self.engine.save_checkpoint(filepath, keep=1)
+        checkpoint[TIED] = _tied(self.engine.module)
         super().save_checkpoint(checkpoint, os.path.join(filepath, FILE), storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -335,6 +340,42 @@ class OffloadRanksStrategy(_Offloading, _OneModel):
         """Return what all processes have."""
         self._meet("all_gather")
         return super().all_gather(tensor, *args, **kwargs)
+
+
+def load_from_checkpoint(kind: Any, path: str | Path, **kwargs: Any) -> Any:
+    """Return what ``kind.load_from_checkpoint(path)`` does, also of a folder that a strategy of this door has saved.
+
+    Lightning opens files only. The weights are in a temporary file meanwhile, and in memory twice, as with Lightning.
+
+    Args:
+        kind: class of the LightningModule or LightningDataModule.
+        path: of the checkpoint, a folder or a file.
+        **kwargs: of ``load_from_checkpoint``.
+
+    Raises:
+        CheckpointError: it is damaged, or has quantized weights.
+        swap.SwapError: an I/O error.
+    """
+    if not os.path.isdir(path):
+        return kind.load_from_checkpoint(path, **kwargs)
+    with tempfile.TemporaryFile() as file:
+        trusted = {name: kwargs[name] for name in ("weights_only",) if name in kwargs}
+        torch.save(_as_file(path, TorchCheckpointIO().load_checkpoint(os.path.join(path, FILE), **trusted)), file)
+        file.seek(0)
+        return kind.load_from_checkpoint(file, **kwargs)
+
+
+def _as_file(folder: str | Path, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file of Lightning's would have: what it `kept` in the folder, with the weights of the engine."""
+    weights = read_state_dict(folder)
+    return {**kept, "state_dict": weights | {alias: weights[name] for alias, name in kept.get(TIED, {}).items()}}
+
+
+def _tied(module: torch.nn.Module) -> dict[str, str]:
+    """Return the first name of each tensor in a state dict that has several, by its other names."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(each), name) for name, each in module.state_dict(keep_vars=True).items()}
+    return {name: found for name, found in names.items() if name != found}
 
 
 def _clipping_handles(plugin: Any, strategy: _Offloading) -> Any:

@@ -114,6 +114,34 @@ def refuse_model(model: nn.Module) -> None:
         _refuse_tensor(f"buffer {name}", buffer, dense=False)
 
 
+def refuse_reference(model: nn.Module, reference: object) -> None:
+    """Refuse a reference model that cannot be evaluated beside the model.
+
+    Raises:
+        ConfigError: it is no module, the model itself, has a parameter that is trained, or is on the meta device, or as
+            :func:`refuse_model`.
+        StateError: as :func:`refuse_model`.
+    """
+    if not isinstance(reference, nn.Module) or reference is model:
+        got = "the model itself" if reference is model else type(reference).__name__
+        raise ConfigError(
+            f"reference: expected another torch.nn.Module than the model but got {got}; pass copy.deepcopy(model), or "
+            "leave it out"
+        )
+    refuse_model(reference)
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    for name, parameter in reference.named_parameters():
+        if id(parameter) in trained:
+            raise ConfigError(
+                f"reference: expected parameters that nobody trains but {name} is one of the model's; pass "
+                "copy.deepcopy(model)"
+            )
+        if parameter.is_meta:
+            raise ConfigError(
+                f"reference: expected values but parameter {name} is on the meta device; load it to the CPU first"
+            )
+
+
 def _refuse_called_by_others(module: nn.Module) -> None:
     subject = f"model {type(module).__name__}"
     if isinstance(module, torch.jit.ScriptModule):

@@ -20,6 +20,7 @@ from offload.planning.units import Unit, Where, aligned_numel, lay_out
 from offload.torch_private import no_subclasses
 from offload.wrappers import Shell, inner_tensors, is_wrapper, leaves, take_apart
 
+REFERENCE = "(reference)"  # before the names of a reference model's modules; no attribute is called so
 SMALL_SHARE = 64  # modules below 1/64 of the model are not split further
 LOOSE_SHARE = 8  # modules that are not elements of a list are split above 1/8 of the model
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,12 +65,13 @@ class UnitTree:
     wrappers: tuple[Wrapper, ...] = ()
 
     def describe_wrappers(self) -> dict[str, Any]:
-        """Return how each wrapper is made of its inner tensors, by name, as JSON has it.
+        """Return how each wrapper is made of its inner tensors, by name, as JSON has it; not of a reference model.
 
         Raises:
             ConfigError: the class of one keeps something else than plain values.
         """
-        return {wrapper.name: wrapper.shell.described() for wrapper in self.wrappers}
+        own = [wrapper for wrapper in self.wrappers if not self.units[wrapper.places[0][0]].reference]
+        return {wrapper.name: wrapper.shell.described() for wrapper in own}
 
     def names(self) -> dict[int, str]:
         """Return what each parameter of the model, and each inner tensor, is called, by identity."""
@@ -91,6 +93,33 @@ class UnitTree:
 
         descend(model, frozenset())
         return sorted({held for _, held in seen if len(held) > more_than}, key=sorted)
+
+
+class WithReference(nn.Module):
+    """A model and its reference model as one tree, in which the model's names are what they are without the other."""
+
+    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+        """Put the models together.
+
+        Args:
+            model: the one that trains.
+            reference: another one, of which nothing requires a gradient.
+        """
+        super().__init__()
+        self.model, self.reference = model, reference
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield both models."""
+        yield "", self.model
+        yield REFERENCE, self.reference
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of the model, and then those of the reference model."""
+        memo = set() if memo is None else memo
+        for name, model in self.named_children():
+            yield from model.named_modules(memo, prefix + name, remove_duplicate)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -116,7 +145,7 @@ def find_units(
     """Group the parameters of `model` into units.
 
     Args:
-        model: any module; it is not changed.
+        model: any module, or one :class:`WithReference`; it is not changed.
         max_unit_bytes: split modules with more parameter bytes than this where they have children.
         dtype: dtype that floating point parameters will be cast to; None keeps each one's.
         train: parameters that require a gradient get one; else all count as frozen.
@@ -136,6 +165,7 @@ def find_units(
     roots: dict[nn.Module, list[int]] = {}
     for path, module, parameters in _Groups(model, max_unit_bytes, dtype).found:
         kinds: dict[tuple[torch.dtype, bool], list[torch.Tensor]] = {}
+        reference = path.partition(".")[0] == REFERENCE
         for parameter in parameters:
             trainable = train and parameter.requires_grad
             kinds.setdefault((_stored_dtype(parameter, dtype), trainable), []).append(parameter)
@@ -146,7 +176,8 @@ def find_units(
             slots, numel = lay_out(shapes, [starts[id(p)] for p in part], whole=undivided, ranks=shared)
             suffix = "" if len(kinds) == 1 else f" [{dtype_name(stored)}{'' if trainable else ', frozen'}]"
             index, name, size = len(units), dtype_name(stored), stored.itemsize
-            units.append(Unit(index, path + suffix, name, size, trainable, numel, slots, undivided, shared))
+            unit = Unit(index, path + suffix, name, size, trainable, numel, slots, undivided, shared, reference)
+            units.append(unit)
             members.append(part)
             roots.setdefault(module, []).append(index)
     places = {id(p): (index, slot) for index, part in enumerate(members) for slot, p in enumerate(part)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from offload.sizes import round_up
 
@@ -57,6 +57,7 @@ class Unit:
         slots: the parameters.
         whole: no chunk divides a parameter.
         ranks: how many may have a slice each; these are of one length, and chunks end where they do.
+        reference: of a reference model: evaluated only, and in no checkpoint.
     """
 
     index: int
@@ -68,6 +69,7 @@ class Unit:
     slots: tuple[Slot, ...]
     whole: bool = False
     ranks: int = 1
+    reference: bool = False
 
     @property
     def param_bytes(self) -> int:
@@ -99,6 +101,11 @@ class Unit:
         begins = {slot.offset_numel for slot in self.slots if slot.offset_numel % PAD_NUMEL == 0}
         starts = sorted({0} | (begins - {self.numel}))
         return list(zip(starts, [*starts[1:], self.numel], strict=True))
+
+
+def without_reference(units: Iterable[Unit]) -> list[Unit]:
+    """Return the units of the model itself; those of a reference model come behind them."""
+    return [unit for unit in units if not unit.reference]
 
 
 def aligned_numel(numel: int, multiple: int = SLOT_ALIGN_NUMEL) -> int:

@@ -462,6 +462,8 @@ class WorkingSet:
         if buffer is not None:
             return buffer
         mine = schedule.distance(shard.unit.index)
+        if not required and not shard.is_sliced:
+            self._let_arrive(lambda unit: schedule.distance(unit) > mine)
 
         def cost(owner: int) -> float | None:
             if owner < 0 or owner in wanted:
@@ -502,6 +504,13 @@ class WorkingSet:
         buffer = copies.allocate(shard)
         assert buffer is not None
         return buffer
+
+    def _let_arrive(self, may_leave: Callable[[int], bool]) -> None:
+        """Let units be here that have come and that nobody has asked for yet: those of another pass can leave then."""
+        copies = self._copies
+        for shard in copies.in_flight(Role.PARAM):
+            if shard.state is State.FETCHING and may_leave(shard.unit.index) and not copies.is_late(shard):
+                self.wait_for_prefetch(shard)
 
     def _compact(self, region: Region, cost: Callable[[int], float | None], shard: Shard) -> Buffer | None:
         """Make one gap of all: evict what may go, and move leased copies together."""

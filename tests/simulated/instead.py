@@ -17,7 +17,17 @@ import pytest
 from simulated import EAGER, LAZY, Run, Schedule, at_random, first, fixed, load, running
 
 MARK = "cpu"
-FILES = ("wrappers", "parity", "engine", "backward_updates", "forward_updates", "checkpoint", "optimizers", "bad_input")
+FILES = (
+    "wrappers",
+    "parity",
+    "engine",
+    "backward_updates",
+    "forward_updates",
+    "checkpoint",
+    "optimizers",
+    "bad_input",
+    "reference_models",
+)
 TURNS = "in turn"
 MOVER_STREAMS = 3  # it makes one for downloads, then two for uploads
 

@@ -20,7 +20,7 @@ from offload.checkpoint.format.reader import Reader, Source
 from offload.checkpoint.format.safetensors import ITEMSIZES, Member
 from offload.checkpoint.format.staging import BUFFER_BYTES, BUFFERS, Staging
 from offload.checkpoint.format.writer import FileWriter
-from offload.checkpoint.restoring import fp32_values, read_tensor
+from offload.checkpoint.restoring import fp32_values, read_tensor, read_weights
 from offload.errors import CheckpointError
 
 BUFFER_PREFIX = "buffer:"
@@ -110,8 +110,7 @@ def export_torch(path: Path, index: Index, output: Path, deadline_s: float) -> P
     source, found = Source(path, index), index.by_role()
     with Staging(BUFFERS, BUFFER_BYTES, deadline_s=deadline_s) as staging:
         values = {e.name: read_tensor(source, e, staging) for e in index.entries if e.role == "value"}
-        model = {e.name: read_tensor(source, e, staging) for e in index.entries if e.role == PARAMETER}
-        model |= decode(index.contents["buffers"], values.__getitem__)
+        model = read_weights(source, index, staging)
         result = {"model": model, "client_state": decode(index.contents["client_state"], values.__getitem__)}
         saved = decode(index.contents["optimizer"], values.__getitem__)
         if saved is not None:
