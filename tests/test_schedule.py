@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.shards.schedule import NEVER, Schedule
+from offload.planning.schedule import NEVER, Schedule
 
 traces = st.lists(st.integers(0, 5), max_size=12)
 

@@ -21,8 +21,10 @@ from collections.abc import Mapping
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
+from offload.planning.residency import fetched
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
+from offload.planning.uses import Uses
 from offload.planning.work import Kernel, Work
 
 LANES = ("compute", "h2d", "d2h", "cpu", "drive")
@@ -124,11 +126,12 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     host = plan.request.device_is_host
     away, back = _activations(plan)
     early = _early(plan, hardware, backward_s, clips=clips)
-    fresh, again = _fetched(plan, kept=0) + Moved(drive_read=-_filled(plan, early)), _fetched(plan, kept=_kept(plan))
+    passes = _fetched(plan, work, micro_batches, early)
+    fresh, again = passes[0] + Moved(drive_read=-_filled(plan, early)), passes[-1]
     gradients, updates, earlier = _out(plan, first=True), _updates(plan), micro_batches - 1
     if earlier:
         gradients = _out(plan, first=False)
-        moved = again * (2 * earlier) + gradients * (earlier - 1) + _out(plan, first=True) + (away + back) * earlier
+        moved = sum(passes[1:-1], gradients * (earlier - 1)) + _out(plan, first=True) + (away + back) * earlier
         spans = [_span("micro-batches but the last", earlier * (forward_s + backward_s), moved, hardware, host)]
     else:
         moved, spans = Moved(), []
@@ -281,20 +284,15 @@ def _lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
     }
 
 
-def _kept(plan: Plan) -> int:
-    """Return the bytes that are in the working region still when the direction turns: all but the unit in use."""
-    away = [unit.param_bytes for unit in plan.request.units if plan.home(unit, Role.PARAM) is not Tier.DEVICE]
-    return max(plan.working_bytes - max(away, default=0), 0)
-
-
-def _fetched(plan: Plan, *, kept: int) -> Moved:
-    """Return what one pass fetches of parameters that are not at home on the device."""
-    host = sum(u.param_bytes for u in plan.request.units if plan.home(u, Role.PARAM) is Tier.HOST)
-    drive = sum(u.param_bytes for u in plan.request.units if plan.home(u, Role.PARAM) is Tier.NVME)
-    share = max(1 - kept / (host + drive), 0.0) if host + drive else 0.0
-    read = int(drive * share)
-    up = 0 if plan.request.device_is_host else int((host + drive) * share)
-    return Moved(h2d=up, drive_read=read)
+def _fetched(plan: Plan, work: Work, micro_batches: int, early: _Early) -> list[Moved]:
+    """Return what each pass fetches of parameters that are not at home on the device."""
+    uses = work.uses or Uses.in_order(plan.request.units)
+    moved = []
+    for units in fetched(plan, uses, micro_batches=micro_batches, updated_early=early.done_s):
+        drive = sum(unit.param_bytes for unit in units if plan.home(unit, Role.PARAM) is Tier.NVME)
+        total = sum(unit.param_bytes for unit in units)
+        moved.append(Moved(h2d=total - (drive if plan.request.device_is_host else 0), drive_read=drive))
+    return moved
 
 
 def _out(plan: Plan, *, first: bool) -> Moved:

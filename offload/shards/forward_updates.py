@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Sequence
 from offload.errors import StateError
 from offload.memory.transfer import Ticket
 from offload.planning.roles import Role
+from offload.planning.schedule import Schedules
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
 from offload.shards.read_ahead import ReadAhead
-from offload.shards.schedule import Schedules
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, come_to_rest
 from offload.shards.tiers import Tiers
@@ -70,6 +70,7 @@ class ForwardUpdates(Updates[Update]):
 
     Attributes:
         failure: what a part of the step was lost by; None where all is well.
+        settled: how many units have become usable so far, or have come home.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class ForwardUpdates(Updates[Update]):
         self._leaving: list[_Leaving] = []  # done, and on their way home
         self._old: set[int] = set()  # units whose parameters must not be used yet
         self.failure: BaseException | None = None
+        self.settled = 0
         self._reported = False
 
     def __contains__(self, index: int) -> bool:
@@ -292,11 +294,13 @@ class ForwardUpdates(Updates[Update]):
         if index in self._old and (home or not leaving.read_again or self._are_over(leaving.param_writes)):
             leases.hand_over({Role.PARAM}, () if leaving.read_again else leaving.writes)
             self._old.discard(index)
+            self.settled += 1
             tiers.working.show(param)
         if home:
             if param.state is State.FLUSHING:
                 tiers.copies.wait(param)
             leases.close()
+            self.settled += 1
             self._leaving.remove(leaving)
 
     def _are_over(self, writes: Sequence[Ticket]) -> bool:
