@@ -16,7 +16,7 @@ this takes longer than the busiest lane is the fill. Shares of compute are those
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
@@ -126,7 +126,8 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     host = plan.request.device_is_host
     away, back = _activations(plan)
     early = _early(plan, hardware, backward_s, clips=clips)
-    passes = _fetched(plan, work, micro_batches, early)
+    uses = work.uses or Uses.in_order(plan.request.units)
+    passes = _fetched(plan, uses, micro_batches, early.done_s)
     fresh, again = passes[0] + Moved(drive_read=-_filled(plan, early)), passes[-1]
     gradients, updates, earlier = _out(plan, first=True), _updates(plan), micro_batches - 1
     if earlier:
@@ -284,11 +285,26 @@ def _lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
     }
 
 
-def _fetched(plan: Plan, work: Work, micro_batches: int, early: _Early) -> list[Moved]:
+def moved_of(plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: Container[int] = ()) -> Moved:
+    """Return the bytes of a step once steps repeat, without activations that leave the device.
+
+    They are those that ``engine.stats()`` counts where the device is the CPU, its region has the plan's size, and the
+    drive keeps up: else a copy that is not home yet may make another one leave for it.
+
+    Args:
+        plan: homes of the shards.
+        uses: of a micro-batch.
+        micro_batches: of a step.
+        updated_early: units that are updated during backward.
+    """
+    moved = sum(_fetched(plan, uses, micro_batches, updated_early), _updates(plan)) + _out(plan, first=True)
+    return moved + _out(plan, first=False) * (micro_batches - 1)
+
+
+def _fetched(plan: Plan, uses: Uses, micro_batches: int, updated_early: Container[int]) -> list[Moved]:
     """Return what each pass fetches of parameters that are not at home on the device."""
-    uses = work.uses or Uses.in_order(plan.request.units)
     moved = []
-    for units in fetched(plan, uses, micro_batches=micro_batches, updated_early=early.done_s):
+    for units in fetched(plan, uses, micro_batches=micro_batches, updated_early=updated_early):
         drive = sum(unit.param_bytes for unit in units if plan.home(unit, Role.PARAM) is Tier.NVME)
         total = sum(unit.param_bytes for unit in units)
         moved.append(Moved(h2d=total - (drive if plan.request.device_is_host else 0), drive_read=drive))

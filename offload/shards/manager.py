@@ -132,9 +132,7 @@ class Manager:
         self._prefetching = LeftToWhoNeedsIt("prefetch")
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
-        self._held_up: int | None = (
-            None  # a unit that had no room when it was asked for, as long as others are on their way
-        )
+        self._held_up: int | None = None  # a unit without room as long as others are on their way
         self._staging_bytes = plan.staging_slots * plan.staging_slot_bytes
 
     # --- parameters -------------------------------------------------------------------------------------------------
