@@ -23,7 +23,7 @@ MIXES: dict[str, dict[str, Any]] = {
     "all, more room on the device": {"units": 9},
     "all, room for all units": {"units": 99},
     "states in int8": {"state_dtype": "int8"},
-    "states alone": {"offload_param": "none", "max_memory": {"device": "32MiB", "cpu": "16MiB", "nvme": "64MiB"}},
+    "states alone": {"offload_param": "none", "max_memory": {"device": 32 << 20, "cpu": "16MiB", "nvme": "64MiB"}},
     "parameters alone": {"offload_optimizer": "cpu", "units": 6},
     "in 16 bits": {"dtype": "bfloat16", "units": 5},
 }
