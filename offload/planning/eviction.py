@@ -5,8 +5,8 @@ for units of one size: what is used next comes next; what is used last leaves; n
 and nothing leaves ahead of time if a unit that is used in between would be the one to leave by then. With these, no
 policy that asks for each unit at the latest while the one before it is used has fewer fetches.
 
-Source: the first three rules are Belady's (1966) and those of Cao, Felten, Karlin and Li, "A Study of Integrated
-Prefetching and Caching Strategies" (1995), section 2; the fourth makes theirs conservative (section 3.1).
+Source: Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer" (1966); Cao, Felten, Karlin and Li,
+"A Study of Integrated Prefetching and Caching Strategies" (1995). With the fourth rule, theirs is the conservative one.
 
 Next: :mod:`offload.shards.working_set` evicts by it, :mod:`offload.planning.residency` tells what a step fetches.
 """
