@@ -94,9 +94,9 @@ class Work:
         operators: calls of torch by the host in forward.
         peak_bytes: that are alive at once beside parameters and their gradients.
         assumed: questions about values of tensors that were answered with yes: on the meta device there are none.
-        uses: of units, in their order; None where the units are not known.
         measured_s: of forward and of backward, where their kernels were measured on the device.
         unmeasured: operators among them that could not be.
+        uses: of units, in their order; None where the units are not known.
     """
 
     forward: Mapping[Kernel, int]
@@ -104,9 +104,9 @@ class Work:
     operators: int
     peak_bytes: int
     assumed: int
-    uses: Uses | None = None
     measured_s: tuple[float, float] | None = None
     unmeasured: tuple[str, ...] = ()
+    uses: Uses | None = None
 
     def twice_as_fast(self) -> Work:
         """Return it as measured on a device of twice the speed; as it is where it was not measured."""
@@ -169,7 +169,7 @@ def work_of(
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; leave batch out to have "
                 "the plan in bytes"
             ) from error
-    return Work(forward, backward, operators, counter.peak_bytes, counter.assumed, uses)
+    return Work(forward, backward, operators, counter.peak_bytes, counter.assumed, uses=uses)
 
 
 def _refuse_quantized(model: nn.Module) -> None:

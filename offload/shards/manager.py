@@ -217,7 +217,8 @@ class Manager:
         if here == self._no_room_at and self._patience:  # a unit has many modules: little has changed since the last
             self._patience -= 1
             return
-        in_use, wanted = [self.schedule.last], self.backward.wanted_here()
+        last, wanted = self.schedule.last, self.backward.wanted_here()
+        in_use = [] if last is None else [last]
         following = next(self.schedule.upcoming(1), None)
         for index in self.schedule.upcoming(uses, within_step=self._is_sliced):
             shard = self.tiers.param(index)
