@@ -29,6 +29,7 @@ from offload.module.quantized import ready_meanwhile
 from offload.optim.rules import Rule, rule_of
 from offload.planning.choosing import AUTO, KEEP, choose
 from offload.planning.hardware import Hardware
+from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
 from offload.planning.timing import Timing, timing_of
@@ -227,11 +228,11 @@ def plan(
     rule = rule_of(spec, cast)
     with ready_meanwhile(module, cast):
         logger.info("placing parameters, gradients and states")
-        found = _planned(module, asked, rule, _budgets(asked, machine), here=here)
+        found, tree = _planned(module, asked, rule, _budgets(asked, machine), here=here)
         if batch is None:
             return Forecast(found, machine, None, None, None, {})
         logger.info("running a micro-batch on shapes alone")
-        cases = cases_of(module, batch, found)
+        cases = cases_of(module, batch, found, tree)
         if hardware == HERE:
             logger.info("measuring this machine, as far as it is not known yet")
             machine, cases = _measured(asked, spec, cases, again=measure_again)
@@ -242,8 +243,9 @@ def plan(
         mode, (found, work), timing = _fastest(cases, machine, asked)
 
         def planned(budgets: Mapping[Tier, int]) -> Case:
-            other = _planned(module, asked, rule, budgets, here=here)
-            return case_of(module, batch, other, mode) if other.near_bytes else (other, work)
+            other, cut = _planned(module, asked, rule, budgets, here=here)
+            again = other.near_bytes or cut.units != tree.units
+            return case_of(module, batch, other, mode, cut) if again else (other, work)
 
         savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
         clipping = _clipping(planned, asked, machine, (found, work), timing.step_s)
@@ -369,11 +371,13 @@ def _measured(
     return machine, {mode: (plan, known.timed(work, machine)) for mode, (plan, work) in cases.items()}
 
 
-def _planned(module: nn.Module, asked: Config, rule: Rule, budgets: Mapping[Tier, int], *, here: bool) -> Plan:
+def _planned(
+    module: nn.Module, asked: Config, rule: Rule, budgets: Mapping[Tier, int], *, here: bool
+) -> tuple[Plan, UnitTree]:
     tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]))
     host = here and open_device(asked.device).addressable
     request = request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=False)
-    return make_plan(request)
+    return make_plan(request), tree
 
 
 def _timed(found: Plan, work: Work, machine: Hardware, asked: Config) -> Timing:

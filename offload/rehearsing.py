@@ -15,6 +15,7 @@ from torch import nn
 from offload.activations.rehearsal import Rehearsal
 from offload.module.recomputing import Recomputing, can_recompute
 from offload.planning.choosing import AUTO, KEEP, OFFLOAD, RECOMPUTE
+from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.work import Work, work_of
 
@@ -36,7 +37,7 @@ def moved_by(module: nn.Module, batch: Any, plan: Plan) -> Mapping[str, int]:
     return rehearsal.moved()
 
 
-def cases_of(module: nn.Module, batch: Any, plan: Plan) -> dict[str, Case]:
+def cases_of(module: nn.Module, batch: Any, plan: Plan, tree: UnitTree) -> dict[str, Case]:
     """Return the plan and the work of a micro-batch per mode that is possible; arguments as of :func:`work_of`.
 
     There is one mode, unless ``activations="auto"`` has to choose.
@@ -46,26 +47,26 @@ def cases_of(module: nn.Module, batch: Any, plan: Plan) -> dict[str, Case]:
     """
     asked = plan.request.activations
     if asked == RECOMPUTE:
-        return {asked: case_of(module, batch, plan, asked)}
-    case = case_of(module, batch, plan, OFFLOAD)
+        return {asked: case_of(module, batch, plan, asked, tree)}
+    case = case_of(module, batch, plan, OFFLOAD, tree)
     if asked != AUTO:
         return {asked: case}
     if not case[0].activation_step_bytes:
         return {KEEP: case}
     cases = {OFFLOAD: case}
     if can_recompute(module):
-        cases[RECOMPUTE] = case_of(module, batch, plan, RECOMPUTE)
+        cases[RECOMPUTE] = case_of(module, batch, plan, RECOMPUTE, tree)
     return cases
 
 
-def case_of(module: nn.Module, batch: Any, plan: Plan, mode: str) -> Case:
+def case_of(module: nn.Module, batch: Any, plan: Plan, mode: str, tree: UnitTree) -> Case:
     """Return a plan with what a micro-batch moves in a mode, and what it computes.
 
     Raises:
         ConfigError: as :func:`cases_of`.
     """
     with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
-        return plan.with_activations(moved_by(module, batch, plan)), work_of(module, batch)
+        return plan.with_activations(moved_by(module, batch, plan)), work_of(module, batch, tree=tree)
 
 
 @contextlib.contextmanager

@@ -41,8 +41,9 @@ class Stats:
             clock, as far as it is over with them; ``compute`` is from the beginning of a pass to its end there, waits
             for parameters included. Without a clock, copies have no seconds, and ``compute`` is the host's time.
         hits: uses of a unit that found it on the device; counts are since the engine was made.
-        misses: uses that had to start a fetch and wait for it.
-        stalls: uses that waited for a fetch already under way; `stall_seconds` counts both kinds of wait.
+        misses: uses that had to start a fetch that nobody had asked for before, and wait for it.
+        stalls: uses that waited for a fetch that was asked for ahead: under way, or without room as long as other
+            copies were on their way, home or to the device; `stall_seconds` counts both kinds of wait.
         stall_seconds: seconds compute waited for parameters.
         update_chunks: pieces of units that steps have updated; `update_stalls` of them were waited for, the others had
             arrived while something else was computed. The states of `update_chunks_ahead` were read before the step.

@@ -101,7 +101,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.planning.roles": ("torch",),
     "offload.planning.slices": ("torch",),
     "offload.planning.units": ("torch",),
-    "offload.shards.schedule": ("torch",),
+    "offload.planning.schedule": ("torch",),
 }
 # compiled module -> the files that may import it
 FACES = {

@@ -166,7 +166,7 @@ def test_prefetching_leaves_the_drive_to_updates() -> None:
 
         def coming() -> list[int]:
             params = (manager.copies.of(index, Role.PARAM) for index in range(UNITS))
-            return [shard.unit.index for shard in params if shard.state is State.FETCHING]
+            return [shard.unit.index for shard in params if shard.state in (State.FETCHING, State.RESIDENT)]
 
         updates.read_ahead()
         manager.prefetch()

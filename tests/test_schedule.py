@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.shards.schedule import NEVER, Schedule
+from offload.planning.schedule import NEVER, Schedule
 
 traces = st.lists(st.integers(0, 5), max_size=12)
 
@@ -52,8 +52,15 @@ def test_predictions_agree_with_the_naive_model(guess: list[int], steps: list[li
 
     def compare() -> None:
         assert schedule.trace == tuple(naive.trace)
+        assert schedule.last == (naive.recorded[-1] if naive.recorded else None)
         for unit in range(7):
             assert schedule.distance(unit) == walk(naive.trace, naive.position, unit)
+            for behind in range(len(naive.trace) + 1):
+                found = walk(naive.trace, naive.position + behind, unit)
+                assert schedule.distance(unit, behind=behind) == (found if found == NEVER else found + behind)
+        for number in range(-1, len(naive.trace)):
+            coming = naive.trace[(naive.position + number) % len(naive.trace)] if naive.trace else None
+            assert coming is None or schedule.coming(number) == coming
         assert list(schedule.upcoming(limit)) == naive.upcoming(limit)
 
     compare()

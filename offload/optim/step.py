@@ -218,6 +218,7 @@ class Step:
             manager.finish_updates()
             gather_updated(manager, updated)
         with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
+            manager.prefetch(uses=1)  # while nothing is updated, so that everything can be moved
             manager.forward.read_ahead()
             manager.prefetch()
         return True

@@ -16,13 +16,15 @@ this takes longer than the busiest lane is the fill. Shares of compute are those
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from offload.memory.budget import Tier
 from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
+from offload.planning.residency import fetched
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
+from offload.planning.uses import Uses
 from offload.planning.work import Kernel, Work
 
 LANES = ("compute", "h2d", "d2h", "cpu", "drive")
@@ -124,11 +126,13 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     host = plan.request.device_is_host
     away, back = _activations(plan)
     early = _early(plan, hardware, backward_s, clips=clips)
-    fresh, again = _fetched(plan, kept=0) + Moved(drive_read=-_filled(plan, early)), _fetched(plan, kept=_kept(plan))
+    uses = work.uses or Uses.in_order(plan.request.units)
+    passes = _fetched(plan, uses, micro_batches, early.done_s)
+    fresh, again = passes[0] + Moved(drive_read=-_filled(plan, early)), passes[-1]
     gradients, updates, earlier = _out(plan, first=True), _updates(plan), micro_batches - 1
     if earlier:
         gradients = _out(plan, first=False)
-        moved = again * (2 * earlier) + gradients * (earlier - 1) + _out(plan, first=True) + (away + back) * earlier
+        moved = sum(passes[1:-1], gradients * (earlier - 1)) + _out(plan, first=True) + (away + back) * earlier
         spans = [_span("micro-batches but the last", earlier * (forward_s + backward_s), moved, hardware, host)]
     else:
         moved, spans = Moved(), []
@@ -281,20 +285,30 @@ def _lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
     }
 
 
-def _kept(plan: Plan) -> int:
-    """Return the bytes that are in the working region still when the direction turns: all but the unit in use."""
-    away = [unit.param_bytes for unit in plan.request.units if plan.home(unit, Role.PARAM) is not Tier.DEVICE]
-    return max(plan.working_bytes - max(away, default=0), 0)
+def moved_of(plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: Container[int] = ()) -> Moved:
+    """Return the bytes of a step once steps repeat, without activations that leave the device.
+
+    They are those that ``engine.stats()`` counts where the device is the CPU, its region has the plan's size, and the
+    drive keeps up: else a copy that is not home yet may make another one leave for it.
+
+    Args:
+        plan: homes of the shards.
+        uses: of a micro-batch.
+        micro_batches: of a step.
+        updated_early: units that are updated during backward.
+    """
+    moved = sum(_fetched(plan, uses, micro_batches, updated_early), _updates(plan)) + _out(plan, first=True)
+    return moved + _out(plan, first=False) * (micro_batches - 1)
 
 
-def _fetched(plan: Plan, *, kept: int) -> Moved:
-    """Return what one pass fetches of parameters that are not at home on the device."""
-    host = sum(u.param_bytes for u in plan.request.units if plan.home(u, Role.PARAM) is Tier.HOST)
-    drive = sum(u.param_bytes for u in plan.request.units if plan.home(u, Role.PARAM) is Tier.NVME)
-    share = max(1 - kept / (host + drive), 0.0) if host + drive else 0.0
-    read = int(drive * share)
-    up = 0 if plan.request.device_is_host else int((host + drive) * share)
-    return Moved(h2d=up, drive_read=read)
+def _fetched(plan: Plan, uses: Uses, micro_batches: int, updated_early: Container[int]) -> list[Moved]:
+    """Return what each pass fetches of parameters that are not at home on the device."""
+    moved = []
+    for units in fetched(plan, uses, micro_batches=micro_batches, updated_early=updated_early):
+        drive = sum(unit.param_bytes for unit in units if plan.home(unit, Role.PARAM) is Tier.NVME)
+        total = sum(unit.param_bytes for unit in units)
+        moved.append(Moved(h2d=total - (drive if plan.request.device_is_host else 0), drive_read=drive))
+    return moved
 
 
 def _out(plan: Plan, *, first: bool) -> Moved:

@@ -22,6 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from offload.errors import ConfigError
 from offload.nested import tensors_in
 from offload.planning.hardware import Hardware
+from offload.planning.partition import UnitTree
+from offload.planning.uses import Recording, Uses
 from offload.torch_private import TorchDispatchMode, storage_place
 from offload.wrappers import is_wrapper
 
@@ -94,6 +96,7 @@ class Work:
         assumed: questions about values of tensors that were answered with yes: on the meta device there are none.
         measured_s: of forward and of backward, where their kernels were measured on the device.
         unmeasured: operators among them that could not be.
+        uses: of units, in their order; None where the units are not known.
     """
 
     forward: Mapping[Kernel, int]
@@ -103,6 +106,7 @@ class Work:
     assumed: int
     measured_s: tuple[float, float] | None = None
     unmeasured: tuple[str, ...] = ()
+    uses: Uses | None = None
 
     def twice_as_fast(self) -> Work:
         """Return it as measured on a device of twice the speed; as it is where it was not measured."""
@@ -126,6 +130,7 @@ def work_of(
     model: nn.Module,
     batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any],
     watch: Watch = _unwatched,
+    tree: UnitTree | None = None,
 ) -> Work:
     """Count what a forward and a backward pass take.
 
@@ -134,6 +139,7 @@ def work_of(
         batch: (rows, length) of token ids, for a model that takes ``input_ids`` and ``labels``; else what its forward
             takes, by name or in order, with tensors of any device. Their values are not looked at.
         watch: is entered around each module's forward, with the parameters.
+        tree: the model's units, whose uses are noted; None where nobody asks.
 
     Raises:
         ConfigError: weights are quantized, or the passes need values of tensors, or fail for another reason; names it.
@@ -142,26 +148,28 @@ def work_of(
     _refuse_quantized(model)
     state = {name: _hollow(tensor) for name, tensor in model.named_parameters(remove_duplicate=True)}
     parameters = list(state.values())
+    recording = None if tree is None else Recording(tree, state)
     state |= {name: _hollow(tensor) for name, tensor in model.named_buffers()}
     counter = _Counter(parameters)
     with contextlib.ExitStack() as undo:
         for parameter in parameters:
             if parameter.requires_grad:
                 undo.enter_context(contextlib.closing(_Dropped(parameter, counter)))
-        undo.enter_context(contextlib.closing(_Inside(model, lambda: watch(parameters), watch is not _unwatched)))
+        enter = (lambda _: watch(parameters)) if recording is None else recording.enter
+        undo.enter_context(contextlib.closing(_Inside(model, enter, watch is not _unwatched)))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(counter)
         try:
-            passes = _Passes(model, counter)
+            passes = _Passes(model, counter, recording)
             inside = {f"model.{name}": tensor for name, tensor in state.items()}
-            forward, operators, backward = torch.func.functional_call(passes, inside, arguments, named)
+            forward, operators, backward, uses = torch.func.functional_call(passes, inside, arguments, named)
         except Exception as error:
             raise ConfigError(
                 f"model {type(model).__name__}: what a batch takes cannot be told without running it: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; leave batch out to have "
                 "the plan in bytes"
             ) from error
-    return Work(forward, backward, operators, counter.peak_bytes, counter.assumed)
+    return Work(forward, backward, operators, counter.peak_bytes, counter.assumed, uses=uses)
 
 
 def _refuse_quantized(model: nn.Module) -> None:
@@ -177,18 +185,23 @@ def _refuse_quantized(model: nn.Module) -> None:
 class _Passes(nn.Module):
     """Both passes as one call, so that what is computed again in backward has the same parameters."""
 
-    def __init__(self, model: nn.Module, counter: _Counter) -> None:
+    def __init__(self, model: nn.Module, counter: _Counter, recording: Recording | None) -> None:
         super().__init__()
         self.model = model
         self._counter = counter
+        self._recording = recording
 
-    def forward(self, *arguments: Any, **named: Any) -> tuple[Mapping[Kernel, int], int, Mapping[Kernel, int]]:
-        """Return the kernels of forward, its operators, and the kernels of backward."""
+    def forward(
+        self, *arguments: Any, **named: Any
+    ) -> tuple[Mapping[Kernel, int], int, Mapping[Kernel, int], Uses | None]:
+        """Return the kernels of forward, its operators, the kernels of backward, and the uses of units."""
         loss = _loss(self.model(*arguments, **named))
         forward, operators = self._counter.next_pass()
+        used = () if self._recording is None else self._recording.take()
         if loss.requires_grad:
             torch.autograd.backward(loss)
-        return forward, operators, self._counter.next_pass()[0]
+        uses = None if self._recording is None else Uses(used, self._recording.take())
+        return forward, operators, self._counter.next_pass()[0], uses
 
 
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -243,7 +256,7 @@ class _Inside:
     """While a module's forward runs, again in backward, too, it is watched, and attention is one kernel, as on GPUs."""
 
     def __init__(
-        self, model: nn.Module, watch: Callable[[], contextlib.AbstractContextManager[Any]], grouped: bool
+        self, model: nn.Module, watch: Callable[[nn.Module], contextlib.AbstractContextManager[Any]], grouped: bool
     ) -> None:
         self._grouped = grouped
         self._entered: list[contextlib.ExitStack] = []  # by the modules that are running, the outermost attends
@@ -261,7 +274,7 @@ class _Inside:
         entered = contextlib.ExitStack()
         if not self._entered:
             entered.enter_context(_Fused(grouped=self._grouped))
-        entered.enter_context(self._watch())
+        entered.enter_context(self._watch(module))
         self._entered.append(entered)
 
     def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:

@@ -22,10 +22,10 @@ from offload.errors import StateError
 from offload.memory.budget import Tier
 from offload.memory.transfer import Ticket
 from offload.planning.roles import Role
+from offload.planning.schedule import Schedules
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
 from offload.shards.read_ahead import ReadAhead
-from offload.shards.schedule import Schedules
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, come_to_rest
 from offload.shards.tiers import Tiers
@@ -71,6 +71,7 @@ class ForwardUpdates(Updates[Update]):
 
     Attributes:
         failure: what a part of the step was lost by; None where all is well.
+        settled: how many units have become usable so far, or have come home.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ForwardUpdates(Updates[Update]):
         self._leaving: list[_Leaving] = []  # done, and on their way home
         self._old: set[int] = set()  # units whose parameters must not be used yet
         self.failure: BaseException | None = None
+        self.settled = 0
         self._reported = False
 
     def __contains__(self, index: int) -> bool:
@@ -297,11 +299,13 @@ class ForwardUpdates(Updates[Update]):
         if index in self._old and (written or not leaving.read_again):
             leases.hand_over({Role.PARAM}, () if leaving.read_again else leaving.param_writes)
             self._old.discard(index)
+            self.settled += 1
             tiers.working.show(param)
         if written and param.state is State.FLUSHING:
             tiers.copies.wait(param)
         if home:
             leases.close()
+            self.settled += 1
             self._leaving.remove(leaving)
 
     def _are_over(self, writes: Sequence[Ticket]) -> bool:

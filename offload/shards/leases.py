@@ -13,9 +13,9 @@ from offload.errors import StateError
 from offload.memory.budget import Tier
 from offload.memory.transfer import Ticket, TicketGroup
 from offload.planning.roles import STATE_ROLES, Role
+from offload.planning.schedule import Schedules
 from offload.planning.units import Unit
 from offload.shards.copies import Lease, WriteLease, chunk_key
-from offload.shards.schedule import Schedules
 from offload.shards.shard import Event, Shard, State
 from offload.shards.tiers import Tiers
 

@@ -12,6 +12,7 @@ Called from one thread at a time: the one that computes, or the one that runs th
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from offload.memory.device import Device
 from offload.memory.transfer import LeftToWhoNeedsIt
 from offload.planning.plan import LOOK_AHEAD, Plan
 from offload.planning.roles import Role
+from offload.planning.schedule import PREFETCH_WINDOW, Schedule, Schedules
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe
 from offload.shards.commits import RECORD_KEYS, Commits, Record
@@ -35,7 +37,6 @@ from offload.shards.held import Held
 from offload.shards.leases import Access, Leases
 from offload.shards.read_ahead import ReadAhead
 from offload.shards.rewritten import Rewritten
-from offload.shards.schedule import Schedule, Schedules
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, stream
 from offload.shards.tiers import Tiers
@@ -46,7 +47,6 @@ from swap import SwapStore
 
 logger = logging.getLogger(__name__)
 
-PREFETCH_WINDOW = 64  # uses of the schedule that are looked at
 FETCHES_AHEAD = 2  # from host memory, while the processor has updates to make
 PATIENCE = 4  # acquisitions of one unit after which room for a prefetch is looked for again
 
@@ -132,6 +132,7 @@ class Manager:
         self._prefetching = LeftToWhoNeedsIt("prefetch")
         self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
         self._patience = 0
+        self._held_up: int | None = None  # a unit without room as long as others are on their way
         self._staging_bytes = plan.staging_slots * plan.staging_slot_bytes
 
     # --- parameters -------------------------------------------------------------------------------------------------
@@ -199,6 +200,7 @@ class Manager:
         """Note that a training step has ended: what was used in it predicts the next one."""
         self._schedules.begin(training=True)
         self.schedule.restart()
+        self._patience = 0
 
     def order_of_use(self) -> list[int]:
         """Return per unit its turn in the training step that begins next, as far as is known."""
@@ -207,24 +209,28 @@ class Manager:
         turn = {index: position for position, index in enumerate(order)}
         return [turn.get(unit.index, len(order) + unit.index) for unit in self.units]
 
-    def prefetch(self) -> None:
-        """Start fetching the units used next, as far as units used later give way."""
+    def prefetch(self, uses: int = PREFETCH_WINDOW) -> None:
+        """Start fetching the units of the next `uses`, as far as units used later give way."""
         if not self._prefetches:
             return
         here = (self.schedule, self.schedule.position)
         if here == self._no_room_at and self._patience:  # a unit has many modules: little has changed since the last
             self._patience -= 1
             return
-        wanted = self.backward.wanted_here()
-        for index in self.schedule.upcoming(PREFETCH_WINDOW, within_step=self._is_sliced):
+        last, wanted = self.schedule.last, self.backward.wanted_here()
+        in_use = [] if last is None else [last]
+        following = next(self.schedule.upcoming(1), None)
+        for index in self.schedule.upcoming(uses, within_step=self._is_sliced):
             shard = self.tiers.param(index)
             if self._is_sliced and len(self.copies.in_flight(Role.PARAM)) >= LOOK_AHEAD:
                 return  # nothing else can be asked of the ranks before these have come
             if shard.state is State.STORED and not shard.stays and self._may_fetch(shard):
                 if self.forward.active and self._is_far_ahead(shard):
                     return
-                if not self.working.start_fetch(shard, self.schedule, required=False, wanted=wanted):
+                fetch = functools.partial(self.working.start_fetch, shard, self.schedule, required=False)
+                if not fetch(wanted=in_use + wanted) and not (wanted and index == following and fetch(wanted=in_use)):
                     self._no_room_at, self._patience = here, PATIENCE - 1
+                    self._held_up = index if self.working.is_held_up(shard, self.schedule) else None
                     return
 
     def _is_far_ahead(self, shard: Shard) -> bool:
@@ -240,20 +246,18 @@ class Manager:
 
     def _may_fetch(self, shard: Shard) -> bool:
         """Tell whether the home's content is of use on the device."""
-        return not shard.writing and (shard.unit.index not in self.forward or self.tiers.updates_in_place(shard))
+        return not shard.writing and (shard.unit.index not in self.forward or self.tiers.comes_before_update(shard))
 
     def _make_resident(self, shard: Shard) -> None:
         self.schedule.use(shard.unit.index)
         self._bring(shard)
 
     def _bring(self, shard: Shard) -> None:
-        index = shard.unit.index
-        if self.forward.active:
-            self._require_update(shard)
+        index, counters = shard.unit.index, self.tiers.counters
+        missed = self.forward.active and self._require_update(shard)
         assert not self.working.hides(index), shard.describe()
-        counters = self.tiers.counters
         if index in self.working:
-            counters.hits += 1
+            counters.hits += not missed
             return
         begin = time.perf_counter()
         self.copies.forgive(shard)
@@ -263,13 +267,20 @@ class Manager:
         if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:
                 raise self._no_content(shard)
-            counters.misses += 1
+            self._count_fetch(index)
             with self._telling_ranks():
                 self.working.start_fetch(shard, self.schedule, required=True)
                 self.working.wait_for_fetch(shard)
         end = time.perf_counter()
         counters.stall_seconds += end - begin
         counters.spans.add_wait(f"parameters: {shard.unit.name}", begin, end)
+
+    def _count_fetch(self, index: int) -> None:
+        """Count a fetch that starts where the unit is used: a miss, unless one was asked for and had no room yet."""
+        if index == self._held_up:
+            self.tiers.counters.stalls += 1
+        else:
+            self.tiers.counters.misses += 1
 
     @staticmethod
     def _no_content(shard: Shard) -> StateError:
@@ -288,12 +299,15 @@ class Manager:
                 self.tiers.ranks.fail(error)
             raise
 
-    def _require_update(self, shard: Shard) -> None:
+    def _require_update(self, shard: Shard) -> bool:
+        """Make a unit's update, if it is due; returns whether a fetch had to be started for it, which is a miss."""
         index = shard.unit.index
-        in_place = self.tiers.updates_in_place(shard)
-        if index in self.forward and shard.state is State.STORED and in_place and not shard.writing:
+        missed = index in self.forward and shard.state is State.STORED and self._may_fetch(shard)
+        if missed:
+            self._count_fetch(index)
             self.working.start_fetch(shard, self.schedule, required=True)
         self.forward.require(index)
+        return missed
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -335,7 +349,12 @@ class Manager:
 
     def advance_updates(self, guess: Callable[[], Recipe | None]) -> None:
         """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
+        settled = self.forward.settled
         self.forward.advance()
+        if self.forward.settled != settled and self._prefetches:
+            self._patience = 0  # what is home can leave, and what is updated can come
+            with self._prefetching:
+                self.prefetch()
         if self.commits is not None:
             self._try_commit()
         self._advance_early(guess)

@@ -203,9 +203,13 @@ class Tiers:
         assert self._conductor is not None
         return self._conductor.read(self._params[index], self.mover)
 
+    def comes_before_update(self, shard: Shard) -> bool:
+        """Tell whether a working copy of PARAM may be fetched before an update, which then changes it as well."""
+        return self.device.addressable and not shard.is_sliced
+
     def updates_in_place(self, shard: Shard) -> bool:
         """Tell whether a working copy of PARAM is best fetched before an update: it is changed there and read once."""
-        return shard.home is Tier.NVME and self.device.addressable and not shard.is_sliced
+        return shard.home is Tier.NVME and self.comes_before_update(shard)
 
     # --- who may write ----------------------------------------------------------------------------------------------
 

@@ -20,12 +20,13 @@ from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Claim
 from offload.memory.region import Region
 from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
+from offload.planning.eviction import who_leaves
 from offload.planning.plan import Request
 from offload.planning.roles import Role
+from offload.planning.schedule import Schedule
 from offload.planning.units import Unit
 from offload.shards.conductor import Conductor
 from offload.shards.copies import Copies, touch
-from offload.shards.schedule import NEVER, Schedule
 from offload.shards.shard import HAS_WORKING_COPY, Shard, State
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up, whole_pages
 from offload.torch_private import storage_use_count
@@ -324,9 +325,8 @@ class WorkingSet:
             self.wait_for_prefetch(arriving)
         copies.sweep(Role.PARAM)
         for owner in region.owners()[: region.owners().index(shard.unit.index)]:
-            other = copies.of(owner, Role.PARAM) if owner >= 0 else None
-            if other is not None and other.state is State.RESIDENT and not other.readers and not self.borrowed(owner):
-                self.evict(other)
+            if self._is_idle(owner):
+                self.evict(copies.of(owner, Role.PARAM))
         self._pack(region)
 
     def leave(self) -> list[int]:
@@ -461,62 +461,83 @@ class WorkingSet:
         buffer = copies.allocate(shard)
         if buffer is not None:
             return buffer
-        mine = schedule.distance(shard.unit.index)
-        if not required and not shard.is_sliced:
-            self._let_arrive(lambda unit: schedule.distance(unit) > mine)
 
-        def cost(owner: int) -> float | None:
-            if owner < 0 or owner in wanted:
-                return None
-            other = copies.of(owner, Role.PARAM)
-            if other.state is not State.RESIDENT or other.readers or self.borrowed(owner):
-                return None
-            distance = schedule.distance(owner)
-            if not required and distance <= mine:
-                return None
-            return -distance if distance != NEVER else float("-inf")
+        def may_leave(owner: int) -> bool:
+            return owner not in wanted and self._is_idle(owner)
 
-        window = region.cheapest_window(shard.work_bytes, cost)
+        known = (region, schedule, shard.unit.index, self._work_bytes, may_leave)
+        window = who_leaves(*known, required=required)
+        if window is None and not required and not shard.is_sliced and self._bind_arrived():
+            window = who_leaves(*known, required=False)
         if window is None and required:
             self._reclaim()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
                 self.wait_for_prefetch(arriving)
-            window = region.cheapest_window(shard.work_bytes, cost)
+            window = who_leaves(*known, required=True)
             if window is None and self._grow_for(shard.work_bytes):
                 return copies.allocate(shard)
             if window is None:
                 gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
-                window = region.cheapest_window(shard.work_bytes, cost)
-        if window is None:
-            if not required:
-                return None
-            buffer = self._compact(region, cost, shard)
-            if buffer is not None:
-                return buffer
-            raise BudgetError(
-                f"device budget: unit {shard.unit.name} needs {format_bytes(shard.work_bytes)} in one piece but the "
-                f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
-                f'max_memory["device"], lower activation_memory, or tile a large layer with offload.ops.tile_\n'
-                f"{copies.dump()}"
-            )
-        for owner in window:
-            self.evict(copies.of(owner, Role.PARAM))
-        buffer = copies.allocate(shard)
-        assert buffer is not None
-        return buffer
+                window = who_leaves(*known, required=True)
+        if window is not None:
+            for owner in window:
+                self.evict(copies.of(owner, Role.PARAM))
+            buffer = copies.allocate(shard)
+            assert buffer is not None
+            return buffer
+        if required or all(map(self._is_movable, region.owners())):
+            leaving = who_leaves(*known, required=required, packs=True)
+            buffer = self._compact(region, shard, leaving) if leaving is not None else None
+        if not required:
+            return buffer
+        buffer = buffer or self._compact(region, shard, [owner for owner in region.owners() if may_leave(owner)])
+        if buffer is not None:
+            return buffer
+        raise BudgetError(
+            f"device budget: unit {shard.unit.name} needs {format_bytes(shard.work_bytes)} in one piece but the "
+            f"{format_bytes(region.size_bytes)} for working copies are in use at once; raise "
+            f'max_memory["device"], lower activation_memory, or tile a large layer with offload.ops.tile_\n'
+            f"{copies.dump()}"
+        )
 
-    def _let_arrive(self, may_leave: Callable[[int], bool]) -> None:
-        """Let units be here that have come and that nobody has asked for yet: those of another pass can leave then."""
+    def is_held_up(self, shard: Shard, schedule: Schedule) -> bool:
+        """Tell whether a unit for which there is no room would have some if what is on its way could leave."""
+
+        def may_leave(owner: int) -> bool:
+            if owner < 0 or self._is_idle(owner):
+                return owner >= 0
+            return self._copies.of(owner, Role.PARAM).state in (*_FILLED, State.FETCHING)
+
+        region, index = self._copies.regions[Role.PARAM], shard.unit.index
+        return who_leaves(region, schedule, index, self._work_bytes, may_leave, required=False, packs=True) is not None
+
+    def _work_bytes(self, index: int) -> int:
+        shard = self._copies.of(index, Role.PARAM)
+        return 0 if shard.stays else shard.work_bytes
+
+    def _is_idle(self, owner: int) -> bool:
+        """Tell whether a working copy can be dropped: it equals its home, and nobody uses or views it."""
+        return self._is_movable(owner) and not self._copies.of(owner, Role.PARAM).readers
+
+    def _is_movable(self, owner: int) -> bool:
+        """Tell whether a working copy can be moved: nobody views it, and it is neither updated nor on its way."""
+        if owner not in self or self.borrowed(owner):
+            return False
+        return self._copies.of(owner, Role.PARAM).state is State.RESIDENT
+
+    def _bind_arrived(self) -> bool:
+        """Bind the copies that nobody has waited for and that have arrived, so that they can leave; False for none."""
         copies = self._copies
-        for shard in copies.in_flight(Role.PARAM):
-            if shard.state is State.FETCHING and may_leave(shard.unit.index) and not copies.is_late(shard):
-                self.wait_for_prefetch(shard)
+        fetched = [shard for shard in copies.in_flight(Role.PARAM) if shard.state is State.FETCHING]
+        arrived = [shard for shard in fetched if not copies.is_late(shard)]
+        for shard in arrived:
+            self.wait_for_prefetch(shard)
+        return bool(arrived)
 
-    def _compact(self, region: Region, cost: Callable[[int], float | None], shard: Shard) -> Buffer | None:
-        """Make one gap of all: evict what may go, and move leased copies together."""
-        for owner in region.owners():
-            if cost(owner) is not None:
-                self.evict(self._copies.of(owner, Role.PARAM))
+    def _compact(self, region: Region, shard: Shard, leaving: Iterable[int]) -> Buffer | None:
+        """Make one gap: evict those that are `leaving`, and move the rest together, leased ones, too."""
+        for owner in leaving:
+            self.evict(self._copies.of(owner, Role.PARAM))
         self._pack(region)
         return self._copies.allocate(shard)
 
@@ -524,12 +545,7 @@ class WorkingSet:
         """Move together what may be moved."""
         copies = self._copies
 
-        def movable(owner: int) -> bool:
-            if owner not in self or self.borrowed(owner):
-                return False
-            return copies.of(owner, Role.PARAM).state is State.RESIDENT  # not while it is updated, or leaves
-
-        for owner, source, target in region.pack(movable):
+        for owner, source, target in region.pack(self._is_movable):
             moved = copies.of(owner, Role.PARAM)
             self._refuse_change(moved.unit)
             self._unbind(moved)

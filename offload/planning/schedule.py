@@ -1,8 +1,8 @@
 """When is each unit used next? The recorded trace of a step and the table made of it.
 
 Owns the trace of the previous step, the position in it, and resynchronisation when the control flow differs. Pure
-Python over unit indices: no tensors, no I/O, no clocks. Next: :mod:`offload.shards.manager` prefetches and evicts by
-it.
+Python over unit indices: no tensors, no I/O, no clocks. Next: :mod:`offload.planning.eviction` chooses by it who
+leaves, :mod:`offload.shards.manager` what comes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import bisect
 from collections.abc import Iterator
 
 NEVER = 1 << 60
+PREFETCH_WINDOW = 64  # uses that prefetching looks at
 
 
 class Schedule:
@@ -40,6 +41,15 @@ class Schedule:
         return tuple(dict.fromkeys(self._trace))
 
     @property
+    def last(self) -> int | None:
+        """The unit that was used last in this cycle: it may be in use still."""
+        return self._recorded[-1] if self._recorded else None
+
+    def coming(self, distance: int) -> int:
+        """Return the unit that is used after `distance` further uses."""
+        return self._trace[(self._position + distance) % len(self._trace)]
+
+    @property
     def position(self) -> int:
         """Uses of this cycle so far, as far as they were predicted."""
         return self._position
@@ -63,15 +73,21 @@ class Schedule:
             self._recorded = []
         self._position = 0
 
-    def distance(self, unit: int) -> int:
-        """Return after how many further uses `unit` is used again (0: next), :data:`NEVER` if not in the trace."""
+    def distance(self, unit: int, *, behind: int = 0) -> int:
+        """Return after how many further uses `unit` is used again (0: next), :data:`NEVER` if not in the trace.
+
+        The first `behind` uses do not count; they are at most one cycle.
+        """
         positions = self._positions.get(unit)
         if not positions:
             return NEVER
         length = len(self._trace)
         now = self._position % length
-        index = bisect.bisect_left(positions, now)
-        return positions[index] - now if index < len(positions) else positions[0] + length - now
+        first = now + behind
+        around = length if first >= length else 0
+        index = bisect.bisect_left(positions, first - around)
+        found = positions[index] if index < len(positions) else positions[0] + length
+        return found + around - now
 
     def upcoming(self, limit: int, *, within_step: bool = False) -> Iterator[int]:
         """Yield the next distinct units, nearest first, looking at most `limit` uses ahead.
@@ -105,9 +121,11 @@ class Schedules:
     def __init__(self, order: list[int]) -> None:
         """Start from units in model order, and back."""
         self.training = Schedule(order + order[::-1])
-        self._evaluation = Schedule(order)
+        self._evaluation: Schedule | None = None
         self.current = self.training
 
     def begin(self, *, training: bool) -> None:
-        """Note which kind of pass begins, or goes on."""
-        self.current = self.training if training else self._evaluation
+        """Note which kind of pass begins, or goes on. The first evaluation is expected to go as training forwards."""
+        if not training and self._evaluation is None:
+            self._evaluation = Schedule(list(self.training.order))
+        self.current = self.training if training or self._evaluation is None else self._evaluation

@@ -1,0 +1,81 @@
+"""Who leaves the device for whom: the policy by which working copies of parameters come and go.
+
+Owns the choice, over a schedule and a region: pure Python, so that an engine and a forecast choose alike. Four rules,
+for units of one size: what is used next comes next; what is used last leaves; nothing leaves for what is used later;
+and nothing leaves ahead of time if a unit that is used in between would be the one to leave by then. With these, no
+policy that asks for each unit at the latest while the one before it is used has fewer fetches.
+
+Source: Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer" (1966); Cao, Felten, Karlin and Li,
+"A Study of Integrated Prefetching and Caching Strategies" (1995). With the fourth rule, theirs is the conservative one.
+
+Next: :mod:`offload.shards.working_set` evicts by it, :mod:`offload.planning.residency` tells what a step fetches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from offload.memory.region import Region
+from offload.planning.schedule import NEVER, Schedule
+
+
+def who_leaves(
+    region: Region,
+    schedule: Schedule,
+    unit: int,
+    size_bytes: Callable[[int], int],
+    may_leave: Callable[[int], bool],
+    *,
+    required: bool,
+    packs: bool = False,
+) -> list[int] | None:
+    """Return the owners in `region` to evict for a unit; None where nobody may leave for it.
+
+    Args:
+        region: where working copies are; no gap in it is large enough.
+        schedule: tells when units are used.
+        unit: that is to come.
+        size_bytes: of a unit's working copy, 0 of one that is at home on the device.
+        may_leave: whether the working copy of an owner in the region can be evicted now; of no unit, it cannot.
+        required: the unit is used now, so that everything that may leave does.
+        packs: what stays is moved together; else those that leave are neighbours.
+    """
+    mine = schedule.distance(unit)
+
+    def cost(owner: int) -> float | None:
+        if not may_leave(owner):
+            return None
+        distance = schedule.distance(owner)
+        if not required and distance <= mine:
+            return None
+        return -distance if distance != NEVER else float("-inf")
+
+    search = _used_last if packs else _neighbours
+    leaving = search(region, size_bytes, size_bytes(unit), cost)
+    if not leaving or required or mine in (0, NEVER):
+        return leaving
+    soonest = min(map(schedule.distance, leaving))
+    before = schedule.coming(mine - 1)  # is in use while this unit has to come, at the latest
+    for other in {schedule.coming(-1), *schedule.upcoming(mine)} - {before}:  # that in use now, and those in between
+        if size_bytes(other) >= size_bytes(unit) and schedule.distance(other, behind=mine) > soonest:
+            return None
+    return leaving
+
+
+def _neighbours(
+    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, cost: Callable[[int], float | None]
+) -> list[int] | None:
+    return region.cheapest_window(wanted_bytes, cost)
+
+
+def _used_last(
+    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, cost: Callable[[int], float | None]
+) -> list[int] | None:
+    costs = {owner: value for owner in region.owners() if (value := cost(owner)) is not None}
+    free_bytes, leaving = region.size_bytes - region.used_bytes, list[int]()
+    for owner in sorted(costs, key=costs.__getitem__):
+        if free_bytes >= wanted_bytes:
+            break
+        leaving.append(owner)
+        free_bytes += size_bytes(owner)
+    return leaving if free_bytes >= wanted_bytes else None

@@ -1,0 +1,129 @@
+"""What a step fetches of parameters once steps repeat: the engine's own policy, run over sizes alone.
+
+Owns the simulation of the working region. It goes by the units' order of use, by :func:`.who_leaves`, and by the
+places of :class:`.Region`, as an engine does. It knows no time: what is asked for is there, and what is written is
+home, at once. So it is exact where a drive keeps up; a slow one may keep a unit from leaving. Next:
+:mod:`offload.planning.timing` makes seconds of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+from offload.memory.arena import Buffer
+from offload.memory.budget import Tier
+from offload.memory.region import Region
+from offload.planning.eviction import who_leaves
+from offload.planning.plan import Plan
+from offload.planning.roles import Role
+from offload.planning.schedule import PREFETCH_WINDOW, Schedules
+from offload.planning.units import Unit
+from offload.planning.uses import Uses
+from offload.sizes import whole_pages
+
+
+def fetched(
+    plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: Container[int] = ()
+) -> list[tuple[Unit, ...]]:
+    """Return the units that each pass of a step fetches, once steps repeat: forward and backward of each micro-batch.
+
+    Args:
+        plan: homes, and the size of the working region.
+        uses: of a micro-batch.
+        micro_batches: of a step.
+        updated_early: units whose updates are made during backward: the step drops their old working copies.
+    """
+    units, on_host = plan.request.units, plan.request.device_is_host
+    dropped = [u.index for u in units if u.trainable and (u.index in updated_early or not on_host)]
+    region, seen = _WorkingRegion(plan), set[object]()
+    while True:
+        passes = []
+        for order in (uses.forward, uses.backward) * micro_batches:
+            for index in order:
+                region.use(index)
+            passes.append(region.take_fetched())
+        region.end_step(dropped)
+        now = (tuple(passes), region.places)
+        if now in seen:
+            return [tuple(units[index] for index in found) for found in passes]
+        seen.add(now)
+
+
+class _WorkingRegion:
+    """Working copies as an engine would have them, without bytes."""
+
+    def __init__(self, plan: Plan) -> None:
+        units = plan.request.units
+        away = [plan.home(unit, Role.PARAM) is not Tier.DEVICE for unit in units]
+        self._sizes = [whole_pages(unit.param_bytes) * away[unit.index] for unit in units]
+        self._region = Region(Buffer(Tier.DEVICE, 0, 0, plan.working_bytes))
+        self._schedule = Schedules([unit.index for unit in units]).training
+        self._here: dict[int, int] = {}  # where each is
+        self._in_use: int | None = None
+        self._fetched: list[int] = []
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """What is where."""
+        return tuple(sorted(self._here.items()))
+
+    def take_fetched(self) -> tuple[int, ...]:
+        """Return the units that were fetched since the last time."""
+        found, self._fetched = tuple(self._fetched), []
+        return found
+
+    def use(self, index: int) -> None:
+        """Use a unit, and fetch what comes next."""
+        self._schedule.use(index)
+        self._in_use = None
+        if self._is_away(index):
+            self._fetch(index, required=True)
+        self._in_use = index
+        self._prefetch()
+
+    def end_step(self, dropped: Iterable[int]) -> None:
+        """Drop working copies of units that were updated elsewhere, and fetch what the next step begins with."""
+        self._schedule.restart()
+        self._in_use = None
+        for index in dropped:
+            if index in self._here:
+                self._evict(index)
+        self._prefetch()
+
+    def _prefetch(self) -> None:
+        for index in self._schedule.upcoming(PREFETCH_WINDOW):
+            if self._is_away(index) and not self._fetch(index, required=False):
+                return
+
+    def _fetch(self, index: int, *, required: bool) -> bool:
+        size = self._sizes[index]
+        placed = self._region.allocate(size, index)
+        if placed is None:
+            known = (self._region, self._schedule, index, self._sizes.__getitem__, self._may_leave)
+            leaving = who_leaves(*known, required=required)
+            packs = leaving is None
+            if leaving is None:
+                leaving = who_leaves(*known, required=required, packs=True)
+            if leaving is None:
+                assert not required, "the plan has room for the largest units"
+                return False
+            for owner in leaving:
+                self._evict(owner)
+            if packs:
+                for owner, _, target in self._region.pack(lambda _: True):
+                    self._here[owner] = target.offset_bytes
+            placed = self._region.allocate(size, index)
+            assert placed is not None
+        self._here[index] = placed.offset_bytes
+        self._fetched.append(index)
+        return True
+
+    def _evict(self, index: int) -> None:
+        self._region.free(index)
+        del self._here[index]
+
+    def _is_away(self, index: int) -> bool:
+        return self._sizes[index] > 0 and index not in self._here
+
+    def _may_leave(self, index: int) -> bool:
+        return index != self._in_use

@@ -1,0 +1,114 @@
+"""The bytes that a step moves over each link: as predicted, to the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import host, nvme
+from models import BY_NAME
+
+import offload
+from offload.planning.timing import moved_of
+from swap import SwapStore
+from swap.store import StoreTicket
+
+SPARE_BYTES = 256 << 20
+LEARNED, MEASURED = 4, 3  # steps: the trace is known, and the working region has its size
+MIXES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "all, more room on the device": {"units": 9},
+    "all, room for all units": {"units": 99},
+    "states in int8": {"state_dtype": "int8"},
+    "states alone": {"offload_param": "none", "max_memory": {"device": 32 << 20, "cpu": "16MiB", "nvme": "64MiB"}},
+    "parameters alone": {"offload_optimizer": "cpu", "units": 6},
+    "in 16 bits": {"dtype": "bfloat16", "units": 5},
+}
+
+
+@pytest.fixture
+def prompt_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drive that is over with what it is asked for at once: no copy stays because it is not home yet."""
+
+    def prompt(start: Callable[..., StoreTicket]) -> Callable[..., StoreTicket]:
+        def wait(*arguments: Any, **named: Any) -> StoreTicket:
+            ticket = start(*arguments, **named)
+            ticket.wait()
+            return ticket
+
+        return wait
+
+    monkeypatch.setattr(SwapStore, "get", prompt(SwapStore.get))
+    monkeypatch.setattr(SwapStore, "put", prompt(SwapStore.put))
+
+
+def check(model: torch.nn.Module, options: dict[str, Any]) -> offload.Stats:
+    """Train, and compare what each link has moved with what was predicted."""
+    kind, memory = BY_NAME["llama"], options["max_memory"]
+    if "activation_memory" in options:  # more than the process takes meanwhile: the region has its size soon
+        memory = {**memory, "device": memory["device"] + SPARE_BYTES}
+        options = {**options, "max_memory": memory, "activation_memory": options["activation_memory"] + SPARE_BYTES}
+    micro_batches = options.get("gradient_accumulation_steps", 1)
+    forecast = offload.plan(model, offload.AdamW(lr=1e-3), batch=kind.batch(0), device="cpu", **without_device(options))
+    assert forecast.work is not None and forecast.work.uses is not None
+    with offload.Engine(model, offload.AdamW(lr=1e-3), **options) as engine:
+        assert engine.plan.homes == forecast.plan.homes
+
+        def steps(count: int) -> offload.Stats:
+            for _ in range(count):
+                for number in range(micro_batches):
+                    engine.backward(engine(**kind.batch(number)).loss)
+                    engine.step()
+            return engine.stats()
+
+        before = steps(LEARNED)
+        assert engine._manager is not None
+        assert engine._manager.working.size_bytes in (0, engine.plan.working_bytes)
+        after = steps(MEASURED)
+    early = {unit.index for unit in forecast.plan.request.units if forecast.plan.updates_early(unit)}
+    early = set() if "max_grad_norm" in options else early
+    assert after.early_units - before.early_units == MEASURED * len(early)
+    moved = moved_of(forecast.plan, forecast.work.uses, micro_batches=micro_batches, updated_early=early)
+    counted = {link: after.links[link].bytes - before.links[link].bytes for link in ("nvme_read", "nvme_write", "h2d")}
+    assert counted == {
+        "nvme_read": MEASURED * moved.drive_read,
+        "nvme_write": MEASURED * moved.drive_write,
+        "h2d": MEASURED * moved.h2d,
+    }
+    return after
+
+
+def without_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "device"}
+
+
+@pytest.mark.cpu("a drive, and homes, of the CPU")
+@pytest.mark.usefixtures("single_torch_thread", "prompt_drive")
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_bytes_of_a_step_are_as_predicted(mix: str, clips: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build()
+    clipping = {"max_grad_norm": 1e-6} if clips else {}
+    stats = check(model, {**nvme(model, tmp_path, **MIXES[mix]), **clipping})
+    assert stats.links["nvme_read"].bytes > 0
+
+
+@pytest.mark.cpu("a drive, and homes, of the CPU")
+@pytest.mark.usefixtures("single_torch_thread", "prompt_drive")
+def test_the_bytes_of_accumulated_steps_are_as_predicted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build()
+    check(model, nvme(model, tmp_path, units=6, gradient_accumulation_steps=3))
+
+
+@pytest.mark.cpu("homes are those of the CPU")
+@pytest.mark.usefixtures("single_torch_thread")
+def test_the_bytes_from_host_memory_are_as_predicted() -> None:
+    torch.manual_seed(0)
+    model = BY_NAME["llama"].build()
+    stats = check(model, host(model))
+    assert stats.links["h2d"].bytes > 0
