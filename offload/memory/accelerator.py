@@ -454,10 +454,11 @@ class AcceleratorMover:
         self._watch.read()
 
     def close(self) -> None:
-        """End the threads."""
-        self._reads.close()
-        self._gradients.close()
-        self._waiter.shutdown(wait=True)
+        """End the threads, all of them whatever fails."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._waiter.shutdown)
+            last.callback(self._gradients.close)
+            self._reads.close()
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
