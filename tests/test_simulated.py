@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -317,6 +318,20 @@ def test_counters_are_kept_per_stream() -> None:
         "event_synchronizations": 1,
     }
     assert run.counts["sim:0/0"]["d2h_bytes"] == 1024 and run.counts["sim:0/0"]["device_synchronizations"] == 1
+
+
+@pytest.mark.usefixtures("single_torch_thread")
+def test_a_kernel_has_the_threads_that_the_test_wants_now_whoever_has_it_run() -> None:
+    """The test's own number stays what it was set to; another thread that waits computes with it, too."""
+    seen: list[int] = []
+    with running(LAZY), ThreadPoolExecutor(1) as other:
+        for wanted in (3, 1):
+            torch.set_num_threads(wanted)
+            for wait in (lambda: other.submit(compute().synchronize).result(), compute().synchronize):
+                simulated.load().launch(0, "look", lambda: seen.append(torch.get_num_threads()), [], 0)
+                wait()
+                assert torch.get_num_threads() == wanted
+    assert seen == [3, 3, 1, 1]
 
 
 # --- the checker ------------------------------------------------------------------------------------------------------
