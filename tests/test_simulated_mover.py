@@ -524,6 +524,37 @@ def test_what_arrived_unused_is_overwritten_behind_its_arrival(make_bench: Calla
         assert seen.races == [], schedule.name
 
 
+def test_what_arrived_unused_is_overwritten_in_parts_behind_its_arrival(make_bench: Callable[..., Bench]) -> None:
+    """Something shorter comes to where it begins, then something else to its rest: on the other stream."""
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            for value, place, urgent in ((1, (0, 4), False), (2, (0, 1), False), (3, (2, 1), True)):
+                home, target = bench.home(value, place[1]), bench.place(*place)
+                bench.mover.fetch_host(home, target, target.size_bytes, urgent=urgent).wait(DEADLINE_S)
+            for page, value in ((0, 2), (2, 3)):
+                assert torch.equal(bench.seen(bench.place(page)).cpu(), full(value)), schedule.name
+        assert seen.races == [], schedule.name
+
+
+def test_what_arrived_unused_is_moved_over_behind_its_arrival(make_bench: Callable[..., Bench]) -> None:
+    """What moves came on another stream; its own place is then overwritten in parts, too."""
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            for value, place, urgent in ((2, (4, 4), False), (1, (0, 3), False), (3, (4, 2), True)):
+                home, target = bench.home(value, place[1]), bench.place(*place)
+                bench.mover.fetch_host(home, target, target.size_bytes, urgent=urgent).wait(DEADLINE_S)
+            bench.mover.move(bench.place(4, 2), bench.place(0, 2), 2 * PAGE)
+            for value, page in ((5, 2), (6, 7)):
+                target = bench.place(page)
+                bench.mover.fetch_host(bench.home(value), target, PAGE, urgent=True).wait(DEADLINE_S)
+            assert torch.equal(bench.seen(bench.place(0, 2)).cpu(), full(3, 2)), schedule.name
+            for value, page in ((5, 2), (6, 7)):
+                assert torch.equal(bench.seen(bench.place(page)).cpu(), full(value)), schedule.name
+        assert seen.races == [], schedule.name
+
+
 def test_the_host_waits_before_it_overwrites_a_home(make_bench: Callable[..., Bench]) -> None:
     for schedule in SCHEDULES:
         with running(schedule) as seen:
