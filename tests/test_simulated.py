@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import subprocess
 import sys
@@ -332,6 +333,32 @@ def test_a_kernel_has_the_threads_that_the_test_wants_now_whoever_has_it_run() -
                 wait()
                 assert torch.get_num_threads() == wanted
     assert seen == [3, 3, 1, 1]
+
+
+@pytest.mark.usefixtures("single_torch_thread")
+@pytest.mark.parametrize("transposed", [False, True])
+@every_schedule
+def test_convolutions_have_the_bits_of_the_cpu(schedule: Schedule, transposed: bool) -> None:
+    """Groups, strides, and a bias: forward and backward."""
+    torch.manual_seed(0)
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    truth = kind(4, 6, 3, stride=2, padding=1, groups=2)
+    x = torch.randn(2, 4, 7, 5)
+    found = []
+    with running(schedule) as run:
+        for place in ("cpu", "sim"):
+            model, given = copy.deepcopy(truth).to(place), x.detach().to(place).requires_grad_()
+            made = model(given)
+            made.sum().backward()
+            found.append([each.cpu() for each in (made, given.grad, model.weight.grad, model.bias.grad)])
+    assert run.races == []
+    assert all(map(torch.equal, *found))
+
+
+def test_integers_are_counted() -> None:
+    values = torch.tensor([3, 1, 3, 0], dtype=torch.int32)
+    counted = torch.histc(values.to("sim"), bins=4, min=0, max=3)
+    assert counted.dtype == torch.int32 and counted.tolist() == [1, 1, 0, 2]
 
 
 # --- the checker ------------------------------------------------------------------------------------------------------
