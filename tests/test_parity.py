@@ -41,9 +41,6 @@ STEPS = 20
 TORCH_ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 CHECKPOINTING = [None, False, True]  # none, non-reentrant, reentrant
 MAIN = ["llama", "gpt2", "t5", "bert"]
-EXPERTS = ["qwen3_moe", "deepseek_v3", "mixtral", "olmoe", "gpt_oss"]
-CONVOLUTIONS = ["mamba", "mamba2", "vit", "whisper", "wav2vec2", "clip", "siglip", "deit", "dinov2", "swin", "convnext"]
-CONVOLUTIONS += ["resnet"]
 NO_CHECKPOINTING = ["xlnet", "convnext", "resnet"]  # in transformers
 
 
@@ -82,13 +79,6 @@ def seeded(model: nn.Module) -> nn.Module:
 
     model.register_forward_pre_hook(seed)
     return model
-
-
-def cases(kinds: list[Architecture]) -> list[Any]:
-    """Return parameters for a test; some need kernels on accelerators that the simulated one lacks."""
-    lacking = pytest.mark.cpu("experts or convolutions")
-    only = {*EXPERTS, *CONVOLUTIONS}
-    return [pytest.param(kind, id=kind.name, marks=[lacking] if kind.name in only else []) for kind in kinds]
 
 
 # --- against plain PyTorch --------------------------------------------------------------------------------------------
@@ -242,7 +232,7 @@ def assert_evicted(outcome: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize("kind", cases(CORE))
+@pytest.mark.parametrize("kind", CORE, ids=lambda kind: kind.name)
 def test_architecture(kind: Architecture, checkpointing: bool | None, tmp_path: Path) -> None:
     """Gradients equal plain PyTorch's; two steps on NVMe equal two steps on the device."""
     check_architecture(kind, checkpointing, tmp_path)
@@ -251,11 +241,10 @@ def test_architecture(kind: Architecture, checkpointing: bool | None, tmp_path: 
 def in_turn(kinds: list[Architecture]) -> list[Any]:
     """Return parameters for a test: each kind with one checkpointing in turn, the others in the nightly profile."""
     nightly, found = pytest.mark.nightly, []
-    for number, case in enumerate(cases(kinds)):
-        kind = case.values[0]
+    for number, kind in enumerate(kinds):
         own = None if kind.name in NO_CHECKPOINTING else CHECKPOINTING[number % len(CHECKPOINTING)]
         for each in CHECKPOINTING:
-            marks = [*case.marks, *([] if each is own else [nightly])]
+            marks = [] if each is own else [nightly]
             found.append(pytest.param(kind, each, id=f"{kind.name}-{each}", marks=marks))
     return found
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -317,6 +319,46 @@ def test_counters_are_kept_per_stream() -> None:
         "event_synchronizations": 1,
     }
     assert run.counts["sim:0/0"]["d2h_bytes"] == 1024 and run.counts["sim:0/0"]["device_synchronizations"] == 1
+
+
+@pytest.mark.usefixtures("single_torch_thread")
+def test_a_kernel_has_the_threads_that_the_test_wants_now_whoever_has_it_run() -> None:
+    """The test's own number stays what it was set to; another thread that waits computes with it, too."""
+    seen: list[int] = []
+    with running(LAZY), ThreadPoolExecutor(1) as other:
+        for wanted in (3, 1):
+            torch.set_num_threads(wanted)
+            for wait in (lambda: other.submit(compute().synchronize).result(), compute().synchronize):
+                simulated.load().launch(0, "look", lambda: seen.append(torch.get_num_threads()), [], 0)
+                wait()
+                assert torch.get_num_threads() == wanted
+    assert seen == [3, 3, 1, 1]
+
+
+@pytest.mark.usefixtures("single_torch_thread")
+@pytest.mark.parametrize("transposed", [False, True])
+@every_schedule
+def test_convolutions_have_the_bits_of_the_cpu(schedule: Schedule, transposed: bool) -> None:
+    """Groups, strides, and a bias: forward and backward."""
+    torch.manual_seed(0)
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    truth = kind(4, 6, 3, stride=2, padding=1, groups=2)
+    x = torch.randn(2, 4, 7, 5)
+    found = []
+    with running(schedule) as run:
+        for place in ("cpu", "sim"):
+            model, given = copy.deepcopy(truth).to(place), x.detach().to(place).requires_grad_()
+            made = model(given)
+            made.sum().backward()
+            found.append([each.cpu() for each in (made, given.grad, model.weight.grad, model.bias.grad)])
+    assert run.races == []
+    assert all(map(torch.equal, *found))
+
+
+def test_integers_are_counted() -> None:
+    values = torch.tensor([3, 1, 3, 0], dtype=torch.int32)
+    counted = torch.histc(values.to("sim"), bins=4, min=0, max=3)
+    assert counted.dtype == torch.int32 and counted.tolist() == [1, 1, 0, 2]
 
 
 # --- the checker ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from simulated import EAGER, LAZY, counts, first, fixed, pending, running
-from simulated.faults import WORK, failing
+from simulated.faults import ALL, WORK, failing
 
 from offload.errors import OffloadError
 from offload.memory import gradient_reader
@@ -67,6 +67,9 @@ class Bench:
 
     def close(self) -> None:
         self.mover.close()
+        self.free()
+
+    def free(self) -> None:
         self.device.synchronize()
         for arena in (self.host, self.arena):
             arena.close()
@@ -344,6 +347,31 @@ def test_a_gradient_that_is_late_is_told_and_not_used_any_more(make_bench: Calla
 # --- parameters -------------------------------------------------------------------------------------------------------
 
 
+def test_closing_waits_for_who_uses_a_gradient_though_the_device_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One group is being used, the next cannot be sent any more: the memory of the first is about to be unmapped."""
+    begun, closing, used = threading.Event(), threading.Event(), list[int]()
+
+    def use(address: int) -> None:
+        begun.set()
+        assert closing.wait(DEADLINE_S)
+        used.append(address)
+
+    with running(EAGER):
+        bench = Bench(ring_pages=2)
+        threads = bench.mover._gradients._consumer
+        shutdown = threads.shutdown
+        monkeypatch.setattr(threads, "shutdown", lambda: (closing.set(), shutdown()))
+        bench.mover.read_tensor(gradient(1), use, group=0, last=True)
+        assert begun.wait(DEADLINE_S)
+        bench.mover.read_tensor(gradient(2), use, group=1, last=False)
+        with failing(1, ALL, lost=True), pytest.raises(torch.AcceleratorError, match="the device is lost"):
+            bench.mover.close()
+        over = len(used)
+        closing.set()
+        assert over == 1
+        bench.free()
+
+
 def test_a_copy_waits_for_those_who_read_its_place_and_for_no_others(make_bench: Callable[..., Bench]) -> None:
     """Compute runs when something waits for it, copies at once: what is copied has waited for nobody."""
     with running(first(DOWN, AHEAD, URGENT)) as seen:
@@ -469,7 +497,7 @@ def test_a_late_read_is_told_by_the_drive_and_keeps_its_staging_buffer(make_benc
         fetch = bench.mover.fetch_nvme(late.start, bench.place(0, 3), [PAGE] * 3, urgent=True)
         assert late.waited.wait(DEADLINE_S)
         with pytest.raises(TimeoutError, match="the drive is late"):
-            fetch.wait(0)
+            fetch.wait(0.2)  # one time is over when the drive is asked, the drive's error comes in another one
         assert fetch.done() and late.limits == [None, None, 0], "one deadline for all"
         others = [Reads([number], held=True, log=late.log) for number in (5, 6)]
         fetches = [
@@ -493,6 +521,37 @@ def test_what_arrived_unused_is_overwritten_behind_its_arrival(make_bench: Calla
             bench.mover.fetch_host(bench.home(1, 2), bench.place(0, 2), 2 * PAGE, urgent=False).wait(DEADLINE_S)
             bench.mover.fetch_host(bench.home(2), bench.place(1), PAGE, urgent=True).wait(DEADLINE_S)
             assert torch.equal(bench.seen(bench.place(1)).cpu(), full(2)), schedule.name
+        assert seen.races == [], schedule.name
+
+
+def test_what_arrived_unused_is_overwritten_in_parts_behind_its_arrival(make_bench: Callable[..., Bench]) -> None:
+    """Something shorter comes to where it begins, then something else to its rest: on the other stream."""
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            for value, place, urgent in ((1, (0, 4), False), (2, (0, 1), False), (3, (2, 1), True)):
+                home, target = bench.home(value, place[1]), bench.place(*place)
+                bench.mover.fetch_host(home, target, target.size_bytes, urgent=urgent).wait(DEADLINE_S)
+            for page, value in ((0, 2), (2, 3)):
+                assert torch.equal(bench.seen(bench.place(page)).cpu(), full(value)), schedule.name
+        assert seen.races == [], schedule.name
+
+
+def test_what_arrived_unused_is_moved_over_behind_its_arrival(make_bench: Callable[..., Bench]) -> None:
+    """What moves came on another stream; its own place is then overwritten in parts, too."""
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            for value, place, urgent in ((2, (4, 4), False), (1, (0, 3), False), (3, (4, 2), True)):
+                home, target = bench.home(value, place[1]), bench.place(*place)
+                bench.mover.fetch_host(home, target, target.size_bytes, urgent=urgent).wait(DEADLINE_S)
+            bench.mover.move(bench.place(4, 2), bench.place(0, 2), 2 * PAGE)
+            for value, page in ((5, 2), (6, 7)):
+                target = bench.place(page)
+                bench.mover.fetch_host(bench.home(value), target, PAGE, urgent=True).wait(DEADLINE_S)
+            assert torch.equal(bench.seen(bench.place(0, 2)).cpu(), full(3, 2)), schedule.name
+            for value, page in ((5, 2), (6, 7)):
+                assert torch.equal(bench.seen(bench.place(page)).cpu(), full(value)), schedule.name
         assert seen.races == [], schedule.name
 
 

@@ -58,6 +58,10 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
     "a move behind those who read": (
         f"{MEMORY}.ordering", "Ordering.begin_alone", "current.wait_stream(stream)", "pass"
     ),
+    "a move behind what has arrived in its place": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.move",
+        "self._follow(self._device.current_stream(), self._ordering.before(target))", "pass",
+    ),
     "those who read behind a move": (
         f"{MEMORY}.accelerator", "AcceleratorMover.move", "stream.wait_stream(self._device.current_stream())", "pass"
     ),
@@ -191,6 +195,8 @@ MOVER_PROGRAMS = (
     mover.test_what_others_bring_follows_who_reads_its_place,
     mover.test_the_arena_may_be_memory_on_which_work_is_queued,
     mover.test_what_arrived_unused_is_overwritten_behind_its_arrival,
+    mover.test_what_arrived_unused_is_overwritten_in_parts_behind_its_arrival,
+    mover.test_what_arrived_unused_is_moved_over_behind_its_arrival,
     mover.test_a_stream_that_comes_later_waits_for_what_has_arrived,
     mover.test_a_read_that_fails_leaves_nothing_that_still_copies,
     mover.test_a_copy_that_fails_in_its_second_part_leaves_nothing_that_still_copies,

@@ -182,6 +182,7 @@ def test_training_is_that_of_the_plain_model(form: str, tmp_path: Path) -> None:
             assert torch.equal(loss_of(model.eval(), 3), other[0][3])
 
 
+@pytest.mark.cpu("torchao packs these weights for the processor, and refuses inputs on other devices")
 def test_a_kernel_without_a_derivative_evaluates(tmp_path: Path) -> None:
     """Four bits, packed for the processor: torch itself refuses backward by name."""
     kernels = pytest.importorskip("torchao.prototype.quantization.int4")

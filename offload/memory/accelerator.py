@@ -358,6 +358,7 @@ class AcceleratorMover:
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Copy on the current stream, in pieces that do not overlap; the others that compute wait on both sides."""
         others = self._ordering.move(source)
+        self._follow(self._device.current_stream(), self._ordering.before(target))
         step = source.address - target.address
         for begin in range(0, size_bytes, step):
             piece = min(step, size_bytes - begin)
@@ -454,10 +455,11 @@ class AcceleratorMover:
         self._watch.read()
 
     def close(self) -> None:
-        """End the threads."""
-        self._reads.close()
-        self._gradients.close()
-        self._waiter.shutdown(wait=True)
+        """End the threads, all of them whatever fails."""
+        with contextlib.ExitStack() as last:
+            last.callback(self._waiter.shutdown)
+            last.callback(self._gradients.close)
+            self._reads.close()
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

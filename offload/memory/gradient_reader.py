@@ -152,11 +152,12 @@ class GradientReader:
         return before - self._claim.size_bytes
 
     def close(self) -> None:
-        """Let everything be used, and end the threads."""
-        self._send()
-        self._copies.shutdown(wait=True)
-        self._consumer.shutdown(wait=True)
-        self._reap()
+        """Let everything be used, and end the threads: also where a lost device takes nothing any more."""
+        with contextlib.ExitStack() as last:  # whoever uses gradients writes to memory that is about to go
+            last.callback(self._reap)
+            last.callback(self._consumer.shutdown)
+            last.callback(self._copies.shutdown)
+            self._send()
 
     # --- what is on its way -----------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ plain modules may be read on any stream. Next: :mod:`offload.memory.accelerator`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -72,9 +72,12 @@ class Ordering:
                 waiting.wait_event(arrival.event)
         arrival.behind.update(self._computing)
 
-    def arrive(self, buffer: Buffer, event: torch.Event) -> None:
-        """Note that `buffer` has its content from `event` on."""
-        self._arrivals[buffer.address] = _Arrival(buffer.address + buffer.size_bytes, event, set())
+    def arrive(self, buffer: Buffer, event: torch.Event, behind: Iterable[int] = ()) -> None:
+        """Note that `buffer` has its content from `event` on, which follows :meth:`before`; and who is behind it."""
+        end, former = buffer.address + buffer.size_bytes, self._arrivals.get(buffer.address)
+        if former is not None:  # longer, and maybe used by nobody: a copy to its rest has to follow it, too
+            end = max(end, former.end)
+        self._arrivals[buffer.address] = _Arrival(end, event, set(behind))
 
     def release(self, buffer: Buffer) -> None:
         """Note that nobody uses `buffer` until the next :meth:`use`, but for what its streams have been given."""
@@ -139,7 +142,5 @@ class Ordering:
     def moved(self, source: Buffer, target: Buffer) -> None:
         """Note that the current stream has been given the move, and that all others that compute wait for it."""
         self.release(source)
-        self._arrivals.pop(source.address, None)
         self._used.add(target.address)  # who uses the one may go on with the other
-        end = target.address + target.size_bytes
-        self._arrivals[target.address] = _Arrival(end, self._streams.event(), set(self._computing))
+        self.arrive(target, self._streams.event(), self._computing)

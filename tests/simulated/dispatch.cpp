@@ -298,6 +298,34 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
     Call(op, stack).run(stack);
 }
 
+// What torch asks of accelerators by other names, computed by the CPU's kernels.
+void convolution(const c10::OperatorHandle&, Stack* stack) {
+    static const auto plain = c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution", "");
+    fallback(plain, stack);
+}
+
+void convolution_backward(const c10::OperatorHandle&, Stack* stack) {
+    static const auto plain =
+        c10::Dispatcher::singleton().findSchemaOrThrow("aten::convolution_backward", "");
+    Stack arguments = torch::jit::pop(*stack, 10);
+    at::Tensor weight = arguments[2].toTensor();
+    bool transposed = arguments[6].toBool();
+    int64_t channels = transposed ? weight.size(1) * arguments[8].toInt() : weight.size(0);
+    arguments.insert(arguments.begin() + 3, IValue(std::vector<int64_t>{channels}));
+    for (IValue& argument : arguments) stack->push_back(std::move(argument));
+    fallback(plain, stack);
+}
+
+// CUDA's counts integers, too.
+void histc(const c10::OperatorHandle& op, Stack* stack) {
+    IValue& values = (*stack)[stack->size() - 4];
+    at::ScalarType dtype = values.toTensor().scalar_type();
+    bool whole = c10::isIntegralType(dtype, false);
+    if (whole) values = values.toTensor().to(at::kFloat);
+    fallback(op, stack);
+    if (whole) stack->back() = stack->back().toTensor().to(dtype);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 }  // namespace
@@ -318,6 +346,10 @@ void take_cpu_kernels() {
         std::string own = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
         library.impl(own.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
     }
+    library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
+    library.impl("convolution_backward_overrideable",
+                 torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+    library.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
 }
 
 }  // namespace simulated

@@ -8,14 +8,17 @@
 
 #include <algorithm>
 #include <atomic>
+#include <thread>
 
 #include "faults.h"
 
 namespace simulated {
 namespace {
-constexpr double POLL_S = 1e-6;  // of the host, by the clock, to ask whether something is done
-std::atomic<int> compute_threads{
-    0};  // of an operator, whichever thread of the host has it run; 0: that one's
+constexpr double POLL_S = 1e-6;         // of the host, by the clock, to ask whether something is done
+std::atomic<std::thread::id> beginner;  // the thread that has begun the schedule, a test's own
+std::atomic<int> compute_threads{0};    // that this one wants of an operator, whichever thread has it run
+
+bool is_beginner() { return std::this_thread::get_id() == beginner.load(); }
 }  // namespace
 
 Lock::Lock(std::recursive_mutex& mutex) : mutex_(mutex) {
@@ -38,7 +41,8 @@ void Machine::begin(const Schedule& schedule) {
     Lock lock(mutex);
     for (int device = 0; device < DEVICES; ++device) synchronize_device(device);
     schedule_ = schedule;
-    compute_threads = at::get_num_threads();  // autograd's threads keep what the first tests had
+    beginner = std::this_thread::get_id();
+    compute_threads = at::get_num_threads();
     random_.seed(schedule.seed);
     std::fill(made_, made_ + DEVICES,
               0);  // streams are named by the order in which a schedule's program makes them
@@ -61,6 +65,7 @@ void Machine::tick(int stream) {
 void Machine::push(int stream, const std::string& name, std::function<void()> run,
                    const std::vector<Span>& spans, const Work& work) {
     if (name != "free") may_fail(WORK, name.c_str());
+    if (is_beginner()) compute_threads = at::get_num_threads();
     Lock lock(mutex);
     Queue& queue = queues_[stream];
     if (the_clock().on() && work.lane != Lane::none) spend_on(stream, name, work);
@@ -178,7 +183,8 @@ void Machine::execute(const std::function<void()>& run) {
     // Not at::ThreadLocalStateGuard: it copies saved-tensor hooks, and for that it wants Python's lock.
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard plain(c10::python_ks | c10::autocast_dispatch_keyset);
-    if (int threads = compute_threads; threads && threads != at::get_num_threads())
+    // Autograd's threads keep what they began with. The beginner's own number is the test's to change.
+    if (int threads = compute_threads; !is_beginner() && threads && threads != at::get_num_threads())
         at::set_num_threads(threads);
     run();
 }
