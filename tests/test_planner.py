@@ -8,15 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from drawn_homes import any_homes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
 from offload.memory.budget import Tier
-from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, OwnBytes, Plan, Request
-from offload.planning.planner import MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, MOST_STAGING_SHARE, MOST_STAGING_SLOTS, make_plan
+from offload.planning.asked import WORKING_UNITS, Homes, OwnBytes, Request
+from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, Plan
+from offload.planning.planner import make_plan
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
+from offload.planning.sizing import (
+    MAX_CHUNK_NUMEL,
+    MIN_CHUNK_NUMEL,
+    MOST_STAGING_SHARE,
+    MOST_STAGING_SLOTS,
+    TooSmall,
+    plan_of,
+)
 from offload.planning.slices import owned_range
 from offload.planning.units import PAD_NUMEL, Unit, lay_out
 from offload.sizes import PAGE_BYTES
@@ -331,6 +341,25 @@ def test_a_plan_fits_and_adds_up_or_the_smallest_budget_is_named(request: Reques
         assert limit > request.budgets[tier] and limit % PAGE == 0
         less = {**enough, tier: limit - PAGE}
         assert refused(dataclasses.replace(request, budgets=less)) is not None, f"{tier}: {error}"
+
+
+@given(request=requests(), seed=st.integers(0, 1000))
+def test_a_plan_of_any_homes_fits_and_adds_up_or_a_tier_is_named(request: Request, seed: int) -> None:
+    request = dataclasses.replace(enlarged(request), param_tier=None, optimizer_tier=None)
+    homes = any_homes(request, seed)
+    try:
+        plan = plan_of(request, homes)
+    except TooSmall as short:
+        assert short.tier in Tier and short.what
+        return
+    assert list(plan.homes) == homes
+    check_plan(plan)
+
+
+@given(requests())
+def test_homes_that_were_chosen_make_the_same_plan_again(request: Request) -> None:
+    plan = make_plan(enlarged(request))
+    assert plan_of(plan.request, plan.homes) == plan
 
 
 @given(request=requests(), tier=st.sampled_from(Tier), more=sizes_in_bytes)

@@ -23,7 +23,8 @@ from offload.errors import ASLEEP, PARTS, BudgetError, RanksError, StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import LeftToWhoNeedsIt
-from offload.planning.plan import LOOK_AHEAD, Plan
+from offload.planning.asked import LOOK_AHEAD
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe

@@ -20,7 +20,7 @@ from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Claim
 from offload.memory.region import Region
 from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
-from offload.planning.plan import Request
+from offload.planning.asked import Request
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.conductor import Conductor
