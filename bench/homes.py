@@ -54,8 +54,8 @@ LEAST_NORM = 1e-3  # to which a step that clips does: in a dry run, each sum of 
 
 LARGE = {
     "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "vocab_size": 32000,
@@ -87,19 +87,15 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("states partly on NVMe", 0.7, 9.0),
-    Setting("states partly on NVMe, long compute", 0.7, 9.0, rows=12),
-    Setting("states partly on NVMe, every step clips", 0.7, 9.0, clips=True),
+    Setting("states partly on NVMe", 0.7, 9.0, rows=12),
+    Setting("states partly on NVMe, short compute", 0.7, 9.0),
+    Setting("states partly on NVMe, every step clips", 0.7, 9.0, rows=12, clips=True),
     Setting("states partly on NVMe, 4 micro-batches", 0.7, 11.0, micro_batches=4),
-    Setting("parameters partly on NVMe", 0.7, 4.0),
-    Setting("parameters partly on NVMe, every step clips", 0.7, 4.0, clips=True),
-    Setting("parameters partly on NVMe, 4 micro-batches", 0.7, 6.0, micro_batches=4),
+    Setting("parameters partly on NVMe", 0.7, 4.0, rows=12),
     Setting("parameters partly on NVMe, int8 states", 0.7, 4.0, state_dtype="int8"),
-    Setting("gradients partly on NVMe", 0.7, 2.2),
-    Setting("gradients partly on NVMe, 4 micro-batches", 0.7, 4.0, micro_batches=4),
-    Setting("half of the parameters on the device", 1.4, 6.0),
-    Setting("nearly all parameters on the device", 1.9, 4.0),
-    Setting("states forced to NVMe", 0.7, 3.5, optimizer="nvme"),
+    Setting("gradients partly on NVMe", 0.7, 2.4, rows=12),
+    Setting("half of the parameters on the device", 1.4, 6.0, rows=12),
+    Setting("states forced to NVMe", 0.7, 3.5, rows=12, optimizer="nvme"),
     Setting("everything fits host memory", 0.7, 40.0),
 )
 

@@ -18,12 +18,14 @@ Next: :mod:`offload.build` makes the request, :mod:`offload.shards.manager` lays
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 
 from offload.errors import BudgetError, ConfigError
 from offload.memory.budget import Tier
 from offload.planning.asked import Homes, Request
+from offload.planning.homes import by_time
 from offload.planning.plan import Plan
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.sizing import (
@@ -59,9 +61,13 @@ def make_plan(request: Request) -> Plan:
             'host memory; use "auto", "cpu" or "nvme", or stage=2'
         )
     try:
-        return Planner(request).plan()
+        first = Planner(request).plan()
     except TooSmall as short:
         raise _refusal(request, short) from None
+    homes = by_time(request, first.homes)
+    with contextlib.suppress(TooSmall):
+        return first if homes is None else plan_of(request, homes)
+    return first
 
 
 def _refuse_states_on_device(request: Request) -> None:

@@ -88,6 +88,12 @@ def bytes_at(request: Request, homes: Sequence[Homes], tier: Tier) -> int:
     return total
 
 
+def totals_bytes(request: Request, homes: Sequence[Homes]) -> int:
+    """Return the device memory for what is measured of gradients that wait there."""
+    there = [unit for unit, home in zip(request.units, homes, strict=True) if request.on_device(home)]
+    return request.total_bytes(there) if there else 0
+
+
 def activation_bytes(request: Request, needed_bytes: int) -> int:
     """Return the bytes for activations: what is asked for, else a share that leaves what is needed."""
     if request.activation_bytes is not None:
@@ -148,6 +154,12 @@ def least_buffers(request: Request, leaving: Collection[int], *, nvme: bool, spi
         buffers.pool_bytes = GRAD_POOL_BUFFERS * spilled
         buffers.slot_bytes = max(buffers.slot_bytes, slot_bytes(request, buffers.chunk_numel))
     return buffers
+
+
+def worthy_slots(request: Request, buffers: Buffers) -> int:
+    """Return how many slots more are worth their room where something is on NVMe."""
+    worth = int(_trainable_numel(request) * MOST_STAGING_SHARE) // buffers.slot_bytes if buffers.slots else 0
+    return max(min(worth, MOST_STAGING_SLOTS) - STAGING_SLOTS, 0)
 
 
 def chunk_numel_of(request: Request) -> int:
@@ -243,8 +255,7 @@ class _Sizes:
             if home.param is not Tier.DEVICE or request.slices_parameters
         ]
         widest = request.widest(passing)
-        there = [unit for unit, home in zip(request.units, self._homes, strict=True) if request.on_device(home)]
-        totals = request.total_bytes(there) if there else 0
+        totals = totals_bytes(request, self._homes)
         at_home = bytes_at(request, self._homes, Tier.DEVICE) + totals
         activations = activation_bytes(request, at_home + sum(unit.param_bytes for unit in widest))
         room = request.budgets[Tier.DEVICE] - activations - at_home
@@ -271,9 +282,7 @@ class _Sizes:
             buffers.grad_bytes += more
             left -= more
         if nvme and buffers.slots:
-            worth = int(_trainable_numel(request) * MOST_STAGING_SHARE) // buffers.slot_bytes
-            more = min(left // buffers.slot_bytes, min(worth, MOST_STAGING_SLOTS) - STAGING_SLOTS)
-            buffers.slots += max(more, 0)
+            buffers.slots += max(min(left // buffers.slot_bytes, worthy_slots(request, buffers)), 0)
         return buffers
 
     def _nvme_bytes(self, buffers: Buffers, beside_bytes: int) -> int:
@@ -297,32 +306,28 @@ class _Sizes:
     def _beside(self, chunk_numel: int, left: int, left_on_drive: int) -> tuple[dict[int, int], int]:
         """Return what updates beside the old content take: of host memory by unit, and in the swap files together.
 
-        Where host memory has no room for all of them, those that have it are spread over the model: so have those that
-        are left to the next forward, which comes to them one by one. The one whose gradient comes last is the last to
-        have it: nothing is left that its update could go beside. Units that need none of it share what there is in the
-        swap files.
+        Units whose update uses the drive come first: it has little else to do in backward. Where host memory has no
+        room for all of a kind, those that have it are spread over the model: so have those that are left to the next
+        forward, which comes to them one by one. The one whose gradient comes last is the last to have it: nothing is
+        left that its update could go beside. Units that need none of it share what there is in the swap files.
         """
         request, homes, found, early = self._request, self._homes, dict[int, int](), 0
         sizes = {unit.index: request.spare_bytes(unit, homes[unit.index]) for unit in request.units}
+        aside = {unit.index: request.aside_bytes(unit, homes[unit.index], chunk_numel) for unit in request.units}
         units = [unit for unit in reversed(request.units) if sizes[unit.index]]  # gradients come in this order
         last = units.pop() if units else None
-        total, room, passed = sum(sizes[unit.index] for unit in units), left, 0
-        due = []
-        for unit in units:
-            passed += sizes[unit.index]
-            if passed * room >= total * (room - left + sizes[unit.index]) and sizes[unit.index] <= left:
-                due.append(unit)
-                left -= sizes[unit.index]
-        left = room
+        due: list[Unit] = []
+        for drives in (True, False):
+            kind = [unit for unit in units if (aside[unit.index] > 0) is drives]
+            due += _spread(kind, sizes, left - sum(sizes[unit.index] for unit in due))
         for unit in sorted(request.units, key=lambda unit: (unit is last, unit not in due, -unit.index)):
             size = sizes[unit.index]
-            aside = request.aside_bytes(unit, homes[unit.index], chunk_numel)
-            if 0 < size <= left and early + aside <= left_on_drive:
+            if 0 < size <= left and early + aside[unit.index] <= left_on_drive:
                 found[unit.index] = size
                 left -= size
             elif size:
                 continue
-            early += aside
+            early += aside[unit.index]
         return found, min(early, left_on_drive // PAGE_BYTES * PAGE_BYTES)
 
     def _add_slots(self, buffers: Buffers, left: int, early: int) -> int:
@@ -363,3 +368,16 @@ class _Sizes:
 
 def _trainable_numel(request: Request) -> int:
     return sum(request.owned_numel(unit, Role.GRAD) for unit in request.units if unit.trainable)
+
+
+def _spread(units: Sequence[Unit], sizes: Mapping[int, int], room: int) -> list[Unit]:
+    """Return those of `units` that have a part of `room`, spread over all of them."""
+    total, left, passed = sum(sizes[unit.index] for unit in units), room, 0
+    found = []
+    for unit in units:
+        size = sizes[unit.index]
+        passed += size
+        if passed * room >= total * (room - left + size) and size <= left:
+            found.append(unit)
+            left -= size
+    return found
