@@ -97,6 +97,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "offload.planning.scale": ("torch",),
     "offload.known_models": ("torch",),
     "offload.planning.asked": ("torch",),
+    "offload.planning.homes": ("torch",),
     "offload.planning.plan": ("torch",),
     "offload.planning.planner": ("torch",),
     "offload.planning.sizing": ("torch",),

@@ -11,9 +11,11 @@ states     one read and one write of larger shards
 ========== =================================================================================
 
 So host memory goes to gradients first, then to parameters, then to states. An optimizer whose own class makes the steps
-takes host memory beside all this, for temporaries and small states.
+takes host memory beside all this, for temporaries and small states. If these homes fit, there may be better ones:
+:mod:`offload.planning.homes`.
 
-Next: :mod:`offload.build` makes the request, :mod:`offload.shards.manager` lays out the arenas.
+Next: :mod:`offload.build` makes the request, :mod:`offload.planning.sizing` the plan of the homes, and
+:mod:`offload.shards.manager` lays out the arenas.
 """
 
 from __future__ import annotations
