@@ -60,7 +60,14 @@ LARGE = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
-SMALL = {**LARGE, "num_hidden_layers": 4, "vocab_size": 2000}
+SMALL = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2000,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +242,7 @@ def run_setting(setting: Setting, sizes: dict[str, int], many: int, seed: int) -
 def main() -> None:
     """Print a line per setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="a model of four layers, two settings, two random plans")
+    parser.add_argument("--smoke", action="store_true", help="a model of 50 M, two settings, two random plans")
     parser.add_argument("--only", help="settings whose name contains this")
     parser.add_argument("--random", type=int, default=50, help="plans per setting")
     parser.add_argument("--seed", type=int, default=0)
