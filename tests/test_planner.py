@@ -746,6 +746,14 @@ def test_host_memory_is_left_for_updates_during_backward_unless_steps_clip() -> 
     assert calm.staging_slots > STAGING_SLOTS
 
 
+def test_gradients_that_do_not_all_fit_leave_half_of_host_memory_to_parameters() -> None:
+    """13.5 MiB are for slots, fetches, gradients on their way and the pool; a half of the rest holds five of 2 MiB."""
+    plan = apart(12 * MIB, 34 * MIB)
+    assert count(plan, "param", Tier.DEVICE) == 3
+    assert count(plan, "grad", Tier.NVME) > 0 and count(plan, "states", Tier.HOST) == 0
+    assert count(plan, "grad", Tier.HOST) == count(plan, "param", Tier.HOST) == 5
+
+
 def test_the_cpu_as_the_device_and_several_ranks_have_homes_by_roles() -> None:
     for more in ({"device_is_host": True}, {"device_is_host": False, "world_size": 2}):
         units = [make_unit(index, MIB) for index in range(16)]

@@ -17,8 +17,9 @@ states     1, 1
 Parameters go to the device first, where working copies can spare the room: a working copy saves a pass, a home all of
 them and the update's. Host memory goes to gradients, parameters, staging and versions of some units, and to states.
 Staging and versions are worth their room only if no parameter is on NVMe, and if steps do not clip: then no unit is
-updated during backward. Of each role, units that are in memory are spread over the model, so that the drive has work
-all the time. ``bench/homes.py`` compares the plans with random ones.
+updated during backward. If not all gradients fit, they leave half of host memory to parameters. Of each role, units
+that are in memory are spread over the model, so that the drive has work all the time. ``bench/homes.py`` compares the
+plans with random ones.
 
 Next: :mod:`offload.planning.planner` asks.
 """
@@ -40,6 +41,7 @@ from offload.planning.sizing import (
 )
 from offload.planning.units import Unit
 
+GRADS_SHARE = 1 / 2  # of host memory, where not all of them fit: parameters save more, and need some of it
 VERSION_SHARE = 1 / 4  # of units with states on NVMe, that may be updated during backward
 GOLDEN = 0.6180339887  # multiples of it, without whole parts, are spread evenly however many there are
 
@@ -113,11 +115,14 @@ class _Filling:
         sizes = {index: request.role_bytes(request.units[index], Role.GRAD) for index in leaving}
         buffers = least_buffers(request, leaving, nvme=True)
         left = request.budgets[Tier.HOST] - request.own_bytes - bytes_at(request, self._so_far(), Tier.HOST)
+        kept = 0
         if sum(sizes.values()) > left - buffers.total_bytes:  # some pass through a pool
             buffers = least_buffers(request, leaving, nvme=True, spilled=max(sizes.values()))
-        self._left = left - buffers.total_bytes
+            kept = int((left - buffers.total_bytes) * (1 - GRADS_SHARE))
+        self._left = left - buffers.total_bytes - kept
         for unit in self._trained:
             self._put(self._grads, unit, self._size(unit, Role.GRAD))
+        self._left += kept
         for unit in self._units:
             self._put(self._params, unit, self._size(unit, Role.PARAM))
         versions = dict.fromkeys((unit.index for unit in self._trained), 0)
