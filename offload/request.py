@@ -15,8 +15,8 @@ from offload.config import Config
 from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
 from offload.optim.rules import Rule
+from offload.planning.asked import WORKING_UNITS, Commit, Request
 from offload.planning.partition import UnitTree, find_units
-from offload.planning.plan import WORKING_UNITS, Commit, Request
 from offload.planning.roles import ADAM_STATES
 from offload.sizes import whole_pages
 

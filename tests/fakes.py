@@ -13,7 +13,8 @@ import torch
 from offload.memory.arena import Arena, HostArena, view_at
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuDevice
-from offload.planning.plan import STAGING_SLOTS, Homes, Plan, Request
+from offload.planning.asked import Homes, Request
+from offload.planning.plan import STAGING_SLOTS, Plan
 from offload.planning.roles import ADAM_STATES, STATE_ROLES, Role, States, role_bytes
 from offload.planning.units import Unit, lay_out
 from offload.shards import tiers

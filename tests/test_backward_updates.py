@@ -31,7 +31,8 @@ from offload.errors import ConfigError, NonFiniteError
 from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
 from offload.optim.step import MOST_CALM_STEPS, Calm
-from offload.planning.plan import Homes, Plan
+from offload.planning.asked import Homes
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates

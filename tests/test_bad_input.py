@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import AdamW, Engine
 from offload.kernels import cpu_adam
-from offload.planning.planner import Planner
+from offload.planning import sizing
 from offload.torch_private import in_backward
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
@@ -1134,8 +1134,8 @@ def test_every_single_transfer_may_fail(
     if spill:
         # Staging (4 slots x 16 B x 64 Ki elements) and three gradients of a unit (16 KiB each): the others spill. Slots
         # without room for gradients would leave so much that none of such a small model has to.
-        slot_bytes = Planner._slot_bytes
-        monkeypatch.setattr(Planner, "_slot_bytes", lambda self, chunk, **_: slot_bytes(self, chunk))
+        slot_bytes = sizing.slot_bytes
+        monkeypatch.setattr(sizing, "slot_bytes", lambda request, chunk, **_: slot_bytes(request, chunk))
         options["max_memory"]["cpu"] = 4 * 16 * 65536 + 3 * 16384
 
     def train(engine: Engine) -> int:

@@ -27,7 +27,7 @@ from offload.checkpoint.values import (
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Tier
 from offload.optim.recipe import StepCounts
-from offload.planning.plan import Homes
+from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.manager import Manager

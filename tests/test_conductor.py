@@ -19,7 +19,7 @@ from offload.distributed.ranks import Agreement, OneRank
 from offload.errors import RanksError
 from offload.memory.arena import Buffer, HostArena
 from offload.memory.budget import Tier
-from offload.planning.plan import Request
+from offload.planning.asked import Request
 from offload.planning.roles import Role
 from offload.planning.units import PAD_NUMEL, Unit
 from offload.shards.conductor import Conductor

@@ -23,7 +23,8 @@ from offload.errors import BudgetError, RanksError, StateError
 from offload.kernels import cpu_adam
 from offload.memory.arena import HostArena
 from offload.memory.budget import Budget, Tier
-from offload.planning.plan import Homes, Plan
+from offload.planning.asked import Homes
+from offload.planning.plan import Plan
 from offload.planning.units import Unit, Where, lay_out
 from offload.shards.exchanges import Exchanges
 from offload.stats import Counters

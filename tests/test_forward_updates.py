@@ -20,7 +20,8 @@ from torch import nn
 from offload import AdamW, Engine
 from offload.errors import StateError
 from offload.memory.budget import Tier
-from offload.planning.plan import STAGING_SLOTS, Homes
+from offload.planning.asked import Homes
+from offload.planning.plan import STAGING_SLOTS
 from offload.planning.roles import Role
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.manager import Manager

@@ -42,7 +42,7 @@ import offload
 from offload import AdamW, Engine
 from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
-from offload.planning.plan import Homes
+from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.manager import Manager

@@ -26,7 +26,7 @@ from offload.memory.arena import Buffer, view_at
 from offload.memory.budget import Tier
 from offload.memory.cpu import CpuDevice, CpuMover
 from offload.memory.transfer import MoverNeeds
-from offload.planning.plan import Homes
+from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.copies import Lease

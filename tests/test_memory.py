@@ -16,7 +16,7 @@ from torch import nn
 import offload
 from offload.activations.rss import reset_high_water, status_bytes
 from offload.memory.budget import Tier
-from offload.planning.plan import Request
+from offload.planning.asked import Request
 from offload.planning.planner import make_plan
 from offload.planning.units import Unit, lay_out
 

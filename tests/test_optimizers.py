@@ -34,7 +34,7 @@ from offload.kernels import cpu_adam, optimizers
 from offload.kernels.cpu_adam import StateKind
 from offload.memory.budget import Tier
 from offload.optim.recipe import StepCounts
-from offload.planning.plan import Homes
+from offload.planning.asked import Homes
 from offload.planning.roles import States
 from offload.shards.manager import Manager
 from offload.spec import NotNegative, OptimizerSpec, Positive, optimizer

@@ -34,8 +34,8 @@ from torch import nn
 import offload
 from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
+from offload.planning.asked import Homes
 from offload.planning.partition import find_units
-from offload.planning.plan import Homes
 
 STEPS = 20
 TORCH_ADAMW = {"lr": 1e-3, "weight_decay": 0.1}

@@ -8,15 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from drawn_homes import any_homes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
 from offload.memory.budget import Tier
-from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, WORKING_UNITS, Homes, OwnBytes, Plan, Request
-from offload.planning.planner import MAX_CHUNK_NUMEL, MIN_CHUNK_NUMEL, MOST_STAGING_SHARE, MOST_STAGING_SLOTS, make_plan
+from offload.planning.asked import WORKING_UNITS, Homes, OwnBytes, Request
+from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, Plan
+from offload.planning.planner import Planner, make_plan
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
+from offload.planning.sizing import (
+    MAX_CHUNK_NUMEL,
+    MIN_CHUNK_NUMEL,
+    MOST_STAGING_SHARE,
+    MOST_STAGING_SLOTS,
+    TooSmall,
+    plan_of,
+)
 from offload.planning.slices import owned_range
 from offload.planning.units import PAD_NUMEL, Unit, lay_out
 from offload.sizes import PAGE_BYTES
@@ -331,6 +341,25 @@ def test_a_plan_fits_and_adds_up_or_the_smallest_budget_is_named(request: Reques
         assert limit > request.budgets[tier] and limit % PAGE == 0
         less = {**enough, tier: limit - PAGE}
         assert refused(dataclasses.replace(request, budgets=less)) is not None, f"{tier}: {error}"
+
+
+@given(request=requests(), seed=st.integers(0, 1000))
+def test_a_plan_of_any_homes_fits_and_adds_up_or_a_tier_is_named(request: Request, seed: int) -> None:
+    request = dataclasses.replace(enlarged(request), param_tier=None, optimizer_tier=None)
+    homes = any_homes(request, seed)
+    try:
+        plan = plan_of(request, homes)
+    except TooSmall as short:
+        assert short.tier in Tier and short.what
+        return
+    assert list(plan.homes) == homes
+    check_plan(plan)
+
+
+@given(requests())
+def test_homes_that_were_chosen_make_the_same_plan_again(request: Request) -> None:
+    plan = make_plan(enlarged(request))
+    assert plan_of(plan.request, plan.homes) == plan
 
 
 @given(request=requests(), tier=st.sampled_from(Tier), more=sizes_in_bytes)
@@ -655,3 +684,78 @@ def test_room_beside_the_content_is_for_updates_that_have_something_to_go_beside
     check_plan(plan)
     assert len(BLOCKS) == 8 and len(plan.spare_units) == room
     assert (0 in plan.spare_units) == (room == 8)
+
+
+# --- by time, beside an accelerator ---------------------------------------------------------------------------------
+
+
+def apart(device: int, host: int, nvme: int = GIB, **more: Any) -> Plan:
+    """Return the plan of 16 units of 2 MiB of parameters, as much of gradients and 10 MiB of states each."""
+    units = [make_unit(index, MIB) for index in range(16)]
+    request = Request(units, budgets(device, host, nvme), activation_bytes=0, device_is_host=False, **more)
+    plan = make_plan(request)
+    check_plan(plan)
+    return plan
+
+
+def count(plan: Plan, kind: str, tier: Tier) -> int:
+    return sum(getattr(home, kind) is tier for home in plan.homes)
+
+
+@given(requests())
+def test_what_fits_above_the_drive_stays_there(request: Request) -> None:
+    """And if all of it does, the plan is that of roles, to the byte."""
+    tier = None if request.optimizer_tier is Tier.DEVICE else request.optimizer_tier
+    apart_alone = {"device_is_host": False, "world_size": 1, "nodes": 1, "rank": 0, "optimizer_tier": tier}
+    request = enlarged(dataclasses.replace(request, clips=True, **apart_alone))
+    first, plan = Planner(request).plan(), make_plan(request)
+    check_plan(plan)
+    for kind in ("param", "grad", "states"):
+        if count(first, kind, Tier.NVME) == 0:
+            assert count(plan, kind, Tier.NVME) == 0
+    if all(Tier.NVME not in (home.param, home.grad, home.states) for home in first.homes):
+        assert plan == first
+
+
+def test_parameters_stay_on_the_device_where_working_copies_can_spare_the_room() -> None:
+    """16 MiB have room for three working copies and for five units at home."""
+    plan = apart(16 * MIB, 120 * MIB)
+    assert plan.working_bytes == 6 * MIB and count(plan, "param", Tier.DEVICE) == 5
+    assert count(plan, "param", Tier.NVME) == count(plan, "grad", Tier.NVME) == 0
+    assert 0 < count(plan, "states", Tier.HOST) < 16
+    without = apart(16 * MIB, GIB, nvme=0)  # everything fits: nothing is better than working copies
+    assert count(without, "param", Tier.DEVICE) == 0 and without.working_bytes == 16 * MIB
+    forced = apart(16 * MIB, 120 * MIB, param_tier=Tier.HOST)
+    assert count(forced, "param", Tier.HOST) == 16
+
+
+def test_what_is_in_memory_is_spread_over_the_model() -> None:
+    """By the order of roles, the first units would have all of the room for states."""
+    plan = apart(6 * MIB, 140 * MIB, clips=True)
+    found = [index for index, home in enumerate(plan.homes) if home.states is Tier.HOST]
+    assert 3 <= len(found) < 12
+    assert all(any(index in found for index in range(begin, begin + 6)) for begin in (0, 5, 10))
+
+
+def test_host_memory_is_left_for_updates_during_backward_unless_steps_clip() -> None:
+    """A quarter of the units with states on NVMe have a version of parameters; clipped steps have more states there."""
+    calm, clipped = (apart(6 * MIB, 160 * MIB, clips=clips) for clips in (False, True))
+    assert count(clipped, "states", Tier.HOST) > count(calm, "states", Tier.HOST) > 0
+    drive = [unit.index for unit in calm.request.units if calm.homes[unit.index].states is Tier.NVME]
+    assert sum(index in calm.spare_units for index in drive) >= len(drive) // 4
+    assert calm.staging_slots > STAGING_SLOTS
+
+
+def test_gradients_that_do_not_all_fit_leave_half_of_host_memory_to_parameters() -> None:
+    """13.5 MiB are for slots, fetches, gradients on their way and the pool; a half of the rest holds five of 2 MiB."""
+    plan = apart(12 * MIB, 34 * MIB)
+    assert count(plan, "param", Tier.DEVICE) == 3
+    assert count(plan, "grad", Tier.NVME) > 0 and count(plan, "states", Tier.HOST) == 0
+    assert count(plan, "grad", Tier.HOST) == count(plan, "param", Tier.HOST) == 5
+
+
+def test_the_cpu_as_the_device_and_several_ranks_have_homes_by_roles() -> None:
+    for more in ({"device_is_host": True}, {"device_is_host": False, "world_size": 2}):
+        units = [make_unit(index, MIB) for index in range(16)]
+        request = Request(units, budgets(16 * MIB, 120 * MIB, GIB), activation_bytes=0, **more)
+        assert make_plan(request) == Planner(request).plan()

@@ -18,7 +18,7 @@ from torch import nn
 from offload import AdamW, Engine
 from offload.errors import NonFiniteError, StateError
 from offload.memory.budget import Tier
-from offload.planning.plan import Homes
+from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.shards.manager import Manager
 from offload.shards.read_ahead import Record

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offload.errors import StateError
 from offload.kernels.ranges import StateKind
 from offload.memory.budget import Tier
-from offload.planning.plan import Homes
+from offload.planning.asked import Homes
 from offload.planning.roles import Role, States
 from offload.planning.units import Unit
 from offload.shards.manager import Manager

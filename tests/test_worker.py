@@ -13,7 +13,7 @@ from fakes import ApartDevice, FakeStore, LateWorker, late_worker, make_manager,
 
 from offload.errors import StateError
 from offload.memory.budget import Tier
-from offload.planning.plan import Homes
+from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.shards.copies import WriteLease
 from offload.shards.forward_updates import ForwardUpdates

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offload.errors import ConfigError
 from offload.nested import tensors_in
 from offload.optim.takeover import GIVEN
-from offload.planning.plan import OwnBytes
+from offload.planning.asked import OwnBytes
 from offload.planning.roles import MOMENTS
 from offload.torch_private import TorchDispatchMode, no_functions, no_modes
 

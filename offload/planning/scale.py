@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from offload.memory.budget import Tier
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM
+from offload.planning.asked import LOOK_AHEAD, WORKING_UNITS
 from offload.planning.clusters import Cluster
-from offload.planning.plan import LOOK_AHEAD, WORKING_UNITS
-from offload.planning.planner import ACTIVATION_SHARE
+from offload.planning.sizing import ACTIVATION_SHARE
 
 LINKS = ("fabric", "network", "h2d", "d2h", "cpu", "drive")
 LANES = ("compute", *LINKS)

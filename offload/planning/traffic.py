@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offload.memory.budget import Tier
-from offload.planning.plan import Homes, Request
+from offload.planning.asked import Homes, Request
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.stats import BETWEEN_NODES

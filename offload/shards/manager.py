@@ -24,7 +24,8 @@ from offload.errors import ASLEEP, PARTS, BudgetError, RanksError, StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import LeftToWhoNeedsIt
-from offload.planning.plan import LOOK_AHEAD, Plan
+from offload.planning.asked import LOOK_AHEAD
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.schedule import PREFETCH_WINDOW, Schedule, Schedules
 from offload.planning.units import Unit

@@ -20,7 +20,8 @@ from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Budget, Claim, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import Mover, MoverNeeds
-from offload.planning.plan import PASSING_UNITS, Plan
+from offload.planning.asked import PASSING_UNITS
+from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.conductor import Conductor
@@ -393,6 +394,8 @@ class Tiers:
         Raises:
             InternalError: one does not hold.
         """
+        if any(home.grad is Tier.NVME for home in self.plan.homes):
+            self.gradients.await_copies()  # beside an accelerator, a thread sends them there
         self.copies.check()
         self.working.check()
 

@@ -20,8 +20,8 @@ from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Claim
 from offload.memory.region import Region
 from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
+from offload.planning.asked import Request
 from offload.planning.eviction import who_leaves
-from offload.planning.plan import Request
 from offload.planning.roles import Role
 from offload.planning.schedule import Schedule
 from offload.planning.units import Unit
