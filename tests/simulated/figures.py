@@ -11,6 +11,7 @@ import simulated
 from offload.planning.hardware import Hardware
 from simulated.clock import Drive, Operation, operations
 from simulated.engine import Use, Watch
+from simulated.ranks import LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,15 @@ class Figures:
     Attributes:
         step_s: from the device's last operation of a step to that of the next.
         busy_s: per lane; of the drive, reads and writes apart.
-        work_s: per lane what its work would take alone: of the drive, reads and writes as well as they go together.
+        work_s: per lane what its work would take alone: of the drive, reads and writes as well as they go together; of
+            the wire to other ranks, all that it carries.
         moved_bytes: per lane.
         idle_s: per lane of a stream, what it waited for.
         waits_s: per actor, what it waited for.
         ahead: of each use of a unit, how many uses the host was ahead of the device; the least is what counts.
         peak_bytes: of device memory.
         turns: of the gradients of a step.
+        hidden_s: per lane, the part of `busy_s` in which the device computed.
     """
 
     step_s: float
@@ -55,6 +58,7 @@ class Figures:
     ahead: tuple[int, ...]
     peak_bytes: int
     turns: tuple[Turn, ...] = ()
+    hidden_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def used(self) -> float:
@@ -99,6 +103,7 @@ def watched(watch: Watch, hardware: Hardware, step: Callable[[], object], *, war
         ahead=_ahead(watch.uses),
         peak_bytes=core.usage(0)[1],
         turns=_turns(watch, done, steps),
+        hidden_s={lane: seconds / steps for lane, seconds in _hidden(done).items()},
     )
 
 
@@ -112,6 +117,28 @@ def _busy(done: list[Operation]) -> dict[str, float]:
     for operation in done:
         busy[operation.lane] = busy.get(operation.lane, 0.0) + operation.end - operation.begin
     return busy
+
+
+def _hidden(done: list[Operation]) -> dict[str, float]:
+    computed, hidden = _computed(done), dict[str, float]()
+    for operation in done:
+        beside = computed(operation.end) - computed(operation.begin)
+        hidden[operation.lane] = hidden.get(operation.lane, 0.0) + beside
+    return hidden
+
+
+def _computed(done: list[Operation]) -> Callable[[float], float]:
+    """Return what returns the seconds of computing until a time."""
+    computing = sorted((each.begin, each.end) for each in done if each.lane == "compute")
+    begins = [begin for begin, _ in computing]
+    sums = list(itertools.accumulate((end - begin for begin, end in computing), initial=0.0))
+
+    def computed(time: float) -> float:
+        number = bisect.bisect_left(begins, time)
+        running = max(computing[number - 1][1] - time, 0.0) if number else 0.0
+        return sums[number] - running
+
+    return computed
 
 
 def _moved(done: list[Operation]) -> dict[str, float]:
@@ -129,6 +156,9 @@ def _work(done: list[Operation], hardware: Hardware) -> dict[str, float]:
     if read + written:
         alone = max(read / hardware.drive_read_bytes_s, written / hardware.drive_write_bytes_s)
         work["drive"] = max(alone, (read + written) / hardware.drive_mixed_bytes_s)
+    sent = [work.pop(lane) for lane in LANES if lane in work]
+    if sent:
+        work["wire"] = sum(sent)
     if "cpu" in work:
         work["cpu"] = moved["cpu"] / hardware.update_bytes_s
     return work
@@ -136,15 +166,12 @@ def _work(done: list[Operation], hardware: Hardware) -> dict[str, float]:
 
 def _turns(watch: Watch, done: list[Operation], steps: int) -> tuple[Turn, ...]:
     """Return those of the last step."""
-    computing = sorted((each.begin, each.end) for each in done if each.lane == "compute")
-    begins = [begin for begin, _ in computing]
-    sums = list(itertools.accumulate((end - begin for begin, end in computing), initial=0.0))
+    computed_by = _computed(done)
+    before_s = computed_by(float("inf")) * (steps - 1) / steps
 
     def computed(time: float) -> float:
         """Return the seconds of computing until then, in the last step."""
-        number = bisect.bisect_left(begins, time)
-        running = max(computing[number - 1][1] - time, 0.0) if number else 0.0
-        return sums[number] - running - sums[-1] * (steps - 1) / steps
+        return computed_by(time) - before_s
 
     uses = watch.uses[len(watch.uses) - len(watch.uses) // steps :]
     made = watch.made[len(watch.made) - len(watch.made) // steps :]
