@@ -6,9 +6,9 @@ One rank is simulated: the others do the same at the same times. Its agreements,
 collectives and how it waits for them are the engine's own; what a collective takes is its bytes over the link.
 
 Parameters and states live in host memory. No step clips. Beside each kind of message stand its seconds on the link in
-a step, and the part of them in which the device computed. To reach: 0.9 of gradients with stages 2 and 3, and 0.9 of
-parameters with stage 3. By design, gradients leave behind backward with stage 1, and with stages 1 and 2 new parameters
-go round behind the updates.
+a step, the part of them in which the device computed, and that in which it did or the CPU worked. To reach: 0.9 of
+gradients with stages 2 and 3, and 0.9 of parameters with stage 3. By design, gradients leave behind backward with stage
+1. With stages 1 and 2, a unit's new parameters go round in the step, beside the next unit's update.
 
 Not in these figures: what gloo takes of the processors, links that are shared, and ranks that are late.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,24 +80,26 @@ def figures_of(case: Case, sizes: dict[str, int]) -> tuple[Figures, int]:
             ours.close(restore=False)
 
 
-def hidden(figures: Figures) -> dict[str, float]:
-    """Return the part of each kind's seconds in which the device computed; nothing of kinds that are not sent."""
-    return {
-        kind: figures.hidden_s[lane] / figures.busy_s[lane] for kind, lane in KINDS.items() if lane in figures.busy_s
-    }
+def shares(figures: Figures, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the part of each kind's time on the link that these seconds per lane are."""
+    return {kind: seconds[lane] / figures.busy_s[lane] for kind, lane in KINDS.items() if lane in figures.busy_s}
 
 
 def run_case(case: Case, sizes: dict[str, int]) -> dict[str, Any]:
     """Measure a case, print a line and return its figures."""
     figures, planned_bytes = figures_of(case, sizes)
-    shares = hidden(figures)
-    told = [f"{kind} {figures.busy_s[KINDS[kind]]:.3f} s, {share:.2f} of it hidden" for kind, share in shares.items()]
+    hidden, beside = shares(figures, figures.hidden_s), shares(figures, figures.beside_s)
+    told = [
+        f"{kind} {figures.busy_s[lane]:.3f} s, {hidden[kind]:.2f} hidden, {beside[kind]:.2f} with the CPU's work"
+        for kind, lane in KINDS.items()
+    ]
     print(
         f"{case.world} ranks, stage {case.stage}: step {figures.step_s:.2f} s, U {figures.used:.3f}, bound "
         f"{figures.bound_s:.2f} s ({figures.binding}); {'; '.join(told)}"
     )
-    found = {name: value for name, value in dataclasses.asdict(figures).items() if name != "turns"}
-    found |= {"U": figures.used, "R": figures.reached, "hidden": shares, "planned_bytes": planned_bytes}
+    found = {name: value for name, value in dataclasses.asdict(figures).items() if name not in ("turns", "ahead")}
+    found |= {"U": figures.used, "R": figures.reached, "hidden": hidden, "beside": beside}
+    found |= {"planned_bytes": planned_bytes}
     return {**dataclasses.asdict(case), **found}
 
 

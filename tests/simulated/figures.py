@@ -47,6 +47,7 @@ class Figures:
         peak_bytes: of device memory.
         turns: of the gradients of a step.
         hidden_s: per lane, the part of `busy_s` in which the device computed.
+        beside_s: the same in which the device computed, or the CPU worked.
     """
 
     step_s: float
@@ -59,6 +60,7 @@ class Figures:
     peak_bytes: int
     turns: tuple[Turn, ...] = ()
     hidden_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    beside_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def used(self) -> float:
@@ -103,7 +105,8 @@ def watched(watch: Watch, hardware: Hardware, step: Callable[[], object], *, war
         ahead=_ahead(watch.uses),
         peak_bytes=core.usage(0)[1],
         turns=_turns(watch, done, steps),
-        hidden_s={lane: seconds / steps for lane, seconds in _hidden(done).items()},
+        hidden_s={lane: seconds / steps for lane, seconds in _beside(done, "compute").items()},
+        beside_s={lane: seconds / steps for lane, seconds in _beside(done, "compute", "cpu").items()},
     )
 
 
@@ -119,26 +122,30 @@ def _busy(done: list[Operation]) -> dict[str, float]:
     return busy
 
 
-def _hidden(done: list[Operation]) -> dict[str, float]:
-    computed, hidden = _computed(done), dict[str, float]()
+def _beside(done: list[Operation], *lanes: str) -> dict[str, float]:
+    """Return per lane the seconds in which one of `lanes` was busy, too."""
+    worked, beside = _worked(done, *lanes), dict[str, float]()
     for operation in done:
-        beside = computed(operation.end) - computed(operation.begin)
-        hidden[operation.lane] = hidden.get(operation.lane, 0.0) + beside
-    return hidden
+        seconds = worked(operation.end) - worked(operation.begin)
+        beside[operation.lane] = beside.get(operation.lane, 0.0) + seconds
+    return beside
 
 
-def _computed(done: list[Operation]) -> Callable[[float], float]:
-    """Return what returns the seconds of computing until a time."""
-    computing = sorted((each.begin, each.end) for each in done if each.lane == "compute")
-    begins = [begin for begin, _ in computing]
-    sums = list(itertools.accumulate((end - begin for begin, end in computing), initial=0.0))
+def _worked(done: list[Operation], *lanes: str) -> Callable[[float], float]:
+    """Return what returns the seconds until a time in which one of `lanes` was busy."""
+    busy = list[tuple[float, float]]()
+    for begin, end in sorted((each.begin, each.end) for each in done if each.lane in lanes):
+        begin = max(begin, busy[-1][1] if busy else begin)
+        if begin < end:
+            busy.append((begin, end))
+    begins = [begin for begin, _ in busy]
+    sums = list(itertools.accumulate((end - begin for begin, end in busy), initial=0.0))
 
-    def computed(time: float) -> float:
+    def worked(time: float) -> float:
         number = bisect.bisect_left(begins, time)
-        running = max(computing[number - 1][1] - time, 0.0) if number else 0.0
-        return sums[number] - running
+        return sums[number] - (max(busy[number - 1][1] - time, 0.0) if number else 0.0)
 
-    return computed
+    return worked
 
 
 def _moved(done: list[Operation]) -> dict[str, float]:
@@ -166,7 +173,7 @@ def _work(done: list[Operation], hardware: Hardware) -> dict[str, float]:
 
 def _turns(watch: Watch, done: list[Operation], steps: int) -> tuple[Turn, ...]:
     """Return those of the last step."""
-    computed_by = _computed(done)
+    computed_by = _worked(done, "compute")
     before_s = computed_by(float("inf")) * (steps - 1) / steps
 
     def computed(time: float) -> float:
