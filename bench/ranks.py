@@ -1,9 +1,10 @@
 """What does a step cost where two processes train one model? Ours beside FSDP2 and DeepSpeed ZeRO-3, on CPUs over gloo.
 
-Each contender is a pair of processes, one thread each, and all take turns within a round. Figures are the slower
-rank's seconds per step, the processors' seconds of both ranks, and each rank's peak of the resident set meanwhile. All
-train a Llama with the same tokens, fp32 masters and moments, bf16 parameters in compute, AdamW, and clipping. They
-begin with the same values; the losses of the last step stand beside the figures.
+Each contender is a pair of processes, one thread each, and all take turns within a round; of a model that is too large
+for all to be there, stage 3 of ours and one other at a time. Figures are the slower rank's seconds per step, the
+processors' seconds of both ranks, and each rank's peak of the resident set meanwhile. All train a Llama with the same
+tokens, fp32 masters and moments, bf16 parameters in compute, AdamW, and clipping. They begin with the same values; the
+losses of the last step stand beside the figures.
 
 DeepSpeed has its own AdamW for CPUs, which it compiles at first use: here one process does so before all others. A
 build that was killed leaves a lock in ``~/.cache/torch_extensions``, on which every later one waits: delete it.
@@ -38,6 +39,7 @@ WORLD = 2
 WORST = 1.02  # the lower end of the interval of one rank over no group
 SPEC = {"lr": 1e-4, "weight_decay": 0.1}
 MODELS = {"medium": "26 M", "real": "135 M"}
+PAIRED = ("real", "large")  # of which two contenders are there at a time: ten processes of 135 M take 20 GiB
 OURS = {"ours, stage 1": 1, "ours, stage 2": 2, "ours, stage 3": 3}
 ALONE = {"no group": None, "one rank": 1}
 DEEPSPEED = "DeepSpeed ZeRO-3, cpu"
@@ -281,8 +283,11 @@ def main() -> None:
     names = [name for name in contenders() if name not in left_out]
     results, lows = dict[str, Any](), [0.0]
     for model in arguments.models:
-        results[model] = compare(model, arguments.tokens, arguments.rounds, names)
-        show(model, results[model])
+        pairs = [[BASE, other] for other in names if other != BASE]
+        for chosen in pairs if model in PAIRED and BASE in names else [names]:
+            called = f"{model}, {chosen[-1]}" if len(chosen) < len(names) else model
+            results[called] = compare(model, arguments.tokens, arguments.rounds, chosen)
+            show(model, results[called])
         if arguments.alone:
             results[f"{model}, alone"] = compare(model, arguments.tokens, arguments.rounds, list(ALONE))
             text, low = ratio(results[f"{model}, alone"]["seconds"], "one rank", "no group")
