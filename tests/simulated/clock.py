@@ -316,7 +316,6 @@ class VirtualErrands(Generic[T]):
 
     def do_urgent(self) -> None:
         """Do what is urgent and waits, inside of an errand of the one actor."""
-        assert len(self._actors) == 1
         while self._queue and not self._queue[0][0]:
             _, _, errand, future = heapq.heappop(self._queue)
             future.end(functools.partial(errand, 0))
