@@ -55,8 +55,8 @@ def train(
     load()
     settings["device"] = "sim:1" if rank == 1 else "sim"
     if stage == 3 or not name.endswith("device"):
-        # Units leave it, and others come in their place; five of the wide ones, of 1.1 MiB each, have to fit.
-        settings["max_memory"]["device"] = (7 if name.endswith("spill") else 3) * MIB
+        # Units leave it, and others come in their place; of the wide ones in float32, five of 1.1 MiB have to fit.
+        settings["max_memory"]["device"] = (7 if name == "float32-float32-spill" else 3) * MIB
         settings["activation_memory"] = "1MiB"
     if name.endswith("spill"):
         settings["max_memory"]["cpu"] = smallest(name, settings)
