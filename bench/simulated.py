@@ -44,8 +44,7 @@ from typing import Any
 
 import torch
 from _common import emit
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from _llama import FULL, SEQUENCE, SMALL, made
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -59,22 +58,10 @@ from offload.planning.hardware import PRESETS, Hardware
 from offload.planning.timing import Timing, timing_of
 from offload.planning.work import work_of
 
-SEQUENCE = 2048
-LOSS_TOKENS = 2048  # whose logits are there at once
 HEADROOM = 0.95  # of device and host memory
 MOST_MICRO_BATCHES = 16
 LEAST_NORM = 1e-3  # to which a step that clips does: in a dry run, each sum of squares is 1
 MOST_LEFT = int(3.1 * 2**30)  # of the device for parameters: the three largest units take 2.4 GiB
-
-FULL = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-SMALL = {**FULL, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "vocab_size": 512}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,29 +121,6 @@ CASES = (
 )
 
 
-class WithLoss(nn.Module):
-    """A Llama and its loss, whose logits are made for some tokens at a time, and again in backward."""
-
-    def __init__(self, sizes: dict[str, int]) -> None:
-        super().__init__()
-        import transformers
-
-        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=False)
-        whole = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        whole.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.model, self.head = whole.model, whole.lm_head
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of tokens (rows, length)."""
-        hidden = self.model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        parts = zip(hidden.split(LOSS_TOKENS), ids.flatten().split(LOSS_TOKENS), strict=True)
-        losses = [checkpoint(self._loss, *part, use_reentrant=False) for part in parts]
-        return torch.stack(losses).sum() / ids.numel()
-
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(hidden).float(), labels, reduction="sum")
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Rows of a micro-batch, and how many of these a step has."""
@@ -168,12 +132,6 @@ class Batch:
     def tokens(self) -> int:
         """Of a step."""
         return self.rows * self.micro_batches * SEQUENCE
-
-
-def made(sizes: dict[str, int]) -> WithLoss:
-    """Return the model on the meta device."""
-    with torch.device("meta"):
-        return WithLoss(sizes).train()
 
 
 @contextlib.contextmanager

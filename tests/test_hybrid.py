@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,28 +90,35 @@ def sums_of(plain: nn.Module, numbers: range, local: int) -> tuple[dict[str, tor
 
 def fold(rank: int, shape: Shape, accumulation: int, name: str, path: str) -> dict[str, Any]:
     """Train in one process with sums of plain gradients in the shape of nodes, in the place of its own."""
-    losses, norms, many = list[float](), [], accumulation * math.prod(shape)
-    with engine_of(name, path, many) as engine:
-        manager = engine._life.require_open()
-        places = {
-            slot.name: (unit.index, position) for unit in manager.units for position, slot in enumerate(unit.slots)
-        }
-        for step in range(STEPS):
-            plain = net(name).to(getattr(torch, name.split("-")[0]))
-            plain.load_state_dict(engine.state_dict())
-            numbers = range(step * many, (step + 1) * many)
-            sums, found = sums_of(plain, numbers, shape[1])
-            for number in numbers:
-                loss = engine(*batch(number))
-                assert loss.item() == found[number - numbers[0]]
-                engine.backward(loss)
-                if number == numbers[-1]:
-                    for key, value in sums.items():
-                        manager.gradients.overwrite(*places[key], value.flatten())
-                engine.step()
-            losses += found
-            norms.append(engine.grad_norm)
+    with engine_of(name, path, accumulation * math.prod(shape)) as engine:
+        dtype = getattr(torch, name.split("-")[0])
+        losses, norms = train_by_sums(engine, lambda: net(name).to(dtype), shape, accumulation, STEPS)
         return result(engine, losses, norms)
+
+
+def train_by_sums(
+    engine: Engine, make: Callable[[], nn.Module], shape: Shape, accumulation: int, steps: int
+) -> tuple[list[float], list[float]]:
+    """Take steps of an engine of one process with such sums; `make` makes its model. Return losses and norms."""
+    losses, norms, many = list[float](), [], accumulation * math.prod(shape)
+    manager = engine._life.require_open()
+    places = {slot.name: (unit.index, position) for unit in manager.units for position, slot in enumerate(unit.slots)}
+    for step in range(steps):
+        plain = make()
+        plain.load_state_dict(engine.state_dict())
+        numbers = range(step * many, (step + 1) * many)
+        sums, found = sums_of(plain, numbers, shape[1])
+        for number in numbers:
+            loss = engine(*batch(number))
+            assert loss.item() == found[number - numbers[0]]
+            engine.backward(loss)
+            if number == numbers[-1]:
+                for key, value in sums.items():
+                    manager.gradients.overwrite(*places[key], value.flatten())
+            engine.step()
+        losses += found
+        norms.append(engine.grad_norm)
+    return losses, norms
 
 
 def check(shape: Shape, accumulation: int, name: str, tmp_path: Path, stages: tuple[int, ...]) -> None:

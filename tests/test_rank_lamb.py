@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from several_ranks import Ended, Raised, run
+from test_hybrid import mesh_of, train_by_sums
 from test_rank_checkpoint_errors import error_of, instead
 from test_stage_1 import WIDE, Net, batch, options
 
@@ -19,12 +21,18 @@ pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memor
 WORLD, STEPS, ACCUMULATION = 3, 3, 2
 
 
-def engine_of(name: str, path: str, world: int, stage: int) -> Engine:
+def wide() -> Net:
     torch.manual_seed(3)
-    settings = options(name, path) | {"gradient_accumulation_steps": WORLD * ACCUMULATION // world}
+    return Net(WIDE)
+
+
+def engine_of(
+    name: str, path: str, world: int, stage: int, micro_batches: int = WORLD * ACCUMULATION, **more: Any
+) -> Engine:
+    settings = options(name, path) | {"gradient_accumulation_steps": micro_batches // world} | more
     settings["max_memory"] |= {"nvme": "128MiB"} if "nvme" in name else {}
     settings |= {"unit_bytes": 1 << 20} | ({"stage": stage} if world > 1 else {})
-    return Engine(Net(WIDE), LAMB(lr=0.01, weight_decay=0.1), **settings)
+    return Engine(wide(), LAMB(lr=0.01, weight_decay=0.1), **settings)
 
 
 def train(rank: int, world: int, name: str, path: str, stage: int, saved: str) -> dict[str, Any]:
@@ -70,6 +78,53 @@ def test_slices_have_the_norms_of_the_whole(name: str, stage: int, tmp_path: Pat
             rest.append(every[0])
         results.append((losses, rest))
     assert results[0] == results[1]
+
+
+# --- in nodes ---------------------------------------------------------------------------------------------------------
+
+SHAPE = (2, 2)  # nodes, ranks of a node
+
+
+def train_in_nodes(rank: int, name: str, path: str, stage: int) -> dict[str, Any]:
+    losses, norms, world = [], [], math.prod(SHAPE)
+    with engine_of(name, path, world, stage, ACCUMULATION * world, group=mesh_of(*SHAPE)) as engine:
+        for number in range(rank, STEPS * ACCUMULATION * world, world):
+            loss = engine(*batch(number))
+            losses.append(loss.item())
+            engine.backward(loss)
+            if engine.step():
+                norms.append(engine.grad_norm)
+        return {"losses": losses, "norms": norms, "digests": engine.digests()}
+
+
+def train_as_nodes(rank: int, name: str, path: str) -> dict[str, Any]:
+    """Train in one process, which adds each node's gradients up first."""
+    with engine_of(name, path, 1, 0, ACCUMULATION * math.prod(SHAPE)) as engine:
+        dtype = getattr(torch, name.split("-")[0])
+        losses, norms = train_by_sums(engine, lambda: wide().to(dtype), SHAPE, ACCUMULATION, STEPS)
+        return {"losses": losses, "norms": norms, "digests": engine.digests()}
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("bfloat16-float32-host", 3),
+        pytest.param("float32-float32-host", 1, marks=pytest.mark.nightly),
+        pytest.param("bfloat16-float32-nvme", 2, marks=pytest.mark.nightly),
+        pytest.param("float32-float32-nvme", 3, marks=pytest.mark.nightly),
+    ],
+)
+def test_slices_within_nodes_have_the_norms_of_the_whole(name: str, stage: int, tmp_path: Path) -> None:
+    (one,) = run(train_as_nodes, 1, name, str(tmp_path))
+    assert not isinstance(one, (Raised, Ended)), one
+    every = run(train_in_nodes, math.prod(SHAPE), name, str(tmp_path), stage)
+    for rank, found in enumerate(every):
+        assert not isinstance(found, (Raised, Ended)), found
+        assert found["losses"] == one["losses"][rank :: len(every)]
+        assert (found["norms"], found["digests"]) == (one["norms"], one["digests"])
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
 def fail(rank: int, path: str) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -13,7 +13,9 @@ from simulated.clock import (
     Actor,
     Costs,
     Drive,
+    VirtualCondition,
     VirtualErrands,
+    VirtualEvent,
     VirtualExecutor,
     VirtualLock,
     clock,
@@ -404,3 +406,63 @@ def test_an_actor_sleeps_until_it_is_woken() -> None:
         sleeper.join()
         assert simulated.load().waits(False)[f"sleeper: {IDLE}"] == 5.5
     assert woken == [2.0, 3.0, 5.5]
+
+
+def test_who_waits_on_a_condition_goes_on_when_it_is_told_and_has_it() -> None:
+    seen: list[float] = []
+    with clock(COSTS, dry=True):
+        condition = VirtualCondition()
+
+        def work(actor: Actor) -> None:
+            with condition:
+                while not seen:
+                    condition.wait()
+                seen.append(now())
+
+        worker = Actor("worker", work)
+        spend(1.0)
+        with condition:
+            condition.notify_all()  # of nothing
+        spend(1.0)
+        with condition, condition:  # whoever has it may take it again
+            seen.append(now())
+            condition.notify_all()
+            spend(2.0)
+        worker.join()
+    assert seen == [2.0, 4.0]
+
+
+def test_who_waits_for_an_event_does_so_for_a_time_or_until_it_comes() -> None:
+    seen: list[tuple[bool, float]] = []
+    with clock(COSTS, dry=True):
+        event = VirtualEvent()
+
+        def work(actor: Actor) -> None:
+            seen.append((event.wait(0.5), now()))
+            seen.append((event.wait(), now()))
+            event.clear()
+            seen.append((event.is_set(), now()))
+
+        worker = Actor("worker", work)
+        spend(3.0)
+        event.set()
+        worker.join()
+    assert seen == [(False, 0.5), (True, 3.0), (False, 3.0)]
+
+
+def test_an_errand_does_what_is_urgent_and_comes_meanwhile() -> None:
+    seen: list[tuple[str, float]] = []
+    with clock(COSTS, dry=True):
+        errands = VirtualErrands[None](1, "errands")
+
+        def serve(number: int) -> None:
+            spend(2.0)
+            errands.do_urgent()
+            seen.append(("served", now()))
+
+        errands.submit(serve, urgent=False)
+        spend(1.0)
+        errands.submit(lambda _: seen.append(("later", now())), urgent=False)
+        errands.submit(lambda _: seen.append(("urgent", now())), urgent=True)
+        errands.close()
+    assert seen == [("urgent", 2.0), ("served", 2.0), ("later", 2.0)]

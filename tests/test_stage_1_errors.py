@@ -13,6 +13,7 @@ from several_ranks import Ended, Raised, run
 from torch import nn
 
 from offload import AdamW, Engine
+from offload.distributed.processes import Processes
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 WORLD = 3
@@ -220,3 +221,33 @@ def test_what_fails_on_one_rank_is_told_to_all(how: str, stage: int) -> None:
             assert how == "step" or (afterwards[0] == "RanksError" and "close the engine" in afterwards[1])
     if how == "step":
         assert "(probably ranks 0, 2 had a batch more" in others[0][0][1]
+
+
+def fail_in_a_gather(rank: int) -> list[tuple[str, str]]:
+    """Let rank 1 fail where the second unit goes round behind an update."""
+    calls, gather = 0, Processes.gather
+
+    def lose(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if rank == 1 and calls == 2:
+            raise MemoryError("no room")
+        gather(*args)
+
+    with engine_of(unit_bytes=16 << 10) as engine:
+        assert len(engine.plan.request.units) > 2
+        backward(engine)
+        assert engine.step()
+        backward(engine)
+        Processes.gather = lose  # type: ignore[method-assign]
+        found = [error_of(engine.step), error_of(engine.state_dict), error_of(lambda: backward(engine))]
+    return found
+
+
+def test_parameters_of_which_slices_have_not_come_are_lost() -> None:
+    for rank, found in enumerate(run(fail_in_a_gather, WORLD)):
+        assert not isinstance(found, (Raised, Ended)), found
+        first, read, afterwards = found
+        assert first[0] == ("MemoryError" if rank == 1 else "RanksError") and "no room" in first[1]
+        assert read[0] == "StateError" and "a step failed half way" in read[1], read
+        assert afterwards[0] == "StateError" and "a step failed half way" in afterwards[1], afterwards

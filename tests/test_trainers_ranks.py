@@ -161,8 +161,17 @@ def transformed(rank: int, world: int, stage: Any, path: str, resume: str | None
 # --- TRL --------------------------------------------------------------------------------------------------------------
 
 
+def judge() -> torch.nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = model().config
+    config.num_labels, config.pad_token_id = 1, 0
+    return transformers.LlamaForSequenceClassification(config)
+
+
 def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
-    """Take three steps of SFT, and three of DPO with a reference model that follows the model in each process."""
+    """Take three steps of SFT, of a reward model, and of DPO with a reference that follows the model in each process."""
     import datasets
     import trl
 
@@ -175,6 +184,7 @@ def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
     pairs = datasets.Dataset.from_dict({"prompt": words, "chosen": words[1:] + words[:1], "rejected": words[::-1]})
     kinds = {"sft": (trl.SFTTrainer, trl.SFTConfig, texts, {}), "dpo": (trl.DPOTrainer, trl.DPOConfig, pairs, {})}
     kinds["dpo"][3].update(ref_model=model())
+    kinds["reward"] = trl.RewardTrainer, trl.RewardConfig, pairs, {"model": judge()}
     follows = {"dpo": {"sync_ref_model": True, "ref_model_sync_steps": 1}}
     for name, (kind, config, data, more) in kinds.items():
         steps = ACCUMULATION * WORLD // world
@@ -186,15 +196,15 @@ def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
             gradient_checkpointing=False,
             **follows.get(name, {}),
         )
-        trainer = type(kind.__name__, (OffloadTrainerMixin, kind), {})(
-            model=model(),
-            args=given,
-            train_dataset=data,
-            processing_class=word_tokenizer(Path(path)),
-            offload=placed(path),
-            offload_stage=stage,
-            **more,
-        )
+        options = {
+            "model": model(),
+            "args": given,
+            "train_dataset": data,
+            "processing_class": word_tokenizer(Path(path)),
+            "offload": placed(path),
+            "offload_stage": stage,
+        }
+        trainer = type(kind.__name__, (OffloadTrainerMixin, kind), {})(**(options | more))
         trainer.train()
         log, engine = logged(trainer), trainer.engine
         found[name] = {"losses": log.losses, "norms": log.norms, "parameters": bits(engine.state_dict())}
@@ -203,12 +213,12 @@ def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stage", [None, 2])
+@pytest.mark.parametrize("stage", [None, 2, 3])
 def test_trl(stage: int | None, one: Any, tmp_path: Path) -> None:
     (tmp_path / "three").mkdir()
     truth = one(tuned)
     found = agreed(run(tuned, WORLD, WORLD, stage, str(tmp_path / "three"), limit_s=400.0))
-    for name in ("sft", "dpo"):
+    for name in ("sft", "dpo", "reward"):
         assert found[name]["losses"] == pytest.approx(truth[name]["losses"], rel=1e-5)
         assert found[name]["norms"] == pytest.approx(truth[name]["norms"], rel=1e-4)
 
@@ -220,12 +230,12 @@ def refused_in_ranks(rank: int, path: str) -> str:
     from offload.integrations.hf import OffloadTrainerMixin
 
     launched(rank, WORLD)
-    kind = type("SFT", (OffloadTrainerMixin, trl.SFTTrainer), {})
-
+    kind = type("GRPO", (OffloadTrainerMixin, trl.GRPOTrainer), {})
     trainer = kind(
         model=model(),
-        args=arguments(Path(path), trl.SFTConfig),
-        train_dataset=datasets.Dataset.from_dict({"text": ["w1 w2"] * 12}),
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+        args=arguments(Path(path), trl.GRPOConfig, num_generations=2, max_completion_length=4),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["w1 w2"] * 12}),
         processing_class=word_tokenizer(Path(path)),
         offload=placed(path),
         offload_stage=3,
@@ -238,9 +248,9 @@ def refused_in_ranks(rank: int, path: str) -> str:
 
 
 @pytest.mark.nightly
-def test_trl_has_no_slices_of_parameters(tmp_path: Path) -> None:
+def test_trl_generates_without_slices_of_parameters(tmp_path: Path) -> None:
     for text in run(refused_in_ranks, WORLD, str(tmp_path), limit_s=240.0):
-        assert text.startswith("offload_stage: expected 1 or 2 of TRL's trainers in several processes but got 3"), text
+        assert text.startswith("offload_stage: expected 1 or 2 of GRPO in several processes but got 3"), text
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------

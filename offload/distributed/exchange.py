@@ -129,7 +129,7 @@ class Exchange:
             if sent is None or end - begin < numel:
                 sent = _rows(self._staging, dtype, slices, end - begin)
                 if rows is not None:
-                    sent.copy_(rows[:, begin:end])
+                    _put(sent, rows[:, begin:end])
             self._node.swap(received, sent, where)
             if nodes == 1:
                 _fold(received, presence, parts, arrived, begin, total)
@@ -201,6 +201,13 @@ def _fold(
             if present[part.slot]:
                 _add(row, part, begin, end, total, first=not known[part.slot])
                 known[part.slot] = True
+
+
+def _put(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the rows of `source` to those of `target`: (m, n), whose rows are contiguous."""
+    size_bytes = target.shape[1] * target.itemsize
+    for to, row in zip(target, source, strict=True):
+        ctypes.memmove(to.data_ptr(), row.data_ptr(), size_bytes)
 
 
 def _rows(memory: torch.Tensor, dtype: torch.dtype, world: int, numel: int) -> torch.Tensor:

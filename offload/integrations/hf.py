@@ -45,6 +45,9 @@ PRIVATE = {
     "_load_optimizer_and_scheduler": ("self", "checkpoint"),
 }
 
+# Trainers of TRL that call the model equally often in all processes: the others generate.
+IN_STEP = ("SFTTrainer", "RewardTrainer", "DPOTrainer")
+
 Options = Config | Mapping[str, Any] | str | Path
 _Trainer: Any = object  # what the mixin is mixed into
 
@@ -134,6 +137,8 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             several
         ):  # which marks it as prepared; else the trainer would have it wrapped in DDP, which adds gradients, too
             self.accelerator.prepare_model(self.model, evaluation_mode=True)
+            if stage != APART and self._gathers_behind_forward:
+                self.model.register_forward_hook(lambda *_: self._meet("the end of a forward"))
         if self.engine.optimizer is not None:
             self.optimizer = self.engine.optimizer
             scaling = scaling_of(self.engine)
@@ -145,14 +150,20 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
             callbacks.remove(callback)
             callbacks.insert(0, callback)  # those that report see its figures
 
+    @property
+    def _gathers_behind_forward(self) -> bool:
+        """Whether the trainer gathers metrics there, which finds other processes inside theirs."""
+        return any(package_of(kind) == "trl" for kind in type(self).__mro__)
+
     def _stage_of_several(self) -> int | str:
-        """Return the stage; refuse slices of parameters where processes ask each other something behind a forward."""
-        gathers = any(package_of(kind) == "trl" for kind in type(self).__mro__)
+        """Return the stage; refuse slices of parameters where processes cannot meet behind each forward."""
+        gathers = self._gathers_behind_forward
         stage = self._stage or (1 if gathers else "auto")
-        if gathers and stage not in (1, 2):
+        if gathers and stage not in (1, 2) and not any(is_a(self, "trl", name) for name in IN_STEP):
             raise ConfigError(
-                f"offload_stage: expected 1 or 2 of TRL's trainers in several processes but got {stage!r}: they gather "
-                "metrics behind a forward, which other processes may not have ended; pass offload_stage=1"
+                f"offload_stage: expected 1 or 2 of {type(self).__name__} in several processes but got {stage!r}: with "
+                f"slices of parameters they have to call the model equally often, as {', '.join(IN_STEP)} do; pass "
+                "offload_stage=1"
             )
         return stage
 

@@ -19,7 +19,7 @@ from offload.optim.progress import Progress
 from offload.optim.recipe import Recipe, StepCounts, trainable_units
 from offload.optim.rules import Rule
 from offload.planning.units import Unit, Where
-from offload.shards.gathers import gather_updated
+from offload.shards.gathers import make_updates
 from offload.shards.gradients import GradientNorm
 from offload.shards.manager import Manager
 
@@ -215,8 +215,7 @@ class Step:
         self.micro_batches.begin_step()
         self._run.scaler.succeeded()
         if not self.overlap:
-            manager.finish_updates()
-            gather_updated(manager, updated)
+            make_updates(manager, updated)
         with LeftToWhoNeedsIt("step"):  # it is taken: who takes an error for its failure would take it again
             manager.prefetch(uses=1)  # while nothing is updated, so that everything can be moved
             manager.forward.read_ahead()

@@ -1,26 +1,30 @@
 """Parameters of several ranks after a step: each rank has updated its slices, and takes the others' in.
 
 Owns the way from a shard's home, wherever it is, to the other ranks and back. All ranks come through here with the same
-units in one order. Next: :mod:`offload.shards.gradients_of_ranks` has the memory, :mod:`offload.optim.step` calls.
+units in one order. What the host has in place goes round by a thread of its own, while the next unit is updated. Next:
+:mod:`offload.shards.gradients_of_ranks` has the memory, :mod:`offload.optim.step` calls.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
 
 from offload.memory.budget import Tier
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.gradients_of_ranks import MicroBatch
+from offload.shards.leases import Leases
 from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 
 _PARAM = frozenset({Role.PARAM})
 
 
-def gather_updated(manager: Manager, units: Iterable[Unit]) -> None:
-    """Let the parameters of `units` be what their ranks have made of them; nothing where each has made all.
+def make_updates(manager: Manager, units: Sequence[Unit]) -> None:
+    """Make the updates of a step; let the parameters of `units` be what their ranks have made of them.
 
     Raises:
         RanksError: another rank has failed, ended or not come. Parameters are lost then.
@@ -28,9 +32,43 @@ def gather_updated(manager: Manager, units: Iterable[Unit]) -> None:
     """
     shared = manager.tiers.shared
     request = manager.tiers.plan.request
-    if shared is not None and request.slices > 1 and not request.slices_parameters:  # else who needs them gathers them
-        for unit in units:
+    if shared is None or request.slices == 1 or request.slices_parameters:  # each has made all; or who needs it gathers
+        manager.finish_updates()
+        return
+    in_place = Tier.DEVICE if manager.tiers.device.addressable else Tier.HOST
+    homes = [(unit, manager.tiers.plan.home(unit, Role.PARAM)) for unit in units]
+    _go_round(manager, shared, [unit for unit, home in homes if home is in_place])
+    for unit, home in homes:
+        if home is not in_place:
             _gather(manager, shared, unit)
+
+
+def _go_round(manager: Manager, shared: MicroBatch, units: Sequence[Unit]) -> None:
+    """Make all updates, and gather each of `units` where it is at home, beside the updates that follow its own."""
+    started = list[tuple[Unit, Future[None]]]()
+    try:
+        for unit in units:
+            manager.forward.require(unit.index)
+            buffer = manager.tiers.param(unit.index).home_buffer
+            assert buffer is not None
+            started.append((unit, shared.start_gather(buffer.address, unit.index)))
+        manager.finish_updates()
+    finally:
+        begin = time.perf_counter()
+        wait([gather for _, gather in started])
+        manager.tiers.counters.wait_for_ranks(begin, time.perf_counter())
+        failed = [(unit, gather) for unit, gather in started if gather.exception() is not None]
+        for unit, _ in failed:
+            _lose(manager, unit)
+    for _, gather in failed:
+        gather.result()
+
+
+def _lose(manager: Manager, unit: Unit) -> None:
+    """Note that the parameters of a unit are of no use: some ranks' slices have not come."""
+    leases = Leases(manager.tiers)
+    leases.open(unit, reads=frozenset(), writes=_PARAM)
+    leases.abandon({unit.index})
 
 
 def _gather(manager: Manager, shared: MicroBatch, unit: Unit) -> None:
@@ -43,13 +81,6 @@ def _gather(manager: Manager, shared: MicroBatch, unit: Unit) -> None:
     def put_in(chunk: Chunk) -> None:
         ctypes.memmove(chunk.addresses[Role.PARAM], base + chunk.begin * size, chunk.numel * size)
 
-    def fill(chunk: Chunk) -> None:
-        shared.gather_at(chunk.addresses[Role.PARAM], unit.index)
-
-    in_place = Tier.DEVICE if manager.tiers.device.addressable else Tier.HOST
-    if manager.tiers.plan.home(unit, Role.PARAM) is in_place:
-        manager.stream([unit], fill, reads=_PARAM, writes=_PARAM)  # in place: all of it is one chunk
-        return
     manager.stream([unit], take_out, reads=_PARAM, span=shared.owned(unit.index))
     shared.gather(room, unit.index)
     manager.stream([unit], put_in, reads=frozenset(), writes=_PARAM)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -51,6 +52,11 @@ class MicroBatch:
         self._slices = {index: request.owned(unit, Role.GRAD) for index, unit in self._units.items()}
         self._parts = {index: self._parts_of(unit, self._node.rank) for index, unit in self._units.items()}
         self.exchanges = Exchanges(plan, ranks, host, claim, counters, self._parts, standing)
+        self._beside = ranks
+        self._gathers: ThreadPoolExecutor | None = None
+        if self._node.world > 1 and not request.slices_parameters:
+            self._beside = ranks.beside("updated parameters")
+            self._gathers = ThreadPoolExecutor(1, "offload-gather")
         self._written: dict[str, str] | None = None  # digests of what was written to parameters, once they are loaded
 
     def _parts_of(self, unit: Unit, rank: int) -> list[Part]:
@@ -157,9 +163,20 @@ class MicroBatch:
         """
         self._node.gather(full, f"gather of {self._units[index].name} after {self.exchanges.where}")
 
-    def gather_at(self, address: int, index: int) -> None:
-        """Do the same with what is at `address`."""
-        self.gather(elements_at(address, self._units[index]), index)
+    def start_gather(self, address: int, index: int) -> Future[None]:
+        """Start to gather a unit at an address of the host, where this rank's slice is in place.
+
+        What is started is gathered in this order, by a thread of its own.
+        """
+        assert self._gathers is not None
+        full, where = elements_at(address, self._units[index]), f"gather of {self._units[index].name}, updated"
+        return self._gathers.submit(self._beside.node.gather, full, where)
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        self.exchanges.close()
+        if self._gathers is not None:
+            self._gathers.shutdown(wait=True)
 
 
 class SharedGradients(Gradients):

@@ -374,7 +374,7 @@ class Tiers:
                 last.callback(self._conductor.close)  # before: what is on its way comes, or fails
             last.callback(self.worker.close)
             if self.shared is not None:
-                last.callback(self.shared.exchanges.close)
+                last.callback(self.shared.close)
 
     def _close_memory(self) -> None:
         busy = [*self.working.close(), *self.copies.strays()]

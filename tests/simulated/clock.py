@@ -179,6 +179,80 @@ class VirtualLock:
             self._core.wake(self._waiting.popleft())
 
 
+class VirtualCondition:
+    """Stands for a condition: whoever holds it may hold it again, and let time go by."""
+
+    def __init__(self) -> None:
+        self._core = simulated.load()
+        self._lock = VirtualLock()
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting: list[int] = []
+
+    def __enter__(self) -> None:
+        me = self._core.acting()
+        if self._owner != me:
+            self._lock.__enter__()
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = None
+            self._lock.__exit__()
+
+    def wait(self) -> None:
+        """Let others have it until somebody tells of a change."""
+        me, depth = self._core.acting(), self._depth
+        assert self._owner == me
+        self._owner, self._depth = None, 0
+        self._lock.__exit__()
+        self._waiting.append(me)
+        while me in self._waiting:  # whoever wakes an actor for another reason tells of no change
+            self._core.sleep(NEVER, "condition")
+        self._lock.__enter__()
+        self._owner, self._depth = me, depth
+
+    def notify_all(self) -> None:
+        """Tell all who wait of a change."""
+        while self._waiting:
+            self._core.wake(self._waiting.pop(0))
+
+
+class VirtualEvent:
+    """Stands for an event."""
+
+    def __init__(self) -> None:
+        self._core = simulated.load()
+        self._set = False
+        self._waiting: list[int] = []
+
+    def is_set(self) -> bool:
+        """Tell whether it has come."""
+        return self._set
+
+    def set(self) -> None:
+        """Let it have come."""
+        self._set = True
+        while self._waiting:
+            self._core.wake(self._waiting.pop(0))
+
+    def clear(self) -> None:
+        """Let it not have come."""
+        self._set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for it; returns whether it has come."""
+        me, until = self._core.acting(), NEVER if timeout is None else self._core.now() + timeout
+        if not self._set:
+            self._waiting.append(me)
+            while me in self._waiting and self._core.now() < until:
+                self._core.sleep(until, "event")
+            self._waiting = [other for other in self._waiting if other != me]
+        return self._set
+
+
 class Actor:
     """A thread that acts by the clock."""
 
@@ -239,6 +313,12 @@ class VirtualErrands(Generic[T]):
         if self._idle:
             self._idle.pop(0).wake()
         return future
+
+    def do_urgent(self) -> None:
+        """Do what is urgent and waits, inside of an errand of the one actor."""
+        while self._queue and not self._queue[0][0]:
+            _, _, errand, future = heapq.heappop(self._queue)
+            future.end(functools.partial(errand, 0))
 
     def close(self, *, cancel: bool = False) -> None:
         """Let the actors end what is left to do, or take that back. Idempotent."""

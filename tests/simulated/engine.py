@@ -36,7 +36,9 @@ from offload.sizes import HUGE_PAGE_BYTES, round_up
 from simulated.clock import (
     Costs,
     Drive,
+    VirtualCondition,
     VirtualErrands,
+    VirtualEvent,
     VirtualExecutor,
     VirtualLock,
     VirtualTicket,
@@ -46,6 +48,7 @@ from simulated.clock import (
     wait_for_all,
 )
 from simulated.kernels import UpdatingDevice, on_device
+from simulated.ranks import Wire, Wires, stand_ins
 from swap import PastTransfer, SwapStats, SwapStore
 
 PIECE_BYTES = 64 << 20  # of a kernel on the CPU, after which others may have a turn
@@ -76,7 +79,7 @@ class Cpu:
         self._core = simulated.load()
         self._hardware = hardware
         self._free_at = 0.0
-        self.drives: list[Drive] = []  # that use the same memory
+        self.drives: list[Drive | Wire] = []  # that use the same memory
 
     def run(self, name: str, size_bytes: float) -> None:
         """Let the caller work on `size_bytes`, read and written together."""
@@ -240,9 +243,11 @@ class MemoryCalls:
 
 
 class Threading:
-    """Stands for ``threading``: its locks are held by actors."""
+    """Stands for ``threading``: its locks are held by actors, and its events and conditions are theirs."""
 
     Lock = VirtualLock
+    Condition = VirtualCondition
+    Event = VirtualEvent
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)
@@ -322,22 +327,29 @@ class Watch:
 
 
 @contextlib.contextmanager
-def engine_clock(hardware: Hardware, *, dry: bool, updates: bool = False) -> Iterator[Watch]:
+def engine_clock(
+    hardware: Hardware, *, dry: bool, updates: bool = False, wires: Wires | None = None
+) -> Iterator[Watch]:
     """Let engines that are made in the body go by the clock, on a machine of this kind.
 
     Args:
         hardware: the machine.
         dry: see :func:`simulated.clock.clock`.
         updates: the device has kernels for updates.
+        wires: what connects each of several ranks with the others, for engines with a `stage`; for dry runs.
     """
+    assert wires is None or dry
     watch = Watch()
     with clock(costs_of(hardware), dry=dry), contextlib.ExitStack() as undo:
         cpu = Cpu(hardware)
         plain, updating = (AddressDevice, UpdatingAddressDevice) if dry else (AcceleratorDevice, UpdatingDevice)
         device = updating if updates else plain
         kernels = CpuKernels(cpu, importlib.import_module("offload._cpu_adam"))
-        moments = types.SimpleNamespace(perf_counter=simulated.load().now, monotonic=simulated.load().now)
-        stand_ins: dict[str, tuple[Any, Any]] = {
+        core = simulated.load()
+        moments = types.SimpleNamespace(
+            perf_counter=core.now, monotonic=core.now, sleep=lambda s: core.wait_until(core.now() + s, "pause")
+        )
+        everywhere: dict[str, tuple[Any, Any]] = {
             "ThreadPoolExecutor": (ThreadPoolExecutor, VirtualExecutor),
             "Errands": (Errands, VirtualErrands),
             "wait": (concurrent.futures.wait, wait_for_all),
@@ -348,9 +360,14 @@ def engine_clock(hardware: Hardware, *, dry: bool, updates: bool = False) -> Ite
             "SwapStore": (SwapStore, lambda *_, **__: VirtualStore(cpu, hardware)),
         }
         for module in _engine_modules():
-            for name, (real, stand_in) in stand_ins.items():
+            for name, (real, stand_in) in everywhere.items():
                 if getattr(module, name, None) is real:
                     undo.enter_context(_instead(module, name, stand_in))
+        if wires is not None:
+            wire = Wire(wires)
+            cpu.drives.append(wire)
+            for (place, name), stand_in in stand_ins(wire).items():
+                undo.enter_context(_instead(sys.modules[place], name, stand_in))
         undo.enter_context(_instead(sys.modules["offload.memory.devices"], "AcceleratorDevice", device))
         undo.enter_context(_instead(sys.modules["offload.memory.page_lock"], "_touch", lambda *_: None))
         undo.enter_context(_instead(Hooks, "_before_forward", _timed_forward(hardware, watch)))

@@ -11,6 +11,7 @@ import simulated
 from offload.planning.hardware import Hardware
 from simulated.clock import Drive, Operation, operations
 from simulated.engine import Use, Watch
+from simulated.ranks import LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +38,16 @@ class Figures:
     Attributes:
         step_s: from the device's last operation of a step to that of the next.
         busy_s: per lane; of the drive, reads and writes apart.
-        work_s: per lane what its work would take alone: of the drive, reads and writes as well as they go together.
+        work_s: per lane what its work would take alone: of the drive, reads and writes as well as they go together; of
+            the wire to other ranks, all that it carries.
         moved_bytes: per lane.
         idle_s: per lane of a stream, what it waited for.
         waits_s: per actor, what it waited for.
         ahead: of each use of a unit, how many uses the host was ahead of the device; the least is what counts.
         peak_bytes: of device memory.
         turns: of the gradients of a step.
+        hidden_s: per lane, the part of `busy_s` in which the device computed.
+        beside_s: the same in which the device computed, or the CPU worked.
     """
 
     step_s: float
@@ -55,6 +59,8 @@ class Figures:
     ahead: tuple[int, ...]
     peak_bytes: int
     turns: tuple[Turn, ...] = ()
+    hidden_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    beside_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def used(self) -> float:
@@ -99,6 +105,8 @@ def watched(watch: Watch, hardware: Hardware, step: Callable[[], object], *, war
         ahead=_ahead(watch.uses),
         peak_bytes=core.usage(0)[1],
         turns=_turns(watch, done, steps),
+        hidden_s={lane: seconds / steps for lane, seconds in _beside(done, "compute").items()},
+        beside_s={lane: seconds / steps for lane, seconds in _beside(done, "compute", "cpu").items()},
     )
 
 
@@ -112,6 +120,32 @@ def _busy(done: list[Operation]) -> dict[str, float]:
     for operation in done:
         busy[operation.lane] = busy.get(operation.lane, 0.0) + operation.end - operation.begin
     return busy
+
+
+def _beside(done: list[Operation], *lanes: str) -> dict[str, float]:
+    """Return per lane the seconds in which one of `lanes` was busy, too."""
+    worked, beside = _worked(done, *lanes), dict[str, float]()
+    for operation in done:
+        seconds = worked(operation.end) - worked(operation.begin)
+        beside[operation.lane] = beside.get(operation.lane, 0.0) + seconds
+    return beside
+
+
+def _worked(done: list[Operation], *lanes: str) -> Callable[[float], float]:
+    """Return what returns the seconds until a time in which one of `lanes` was busy."""
+    busy = list[tuple[float, float]]()
+    for begin, end in sorted((each.begin, each.end) for each in done if each.lane in lanes):
+        begin = max(begin, busy[-1][1] if busy else begin)
+        if begin < end:
+            busy.append((begin, end))
+    begins = [begin for begin, _ in busy]
+    sums = list(itertools.accumulate((end - begin for begin, end in busy), initial=0.0))
+
+    def worked(time: float) -> float:
+        number = bisect.bisect_left(begins, time)
+        return sums[number] - (max(busy[number - 1][1] - time, 0.0) if number else 0.0)
+
+    return worked
 
 
 def _moved(done: list[Operation]) -> dict[str, float]:
@@ -129,6 +163,9 @@ def _work(done: list[Operation], hardware: Hardware) -> dict[str, float]:
     if read + written:
         alone = max(read / hardware.drive_read_bytes_s, written / hardware.drive_write_bytes_s)
         work["drive"] = max(alone, (read + written) / hardware.drive_mixed_bytes_s)
+    sent = [work.pop(lane) for lane in LANES if lane in work]
+    if sent:
+        work["wire"] = sum(sent)
     if "cpu" in work:
         work["cpu"] = moved["cpu"] / hardware.update_bytes_s
     return work
@@ -136,15 +173,12 @@ def _work(done: list[Operation], hardware: Hardware) -> dict[str, float]:
 
 def _turns(watch: Watch, done: list[Operation], steps: int) -> tuple[Turn, ...]:
     """Return those of the last step."""
-    computing = sorted((each.begin, each.end) for each in done if each.lane == "compute")
-    begins = [begin for begin, _ in computing]
-    sums = list(itertools.accumulate((end - begin for begin, end in computing), initial=0.0))
+    computed_by = _worked(done, "compute")
+    before_s = computed_by(float("inf")) * (steps - 1) / steps
 
     def computed(time: float) -> float:
         """Return the seconds of computing until then, in the last step."""
-        number = bisect.bisect_left(begins, time)
-        running = max(computing[number - 1][1] - time, 0.0) if number else 0.0
-        return sums[number] - running - sums[-1] * (steps - 1) / steps
+        return computed_by(time) - before_s
 
     uses = watch.uses[len(watch.uses) - len(watch.uses) // steps :]
     made = watch.made[len(watch.made) - len(watch.made) // steps :]
