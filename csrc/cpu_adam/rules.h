@@ -7,7 +7,9 @@ struct GradientTerms {
     Vec::F grad_scale, l2;
     bool has_l2;
     explicit GradientTerms(const float* c)
-        : grad_scale(Vec::set(c[0])), l2(Vec::set(c[1])), has_l2(c[1] != 0.0f) {}
+        : grad_scale(Vec::set(c[0])),
+          l2(Vec::set(c[1])),
+          has_l2(__builtin_bit_cast(std::uint32_t, c[1]) << 1 != 0) {}
     Vec::F gradient(Vec::F raw, Vec::F p) const {
         const Vec::F g = Vec::mulf(raw, grad_scale);
         return has_l2 ? Vec::fma(l2, p, g) : g;
@@ -28,8 +30,7 @@ struct Adam : GradientTerms {
     Vec::F update(Vec::F p, Vec::F g, Vec::F (&s)[kStates]) const {
         s[0] = Vec::fma(one_minus_beta1, Vec::subf(g, s[0]), s[0]);
         s[1] = Vec::fma(one_minus_beta2, Vec::fms(g, g, s[1]), s[1]);
-        const Vec::F denominator = Vec::fma(Vec::sqrtf(s[1]), inv_sqrt_bc2, eps);
-        return Vec::fma(neg_step, Vec::divf(s[0], denominator), Vec::mulf(p, decay));
+        return Vec::fma(neg_step, Vec::divided_by_root(s[0], s[1], inv_sqrt_bc2, eps), Vec::mulf(p, decay));
     }
 };
 
@@ -101,7 +102,6 @@ struct Lamb : GradientTerms {
         v = Vec::fma(one_minus_beta2, Vec::fms(g, g, v), v);
     }
     Vec::F direction(Vec::F p, Vec::F m, Vec::F v) const {
-        const Vec::F denominator = Vec::fma(Vec::sqrtf(v), inv_sqrt_bc2, eps);
-        return Vec::fma(decay, p, Vec::divf(Vec::mulf(m, inv_bc1), denominator));
+        return Vec::fma(decay, p, Vec::divided_by_root(Vec::mulf(m, inv_bc1), v, inv_sqrt_bc2, eps));
     }
 };
