@@ -159,12 +159,6 @@ std::uint64_t digest(const Kernels& kernels) {
 
 int main() {
     std::printf("scalar %016llx\n", static_cast<unsigned long long>(digest(scalar_kernels())));
-#if defined(OFFLOAD_HAVE_AVX2)
-    std::printf("avx2 %016llx\n", static_cast<unsigned long long>(digest(avx2_kernels())));
-#endif
-#if defined(OFFLOAD_HAVE_AVX512)
-    std::printf("avx512 %016llx\n", static_cast<unsigned long long>(digest(avx512_kernels())));
-#endif
 #if defined(OFFLOAD_HAVE_NEON)
     std::printf("neon %016llx\n", static_cast<unsigned long long>(digest(neon_kernels())));
 #endif
