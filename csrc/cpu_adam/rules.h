@@ -30,7 +30,8 @@ struct Adam : GradientTerms {
     Vec::F update(Vec::F p, Vec::F g, Vec::F (&s)[kStates]) const {
         s[0] = Vec::fma(one_minus_beta1, Vec::subf(g, s[0]), s[0]);
         s[1] = Vec::fma(one_minus_beta2, Vec::fms(g, g, s[1]), s[1]);
-        return Vec::fma(neg_step, Vec::divided_by_root(s[0], s[1], inv_sqrt_bc2, eps), Vec::mulf(p, decay));
+        const Vec::F denominator = Vec::fma(Vec::sqrtf(s[1]), inv_sqrt_bc2, eps);
+        return Vec::fma(neg_step, Vec::divf(s[0], denominator), Vec::mulf(p, decay));
     }
 };
 
@@ -102,6 +103,7 @@ struct Lamb : GradientTerms {
         v = Vec::fma(one_minus_beta2, Vec::fms(g, g, v), v);
     }
     Vec::F direction(Vec::F p, Vec::F m, Vec::F v) const {
-        return Vec::fma(decay, p, Vec::divided_by_root(Vec::mulf(m, inv_bc1), v, inv_sqrt_bc2, eps));
+        const Vec::F denominator = Vec::fma(Vec::sqrtf(v), inv_sqrt_bc2, eps);
+        return Vec::fma(decay, p, Vec::divf(Vec::mulf(m, inv_bc1), denominator));
     }
 };

@@ -56,7 +56,6 @@ struct Elementwise {
                     MasterStorage<M>* __restrict master, State* __restrict first, State* __restrict second,
                     BlockUnits*, Storage<kEmitDtype<M>>* __restrict emit) {
         Vec::U places = Random::places(place);
-        Vec::F late[2]{};
         for (std::size_t k = 0; k < kSize; k += kPair) {
             Vec::F p[2], raw[2], m[2], v[2];
             Vec::U bits[2]{};
@@ -94,21 +93,15 @@ struct Elementwise {
                     States::template store<1>(second + k, v, bits);
                 }
             }
-            if (k > 0) {
-                store_master<W, M>(advance<kSplits<M>>(param, k - kPair), master + k - kPair,
-                                   advance<W != Write::kStates>(emit, k - kPair), late);
-            }
-            late[0] = p[0];
-            late[1] = p[1];
+            store_master<W, M>(advance<kSplits<M>>(param, k), master + k,
+                               advance<W != Write::kStates>(emit, k), p);
         }
-        constexpr std::size_t kLast = kSize - kPair;
-        store_master<W, M>(advance<kSplits<M>>(param, kLast), master + kLast,
-                           advance<W != Write::kStates>(emit, kLast), late);
     }
 };
 
 // 8 bits in blocks: the new states wait in the first-level cache until the block's largest ones are known.
-// Random numbers are made in the first pass, beside its divisions.
+// Random numbers are made in the first pass, beside its divisions. Parameters are stored a pair of vectors
+// late: what comes next does not wait behind them for their divisions.
 template <typename Rule, Dtype G, Master M>
 struct Blockwise {
     static constexpr std::size_t kSize = kStateBlock;

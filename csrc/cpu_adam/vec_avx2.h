@@ -94,9 +94,6 @@ struct Vec {
     static F mulf(F a, F b) { return _mm256_mul_ps(a, b); }
     static F divf(F a, F b) { return _mm256_div_ps(a, b); }
     static F sqrtf(F a) { return _mm256_sqrt_ps(a); }
-    static F divided_by_root(F a, F b, F c, F d) {
-        return divf(a, fma(sqrtf(b), c, d));
-    }  // a / (sqrt(b) * c + d)
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F fms(F a, F b, F c) { return _mm256_fmsub_ps(a, b, c); }
     static F canonical_nan(F x) {

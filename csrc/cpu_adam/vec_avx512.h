@@ -87,14 +87,6 @@ struct Vec {
     static F mulf(F a, F b) { return _mm512_mul_ps(a, b); }
     static F divf(F a, F b) { return _mm512_div_ps(a, b); }
     static F sqrtf(F a) { return _mm512_sqrt_ps(a); }
-    // a / (sqrt(b) * c + d), in halves: a whole vector blocks a port for longer than two of them.
-    static F divided_by_root(F a, F b, F c, F d) {
-        const __m256 c_half = _mm512_castps512_ps256(c), d_half = _mm512_castps512_ps256(d);  // all alike
-        const __m256 low = _mm256_fmadd_ps(_mm256_sqrt_ps(_mm512_castps512_ps256(b)), c_half, d_half);
-        const __m256 high = _mm256_fmadd_ps(_mm256_sqrt_ps(_mm512_extractf32x8_ps(b, 1)), c_half, d_half);
-        return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_div_ps(_mm512_castps512_ps256(a), low)),
-                                  _mm256_div_ps(_mm512_extractf32x8_ps(a, 1), high), 1);
-    }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F fms(F a, F b, F c) { return _mm512_fmsub_ps(a, b, c); }
     static F canonical_nan(F x) {

@@ -85,9 +85,6 @@ struct Vec {
     static F mulf(F a, F b) { return vmulq_f32(a, b); }
     static F divf(F a, F b) { return vdivq_f32(a, b); }
     static F sqrtf(F a) { return vsqrtq_f32(a); }
-    static F divided_by_root(F a, F b, F c, F d) {
-        return divf(a, fma(sqrtf(b), c, d));
-    }  // a / (sqrt(b) * c + d)
     static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
     static F fms(F a, F b, F c) { return vfmaq_f32(vnegq_f32(c), a, b); }
     static F canonical_nan(F x) { return vbslq_f32(vceqq_f32(x, x), x, real(setu(0x7fc00000u))); }

@@ -72,9 +72,6 @@ struct Vec {
     static F mulf(F a, F b) { return a * b; }
     static F divf(F a, F b) { return a / b; }
     static F sqrtf(F a) { return std::sqrt(a); }
-    static F divided_by_root(F a, F b, F c, F d) {
-        return divf(a, fma(sqrtf(b), c, d));
-    }  // a / (sqrt(b) * c + d)
     static F fma(F a, F b, F c) { return std::fma(a, b, c); }
     static F fms(F a, F b, F c) { return std::fma(a, b, -c); }
     static F canonical_nan(F x) { return x != x ? real(0x7fc00000u) : x; }
