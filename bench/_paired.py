@@ -7,17 +7,17 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 class Side:
     """A process that prints ``ready``, and then a JSON list for each line that it is given."""
 
-    def __init__(self, *words: str) -> None:
-        """Start Python with these words."""
+    def __init__(self, *words: str, environment: Mapping[str, str] | None = None) -> None:
+        """Start Python with these words, in this environment or in one's own."""
         self._process = subprocess.Popen(
-            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._read("ready")
 

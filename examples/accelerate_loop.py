@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import accelerate
 import common
+import accelerate
 import torch
 
 import offload

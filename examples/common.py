@@ -6,8 +6,13 @@ Nothing is downloaded. With ``--model DIR`` an example takes a real model of tra
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from typing import Any
+
+# Threads of OpenMP that wait spin for a while and then sleep, as in commands of offload. Read when torch is imported.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import torch
 import transformers

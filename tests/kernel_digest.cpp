@@ -15,9 +15,19 @@ namespace {
 constexpr std::size_t kNumel = 1000;
 constexpr std::size_t kBegin = 128, kEnd = 1000 - 27;
 
+struct alignas(64) Line {  // where a step writes to arrays of its own, they start at one
+    unsigned char bytes[64];
+};
+
 struct Memory {
-    std::vector<unsigned char> bytes;
+    std::vector<Line> lines;
     std::uint64_t state;
+    static constexpr std::size_t kSize = (kNumel * 4 + 64) / 64 * 64 + 64;
+    unsigned char* data() { return lines.data()->bytes; }
+    void assign(int value) {
+        lines.resize(kSize / 64);
+        std::memset(data(), value, kSize);
+    }
     std::uint64_t next() {  // xorshift64*
         state ^= state >> 12;
         state ^= state << 25;
@@ -27,7 +37,7 @@ struct Memory {
     // Floating-point numbers of any sign between 2^-low and 2^high, or unsigned ones.
     void fill(Dtype dtype, int low, int high, bool is_signed) {
         const std::size_t size = dtype == Dtype::kFloat32 ? 4 : 2;
-        bytes.resize(kNumel * 4 + 64);
+        assign(0);
         for (std::size_t i = 0; i < kNumel; ++i) {
             const std::uint64_t r = next();
             const unsigned exponent =
@@ -39,12 +49,12 @@ struct Memory {
             } else if (dtype == Dtype::kFloat16) {
                 u = sign << 15 | ((exponent + 15) & 31) << 10 | static_cast<std::uint32_t>(r >> 54);
             }
-            std::memcpy(bytes.data() + i * size, &u, size);
+            std::memcpy(data() + i * size, &u, size);
         }
     }
     template <typename T>
     T* at() {
-        return reinterpret_cast<T*>(bytes.data());
+        return reinterpret_cast<T*>(data());
     }
 };
 
@@ -55,7 +65,7 @@ struct Digest {
             value = (value ^ static_cast<const unsigned char*>(data)[i]) * 0x100000001b3u;
         }
     }
-    void add(const Memory& memory) { add(memory.bytes.data(), memory.bytes.size()); }
+    void add(Memory& memory) { add(memory.data(), Memory::kSize); }
 };
 
 std::uint64_t digest(const Kernels& kernels) {
@@ -71,8 +81,12 @@ std::uint64_t digest(const Kernels& kernels) {
         master.fill(w == 0 ? Dtype::kBfloat16 : Dtype::kFloat32, -8, -2, true);
         m.fill(kind == StateKind::kFloat32 ? Dtype::kFloat32 : Dtype::kBfloat16, -12, -6, true);
         v.fill(kind == StateKind::kFloat32 ? Dtype::kFloat32 : Dtype::kBfloat16, -24, -12, false);
-        units.bytes.assign(64, 110);
-        emit.bytes.assign(kNumel * 4 + 64, 0);
+        units.assign(110);
+        emit.assign(0);
+        Memory targets[5];  // parameter, master, both states, units
+        for (Memory& target : targets) {
+            target.assign(0);
+        }
         StepArgs args{};
         args.grad = grad.at<void>();
         args.pending = pending.at<void>();
@@ -82,6 +96,10 @@ std::uint64_t digest(const Kernels& kernels) {
         args.states[1] = v.at<void>();
         args.units = units.at<BlockUnits>();
         args.emit = emit.at<void>();
+        args.target = {targets[0].at<std::uint16_t>(),
+                       targets[1].at<void>(),
+                       {targets[2].at<void>(), targets[3].at<void>()},
+                       targets[4].at<BlockUnits>()};
         args.seed = 9;
         args.step = 10;
         args.offset = 65536 - 512;
@@ -95,8 +113,11 @@ std::uint64_t digest(const Kernels& kernels) {
         } else {
             kernel(args, kBegin, kEnd);
         }
-        for (const Memory* memory : {&param, &master, &m, &v, &units, &emit}) {
+        for (Memory* memory : {&param, &master, &m, &v, &units, &emit}) {
             found.add(*memory);
+        }
+        for (Memory& target : targets) {
+            found.add(target);
         }
     };
     for (int g = 0; g < kDtypes; ++g) {
@@ -107,7 +128,9 @@ std::uint64_t digest(const Kernels& kernels) {
                 }
             }
             for (int rule = 1; rule < kRules; ++rule) {
-                steps(kernels.other[rule][g][w], StateKind::kFloat32, g, w);
+                for (const auto& mode : kernels.other[rule]) {
+                    steps(mode[g][w], StateKind::kFloat32, g, w);
+                }
             }
             steps(kernels.lamb_moments[g][w], StateKind::kFloat32, g, w);
             steps(kernels.lamb_apply[w], StateKind::kFloat32, g, w);
@@ -117,15 +140,15 @@ std::uint64_t digest(const Kernels& kernels) {
             for (const UnaryKernel kernel : {kernels.convert[g][to], kernels.accumulate_same[to]}) {
                 source.fill(static_cast<Dtype>(kernel == kernels.convert[g][to] ? g : to), -9, -4, true);
                 target.fill(static_cast<Dtype>(to), -9, -4, true);
-                kernel(source.bytes.data(), target.bytes.data(), kBegin, kEnd);
+                kernel(source.data(), target.data(), kBegin, kEnd);
                 found.add(target);
             }
         }
         source.fill(static_cast<Dtype>(g), -9, -4, true);
         target.fill(Dtype::kFloat32, -9, -4, true);
-        kernels.accumulate[g](source.bytes.data(), target.bytes.data(), kBegin, kEnd);
+        kernels.accumulate[g](source.data(), target.data(), kBegin, kEnd);
         found.add(target);
-        const SquareSum sum = kernels.sum_of_squares[g](source.bytes.data(), nullptr, 0, kEnd);
+        const SquareSum sum = kernels.sum_of_squares[g](source.data(), nullptr, 0, kEnd);
         found.add(&sum.sum, sizeof(sum.sum));
         found.add(&sum.non_finite, sizeof(sum.non_finite));
     }

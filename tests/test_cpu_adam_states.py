@@ -248,6 +248,19 @@ def test_the_bench_of_formats_runs(tmp_path: Path) -> None:
     )
 
 
+def test_the_bench_of_processor_time_runs(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "bench" / "format_times.py"), "--smoke", "--json", str(output)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120)
+    places = json.loads(output.read_text(encoding="utf-8"))["places"]
+    assert len(places) == 3  # in a cache, and beyond it with one thread and with two
+    for rows in places.values():
+        assert len(rows) == 2 * len(StateKind)
+        assert [row["of_float32"] for name, row in rows.items() if name.endswith("float32")] == [1.0, 1.0]
+        assert all(0 < row["least_ns"] <= row["median_ns"] for row in rows.values())
+
+
 # ---- accuracy ----------------------------------------------------------------------------------------------
 
 

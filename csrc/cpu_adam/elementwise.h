@@ -6,7 +6,7 @@ inline void map_range(const void* src, void* dst, std::size_t begin, std::size_t
     for_groups<kGroup>(
         begin, end,
         [&](std::size_t, const Storage<From>* __restrict x, Storage<To>* __restrict y) {
-            for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
+            for (std::size_t k = 0; k < kGroup; k += kPair) {
                 operation(x + k, y + k);
             }
         },
@@ -19,7 +19,11 @@ inline void map_range(const void* src, void* dst, std::size_t begin, std::size_t
 template <Dtype From, Dtype To>
 void accumulate_range(const void* src, void* dst, std::size_t begin, std::size_t end) {
     map_range<From, To>(src, dst, begin, end, [](const Storage<From>* x, Storage<To>* y) {
-        store_as<To, Rounding::kHalfEven>(y, Vec::canonical_nan(Vec::addf(load_as<To>(y), load_as<From>(x))));
+        Vec::F a[2], b[2];
+        load_as<To>(y, a);
+        load_as<From>(x, b);
+        store_as<To, Rounding::kHalfEven>(
+            y, {Vec::canonical_nan(Vec::addf(a[0], b[0])), Vec::canonical_nan(Vec::addf(a[1], b[1]))});
     });
 }
 
@@ -31,7 +35,9 @@ void convert_range(const void* src, void* dst, std::size_t begin, std::size_t en
                          (end - begin) * sizeof(T));
     } else {
         map_range<From, To>(src, dst, begin, end, [](const Storage<From>* x, Storage<To>* y) {
-            store_as<To, Rounding::kHalfUp>(y, Vec::canonical_nan(load_as<From>(x)));
+            Vec::F a[2];
+            load_as<From>(x, a);
+            store_as<To, Rounding::kHalfUp>(y, {Vec::canonical_nan(a[0]), Vec::canonical_nan(a[1])});
         });
     }
 }
@@ -41,8 +47,10 @@ void split_range(const float* src, std::uint16_t* param, std::int16_t* remainder
     for_groups<kGroup>(
         begin, end,
         [](std::size_t, const float* __restrict x, std::uint16_t* __restrict h, std::int16_t* __restrict l) {
-            for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
-                store_split(h + k, l + k, Vec::canonical_nan(Vec::load(x + k)));
+            for (std::size_t k = 0; k < kGroup; k += kPair) {
+                store_split(h + k, l + k,
+                            {Vec::canonical_nan(Vec::load(x + k)),
+                             Vec::canonical_nan(Vec::load(x + k + Vec::kWidth))});
             }
         },
         Input<float>{src}, Output<std::uint16_t>{param}, Output<std::int16_t>{remainder});
@@ -54,8 +62,11 @@ void join_range(const std::uint16_t* param, const std::int16_t* remainder, float
         begin, end,
         [](std::size_t, const std::uint16_t* __restrict h, const std::int16_t* __restrict l,
            float* __restrict x) {
-            for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
-                Vec::store(x + k, Vec::canonical_nan(load_split(h + k, l + k)));
+            for (std::size_t k = 0; k < kGroup; k += kPair) {
+                Vec::F a[2];
+                load_split(h + k, l + k, a);
+                Vec::store(x + k, Vec::canonical_nan(a[0]));
+                Vec::store(x + k + Vec::kWidth, Vec::canonical_nan(a[1]));
             }
         },
         Input<std::uint16_t>{param}, Input<std::int16_t>{remainder}, Output<float>{dst});

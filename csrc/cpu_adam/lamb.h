@@ -18,16 +18,20 @@ LambSums lamb_moments_range(const StepArgs& args, std::size_t begin, std::size_t
             [&](std::size_t, const Storage<G>* __restrict grad, const std::uint16_t* __restrict h,
                 const MasterStorage<M>* __restrict w, float* __restrict exp_avg,
                 float* __restrict exp_avg_sq) {
-                for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
-                    const Vec::F p = load_master<M>(advance<kSplits<M>>(h, k), w + k);
-                    Vec::F m = Vec::load(exp_avg + k), v = Vec::load(exp_avg_sq + k);
-                    rule.moments(rule.gradient(load_as<G>(grad + k), p), m, v);
-                    m = Vec::canonical_nan(m);
-                    v = Vec::canonical_nan(v);
-                    Vec::store(exp_avg + k, m);
-                    Vec::store(exp_avg_sq + k, v);
-                    params.add(k, p);
-                    directions.add(k, rule.direction(p, m, v));  // 0 / eps where the group is padded
+                for (std::size_t k = 0; k < kGroup; k += kPair) {
+                    Vec::F p[2];
+                    load_master<M>(advance<kSplits<M>>(h, k), w + k, p);
+                    for (std::size_t j = 0; j < 2; ++j) {
+                        const std::size_t at = k + j * Vec::kWidth;
+                        Vec::F m = Vec::load(exp_avg + at), v = Vec::load(exp_avg_sq + at);
+                        rule.moments(rule.gradient(load_as<G>(grad + at), p[j]), m, v);
+                        m = Vec::canonical_nan(m);
+                        v = Vec::canonical_nan(v);
+                        Vec::store(exp_avg + at, m);
+                        Vec::store(exp_avg_sq + at, v);
+                        params.add(at, p[j]);
+                        directions.add(at, rule.direction(p[j], m, v));  // 0 / eps where the group is padded
+                    }
                 }
             },
             Input<Storage<G>>{static_cast<const Storage<G>*>(args.grad)}, param, master,
@@ -58,10 +62,15 @@ void lamb_apply_range(const StepArgs& args, std::size_t begin, std::size_t end) 
         begin, end,
         [&](std::size_t, std::uint16_t* __restrict h, MasterStorage<M>* __restrict w,
             const float* __restrict exp_avg, const float* __restrict exp_avg_sq, Emission* __restrict out) {
-            for (std::size_t k = 0; k < kGroup; k += Vec::kWidth) {
-                const Vec::F p = load_master<M>(advance<kSplits<M>>(h, k), w + k);
-                const Vec::F u = rule.direction(p, Vec::load(exp_avg + k), Vec::load(exp_avg_sq + k));
-                const Vec::F updated = Vec::canonical_nan(Vec::fma(neg_step, u, p));
+            for (std::size_t k = 0; k < kGroup; k += kPair) {
+                Vec::F p[2], updated[2];
+                load_master<M>(advance<kSplits<M>>(h, k), w + k, p);
+                for (std::size_t j = 0; j < 2; ++j) {
+                    const std::size_t at = k + j * Vec::kWidth;
+                    const Vec::F u =
+                        rule.direction(p[j], Vec::load(exp_avg + at), Vec::load(exp_avg_sq + at));
+                    updated[j] = Vec::canonical_nan(Vec::fma(neg_step, u, p[j]));
+                }
                 store_master<Write::kStates, M>(advance<kSplits<M>>(h, k), w + k, nullptr, updated);
                 if constexpr (kEmission) {
                     store_as<kEmitDtype<M>, Rounding::kHalfUp>(out + k, updated);

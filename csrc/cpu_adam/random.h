@@ -13,6 +13,17 @@ inline std::uint64_t mix64(std::uint64_t x) {
     return x ^ x >> 31;
 }
 
+// Bits of 0, 1, ...
+struct Numbers {
+    alignas(64) float data[kStateBlock];
+    constexpr Numbers() : data() {
+        for (std::uint32_t k = 0; k < kStateBlock; ++k) {
+            data[k] = __builtin_bit_cast(float, k);
+        }
+    }
+};
+constexpr Numbers kNumbers;
+
 struct Random {
     static constexpr std::uint64_t kBlock = std::uint64_t{1} << 16;
     Vec::U low, high;
@@ -28,10 +39,20 @@ struct Random {
     }
     static Vec::U next(Vec::U places) { return Vec::add(places, Vec::setu(Vec::kWidth)); }
     // 32 bits for each of the elements at these places.
-    Vec::U bits(Vec::U x) const {
-        x = Vec::mul(Vec::bxor(x, low), Vec::setu(0x7feb352du));
-        x = Vec::bxor(x, Vec::shr<15>(x));
-        x = Vec::mul(Vec::bxor(x, high), Vec::setu(0x846ca68bu));
+    Vec::U bits(Vec::U places) const { return mixed(Vec::bxor(places, low)); }
+    // The same for elements k to k + Vec::kWidth of kStateBlock, the first of which has a place that is a
+    // multiple of it: no sum carries into the key.
+    Vec::U key(std::uint64_t place) const {
+        return Vec::bxor(Vec::setu(static_cast<std::uint32_t>(place)), low);
+    }
+    Vec::U bits_of(Vec::U key, std::size_t k) const {
+        return mixed(Vec::bxor(key, Vec::bits(Vec::load(kNumbers.data + k))));
+    }
+
+  private:
+    Vec::U mixed(Vec::U x) const {
+        x = Vec::mul(x, Vec::setu(0x7feb352du));
+        x = Vec::mul(Vec::bxor3(x, Vec::shr<15>(x), high), Vec::setu(0x846ca68bu));
         return Vec::bxor(x, Vec::shr<16>(x));
     }
 };

@@ -7,7 +7,9 @@ struct GradientTerms {
     Vec::F grad_scale, l2;
     bool has_l2;
     explicit GradientTerms(const float* c)
-        : grad_scale(Vec::set(c[0])), l2(Vec::set(c[1])), has_l2(c[1] != 0.0f) {}
+        : grad_scale(Vec::set(c[0])),
+          l2(Vec::set(c[1])),
+          has_l2(__builtin_bit_cast(std::uint32_t, c[1]) << 1 != 0) {}
     Vec::F gradient(Vec::F raw, Vec::F p) const {
         const Vec::F g = Vec::mulf(raw, grad_scale);
         return has_l2 ? Vec::fma(l2, p, g) : g;

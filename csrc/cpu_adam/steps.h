@@ -19,24 +19,24 @@ constexpr bool kEmits = kMode == Mode::kEmit || kMode == Mode::kCommitAndEmit ||
 enum class Write { kStates, kEmission, kBoth };
 
 template <Master M>
-inline Vec::F load_master(const std::uint16_t* param, const MasterStorage<M>* master) {
+inline void load_master(const std::uint16_t* param, const MasterStorage<M>* master, Vec::F (&x)[2]) {
     if constexpr (kSplits<M>) {
-        return load_split(param, master);
+        load_split(param, master, x);
     } else {
-        return Vec::load(master);
+        load_as<Dtype::kFloat32>(master, x);
     }
 }
 
 template <Write W, Master M>
 inline void store_master(std::uint16_t* param, MasterStorage<M>* master, Storage<kEmitDtype<M>>* emit,
-                         Vec::F p) {
-    p = Vec::canonical_nan(p);
+                         const Vec::F (&updated)[2]) {
+    const Vec::F p[2] = {Vec::canonical_result(updated[0]), Vec::canonical_result(updated[1])};
     if constexpr (W == Write::kEmission) {
         store_as<kEmitDtype<M>, Rounding::kHalfUp, true>(emit, p);
     } else if constexpr (kSplits<M>) {
         store_split(param, master, p);
     } else {
-        Vec::store(master, p);
+        store_as<Dtype::kFloat32, Rounding::kHalfUp>(master, p);
         if constexpr (W == Write::kBoth) {
             store_as<kEmitDtype<M>, Rounding::kHalfUp, true>(emit, p);
         }
@@ -56,35 +56,52 @@ struct Elementwise {
                     MasterStorage<M>* __restrict master, State* __restrict first, State* __restrict second,
                     BlockUnits*, Storage<kEmitDtype<M>>* __restrict emit) {
         Vec::U places = Random::places(place);
-        for (std::size_t k = 0; k < kSize; k += Vec::kWidth) {
-            const Vec::F p = load_master<M>(advance<kSplits<M>>(param, k), master + k);
-            const Vec::F g = rule.gradient(load_as<G>(grad + k), p);
-            Vec::F s[kStates == 0 ? 1 : kStates];
+        for (std::size_t k = 0; k < kSize; k += kPair) {
+            Vec::F p[2], raw[2], m[2], v[2];
+            Vec::U bits[2]{};
+            load_master<M>(advance<kSplits<M>>(param, k), master + k, p);
+            load_as<G>(grad + k, raw);
             if constexpr (kStates > 0) {
-                s[0] = States::load(first + k);
+                States::load(first + k, m);
             }
             if constexpr (kStates > 1) {
-                s[1] = States::load(second + k);
+                States::load(second + k, v);
             }
-            const Vec::F updated = rule.update(p, g, s);
-            if constexpr (W != Write::kEmission && kStates > 0) {
-                Vec::U bits{};
-                if constexpr (States::kKind != StateKind::kFloat32) {
-                    bits = random.bits(places);
+            for (std::size_t j = 0; j < 2; ++j) {
+                Vec::F s[kStates == 0 ? 1 : kStates];
+                if constexpr (kStates > 0) {
+                    s[0] = m[j];
+                }
+                if constexpr (kStates > 1) {
+                    s[1] = v[j];
+                }
+                p[j] = rule.update(p[j], rule.gradient(raw[j], p[j]), s);
+                if constexpr (kStates > 0) {
+                    m[j] = Vec::canonical_result(s[0]);
+                }
+                if constexpr (kStates > 1) {
+                    v[j] = Vec::canonical_result(s[1]);
+                }
+                if constexpr (W != Write::kEmission && States::kKind != StateKind::kFloat32) {
+                    bits[j] = random.bits(places);
                     places = Random::next(places);
                 }
-                States::template store<0>(first + k, Vec::canonical_nan(s[0]), bits);
+            }
+            if constexpr (W != Write::kEmission && kStates > 0) {
+                States::template store<0>(first + k, m, bits);
                 if constexpr (kStates > 1) {
-                    States::template store<1>(second + k, Vec::canonical_nan(s[1]), bits);
+                    States::template store<1>(second + k, v, bits);
                 }
             }
             store_master<W, M>(advance<kSplits<M>>(param, k), master + k,
-                               advance<W != Write::kStates>(emit, k), updated);
+                               advance<W != Write::kStates>(emit, k), p);
         }
     }
 };
 
 // 8 bits in blocks: the new states wait in the first-level cache until the block's largest ones are known.
+// Random numbers are made in the first pass, beside its divisions. Parameters are stored a pair of vectors
+// late: what comes next does not wait behind them for their divisions.
 template <typename Rule, Dtype G, Master M>
 struct Blockwise {
     static constexpr std::size_t kSize = kStateBlock;
@@ -96,31 +113,43 @@ struct Blockwise {
                     MasterStorage<M>* __restrict master, std::uint8_t* __restrict first,
                     std::uint8_t* __restrict second, BlockUnits* __restrict units,
                     Storage<kEmitDtype<M>>* __restrict emit) {
-        alignas(64) float m[kSize], v[kSize];
+        Int8States::Block block;
+        Vec::F late[2]{};
         Vec::U largest_m = Vec::setu(0), largest_v = Vec::setu(0);
-        {
-            const Int8States::First from_m(units->first);
-            const Int8States::Second from_v(units->second);
-            for (std::size_t k = 0; k < kSize; k += Vec::kWidth) {
-                const Vec::F p = load_master<M>(advance<kSplits<M>>(param, k), master + k);
-                const Vec::F g = rule.gradient(load_as<G>(grad + k), p);
-                Vec::F s[2] = {from_m.load(first + k), from_v.load(second + k)};
-                const Vec::F updated = rule.update(p, g, s);
-                store_master<W, M>(advance<kSplits<M>>(param, k), master + k,
-                                   advance<W != Write::kStates>(emit, k), updated);
+        const FirstReader from_m(units->first, first);
+        const SecondReader from_v(units->second);
+        const Vec::U key = random.key(place);
+        for (std::size_t k = 0; k < kSize; k += kPair) {
+            Vec::F p[2], raw[2];
+            load_master<M>(advance<kSplits<M>>(param, k), master + k, p);
+            load_as<G>(grad + k, raw);
+            for (std::size_t j = 0; j < 2; ++j) {
+                const std::size_t at = k + j * Vec::kWidth;
+                Vec::F s[2] = {from_m.load(at), from_v.load(second + at)};
+                p[j] = rule.update(p[j], rule.gradient(raw[j], p[j]), s);
                 if constexpr (W != Write::kEmission) {
-                    largest_m = Vec::max(largest_m, Int8States::magnitude(s[0]));
-                    largest_v = Vec::max(largest_v, Int8States::magnitude(s[1]));
-                    Vec::store(m + k, s[0]);
-                    Vec::store(v + k, s[1]);
+                    const Vec::U magnitude = Int8States::magnitude(s[0]);
+                    largest_m = Vec::max(largest_m, magnitude);
+                    largest_v = Vec::max(largest_v, Vec::bits(s[1]));
+                    Vec::store(block.m + at, s[0]);
+                    Vec::store(block.magnitude + at, Vec::real(magnitude));
+                    Vec::store(block.v + at, s[1]);
+                    Vec::store(block.random + at, Vec::real(random.bits_of(key, at)));
                 }
             }
+            if (k > 0) {
+                store_master<W, M>(advance<kSplits<M>>(param, k - kPair), master + k - kPair,
+                                   advance<W != Write::kStates>(emit, k - kPair), late);
+            }
+            late[0] = p[0];
+            late[1] = p[1];
         }
         if constexpr (W != Write::kEmission) {
-            units->first = Int8States::First::unit_for(Vec::largest(largest_m));
-            units->second = Int8States::Second::unit_for(Vec::largest(largest_v));
-            Int8States::store(random, place, m, v, first, second, *units);
+            Int8States::write(block, largest_m, largest_v, first, second, units);
         }
+        constexpr std::size_t kLast = kSize - kPair;
+        store_master<W, M>(advance<kSplits<M>>(param, kLast), master + kLast,
+                           advance<W != Write::kStates>(emit, kLast), late);
     }
 };
 

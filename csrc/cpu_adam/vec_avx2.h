@@ -14,23 +14,51 @@ struct Vec {
     static __m128i load_half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
     static U load_u16(const std::uint16_t* p) { return _mm256_cvtepu16_epi32(load_half(p)); }
     static U load_s16(const std::int16_t* p) { return _mm256_cvtepi16_epi32(load_half(p)); }
-    static __m128i narrow(U x) {  // low 16 bits of each
-        const __m256i low = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
-        return _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1));
+    // Two vectors from and to 16 bits each, of which they have the upper or the lower half.
+    static void load_upper(const std::uint16_t* p, U (&x)[2]) {
+        x[0] = shl<16>(load_u16(p));
+        x[1] = shl<16>(load_u16(p + kWidth));
     }
-    static void store_u16(std::uint16_t* p, U x) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+    // Instructions pack within 128 bits.
+    static U pack_u16(U a, U b) { return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8); }
+    static U upper(const U (&x)[2]) { return pack_u16(shr<16>(x[0]), shr<16>(x[1])); }
+    static void store_upper(std::uint16_t* p, const U (&x)[2]) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), upper(x));
     }
-    static void stream_u16(std::uint16_t* p, U x) {
-        _mm_stream_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+    static void stream_upper(std::uint16_t* p, const U (&x)[2]) {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), upper(x));
+    }
+    static void store_lower(std::uint16_t* p, const U (&x)[2]) {
+        const U zero = _mm256_setzero_si256();
+        const U words = pack_u16(_mm256_blend_epi16(x[0], zero, 0xaa), _mm256_blend_epi16(x[1], zero, 0xaa));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
     }
 
     static U load_u8(const std::uint8_t* p) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     }
-    static void store_u8(std::uint8_t* p, U x) {  // low 8 bits of each
-        const __m128i words = narrow(_mm256_and_si256(x, _mm256_set1_epi32(0xff)));
-        _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+    // Four vectors of numbers below 256, in the order in which instructions pack within 128 bits; and of
+    // their signs.
+    static U pack_u8(const U (&x)[4]) {
+        return _mm256_packus_epi16(_mm256_packus_epi32(x[0], x[1]), _mm256_packus_epi32(x[2], x[3]));
+    }
+    static U pack_signs(const F (&x)[4]) {
+        return _mm256_packs_epi16(_mm256_packs_epi32(bits(x[0]), bits(x[1])),
+                                  _mm256_packs_epi32(bits(x[2]), bits(x[3])));
+    }
+    static void store_packed(std::uint8_t* p, U bytes) {
+        const U order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
+    }
+    // Codes below 128, with the signs of x.
+    static void store_signed(std::uint8_t* p, const U (&codes)[4], const F (&x)[4]) {
+        store_packed(p, band_or(pack_signs(x), setu(0x80808080u), pack_u8(codes)));
+    }
+    // Codes below 256, or 1 instead of 0 where x is above zero; it is not below.
+    static void store_positive(std::uint8_t* p, const U (&codes)[4], const F (&x)[4]) {
+        const U above = _mm256_packus_epi16(_mm256_packs_epi32(bits(x[0]), bits(x[1])),
+                                            _mm256_packs_epi32(bits(x[2]), bits(x[3])));
+        store_packed(p, _mm256_max_epu8(pack_u8(codes), _mm256_min_epu8(above, setu(0x01010101u))));
     }
 
     static U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
@@ -39,17 +67,19 @@ struct Vec {
     static U add(U a, U b) { return _mm256_add_epi32(a, b); }
     static U sub(U a, U b) { return _mm256_sub_epi32(a, b); }
     static U mul(U a, U b) { return _mm256_mullo_epi32(a, b); }
-    static U max(U a, U b) { return _mm256_max_epi32(a, b); }  // as signed numbers, like min and largest
-    static U min(U a, U b) { return _mm256_min_epi32(a, b); }
+    static U max(U a, U b) { return _mm256_max_epu32(a, b); }
+    static U min(U a, U b) { return _mm256_min_epu32(a, b); }
     static std::uint32_t largest(U a) {
-        __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-        x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-        x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1));
+        __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+        x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4e));
+        x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xb1));
         return static_cast<std::uint32_t>(_mm_cvtsi128_si32(x));
     }
     static U band(U a, U b) { return _mm256_and_si256(a, b); }
     static U bor(U a, U b) { return _mm256_or_si256(a, b); }
     static U bxor(U a, U b) { return _mm256_xor_si256(a, b); }
+    static U bxor3(U a, U b, U c) { return bxor(bxor(a, b), c); }
+    static U band_or(U a, U b, U c) { return bor(band(a, b), c); }
     template <int N>
     static U shl(U a) {
         return _mm256_slli_epi32(a, N);
@@ -70,12 +100,20 @@ struct Vec {
         return _mm256_blendv_ps(x, real(setu(0x7fc00000u)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     }
 
-    static F sign(F x) {  // -1, 0 or 1; a NaN stays one
+    static F canonical_result(F x) { return canonical_nan(x); }  // of x without subnormals
+    static F sign(F x) {                                         // -1, 0 or 1; a NaN stays one
         const F one = real(bor(band(bits(x), setu(0x80000000u)), setu(0x3f800000u)));
         return _mm256_blendv_ps(x, one, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
     }
 
     static F load_f16(const std::uint16_t* p) { return _mm256_cvtph_ps(load_half(p)); }
+    // Two vectors of a sign, 4 bits of exponent and 3 of mantissa, to float16, which has one bit of exponent
+    // more.
+    static void e4m3_to_f16(const std::uint8_t* from, std::uint16_t* to) {
+        const U code = _mm256_cvtepi8_epi16(load_half(from));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                            band(_mm256_slli_epi16(code, 7), setu(0xbf80bf80u)));
+    }
     static __m128i to_f16(F x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
     static void store_f16(std::uint16_t* p, F x) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_f16(x));

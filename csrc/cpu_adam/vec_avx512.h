@@ -14,19 +14,49 @@ struct Vec {
     static __m256i load_half(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
     static U load_u16(const std::uint16_t* p) { return _mm512_cvtepu16_epi32(load_half(p)); }
     static U load_s16(const std::int16_t* p) { return _mm512_cvtepi16_epi32(load_half(p)); }
-    static __m256i narrow(U x) { return _mm512_cvtepi32_epi16(x); }  // low 16 bits of each
-    static void store_u16(std::uint16_t* p, U x) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow(x));
+    // Two vectors from and to 16 bits each, of which they have the upper or the lower half.
+    static void load_upper(const std::uint16_t* p, U (&x)[2]) {
+        x[0] = shl<16>(load_u16(p));
+        x[1] = shl<16>(load_u16(p + kWidth));
     }
-    static void stream_u16(std::uint16_t* p, U x) {
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(p), narrow(x));
+    // Instructions pack within 128 bits.
+    static U pack_u16(U a, U b) {
+        return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), _mm512_packus_epi32(a, b));
+    }
+    static U upper(const U (&x)[2]) { return pack_u16(shr<16>(x[0]), shr<16>(x[1])); }
+    static void store_upper(std::uint16_t* p, const U (&x)[2]) { _mm512_storeu_si512(p, upper(x)); }
+    static void stream_upper(std::uint16_t* p, const U (&x)[2]) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(p), upper(x));
+    }
+    static void store_lower(std::uint16_t* p, const U (&x)[2]) {
+        _mm512_storeu_si512(p, pack_u16(band(x[0], setu(0xffffu)), band(x[1], setu(0xffffu))));
     }
 
     static U load_u8(const std::uint8_t* p) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
-    static void store_u8(std::uint8_t* p, U x) {  // low 8 bits of each
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+    // Four vectors of numbers below 256, in the order in which instructions pack within 128 bits; and of
+    // their signs.
+    static U pack_u8(const U (&x)[4]) {
+        return _mm512_packus_epi16(_mm512_packus_epi32(x[0], x[1]), _mm512_packus_epi32(x[2], x[3]));
+    }
+    static U pack_signs(const F (&x)[4]) {
+        return _mm512_packs_epi16(_mm512_packs_epi32(bits(x[0]), bits(x[1])),
+                                  _mm512_packs_epi32(bits(x[2]), bits(x[3])));
+    }
+    static void store_packed(std::uint8_t* p, U bytes) {
+        const U order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+    }
+    // Codes below 128, with the signs of x.
+    static void store_signed(std::uint8_t* p, const U (&codes)[4], const F (&x)[4]) {
+        store_packed(p, band_or(pack_signs(x), setu(0x80808080u), pack_u8(codes)));
+    }
+    // Codes below 256, or 1 instead of 0 where x is above zero; it is not below.
+    static void store_positive(std::uint8_t* p, const U (&codes)[4], const F (&x)[4]) {
+        const U above = _mm512_packus_epi16(_mm512_packs_epi32(bits(x[0]), bits(x[1])),
+                                            _mm512_packs_epi32(bits(x[2]), bits(x[3])));
+        store_packed(p, _mm512_max_epu8(pack_u8(codes), _mm512_min_epu8(above, setu(0x01010101u))));
     }
 
     static U iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
@@ -35,12 +65,14 @@ struct Vec {
     static U add(U a, U b) { return _mm512_add_epi32(a, b); }
     static U sub(U a, U b) { return _mm512_sub_epi32(a, b); }
     static U mul(U a, U b) { return _mm512_mullo_epi32(a, b); }
-    static U max(U a, U b) { return _mm512_max_epi32(a, b); }  // as signed numbers, like min and largest
-    static U min(U a, U b) { return _mm512_min_epi32(a, b); }
-    static std::uint32_t largest(U a) { return static_cast<std::uint32_t>(_mm512_reduce_max_epi32(a)); }
+    static U max(U a, U b) { return _mm512_max_epu32(a, b); }
+    static U min(U a, U b) { return _mm512_min_epu32(a, b); }
+    static std::uint32_t largest(U a) { return _mm512_reduce_max_epu32(a); }
     static U band(U a, U b) { return _mm512_and_si512(a, b); }
     static U bor(U a, U b) { return _mm512_or_si512(a, b); }
     static U bxor(U a, U b) { return _mm512_xor_si512(a, b); }
+    static U bxor3(U a, U b, U c) { return _mm512_ternarylogic_epi32(a, b, c, 0x96); }
+    static U band_or(U a, U b, U c) { return _mm512_ternarylogic_epi32(a, b, c, 0xea); }  // (a & b) | c
     template <int N>
     static U shl(U a) {
         return _mm512_slli_epi32(a, N);
@@ -61,12 +93,23 @@ struct Vec {
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), real(setu(0x7fc00000u)));
     }
 
+    // Of x without subnormals, in one instruction: the table keeps NaNs from x.
+    static F canonical_result(F x) {
+        return _mm512_fixupimm_ps(real(setu(0x7fc00000u)), x, setu(0x11111100u), 0);
+    }
+
     static F sign(F x) {  // -1, 0 or 1; a NaN stays one
         const F one = real(bor(band(bits(x), setu(0x80000000u)), setu(0x3f800000u)));
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ), one);
     }
 
     static F load_f16(const std::uint16_t* p) { return _mm512_cvtph_ps(load_half(p)); }
+    // Two vectors of a sign, 4 bits of exponent and 3 of mantissa, to float16, which has one bit of exponent
+    // more.
+    static void e4m3_to_f16(const std::uint8_t* from, std::uint16_t* to) {
+        const U code = _mm512_cvtepi8_epi16(load_half(from));
+        _mm512_storeu_si512(to, band(_mm512_slli_epi16(code, 7), setu(0xbf80bf80u)));
+    }
     static __m256i to_f16(F x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
     static void store_f16(std::uint16_t* p, F x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_f16(x));

@@ -15,11 +15,34 @@ struct Vec {
     static U load_s16(const std::int16_t* p) {
         return static_cast<std::uint32_t>(static_cast<std::int32_t>(*p));
     }
-    static void store_u16(std::uint16_t* p, U x) { *p = static_cast<std::uint16_t>(x); }
-    static void stream_u16(std::uint16_t* p, U x) { store_u16(p, x); }
+    // Two numbers from and to 16 bits each, of which they have the upper or the lower half.
+    static void load_upper(const std::uint16_t* p, U (&x)[2]) {
+        x[0] = std::uint32_t{p[0]} << 16;
+        x[1] = std::uint32_t{p[1]} << 16;
+    }
+    static void store_upper(std::uint16_t* p, const U (&x)[2]) {
+        p[0] = static_cast<std::uint16_t>(x[0] >> 16);
+        p[1] = static_cast<std::uint16_t>(x[1] >> 16);
+    }
+    static void stream_upper(std::uint16_t* p, const U (&x)[2]) { store_upper(p, x); }
+    static void store_lower(std::uint16_t* p, const U (&x)[2]) {
+        p[0] = static_cast<std::uint16_t>(x[0]);
+        p[1] = static_cast<std::uint16_t>(x[1]);
+    }
 
     static U load_u8(const std::uint8_t* p) { return *p; }
-    static void store_u8(std::uint8_t* p, U x) { *p = static_cast<std::uint8_t>(x); }
+    // Codes below 128, with the signs of x.
+    static void store_signed(std::uint8_t* p, const U (&codes)[4], const F (&x)[4]) {
+        for (int k = 0; k < 4; ++k) {
+            p[k] = static_cast<std::uint8_t>(codes[k] | (bits(x[k]) >> 24 & 0x80u));
+        }
+    }
+    // Codes below 256, or 1 instead of 0 where x is above zero; it is not below.
+    static void store_positive(std::uint8_t* p, const U (&codes)[4], const F (&x)[4]) {
+        for (int k = 0; k < 4; ++k) {
+            p[k] = static_cast<std::uint8_t>(max(codes[k], min(bits(x[k]), 1u)));
+        }
+    }
 
     static U iota() { return 0; }
     static U bits(F x) { return __builtin_bit_cast(std::uint32_t, x); }
@@ -27,13 +50,14 @@ struct Vec {
     static U add(U a, U b) { return a + b; }
     static U sub(U a, U b) { return a - b; }
     static U mul(U a, U b) { return a * b; }
-    // As signed numbers, like min and largest.
-    static U max(U a, U b) { return static_cast<std::int32_t>(a) > static_cast<std::int32_t>(b) ? a : b; }
-    static U min(U a, U b) { return static_cast<std::int32_t>(a) < static_cast<std::int32_t>(b) ? a : b; }
+    static U max(U a, U b) { return a > b ? a : b; }
+    static U min(U a, U b) { return a < b ? a : b; }
     static std::uint32_t largest(U a) { return a; }
     static U band(U a, U b) { return a & b; }
     static U bor(U a, U b) { return a | b; }
     static U bxor(U a, U b) { return a ^ b; }
+    static U bxor3(U a, U b, U c) { return a ^ b ^ c; }
+    static U band_or(U a, U b, U c) { return (a & b) | c; }
     template <int N>
     static U shl(U a) {
         return a << N;
@@ -51,7 +75,8 @@ struct Vec {
     static F fma(F a, F b, F c) { return std::fma(a, b, c); }
     static F fms(F a, F b, F c) { return std::fma(a, b, -c); }
     static F canonical_nan(F x) { return x != x ? real(0x7fc00000u) : x; }
-    static F sign(F x) {  // -1, 0 or 1; a NaN stays one
+    static F canonical_result(F x) { return canonical_nan(x); }  // of x without subnormals
+    static F sign(F x) {                                         // -1, 0 or 1; a NaN stays one
         return x < 0.0f || x > 0.0f ? std::copysign(1.0f, x) : x;
     }
 
@@ -66,6 +91,13 @@ struct Vec {
             return real(sign | bits(static_cast<float>(mantissa) * 0x1p-24f));
         }
         return real(sign | (exponent + 112) << 23 | mantissa << 13);
+    }
+    // Two numbers of a sign, 4 bits of exponent and 3 of mantissa, to float16, which has one bit of exponent
+    // more.
+    static void e4m3_to_f16(const std::uint8_t* from, std::uint16_t* to) {
+        for (int k = 0; k < 2; ++k) {
+            to[k] = static_cast<std::uint16_t>((from[k] & 0x80u) << 8 | (from[k] & 0x7fu) << 7);
+        }
     }
     static U to_f16(F x) {  // x is no NaN but the canonical one
         const std::uint32_t sign = bits(x) >> 16 & 0x8000u;
@@ -82,8 +114,8 @@ struct Vec {
         }
         return sign | (magnitude + 0xfffu + (magnitude >> 13 & 1u) - 0x38000000u) >> 13;
     }
-    static void store_f16(std::uint16_t* p, F x) { store_u16(p, to_f16(x)); }
-    static void stream_f16(std::uint16_t* p, F x) { store_u16(p, to_f16(x)); }
+    static void store_f16(std::uint16_t* p, F x) { *p = static_cast<std::uint16_t>(to_f16(x)); }
+    static void stream_f16(std::uint16_t* p, F x) { store_f16(p, x); }
 
     static D zero() { return 0.0; }
     // The square of a float32 is exact in float64: one rounding, fused or not.

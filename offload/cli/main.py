@@ -24,6 +24,7 @@ from offload.cli.finetune.stopping import Stopped
 from offload.cli.heavy import leave_out_quantizers
 from offload.cli.options import add_options, values_of
 from offload.cli.placement import PlacementSettings
+from offload.cli.waiting import bound_spinning
 from offload.cli.wording import in_options
 from offload.errors import OffloadError, did_you_mean
 
@@ -184,6 +185,7 @@ def _main(arguments: Sequence[str] | None, process: Process) -> int:
 
 def _run(parsed: argparse.Namespace, process: Process) -> None:
     if process is Process.OWN:
+        bound_spinning(os.environ)
         leave_out_quantizers(parsed)
     if parsed.command == "finetune":
         from offload.cli.finetune.run import run
@@ -217,9 +219,6 @@ def guarded(command: Callable[[], None], names: Collection[str] = ()) -> int:
     """
     from swap.errors import SwapError
 
-    # Transfers and the optimizer work beside torch's threads, whose spinning would take the cores from them. Read when
-    # torch is first imported, which is below.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         command()
     except KeyboardInterrupt:
