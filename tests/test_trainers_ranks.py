@@ -171,7 +171,7 @@ def judge() -> torch.nn.Module:
 
 
 def tuned(rank: int, world: int, stage: Any, path: str) -> dict[str, Any]:
-    """Take three steps of SFT, of a reward model, and of DPO with a reference that follows the model in each process."""
+    """Take three steps of SFT, of a reward model, and of DPO, whose reference follows the model in each process."""
     import datasets
     import trl
 
