@@ -264,11 +264,11 @@ def test_a_failed_way_back_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
     class Dying(SwapStore):
         written = 0
 
-        def put(self, *args: Any) -> Any:
+        def put(self, *args: Any, **options: Any) -> Any:
             self.written += 1
             if self.written > 3:
                 self.inject(Fault(forever=True))
-            return super().put(*args)
+            return super().put(*args, **options)
 
     monkeypatch.setattr(offload.checkpoint.loading, "SwapStore", Dying)
     model = net()

@@ -450,7 +450,7 @@ def test_frozen_units_are_on_the_drive_once_until_somebody_writes_them(
 ) -> None:
     """No step does. Whoever does makes the files longer, within the budget, or is told; the run goes on."""
     monkeypatch.setattr("offload.request.RECORD_BYTES", 1 << 16)  # so that frozen units are more than all that is spare
-    monkeypatch.setattr("offload.planning.planner.NVME_SLACK_CHUNKS", 1)
+    monkeypatch.setattr("offload.planning.sizing.NVME_SLACK_CHUNKS", 1)
 
     def make(name: str, nvme: int | str) -> Any:
         model = Net(layers=102)

@@ -69,8 +69,8 @@ class FaultyStore(SwapStore):
 
     planned: dict[FaultTarget, int]
 
-    def put(self, key: Any, address: int, length: int) -> StoreTicket:
-        return self._count(FaultTarget.WRITES, lambda: SwapStore.put(self, key, address, length))
+    def put(self, key: Any, address: int, length: int, *, urgent: bool = False) -> StoreTicket:
+        return self._count(FaultTarget.WRITES, lambda: SwapStore.put(self, key, address, length, urgent=urgent))
 
     def get(self, key: Any, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
         return self._count(FaultTarget.READS, lambda: SwapStore.get(self, key, address, length, urgent=urgent))

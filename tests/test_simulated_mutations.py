@@ -113,8 +113,7 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
     ),
     "the host behind a part before its memory is used again": (
         f"{SHARDS}.stream", "Pipeline.write",
-        "chunk.writing.append(tiers.mover.fill(source, shard.work_buffer, offset, size))",
-        "tiers.mover.fill(source, shard.work_buffer, offset, size)",
+        "chunk.writing.append(filling)", "pass",
     ),
 }  # fmt: skip
 # likewise, where the device updates units by itself

@@ -10,7 +10,7 @@ import pytest
 import simulated
 import torch
 from harness import UNIT_BYTES, working_bytes
-from simulated.clock import Operation, operations
+from simulated.clock import Operation, operations, spend
 from simulated.engine import engine_clock, untouched
 from test_simulated_clock_engine import MIB, TINY, llama
 
@@ -59,6 +59,7 @@ def ran(sim: None) -> tuple[list[Operation], list[Span], dict[str, LinkStats]]:
                 engine.step()
             engine.drain()
             engine._parts.device.synchronize()
+            spend(1.0)  # until what is fetched ahead has come, too
             spans = take_spans(engine._parts, engine._life.require_open()).spans
             stats = engine.stats()
             done = operations()

@@ -303,7 +303,8 @@ class Manager:
     def _require_update(self, shard: Shard) -> bool:
         """Make a unit's update, if it is due; returns whether a fetch had to be started for it, which is a miss."""
         index = shard.unit.index
-        missed = index in self.forward and shard.state is State.STORED and self._may_fetch(shard)
+        absent = shard.state is State.STORED and not shard.stays
+        missed = index in self.forward and absent and self._may_fetch(shard)
         if missed:
             self._count_fetch(index)
             self.working.start_fetch(shard, self.schedule, required=True)
