@@ -40,6 +40,7 @@ def digests(compiler: list[str], runner: list[str], paths: list[str], output: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="this is an AArch64 machine: the other tests run NEON")
 def test_neon_gives_the_same_bits_as_this_machine(tmp_path: Path) -> None:
     cross = command("OFFLOAD_AARCH64_CXX", "aarch64-linux-gnu-g++")

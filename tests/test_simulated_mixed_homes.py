@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from harness import everything_on_device
+from harness import everything_on_device, in_turn
 from simulated import LAZY, at_random, running
 from simulated.kernels import updating
 from test_mixed_homes import ROOM, TRAININGS, Training, check, homes_by
@@ -14,8 +14,7 @@ from test_mixed_homes import ROOM, TRAININGS, Training, check, homes_by
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
 
-@pytest.mark.parametrize("updates", [False, True], ids=["host updates", "device updates"])
-@pytest.mark.parametrize("training", TRAININGS, ids=str)
+@pytest.mark.parametrize(("training", "updates"), in_turn(TRAININGS, [False, True]))
 def test_mixtures_change_no_bit(training: Training, updates: bool, tmp_path: Path) -> None:
     truth = training.outcome(**everything_on_device())
     for seed, schedule in enumerate((LAZY, at_random(0), LAZY, at_random(1))):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ACTIVATION_BYTES, everything_on_device, host, nvme, run
+from harness import ACTIVATION_BYTES, everything_on_device, host, in_turn, nvme, run
 from models import BY_NAME
 from reference import to_bfloat16_half_up
 from torch import nn
@@ -196,8 +196,7 @@ def test_a_class_of_torch_leaves_what_it_leaves_in_torch(name: str, tmp_path: Pa
     check_parity(name, torch.float32, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(SOME, [torch.bfloat16, torch.float16]))
 def test_16_bit_models_have_fp32_masters(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """With clipping, accumulation and a loss scale: one factor on the gradient."""
     options = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "initial_loss_scale": 256.0}
@@ -411,8 +410,7 @@ def test_two_steps_in_torch_two_in_the_engine_two_in_torch(name: str, tmp_path: 
     assert_same_state(back.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(SOME, [torch.float32, torch.bfloat16, torch.float16]))
 def test_a_run_goes_on_from_a_file_in_another_placement(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make, options = CLASSES[name], {"initial_loss_scale": 8.0}
 
@@ -494,8 +492,9 @@ def reset_peak() -> None:
         pytest.skip(f"the kernel does not measure peaks anew: {error}")
 
 
-@pytest.mark.parametrize("name", ["rmsprop", "nadam", "adafactor", "muon", "amsgrad"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "dtype"), in_turn(["rmsprop", "nadam", "adafactor", "muon", "amsgrad"], [torch.float32, torch.bfloat16])
+)
 def test_an_update_takes_no_more_memory_than_is_planned(name: str, dtype: torch.dtype) -> None:
     """16 MiB per fp32 tensor of the one large parameter; 4 MiB for what torch and the C library keep for themselves."""
     meter = open_rss()
