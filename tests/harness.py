@@ -61,7 +61,7 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def in_turn(first: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """Return parameters for a test: each of the first with one of the others in turn; all pairs in the nightly profile."""
+    """Return parameters for a test: each of the first with one of the others in turn; nightly, all pairs."""
     others, found = list(others), []
     for number, one in enumerate(first):
         for turn, other in enumerate(others):
