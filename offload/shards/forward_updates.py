@@ -301,8 +301,9 @@ class ForwardUpdates(Updates[Update]):
             self._old.discard(index)
             self.settled += 1
             tiers.working.show(param)
-        if written and param.state is State.FLUSHING:
+        if written and leaving.param_writes and param.state is State.FLUSHING:
             tiers.copies.wait(param)
+            leaving.param_writes = []  # what is written of it from now on is somebody else's
         if home:
             leases.close()
             self.settled += 1
