@@ -476,11 +476,13 @@ def test_interrupt_in_an_update_during_backward(params: str, monkeypatch: pytest
             engine.drain()
             if engine.plan.spare_units:
                 monkeypatch.setattr(cpu_adam, "step", interrupted)
-                with pytest.raises(KeyboardInterrupt):
+                with pytest.raises(KeyboardInterrupt) as caught:
                     for _ in range(100):
                         train(engine, 1)
                         engine.zero_grad()
                 monkeypatch.undo()
+                if all(entry.name != "train" for entry in caught.traceback):
+                    engine.zero_grad()  # the worker was late, and this call was broken off: backward was over
             for number in (1, 2):
                 train(engine, number)
                 engine.step()
