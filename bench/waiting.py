@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="small")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--spins", type=int, nargs="*", default=[300, 1000, 3000, 10000, 30000], metavar="COUNT")
+    parser.add_argument("--spins", type=int, nargs="*", default=[10000, 30000, 60000, 100000], metavar="COUNT")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each setting in each case")
     parser.add_argument("--steps", type=int, default=5, help="steps of a turn")
     parser.add_argument("--smoke", action="store_true", help="short: shows that it runs, measures nothing")

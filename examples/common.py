@@ -12,7 +12,7 @@ from typing import Any
 
 # Threads of OpenMP that wait spin for a while and then sleep, as in commands of offload. Read when torch is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
 
 import torch
 import transformers

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-SPINS = "3000"
+SPINS = "100000"
 _CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
