@@ -285,7 +285,7 @@ def test_adapters_on_quantized_weights(tmp_path: Path, capsys: pytest.CaptureFix
     assert cli.main(merge) == 1
     assert "pass --dequantize bfloat16 to merge into" in capsys.readouterr().err
     assert cli.main([*merge, "--dequantize", "bfloat16"]) == 0
-    model = load(tmp_path / "model").dequantize(dtype=torch.bfloat16)
+    model = load(tmp_path / "model").dequantize().to(torch.bfloat16)
     truth = peft.PeftModel.from_pretrained(model, tmp_path / "whole" / "adapter").merge_and_unload()
     found = safetensors.load_file(tmp_path / "merged" / "model.safetensors")
     assert_same_tensors(dict(found), {name: truth.state_dict()[name] for name in found})

@@ -254,7 +254,7 @@ def dequantized_by_transformers(base: Any, kind: str, dtype: torch.dtype) -> Any
             layer.weight = torch.nn.Parameter(layer.weight.dequantize(), requires_grad=False)
         base.hf_quantizer.remove_quantization_config(base)
     else:
-        base.dequantize(dtype=dtype)
+        base.dequantize()
         base.is_loaded_in_4bit = base.is_loaded_in_8bit = False  # PEFT asks
     for name in layers:
         base.get_submodule(name).to(dtype)

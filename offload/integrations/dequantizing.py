@@ -98,11 +98,13 @@ def ordinary_class(module: nn.Module) -> type[nn.Module] | None:
 @contextlib.contextmanager
 def saved_as_ordinary(base: Any) -> Iterator[None]:
     """Let a model of transformers be saved without a word of what has quantized it."""
-    kept = [
-        (owner, name, vars(owner).pop(name))
-        for owner, name in ((base, "hf_quantizer"), (base.config, "quantization_config"), (base, "_weight_conversions"))
-        if name in vars(owner)
-    ]
+    names = (
+        (base, "hf_quantizer"),
+        (base, "_weight_conversions"),
+        (base.config, "quantization_config"),
+        (base.config, "_pre_quantization_dtype"),  # of transformers 4
+    )
+    kept = [(owner, name, vars(owner).pop(name)) for owner, name in names if name in vars(owner)]
     for owner, name, value in kept:
         if name == "_weight_conversions":  # those of a quantizer read its files
             others = [one for one in value if not any(map(_is_of_quantizer, getattr(one, "operations", ())))]
