@@ -29,8 +29,11 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 HOME: Final = ROOT / "build" / "oldest"
 EXTRAS: Final = ("hf", "trl", "lightning")
 BUILT_WITH: Final = ("scikit-build-core", "pybind11", "cmake", "ninja")
-TESTED_WITH: Final = ("torch", "pytest", "pytest-timeout", "hypothesis")
-TESTS: Final = ("hf", "trainers", "accelerate", "lightning", "examples")
+TESTED_WITH: Final = ("torch", "pytest", "pytest-timeout", "hypothesis", "bitsandbytes")
+TESTS: Final = (
+    *("hf", "trainers", "accelerate", "lightning", "examples", "peft", "peft_training"),
+    *("deepspeed", "deepspeed_config", "deepspeed_imports"),
+)
 
 
 def oldest(requirements: Iterable[str]) -> dict[str, str]:

@@ -267,3 +267,27 @@ def test_adapters_that_cannot_be_trained(trained: tuple[Path, report.Report, str
         FinetuneError, match="peft: cannot put adapters on LlamaForCausalLM: .*name modules with --lora"
     ):
         finetune.run(settings(folder, "none", lora_targets=["q_prj"]), stream=io.StringIO())
+
+
+def test_adapters_on_quantized_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trained, generated with, and merged into an ordinary model: that of transformers and PEFT."""
+    pytest.importorskip("bitsandbytes")
+    make_model_folder(tmp_path / "plain", hidden_size=64, intermediate_size=64)
+    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    load(tmp_path / "plain", quantization_config=how, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", chats(8))
+    finetune.run(settings(tmp_path, "whole", steps=2, evaluations=1), stream=io.StringIO())
+    base = ["--model", str(tmp_path / "model"), "--adapter", str(tmp_path / "whole" / "adapter")]
+    generated(capsys, *base, "--prompt", "say ab")
+    merge = ["merge", *base, "--out", str(tmp_path / "merged"), *BUDGETS]
+    assert cli.main(merge) == 1
+    assert "pass --dequantize bfloat16 to merge into" in capsys.readouterr().err
+    assert cli.main([*merge, "--dequantize", "bfloat16"]) == 0
+    model = load(tmp_path / "model").dequantize().to(torch.bfloat16)
+    truth = peft.PeftModel.from_pretrained(model, tmp_path / "whole" / "adapter").merge_and_unload()
+    found = safetensors.load_file(tmp_path / "merged" / "model.safetensors")
+    assert_same_tensors(dict(found), {name: truth.state_dict()[name] for name in found})
+    assert len(found) == len(truth.state_dict())
+    assert generated(capsys, "--model", str(tmp_path / "merged"), "--prompt", "say ab") == continued(truth, "say ab")

@@ -197,23 +197,170 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     assert_same_tensors(saved(target), dict(build("lora").merge_and_unload().state_dict()))
 
 
-@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "torchao"])
-def test_quantized_weights_are_refused(kind: str, tmp_path: Path) -> None:
-    """PEFT would round what it merges, and change what the layer shares with its copy."""
-    library = "torchao" if kind == "torchao" else "bitsandbytes"
-    module = pytest.importorskip(library)
-    base = BY_NAME["llama"].build()
-    layer = base.model.layers[0].self_attn
-    shape = (layer.q_proj.in_features, layer.q_proj.out_features)
+QUANTIZED = ["4 bits", "4 bits, nested", "8 bits", "torchao"]
+ON_QUANTIZED: dict[str, Callable[[], Any]] = {
+    "lora": lambda: peft.LoraConfig(r=4, target_modules=FEW, init_lora_weights=False),
+    "dora": lambda: peft.LoraConfig(r=4, target_modules=FEW, use_dora=True, init_lora_weights=False),
+    "whole": lambda: peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False
+    ),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "adalora": lambda: peft.AdaLoraConfig(target_modules=["q_proj"], init_r=4, total_step=9),
+}
+
+
+def quantization_of(kind: str) -> Any:
     if kind == "torchao":
-        how = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig(set_inductor_config=False)
-        module.quantize_(layer.q_proj.requires_grad_(False), how)
-    elif kind == "4 bits":
-        layer.q_proj = module.nn.Linear4bit(*shape, False).requires_grad_(False)
+        quantization = pytest.importorskip("torchao.quantization")
+        return transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    pytest.importorskip("bitsandbytes")
+    if kind == "8 bits":
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_use_double_quant=kind == "4 bits, nested",
+    )
+
+
+def load_quantized(folder: Path, kind: str) -> Any:
+    """Return a model of transformers, its layers' weights quantized, the same one each time."""
+    if not folder.exists():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128, "max_position_embeddings": 64}
+        config = transformers.Qwen2Config(**sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
+        transformers.Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    how = quantization_of(kind)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(folder, quantization_config=how, dtype=torch.bfloat16, device_map="cpu").requires_grad_(False)
+
+
+def with_adapters(base: Any, adapters: str) -> Any:
+    model = peft.get_peft_model(base, ON_QUANTIZED[adapters]())
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "ranknum" not in name and any(part in name for part in ("lora_", "ia3_", "to_save")):
+                parameter.data = 1 + torch.randn(parameter.shape, generator=generator) / 8
+    return model
+
+
+def dequantized_by_transformers(base: Any, kind: str, dtype: torch.dtype) -> Any:
+    """Return the model with ordinary layers in `dtype`: transformers leaves biases, and cannot do it for torchao."""
+    layers = [name for name, module in base.named_modules() if name.endswith("_proj")]
+    if kind == "torchao":
+        for layer in map(base.get_submodule, layers):
+            layer.weight = torch.nn.Parameter(layer.weight.dequantize(), requires_grad=False)
+        base.hf_quantizer.remove_quantization_config(base)
     else:
-        layer.q_proj = module.nn.Linear8bitLt(*shape, False, False).requires_grad_(False)
-    model = peft.get_peft_model(base.to("cpu"), peft.LoraConfig(target_modules=["q_proj"]))
-    with Engine(model, AdamW(), **everything_on_device()) as engine:
-        text = rf"is quantized by {library}; load the base model in 16 bits, put the adapters on it with"
+        base.dequantize()
+        base.is_loaded_in_4bit = base.is_loaded_in_8bit = False  # PEFT asks
+    for name in layers:
+        base.get_submodule(name).to(dtype)
+    return base
+
+
+@pytest.mark.parametrize("adapters", ON_QUANTIZED)
+@pytest.mark.parametrize(("kind", "dtype"), zip(QUANTIZED, [torch.bfloat16, torch.float32] * 2, strict=True))
+def test_quantized_weights_are_saved_as_ordinary_ones(
+    kind: str, adapters: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With the bits of plain PEFT on the model that transformers has dequantized; any program loads it."""
+    plain = dequantized_by_transformers(load_quantized(tmp_path / "base", kind), kind, dtype)
+    truth = with_adapters(plain, adapters).merge_and_unload()
+    model = with_adapters(load_quantized(tmp_path / "base", kind), adapters)
+    own = model.base_model.model
+    with Engine(model, AdamW(), **on_the_drive(model, tmp_path)) as engine:
+        before = engine.digests()
+        offload.peft.merge_and_save(
+            engine, tmp_path / "ours", dequantize=str(dtype).removeprefix("torch."), max_shard_size="100KB"
+        )
+        assert engine.digests() == before
+        assert own.hf_quantizer is not None and own.config.quantization_config is not None
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    assert_same_tensors(saved(tmp_path / "ours"), dict(truth.state_dict()))
+    assert "quantization_config" not in (tmp_path / "ours" / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
+    numbers = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        assert torch.equal(loaded(numbers).logits, truth.float()(numbers).logits)
+
+
+def test_quantizing_again_gives_what_peft_merges(tmp_path: Path) -> None:
+    """PEFT's own merge into 4 bits rounds once more, which is quantizing what is saved in fp32."""
+    bnb = pytest.importorskip("bitsandbytes")
+    theirs = with_adapters(load_quantized(tmp_path / "base", "4 bits"), "lora").merge_and_unload()
+    model = with_adapters(load_quantized(tmp_path / "base", "4 bits"), "lora")
+    with Engine(model, AdamW(), **on_the_drive(model, tmp_path)) as engine:
+        offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize="float32")
+    ours = saved(tmp_path / "ours")
+    for name in FEW[:2]:
+        weight = theirs.model.layers[0].self_attn.get_submodule(name).weight
+        whole = ours[f"model.layers.0.self_attn.{name}.weight"]
+        again = bnb.nn.Params4bit(whole, requires_grad=False, quant_type="nf4", compress_statistics=False).to("cpu")
+        assert torch.equal(again.data, weight.data)
+        assert torch.equal(again.quant_state.absmax, weight.quant_state.absmax)
+
+
+def test_weights_that_were_saved_quantized(tmp_path: Path) -> None:
+    """What transformers does to read such files is not done backwards."""
+    load_quantized(tmp_path / "base", "4 bits").save_pretrained(tmp_path / "four")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    plain = dequantized_by_transformers(load(tmp_path / "four"), "4 bits", torch.bfloat16)
+    truth = with_adapters(plain, "lora").merge_and_unload()
+    model = with_adapters(load(tmp_path / "four"), "lora")
+    with Engine(model, AdamW(), **on_the_drive(model, tmp_path)) as engine:
+        offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize="bfloat16")
+    assert_same_tensors(saved(tmp_path / "ours"), dict(truth.state_dict()))
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_quantized_weights_are_refused(kind: str, tmp_path: Path) -> None:
+    """PEFT would round what it merges, and change what the layer shares with its copy; the remedies work as told."""
+    library = "torchao" if kind == "torchao" else "bitsandbytes"
+    model = with_adapters(load_quantized(tmp_path / "base", kind), "lora")
+    model.save_pretrained(tmp_path / "adapter")
+    with Engine(model, AdamW(), **on_the_drive(model, tmp_path)) as engine:
+        text = rf"is quantized by {library}; pass dequantize=\"bfloat16\" .*, or load the base model in 16 bits, put"
         with pytest.raises(ConfigError, match=text):
-            offload.peft.merge_and_save(engine, tmp_path)
+            offload.peft.merge_and_save(engine, tmp_path / "ours")
+        with pytest.raises(
+            ConfigError, match=r"^dequantize: expected one of bfloat16, float16, float32 but got 'int8'$"
+        ):
+            offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize="int8")
+        assert not (tmp_path / "ours").exists()
+        offload.peft.merge_and_save(engine, tmp_path / "first", dequantize="bfloat16")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    plain = peft.PeftModel.from_pretrained(load(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "adapter")
+    truth = dict(plain.merge_and_unload().state_dict())
+    (tmp_path / "second swap").mkdir()
+    adapted = peft.PeftModel.from_pretrained(load(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "adapter")
+    with Engine(adapted, None, **nvme(adapted, tmp_path / "second swap")) as engine:
+        offload.peft.merge_and_save(engine, tmp_path / "second")
+    assert_same_tensors(saved(tmp_path / "second"), truth)
+    first = saved(tmp_path / "first")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(first[name], truth[name]) and torch.allclose(first[name], truth[name], rtol=0.02)
+
+
+@pytest.mark.parametrize("tuner", ["randlora", "vera"])
+def test_adapters_that_nobody_merges_into_quantized_weights_are_refused(tuner: str, tmp_path: Path) -> None:
+    base = load_quantized(tmp_path / "base", "4 bits")
+    configs = {"randlora": peft.RandLoraConfig, "vera": peft.VeraConfig}
+    model = peft.get_peft_model(base, configs[tuner](r=4, target_modules=["q_proj"]))
+    with Engine(model, AdamW(), **on_the_drive(model, tmp_path)) as engine:
+        text = (
+            rf"expected adapters of LoRA, AdaLoRA or IA3 on quantized weights but .* is of class peft\.tuners\.{tuner}"
+        )
+        with pytest.raises(ConfigError, match=text):
+            offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize="bfloat16")
+
+
+def test_weights_of_other_quantizers_are_refused(tmp_path: Path) -> None:
+    """Known by the configuration alone: their layers have no parameters."""
+    model = build("lora")
+    model.base_model.model.config.quantization_config = {"quant_method": "gptq"}
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        with pytest.raises(ConfigError, match=r"^dequantize: expected weights that bitsandbytes or torchao has"):
+            offload.peft.merge_and_save(engine, tmp_path / "ours", dequantize="bfloat16")

@@ -18,6 +18,7 @@ from typing import Any
 
 from offload.cli.models import load_engine, load_tokenizer, quiet_transformers, tokenizer_folder
 from offload.cli.options import option
+from offload.config import DtypeName
 from offload.errors import ConfigError
 
 _files = functools.partial(option, "what to merge")
@@ -30,6 +31,7 @@ class MergeSettings:
     model: Path = field(metadata=_files("folder of the model", "DIR"))
     adapter: Path = field(metadata=_files("folder of adapters that PEFT has saved", "DIR"))
     out: Path = field(metadata=_files("folder to write to, which is not there yet", "DIR"))
+    dequantize: DtypeName | None = field(default=None, metadata=_files("save weights of 4 or 8 bits in this dtype"))
     max_shard_size: str = field(default="2GB", metadata=_files("of a file of weights", "SIZE"))
 
 
@@ -63,7 +65,7 @@ def _write(settings: MergeSettings, engine_options: Mapping[str, Any], folder: P
     with contextlib.closing(engine), quiet_transformers():
         from offload.integrations.peft import merge_and_save
 
-        merge_and_save(engine, folder, max_shard_size=settings.max_shard_size)
+        merge_and_save(engine, folder, dequantize=settings.dequantize, max_shard_size=settings.max_shard_size)
         return _add_tokenizer(settings, folder)
 
 

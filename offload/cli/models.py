@@ -132,6 +132,8 @@ def _require_memory(folder: Path, why: str) -> None:
 def load_engine(folder: Path, adapter: Path | None, options: dict[str, Any]) -> Engine:
     """Return an engine that evaluates a model whose weights go straight into its tiers.
 
+    Quantized ones are in memory before.
+
     Args:
         folder: of the model: config.json and safetensors.
         adapter: folder that PEFT has saved; None for the model alone.
@@ -149,8 +151,10 @@ def load_engine(folder: Path, adapter: Path | None, options: dict[str, Any]) -> 
     require_model(folder)
     config = Config.load(options)
     with quiet_transformers():
-        model, weights = read_pretrained(folder, None, "auto", {})
-        with contextlib.closing(weights):
+        model, weights = (
+            read_causal_model(folder) if is_quantized(folder) else read_pretrained(folder, None, "auto", {})
+        )
+        with contextlib.nullcontext() if weights is None else contextlib.closing(weights):
             adapted: Any = model if adapter is None else _adapted(model, adapter)
             return Engine(adapted, None, config, weights=weights)
 

@@ -13,26 +13,34 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from offload.checkpoint.deferred import DeferredTensor
 from offload.checkpoint.unread_state import warn_of_shard
-from offload.classes import is_a, package_of
+from offload.classes import package_of
+from offload.config import DtypeName
 from offload.engine import Engine
 from offload.errors import ConfigError
+from offload.integrations.dequantizing import (
+    dequantized,
+    form_of,
+    has_quantized,
+    is_quantized,
+    ordinary_class,
+    saved_as_ordinary,
+)
 from offload.integrations.libraries import require
 from offload.memory.budget import Tier
-from offload.wrappers import is_wrapper
 
 require("peft", "0.21", door="offload.peft")
 from peft import PeftModel  # noqa: E402
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # noqa: E402
 from peft.utils import AuxiliaryTrainingWrapper  # noqa: E402
 
-LOAD_PLAIN = "load the base model in 16 bits, put the adapters on it with PeftModel.from_pretrained, and save that"
+LOAD_PLAIN = "load the base model in 16 bits, put the adapters on it with PeftModel.from_pretrained, and merge there"
 
 
 def merge_and_save(
@@ -41,6 +49,7 @@ def merge_and_save(
     *,
     adapter_names: Sequence[str] | None = None,
     safe_merge: bool = False,
+    dequantize: DtypeName | None = None,
     max_shard_size: int | str = "2GB",
     **kwargs: Any,
 ) -> None:
@@ -54,19 +63,25 @@ def merge_and_save(
         directory: for the checkpoint.
         adapter_names: the adapters to merge, as for ``merge_and_unload``; None for the active ones.
         safe_merge: let PEFT refuse weights that are not finite.
+        dequantize: ``"bfloat16"``, ``"float16"`` or ``"float32"``: save layers with weights of 4 or 8 bits as ordinary
+            ones of that dtype, as PEFT merges and saves them after transformers' ``dequantize``. Other layers keep
+            their dtype. Adapters may be those of LoRA, DoRA, AdaLoRA and IA3. With None, such weights are refused.
         max_shard_size: bytes of a file, at most.
         **kwargs: further arguments of ``save_pretrained``.
 
     Raises:
-        ConfigError: the model has no adapters that can be merged, or weights that are quantized.
+        ConfigError: the model has no adapters that can be merged, or weights that are quantized, without
+            `dequantize`.
         StateError: the engine is closed.
         ValueError: with `safe_merge`, PEFT has found weights that are not finite.
     """
     base = _adapted(engine.module)
-    state = _merged_state(engine, base, _Merge(adapter_names, safe_merge))
+    dtype = _dtype(dequantize)
+    _refuse_quantized(base, dtype)
+    state = _merged_state(engine, base, _Merge(adapter_names, safe_merge, dtype))
     total_bytes = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
     warn_of_shard(max_shard_size, total_bytes, engine.plan.request.budgets[Tier.HOST])
-    with _as_untied(base, state):
+    with _as_untied(base, state), contextlib.nullcontext() if dtype is None else saved_as_ordinary(base):
         base.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size, **kwargs)
 
 
@@ -89,14 +104,39 @@ def _adapted(module: nn.Module) -> Any:
             f"merge_and_save: expected a model of transformers but got {type(base).__name__}, which has no "
             "save_pretrained; call engine.module.merge_and_unload(), and save its state_dict()"
         )
-    for name, parameter in base.named_parameters():
-        quantized = is_a(parameter, "bitsandbytes", "Params4bit") or is_a(parameter, "bitsandbytes", "Int8Params")
-        if quantized or is_wrapper(parameter):
+    return base
+
+
+def _dtype(name: DtypeName | None) -> torch.dtype | None:
+    """Return the dtype of a name."""
+    if name is not None and name not in get_args(DtypeName):
+        raise ConfigError(f"dequantize: expected one of {', '.join(get_args(DtypeName))} but got {name!r}")
+    return None if name is None else getattr(torch, name)
+
+
+def _refuse_quantized(base: Any, dtype: torch.dtype | None) -> None:
+    """Refuse quantized weights, unless they are to be saved in a floating dtype and their adapters can be merged."""
+    names = [name for name, parameter in base.named_parameters() if is_quantized(parameter)]
+    if dtype is None:
+        for name in names[:1]:
             raise ConfigError(
                 f"merge_and_save: expected weights that adapters can be added to exactly but {name} is quantized by "
-                f"{package_of(type(parameter))}; {LOAD_PLAIN}"
+                f'{package_of(type(base.get_parameter(name)))}; pass dequantize="bfloat16" to merge into its '
+                f"elements in that dtype, or {LOAD_PLAIN}"
             )
-    return base
+        return
+    if not names and getattr(base.config, "quantization_config", None) is not None:
+        raise ConfigError(
+            "dequantize: expected weights that bitsandbytes or torchao has quantized but the model has a "
+            f"quantization_config and none of them; {LOAD_PLAIN}"
+        )
+    adapted: list[tuple[str, Any]] = [pair for pair in base.named_modules() if isinstance(pair[1], BaseTunerLayer)]
+    for path, layer in adapted:
+        if any(map(is_quantized, layer.parameters())) and ordinary_class(layer) is None:
+            raise ConfigError(
+                f"merge_and_save: expected adapters of LoRA, AdaLoRA or IA3 on quantized weights but {path} is of "
+                f"class {type(layer).__module__}.{type(layer).__name__}; {LOAD_PLAIN}"
+            )
 
 
 def _merged_state(engine: Engine, base: nn.Module, merge: _Merge) -> dict[str, Any]:
@@ -118,7 +158,7 @@ def _merged_state(engine: Engine, base: nn.Module, merge: _Merge) -> dict[str, A
 def _merged_layer(layer: nn.Module, merge: _Merge, changed: dict[int, DeferredTensor]) -> dict[str, Any]:
     """Return the state dict of a merged layer, and note the parameters that merging changes in `changed`."""
     memo: dict[int, nn.Parameter] = {}
-    form = _form(layer, memo)
+    form = _form(layer, memo, merge.dtype)
     original = {id(twin): identity for identity, twin in memo.items()}
     found: dict[str, Any] = {}
     for name, value in form.state_dict(keep_vars=True).items():
@@ -133,22 +173,23 @@ def _merged_layer(layer: nn.Module, merge: _Merge, changed: dict[int, DeferredTe
 
 
 def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that PEFT has put in the place of others, with their names."""
+    """Yield the outermost modules that PEFT has put in the place of others, or that are quantized, with their names."""
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
-        if isinstance(child, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        if has_quantized(child) or isinstance(child, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             yield below, child
         else:
             yield from _layers(child, below)
 
 
-ValueOf = Callable[[str, nn.Parameter], torch.Tensor]
+ValueOf = Callable[[str, nn.Parameter, nn.Module], torch.Tensor]
 
 
 class _Merge:
     """How layers are merged; has the last ones that were."""
 
-    def __init__(self, adapter_names: Sequence[str] | None, safe: bool) -> None:
+    def __init__(self, adapter_names: Sequence[str] | None, safe: bool, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype  # of weights that are quantized; None where there are none
         self._how = {"safe_merge": safe, "adapter_names": None if adapter_names is None else list(adapter_names)}
         self._groups: dict[nn.Module, list[nn.Module]] = {}  # layers that share a parameter, in the model's order
         self._first: dict[int, nn.Module] = {}  # layer of a parameter, by the parameter's identity
@@ -176,7 +217,15 @@ class _Merge:
     def _unloaded(self, layer: nn.Module, memo: dict[int, nn.Parameter]) -> nn.Module:
         """Return a layer's twin on copies in host memory, merged, without adapters."""
         values = layer.state_dict()
-        twin: Any = _twin(layer, lambda name, _: values[name].data, memo)
+
+        def value_of(name: str, parameter: nn.Parameter, module: nn.Module) -> torch.Tensor:
+            if self.dtype is not None and has_quantized(module):
+                return dequantized(parameter, module, values[name], self.dtype)
+            return values[name].data  # type: ignore[no-any-return]
+
+        twin: Any = _twin(layer, value_of, memo)
+        if not isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+            return twin  # type: ignore[no-any-return]
         with torch.no_grad():
             if hasattr(twin, "unload_and_optionally_merge_module"):
                 return twin.unload_and_optionally_merge_module(merge=True, **self._how)  # type: ignore[no-any-return]
@@ -184,9 +233,17 @@ class _Merge:
             return twin.get_base_layer()  # type: ignore[no-any-return]
 
 
-def _form(layer: nn.Module, memo: dict[int, nn.Parameter]) -> nn.Module:
-    """Return a layer's twin without adapters and without elements."""
-    twin: Any = _twin(layer, lambda _, p: torch.empty(p.shape, dtype=p.dtype, device="meta"), memo)
+def _form(layer: nn.Module, memo: dict[int, nn.Parameter], dtype: torch.dtype | None) -> nn.Module:
+    """Return a layer's twin without adapters and without elements; quantized weights have `dtype`."""
+
+    def value_of(name: str, parameter: nn.Parameter, module: nn.Module) -> torch.Tensor:
+        if dtype is not None and has_quantized(module):
+            return form_of(parameter, dtype)
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+    twin: Any = _twin(layer, value_of, memo)
+    if not isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        return twin  # type: ignore[no-any-return]
     if hasattr(twin, "unload_and_optionally_merge_module"):
         how = {"merge": False, "safe_merge": False, "adapter_names": None}
         return twin.unload_and_optionally_merge_module(**how)  # type: ignore[no-any-return]
@@ -215,13 +272,19 @@ class _MergedReader:
 def _twin(module: nn.Module, value_of: ValueOf, memo: dict[int, nn.Parameter], path: str = "") -> nn.Module:
     """Return a module like this one, with parameters of its own and no hooks; a shared parameter stays shared.
 
+    One with quantized weights is an ordinary one instead.
+
     Args:
         module: whose twin it is.
-        value_of: returns what the twin of a parameter holds, by its name and itself.
+        value_of: returns what the twin of a parameter holds, by its name, itself and its module.
         memo: twins of parameters, by the parameters' identities.
         path: of the module, with a dot behind it.
     """
     twin = copy.copy(module)
+    if any(map(is_quantized, module.parameters(recurse=isinstance(module, BaseTunerLayer)))):
+        twin.__class__ = ordinary_class(module)  # type: ignore[assignment]
+        for name in ("fan_in_fan_out", "is_target_conv_1d_layer"):  # PEFT's layers on quantized weights lack them
+            vars(twin).setdefault(name, False)
     for name, value in vars(module).items():
         if "_hooks" in name and isinstance(value, dict):
             vars(twin)[name] = type(value)()
@@ -233,7 +296,7 @@ def _twin(module: nn.Module, value_of: ValueOf, memo: dict[int, nn.Parameter], p
     for name, parameter in module._parameters.items():
         if parameter is not None:
             if id(parameter) not in memo:
-                memo[id(parameter)] = nn.Parameter(value_of(path + name, parameter), requires_grad=False)
+                memo[id(parameter)] = nn.Parameter(value_of(path + name, parameter, module), requires_grad=False)
             setattr(twin, name, memo[id(parameter)])
     return twin
 
