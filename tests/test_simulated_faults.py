@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from harness import assert_same_tensors, batch
 from simulated import EAGER, LAZY, Schedule, load, running
 from simulated.faults import ALL, EVENTS, WAITS, WORK, failing
 from simulated.kernels import updating
-from test_simulated_engine import EACH, loss_of, named, net, placed
+from test_simulated_engine import EACH, MIB, loss_of, named, net, placed
 
 import offload
 from offload import AdamW, Engine
+from offload.memory.transfer import Ticket
+from offload.shards.forward_updates import ForwardUpdates
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
 STEPS = 3
 RETAINED = 32 << 10  # pytest keeps some errors, with frames and the activations of a step; an arena has 48 KiB
+LOST = "a step failed half way (AcceleratorError: sim: injected error"
 KINDS = {"kernels and copies": WORK, "events": EVENTS, "waits of the host": WAITS}
 
 
@@ -95,7 +99,7 @@ def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int
                 try:
                     train(engine)
                 except offload.StateError as error:
-                    assert "a step failed half way (AcceleratorError: sim: injected error" in str(error)
+                    assert LOST in str(error)
             if engine._life.unusable is None:
                 try:
                     ours = engine.state_dict()
@@ -108,6 +112,41 @@ def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int
         assert not list(tmp_path.iterdir())
         assert seen.races == [] or KINDS[kind] == WAITS  # who could not wait has ordered nothing
     assert (exact > 0) == (count > 0)
+
+
+@pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)
+def test_a_wait_behind_new_parameters_that_are_home_may_fail(
+    schedule: Schedule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have been waited for: what fails then is not theirs, and the next step can update them."""
+    are_over, homecomings, truth, exact = ForwardUpdates._are_over, 0, None, 0
+
+    def fail_behind(self: ForwardUpdates, writes: Sequence[Ticket]) -> bool:
+        nonlocal homecomings
+        over = are_over(self, writes)
+        homecomings += over
+        if over and homecomings == nth:
+            load().fail_at(1, WAITS, False)
+        return over
+
+    monkeypatch.setattr(ForwardUpdates, "_are_over", fail_behind)
+    for nth in range((STEPS - 1) * 6):  # of six units in each step
+        homecomings, model = 0, net()
+        options = placed("nvme", model, tmp_path, max_grad_norm=1e-3)  # which leaves all updates to the next forward
+        options["max_memory"]["device"] += MIB  # new parameters find room beside the old ones
+        with running(schedule), Engine(model, AdamW(lr=1e-2), **options) as engine, failing(0, WAITS):
+            try:
+                train(engine)
+            except offload.StateError as error:
+                assert LOST in str(error)
+                continue
+            load().fail_at(0, 0, False)
+            assert homecomings >= nth and engine.stats().step == STEPS
+            ours = engine.state_dict()
+        truth = ours if truth is None else truth
+        assert_same_tensors(ours, truth)
+        exact += 1
+    assert exact > 1
 
 
 @stride(quick=199, nightly=9)

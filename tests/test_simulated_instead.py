@@ -61,7 +61,7 @@ def test_some_of_each_under_every_schedule_in_turn() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", FILES)
 def test_all_of_them(name: str, schedule: str) -> None:
-    assert run("--schedule", schedule, str(TESTS / f"test_{name}.py"), profile="sweep", timeout_s=3600) > 30
+    assert run("--schedule", schedule, str(TESTS / f"test_{name}.py"), profile="sweep", timeout_s=3600) >= FILES[name]
 
 
 def test_schedules_have_names() -> None:

@@ -373,6 +373,11 @@ class Copies:
         self.change(shard, Event.FLUSH)
         self._transfers[_key(shard)] = TicketGroup(tickets)
 
+    def flushed(self, shard: Shard) -> None:
+        """Note that all that :meth:`flushing` was told of has been waited for."""
+        del self._transfers[_key(shard)]
+        self.change(shard, Event.FLUSHED)
+
     def is_late(self, shard: Shard) -> bool:
         """Tell whether :meth:`wait` would have to wait."""
         return shard.state in IN_FLIGHT and not self._transfers[_key(shard)].done()

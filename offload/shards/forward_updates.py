@@ -302,7 +302,7 @@ class ForwardUpdates(Updates[Update]):
             self.settled += 1
             tiers.working.show(param)
         if written and leaving.param_writes and param.state is State.FLUSHING:
-            tiers.copies.wait(param)
+            tiers.copies.flushed(param)  # a device that is asked again may fail
             leaving.param_writes = []  # what is written of it from now on is somebody else's
         if home:
             leases.close()
@@ -324,7 +324,7 @@ class ForwardUpdates(Updates[Update]):
             come_to_rest(update.chunks, self._tiers.deadline_s)
             param = self._tiers.param(update.unit.index)
             if param.state is State.FLUSHING:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):  # the first error is on its way up
                     self._tiers.copies.wait(param)
             update.leases.abandon({update.unit.index})
         self._pipeline.settle()
