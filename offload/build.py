@@ -187,7 +187,7 @@ def build(
     refuse_taken(model, tree)
     binding = Binding(tree, place)
     make = functools.partial(_plan, everything, config, rule, tree, limits, device, run, ranks)
-    plan = several.agree_on_plan(ranks, tree, make, stage)
+    plan = several.agree_on_plan(ranks, tree, make, stage, device)
     if config.threads is not None:
         cpu_adam.set_num_threads(config.threads)
     life = calls.life

@@ -102,9 +102,9 @@ class Engine(EngineTensors, EngineRuns):
                 device for units in use, are those of both. Its parameters are frozen; :meth:`gather` writes to them. No
                 checkpoint or state dict has it.
             stage: of ZeRO, where several processes train together. 1 or 2: each has a slice of gradients and states,
-                and with 2, gradients leave during backward. 3: of parameters, too. ``"auto"``: 1 if the memory of each
-                holds whole parameters, else 3. ``"apart"``: without an optimizer, each process has an engine that
-                evaluates, and knows of no other. None is for one process.
+                and with 2, gradients leave during backward. 3: of parameters, too. ``"auto"``: if the memory of each
+                holds whole parameters, 1 on CPUs and 2 on accelerators; else 3. ``"apart"``: without an optimizer, each
+                process has an engine that evaluates, and knows of no other. None is for one process.
             group: ``torch.distributed.ProcessGroup`` of these processes; None for the default one. Or a ``DeviceMesh``
                 of all processes: (ranks), or (nodes, ranks of a node). Each node has all slices then, and the other
                 nodes have the same ones. Gradients are added up within nodes first, which has other bits.

@@ -157,7 +157,7 @@ def _refuse_one_device(known: Sequence[int], device: Device) -> None:
             )
 
 
-def agree_on_plan(ranks: Ranks, tree: UnitTree, make: Callable[[int], Plan], stage: Stage) -> Plan:
+def agree_on_plan(ranks: Ranks, tree: UnitTree, make: Callable[[int], Plan], stage: Stage, device: Device) -> Plan:
     """Return the plan of this rank, once all ranks have one for the same model.
 
     Args:
@@ -165,12 +165,13 @@ def agree_on_plan(ranks: Ranks, tree: UnitTree, make: Callable[[int], Plan], sta
         tree: units.
         make: makes the plan for a stage.
         stage: as it is asked for.
+        device: where compute runs.
 
     Raises:
         RanksError: the models differ, or another rank has no plan.
         OffloadError: this one has none.
     """
-    chosen = _choose_stage(ranks, make) if stage == "auto" else int(stage or 1)
+    chosen = _choose_stage(ranks, make, device) if stage == "auto" else int(stage or 1)
     try:
         plan = make(chosen)
     except OffloadError as error:
@@ -182,15 +183,20 @@ def agree_on_plan(ranks: Ranks, tree: UnitTree, make: Callable[[int], Plan], sta
     return plan
 
 
-def _choose_stage(ranks: Ranks, make: Callable[[int], Plan]) -> int:
-    """Return 1 if the memory of all ranks holds whole parameters, else 3."""
+def _choose_stage(ranks: Ranks, make: Callable[[int], Plan], device: Device) -> int:
+    """Return a stage with whole parameters if the memory of all ranks holds them, else 3.
+
+    Beside an accelerator that is 2, for gradients go to other ranks while it computes backward. On the CPU it is 1:
+    there, what goes beside backward takes its cores.
+    """
+    whole = 1 if device.addressable else 2
     try:
-        plan = make(1)
+        plan = make(whole)
         fits = all(plan.home(unit, Role.PARAM) is not Tier.NVME for unit in plan.request.units)
     except BudgetError:
         fits = False
     numbers = ranks.agree("choosing a stage", numbers=[fits]).numbers
-    return 1 if all(fits for (fits,) in numbers) else 3
+    return whole if all(fits for (fits,) in numbers) else 3
 
 
 def _facts_of_model(tree: UnitTree) -> dict[str, Fact]:

@@ -7,15 +7,19 @@ as torchrun's is in its agent, and outlives any rank.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 LIMIT_S = 60.0  # for all ranks of a case: whoever is not done then is killed
+_TELLS_AT = 0.9  # of the limit: then each notes where its threads are
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -29,9 +33,10 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A rank that ended without a word: its exit status, None where it had to be killed."""
+    """A rank that ended without a word: its exit status, None where it had to be killed, and where it was then."""
 
     status: int | None
+    threads: str = ""
 
 
 def run(
@@ -51,31 +56,36 @@ def run(
     context = _context()
     pipes, processes = [], []
     until = time.monotonic() + limit_s
-    for rank in range(world):
-        here, there = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_be_rank, args=(case, rank, world, store.port, there, dict(environment or {}), args), daemon=True
-        )
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    try:
-        return [_result(pipe, process, until) for pipe, process in zip(pipes, processes, strict=True)]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        notes = [Path(folder) / str(rank) for rank in range(world)]
+        for rank, note in enumerate(notes):
+            here, there = context.Pipe(duplex=False)
+            told = str(note), limit_s * _TELLS_AT
+            process = context.Process(
+                target=_be_rank,
+                args=(case, rank, world, store.port, there, dict(environment or {}), told, args),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            return [_result(*each, until) for each in zip(pipes, processes, notes, strict=True)]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
-def _result(pipe: Connection, process: Any, until: float) -> Any:
+def _result(pipe: Connection, process: Any, note: Path, until: float) -> Any:
     try:
         if pipe.poll(max(until - time.monotonic(), 0.0)):
             return pipe.recv()
     except EOFError:
         process.join(max(until - time.monotonic(), 0.1))
         return Ended(process.exitcode)
-    return Ended(None)
+    return Ended(None, note.read_text() if note.exists() else "")
 
 
 @functools.cache
@@ -97,6 +107,25 @@ def _context() -> Any:
 
 
 def _be_rank(
+    case: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    pipe: Connection,
+    environment: Mapping[str, str],
+    told: tuple[str, float],
+    args: Iterable[Any],
+) -> None:
+    note, tells_s = told
+    with open(note, "w") as file:
+        faulthandler.dump_traceback_later(tells_s, file=file)
+        try:
+            _take_part(case, rank, world, port, pipe, environment, args)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _take_part(
     case: Callable[..., Any],
     rank: int,
     world: int,

@@ -48,6 +48,7 @@ def test_what_ranks_send_is_hidden_behind_compute(bench: ModuleType, world: int)
     assert hidden[1]["parameters"] == hidden[2]["parameters"] == 0
     assert min(found[1]["beside"]["parameters"], found[2]["beside"]["parameters"]) >= bench.HIDDEN
     assert hidden[1]["gradients"] == found[1]["beside"]["gradients"] == 0
+    assert found[2]["step_s"] < found[1]["step_s"]  # why stage="auto" takes it on accelerators
     for stage, case in found.items():
         sent = case["moved_bytes"][GRADIENTS] + case["moved_bytes"][PARAMETERS]
         assert sent == pytest.approx(case["planned_bytes"], rel=0.01), stage

@@ -180,6 +180,39 @@ def test_a_run_that_is_another_s_is_refused(tmp_path: Path) -> None:
         assert "[-1] on rank 1" in found[1]
 
 
+def save(rank: int, name: str, path: str) -> int:
+    """Save a checkpoint of where a run has come to; return its step."""
+    with begin(name, path, WORLD, 2) as engine:
+        assert engine.resumed is not None
+        engine.save_checkpoint(f"{path}/saved")
+        return engine.resumed.step
+
+
+def go_on_alone(rank: int, name: str, path: str) -> dict[str, Any]:
+    """Go on from that checkpoint in one process, with a run in another folder."""
+    more = {"run_dir": f"{path}/other", "nvme_path": None, "checkpoint_dir": f"{path}/saved"}
+    with begin(name, path, 1, 2, **more) as engine:
+        assert engine.resumed is not None
+        found: dict[str, Any] = {"resumed": engine.resumed.step}
+        for number in range(found["resumed"] * WORLD, STEPS * WORLD):
+            engine.backward(engine(*batch(number)))
+            engine.step()
+        return found | {"digests": engine.digests()}
+
+
+def test_a_run_goes_on_with_another_number_of_ranks_through_a_checkpoint(tmp_path: Path) -> None:
+    name = "bfloat16-int8-nvme"
+    (tmp_path / "one").mkdir()
+    (one,) = run(train, 1, 1, name, str(tmp_path / "one"), 2, {}, STEPS)
+    for found in run(train, WORLD, WORLD, name, str(tmp_path), 2, {}, 3):
+        assert found["error"] == ("nothing", ""), found
+    assert run(save, WORLD, name, str(tmp_path)) == [3] * WORLD
+    for resumed in (3, STEPS):  # from the checkpoint, then from what the other run has committed
+        (found,) = run(go_on_alone, 1, name, str(tmp_path))
+        assert not isinstance(found, (Raised, Ended)), found
+        assert found == {"resumed": resumed, "digests": one["digests"]}
+
+
 def lead(rank: int, path: str, step: int) -> dict[str, Any]:
     """Save a checkpoint ahead of a run, or load it into one that is behind; then go on."""
     with begin("bfloat16-float32-nvme", path, WORLD, 3, checkpoint_dir=f"{path}/saved") as engine:

@@ -28,7 +28,7 @@ HOMES = {  # of parameters, gradients and states: the slowest of all units
     "spill": ("Tier.NVME", "Tier.NVME", "Tier.NVME"),
 }
 WIDTH = 72  # squares are larger than a page, and slices cut them
-WIDE = 300  # so that gradients are more than the buffers through which they leave host memory
+WIDE = 360  # so that slices of gradients, of four ranks, too, are more than the buffers through which they leave
 
 
 class Net(nn.Module):
