@@ -40,38 +40,30 @@ def who_leaves(
         required: the unit is used now, so that everything that may leave does.
         packs: what stays is moved together; else those that leave are neighbours.
     """
-    mine = schedule.distance(unit)
-
-    def cost(owner: int) -> float | None:
-        if not may_leave(owner):
-            return None
-        distance = schedule.distance(owner)
-        if not required and distance <= mine:
-            return None
-        return -distance if distance != NEVER else float("-inf")
-
-    search = _used_last if packs else _neighbours
-    leaving = search(region, size_bytes, size_bytes(unit), cost)
+    mine, wanted_bytes = schedule.distance(unit), size_bytes(unit)
+    later = region.owners() if required else schedule.used_later(region.owners(), mine)
+    costs = {owner: -schedule.distance(owner) for owner in later if may_leave(owner)}
+    if region.free_bytes_without(costs) < wanted_bytes:
+        return None
+    if packs:
+        leaving = _used_last(region, size_bytes, wanted_bytes, costs)
+    else:
+        leaving = region.cheapest_window(wanted_bytes, costs.get)
     if not leaving or required or mine in (0, NEVER):
         return leaving
     soonest = min(map(schedule.distance, leaving))
+    if schedule.latest(mine) <= soonest:
+        return leaving
     before = schedule.coming(mine - 1)  # is in use while this unit has to come, at the latest
     for other in {schedule.coming(-1), *schedule.upcoming(mine)} - {before}:  # that in use now, and those in between
-        if size_bytes(other) >= size_bytes(unit) and schedule.distance(other, behind=mine) > soonest:
+        if size_bytes(other) >= wanted_bytes and schedule.distance(other, behind=mine) > soonest:
             return None
     return leaving
 
 
-def _neighbours(
-    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, cost: Callable[[int], float | None]
-) -> list[int] | None:
-    return region.cheapest_window(wanted_bytes, cost)
-
-
 def _used_last(
-    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, cost: Callable[[int], float | None]
+    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, costs: dict[int, int]
 ) -> list[int] | None:
-    costs = {owner: value for owner in region.owners() if (value := cost(owner)) is not None}
     free_bytes, leaving = region.size_bytes - region.used_bytes, list[int]()
     for owner in sorted(costs, key=costs.__getitem__):
         if free_bytes >= wanted_bytes:

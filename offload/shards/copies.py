@@ -294,6 +294,8 @@ class Copies:
 
     def sweep(self, role: Role) -> None:
         """Free the buffers of strays that nothing uses any more. A role's region belongs to one thread at a time."""
+        if not self._strays:
+            return
         region = self.regions[role]
         for stray in [stray for stray in self._strays if stray.region is region and not stray.busy()]:
             self._free(region, stray.owner, stray.buffer)

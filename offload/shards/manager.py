@@ -218,14 +218,16 @@ class Manager:
         if here == self._no_room_at and self._patience:  # a unit has many modules: little has changed since the last
             self._patience -= 1
             return
-        last, wanted = self.schedule.last, self.backward.wanted_here()
+        last, wanted, param = self.schedule.last, self.backward.wanted_here(), self.tiers.param
         in_use = [] if last is None else [last]
         following = next(self.schedule.upcoming(1), None)
         for index in self.schedule.upcoming(uses, within_step=self._is_sliced):
-            shard = self.tiers.param(index)
+            shard = param(index)
+            if shard.state is not State.STORED:
+                continue
             if self._is_sliced and len(self.copies.in_flight(Role.PARAM)) >= LOOK_AHEAD:
                 return  # nothing else can be asked of the ranks before these have come
-            if shard.state is State.STORED and not shard.stays and self._may_fetch(shard):
+            if not shard.stays and self._may_fetch(shard):
                 if self.forward.active and self._is_far_ahead(shard):
                     return
                 fetch = functools.partial(self.working.start_fetch, shard, self.schedule, required=False)

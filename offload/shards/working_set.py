@@ -521,7 +521,8 @@ class WorkingSet:
 
     def _is_movable(self, owner: int) -> bool:
         """Tell whether a working copy can be moved: nobody views it, and it is neither updated nor on its way."""
-        if owner not in self or self.borrowed(owner):
+        residency = self._residency.get(owner)
+        if residency is None or residency.borrowed():
             return False
         return self._copies.of(owner, Role.PARAM).state is State.RESIDENT
 
