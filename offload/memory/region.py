@@ -7,7 +7,7 @@ Owns offsets. Knows owners by number; must not know what they are. Next: :mod:`o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 
 from offload.memory.arena import Buffer
 from offload.sizes import PAGE_BYTES, round_up
@@ -70,9 +70,10 @@ class Region:
         offset, size = next((offset, size) for offset, size, own in self._blocks if own == owner)
         return max(offset, self.size_bytes - offset - size)
 
-    def free_bytes_without(self, owners: Container[int]) -> int:
+    def free_bytes_without(self, owners: Collection[int]) -> int:
         """Return the bytes that would be free, in however many pieces, if the blocks of `owners` were not there."""
-        return self.size_bytes - self.used_bytes + sum(size for _, size, owner in self._blocks if owner in owners)
+        theirs = sum([size for _, size, owner in self._blocks if owner in owners]) if owners else 0
+        return self.size_bytes - self.used_bytes + theirs
 
     def allocate(self, size_bytes: int, owner: int) -> Buffer | None:
         """Return a buffer for `owner`, or None where no gap is large enough."""
@@ -135,6 +136,8 @@ class Region:
         costs = [cost(owner) for _, _, owner in self._blocks]
         best: tuple[float, int, list[int]] | None = None
         for first in range(len(self._blocks)):
+            if costs[first] is None:
+                continue
             start = self._blocks[first - 1][0] + self._blocks[first - 1][1] if first else 0
             highest = float("-inf")
             for last in range(first, len(self._blocks)):

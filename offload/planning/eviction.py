@@ -19,12 +19,36 @@ from offload.memory.region import Region
 from offload.planning.schedule import NEVER, Schedule
 
 
+def who_may_leave(
+    region: Region,
+    schedule: Schedule,
+    unit: int,
+    wanted_bytes: int,
+    may_leave: Callable[[int], bool],
+    *,
+    required: bool,
+) -> dict[int, int] | None:
+    """Return the owners in `region` that may leave for a unit, the cheapest with the least number; None if too few may.
+
+    Args:
+        region: where working copies are; no gap in it is large enough.
+        schedule: tells when units are used.
+        unit: that is to come.
+        wanted_bytes: of its working copy.
+        may_leave: whether the working copy of an owner in the region can be evicted now; of no unit, it cannot.
+        required: the unit is used now, so that everything that may leave does.
+    """
+    later = region.owners() if required else schedule.used_later(region.owners(), schedule.distance(unit))
+    costs = {owner: -schedule.distance(owner) for owner in later if may_leave(owner)}
+    return costs if region.free_bytes_without(costs) >= wanted_bytes else None
+
+
 def who_leaves(
     region: Region,
     schedule: Schedule,
     unit: int,
     size_bytes: Callable[[int], int],
-    may_leave: Callable[[int], bool],
+    costs: dict[int, int] | None,
     *,
     required: bool,
     packs: bool = False,
@@ -32,19 +56,17 @@ def who_leaves(
     """Return the owners in `region` to evict for a unit; None where nobody may leave for it.
 
     Args:
-        region: where working copies are; no gap in it is large enough.
+        region: where working copies are.
         schedule: tells when units are used.
         unit: that is to come.
         size_bytes: of a unit's working copy, 0 of one that is at home on the device.
-        may_leave: whether the working copy of an owner in the region can be evicted now; of no unit, it cannot.
-        required: the unit is used now, so that everything that may leave does.
+        costs: what :func:`who_may_leave` has returned.
+        required: as there.
         packs: what stays is moved together; else those that leave are neighbours.
     """
-    mine, wanted_bytes = schedule.distance(unit), size_bytes(unit)
-    later = region.owners() if required else schedule.used_later(region.owners(), mine)
-    costs = {owner: -schedule.distance(owner) for owner in later if may_leave(owner)}
-    if region.free_bytes_without(costs) < wanted_bytes:
+    if costs is None:
         return None
+    mine, wanted_bytes = schedule.distance(unit), size_bytes(unit)
     if packs:
         leaving = _used_last(region, size_bytes, wanted_bytes, costs)
     else:

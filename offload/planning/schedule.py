@@ -24,6 +24,8 @@ class Schedule:
     def __init__(self, first_guess: list[int]) -> None:
         """Start from a guess, normally the units in model order and back."""
         self._recorded: list[int] = []
+        self._position = 0  # grows beyond the trace, if nobody restarts
+        self._next: dict[int, int] = {}  # per unit, the position of its next use
         self._adopt(first_guess)
 
     @property
@@ -65,7 +67,7 @@ class Schedule:
         if self._recorded and self._recorded != self._trace:
             self._adopt(self._recorded)
         self._recorded = []
-        self._begin()
+        self._position, self._next = 0, dict(self._first)
 
     def distance(self, unit: int, *, behind: int = 0) -> int:
         """Return after how many further uses `unit` is used again (0: next), :data:`NEVER` if not in the trace.
@@ -115,11 +117,7 @@ class Schedule:
                 self._until_next[position] = self._first[unit] - position
             self._first[unit] = position
         self._again = [at + until for at, until in enumerate(self._until_next * 2)]  # of two cycles, where that is
-        self._begin()
-
-    def _begin(self) -> None:
-        self._position = 0  # grows beyond the trace, if nobody restarts
-        self._next = dict(self._first)  # per unit, the position of its next use
+        self._next = dict(self._first)
 
 
 class Schedules:
