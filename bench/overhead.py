@@ -7,6 +7,10 @@ With ``--against REV``, the engine of an earlier commit runs instead of the plai
 does today's; they take turns. The figure is the paired ratio with its 95 % interval. It fails only if the lower end is
 above 1.02: single rounds scatter from 0.87 to 1.26 on a shared machine. Beside it stand the microseconds that hooks
 take per call of a module and per gradient, measured on layers so small that nothing else counts.
+
+With ``--streamed``, such layers come for each use, from host memory or from NVMe, to a device that has room for a few.
+The figure is processor time of the main thread per use, beyond what a resident layer takes (to reach: 60 us). So
+neither waiting nor what others on the machine do is in it. ``--against`` has these figures, too.
 """
 
 from __future__ import annotations
@@ -28,7 +32,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 WORST = 1.02  # the lower end of the interval, against an earlier commit
-LAYERS = 200  # of the model that hooks are timed on
+LAYERS = 200  # of the model that hooks are timed on; each is a unit
+STREAMED = (("cpu", 8), ("cpu", 64), ("nvme", 8), ("nvme", 64))  # their home, and how many the device has room for
+STREAMED_US = 60.0  # of the main thread per use, to reach
+ACTIVATION_BYTES = 64 << 20
+UNIT_BYTES = 16 << 10  # of a layer, with its padding
 EXTENSIONS = ("offload._cpu_adam", "swap._aio")
 
 
@@ -122,6 +130,61 @@ def made_batch(vocabulary: int, tokens: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
+# --- layers so small that nothing but bookkeeping counts --------------------------------------------------------------
+
+
+def layers() -> torch.nn.Sequential:
+    """Return the model."""
+    return torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(LAYERS)])
+
+
+def resident() -> offload.Engine:
+    """Return an engine that has it on the device; what other engines of this process take is resident, too."""
+    return offload.Engine(layers(), offload.SGD(), device="cpu", max_memory={"device": "12GiB", "cpu": "64MiB"})
+
+
+def passes(module: Callable[..., Any], clock: Callable[[], float]) -> tuple[float, float]:
+    """Return the seconds of a forward and of its backward."""
+    begin = clock()
+    loss = module(torch.ones(1, 8)).sum()
+    middle = clock()
+    loss.backward()
+    return middle - begin, clock() - middle
+
+
+def streamed(rounds: int) -> dict[str, list[float]]:
+    """Return microseconds of the main thread per use in forward and in backward, beyond those of resident layers."""
+    found: dict[str, list[float]] = {}
+    beside = resident()
+    for home, room in STREAMED:
+        memory = {"device": ACTIVATION_BYTES + room * UNIT_BYTES, "cpu": "64MiB", "nvme": "64MiB"}
+        options: dict[str, Any] = {"activation_memory": ACTIVATION_BYTES, "offload_param": home}
+        with (
+            tempfile.TemporaryDirectory(dir=".") as folder,
+            offload.Engine(
+                layers(), offload.SGD(), device="cpu", max_memory=memory, nvme_path=folder, **options
+            ) as engine,
+        ):
+            taken = []
+            for _ in range(rounds + 3):  # the first three learn what comes when, and how much memory there is
+                ours, theirs = passes(engine, time.thread_time), passes(beside, time.thread_time)
+                engine.zero_grad()
+                beside.zero_grad()
+                taken.append([1e6 * (our - their) / LAYERS for our, their in zip(ours, theirs, strict=True)])
+            link = engine.stats().links["h2d" if home == "cpu" else "nvme_read"]
+            least = (rounds + 3) * 2 * (LAYERS - room - 1) * engine.plan.request.units[0].param_bytes
+            assert link.bytes >= least, f"{home}: expected {least} bytes to come but got {link.bytes}"
+        found[f"{home}, room for {room}"] = [statistics.median(each) for each in zip(*taken[3:], strict=True)]
+    beside.close()
+    return found
+
+
+def print_uses(found: dict[str, list[float]], beginning: str) -> None:
+    """Print a line per case."""
+    for name, (forward, backward) in found.items():
+        print(f"{beginning}{name}: {forward:.1f} us per use in forward, {backward:.1f} us in backward")
+
+
 # --- against an earlier commit ----------------------------------------------------------------------------------------
 
 
@@ -130,24 +193,13 @@ def serve(model_name: str, tokens: int) -> None:
     model, vocabulary = load_model(model_name)
     steps = EngineLoop(model.train())
     batch = made_batch(vocabulary, tokens)
-    layers = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(LAYERS)])
-    plain = copy.deepcopy(layers)
-    budgets = {"device": "12GiB", "cpu": "64MiB"}  # what the other engine takes is resident, too
-    engine = offload.Engine(layers, offload.SGD(), device="cpu", max_memory=budgets)
-    x = torch.ones(1, 8)
-
-    def passes(module: Callable[..., Any]) -> tuple[float, float]:
-        begin = time.perf_counter()
-        loss = module(x).sum()
-        middle = time.perf_counter()
-        loss.backward()
-        return middle - begin, time.perf_counter() - middle
+    engine, plain = resident(), layers()
 
     def calls() -> list[float]:
         """Return seconds of hooks per call of a module, and per gradient."""
         found = []
         for _ in range(10):
-            ours, theirs = passes(engine), passes(plain)
+            ours, theirs = passes(engine, time.perf_counter), passes(plain, time.perf_counter)
             engine.zero_grad()
             plain.zero_grad()
             found.append([(ours[0] - theirs[0]) / LAYERS, (ours[1] - theirs[1]) / (2 * LAYERS)])
@@ -158,7 +210,7 @@ def serve(model_name: str, tokens: int) -> None:
         loss = steps.step(batch)
         return [time.perf_counter() - begin, loss]
 
-    answers = {"step": step, "calls": calls}
+    answers = {"step": step, "calls": calls, "uses": lambda: list(streamed(rounds=5).values())}
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(answers[line.strip()]()), flush=True)
@@ -204,15 +256,25 @@ def compare(revision: str, model_name: str, tokens: int, rounds: int) -> dict[st
             open_sides.callback(each.close)
         steps: dict[str, list[list[float]]] = {name: [] for name in sides}
         calls: dict[str, list[list[float]]] = {name: [] for name in sides}
+        uses: dict[str, list[Any]] = {name: [] for name in sides}
         for number in range(rounds + 2):  # the first two rounds touch memory
             for name in list(sides) if number % 2 else list(sides)[::-1]:
                 steps[name].append(sides[name].ask("step"))
                 calls[name].append(sides[name].ask("calls"))
+                uses[name].append(sides[name].ask("uses"))
     ratios = [now[0] / before[0] for now, before in zip(steps["now"][2:], steps["before"][2:], strict=True)]
     low, high = interval(ratios)
     micro = {
         name: [1e6 * statistics.median(values) for values in zip(*found[2:], strict=True)]
         for name, found in calls.items()
+    }
+    cases = [f"{home}, room for {room}" for home, room in STREAMED]
+    of_uses = {
+        name: {
+            case: [statistics.median(values) for values in zip(*(taken[number] for taken in found[2:]), strict=True)]
+            for number, case in enumerate(cases)
+        }
+        for name, found in uses.items()
     }
     equal = [step[1] for step in steps["now"]] == [step[1] for step in steps["before"]]
     print(
@@ -220,8 +282,9 @@ def compare(revision: str, model_name: str, tokens: int, rounds: int) -> dict[st
     )
     for name, (call, gradient) in micro.items():
         print(f"hooks, {name}: {call:.1f} us per call of a module, {gradient:.1f} us per gradient")
+        print_uses(of_uses[name], f"streamed, {name}, ")
     print(f"losses equal: {equal}; to reach: a lower end of at most {WORST}")
-    return {"ratios": ratios, "low": low, "high": high, "microseconds": micro, "losses equal": equal}
+    return {"ratios": ratios, "low": low, "high": high, "microseconds": micro, "uses": of_uses, "losses equal": equal}
 
 
 def main() -> None:
@@ -230,6 +293,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--model", default="real", help="as in bench/_common.py: real, tiny, large")
     parser.add_argument("--against", metavar="REV", help="compare with the engine of an earlier commit")
+    parser.add_argument("--streamed", action="store_true", help="microseconds per use of layers that come for it")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, two rounds")
     parser.add_argument("--serve", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write the result here")
@@ -243,6 +307,12 @@ def main() -> None:
         result = compare(arguments.against, arguments.model, arguments.tokens, arguments.rounds)
         emit(arguments.json, result | {"against": arguments.against, "tokens": arguments.tokens})
         sys.exit(int(result["low"] > WORST))
+    if arguments.streamed:
+        found = streamed(arguments.rounds)
+        print_uses(found, "from ")
+        print(f"to reach: {STREAMED_US:.0f} us")
+        emit(arguments.json, {"uses": found, "bound_us": STREAMED_US, "layers": LAYERS})
+        return
     against_plain(arguments)
 
 

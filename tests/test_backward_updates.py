@@ -34,6 +34,7 @@ from offload.optim.step import MOST_CALM_STEPS, Calm
 from offload.planning.asked import Homes
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
+from offload.planning.schedule import Schedule
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates
 from offload.shards.manager import Manager
@@ -160,17 +161,13 @@ def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other
     required: bool, gone: int
 ) -> None:
     """A third of the region is one unit: the one whose update is under way, though it is needed last of all."""
-
-    class Uses:
-        def distance(self, index: int) -> float:
-            return {3: 0, 0: 10, 1: 20, 2: 30}[index]
-
+    uses = Schedule([3, 0, 1, 2])
     with watching(more=1) as bench:
         bench.add(2)
         bench.add(1)
         fourth = bench.manager.copies.of(3, Role.PARAM)
         wanted = () if required else bench.early.wanted_here()
-        assert bench.manager.working.start_fetch(fourth, Uses(), required=required, wanted=wanted)  # type: ignore[arg-type]
+        assert bench.manager.working.start_fetch(fourth, uses, required=required, wanted=wanted)
         assert [index for index in range(UNITS) if index not in bench.manager.working] == [gone]
         bench.manager.copies.wait(fourth)
         bench.manager.working.wait_for_fetch(fourth)

@@ -6,7 +6,8 @@ Owns offsets. Knows owners by number; must not know what they are. Next: :mod:`o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import bisect
+from collections.abc import Callable, Collection
 
 from offload.memory.arena import Buffer
 from offload.sizes import PAGE_BYTES, round_up
@@ -21,11 +22,13 @@ class Region:
 
     Attributes:
         size_bytes: present size, at most the buffer's.
+        used_bytes: handed out now.
     """
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
         self.size_bytes = buffer.size_bytes
+        self.used_bytes = 0
         self._blocks: list[tuple[int, int, int]] = []  # offset, size, owner
 
     @property
@@ -58,11 +61,6 @@ class Region:
         before, self.size_bytes = self.size_bytes, size_bytes
         return self._part(min(before, size_bytes), abs(size_bytes - before))
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes handed out now."""
-        return sum(size for _, size, _ in self._blocks)
-
     def owners(self) -> list[int]:
         """Return the owners in address order."""
         return [owner for _, _, owner in self._blocks]
@@ -72,9 +70,16 @@ class Region:
         offset, size = next((offset, size) for offset, size, own in self._blocks if own == owner)
         return max(offset, self.size_bytes - offset - size)
 
+    def free_bytes_without(self, owners: Collection[int]) -> int:
+        """Return the bytes that would be free, in however many pieces, if the blocks of `owners` were not there."""
+        theirs = sum([size for _, size, owner in self._blocks if owner in owners]) if owners else 0
+        return self.size_bytes - self.used_bytes + theirs
+
     def allocate(self, size_bytes: int, owner: int) -> Buffer | None:
         """Return a buffer for `owner`, or None where no gap is large enough."""
         size_bytes = round_up(size_bytes, PAGE_BYTES)
+        if size_bytes > self.size_bytes - self.used_bytes:
+            return None
         gaps = [(start, end) for start, end in self._gaps() if end - start >= size_bytes]
         if not gaps:
             return None
@@ -82,15 +87,15 @@ class Region:
             offset = gaps[-1][1] - size_bytes
         else:
             offset = gaps[0][0]
-        self._blocks.append((offset, size_bytes, owner))
-        self._blocks.sort(key=lambda block: block[0])
+        bisect.insort(self._blocks, (offset, size_bytes, owner))
+        self.used_bytes += size_bytes
         return self._part(offset, size_bytes)
 
     def free(self, owner: int) -> None:
         """Take back the buffer of `owner`."""
-        before = len(self._blocks)
-        self._blocks = [block for block in self._blocks if block[2] != owner]
-        assert len(self._blocks) == before - 1, f"{owner} holds {before - len(self._blocks)} buffers"
+        held = [number for number, block in enumerate(self._blocks) if block[2] == owner]
+        assert len(held) == 1, f"{owner} holds {len(held)} buffers"
+        self.used_bytes -= self._blocks.pop(held[0])[1]
 
     def hand_over(self, owner: int, heir: int) -> None:
         """Let the buffer of `owner` belong to `heir` from now on."""
@@ -131,6 +136,8 @@ class Region:
         costs = [cost(owner) for _, _, owner in self._blocks]
         best: tuple[float, int, list[int]] | None = None
         for first in range(len(self._blocks)):
+            if costs[first] is None:
+                continue
             start = self._blocks[first - 1][0] + self._blocks[first - 1][1] if first else 0
             highest = float("-inf")
             for last in range(first, len(self._blocks)):

@@ -224,7 +224,7 @@ class Binding:
         if versions is None:
             return
         base, rebound = self._base_of[unit.index], self.rebound.get(unit.index)
-        with no_subclasses():
+        with no_functions():
             found = [(p._version, p.data_ptr()) for p in self.tree.parameters[unit.index]]
         for position, (slot, version, now) in enumerate(zip(unit.slots, versions, found, strict=True)):
             moved = slot.numel and now[1] != base + slot.offset_numel * unit.itemsize
@@ -235,7 +235,7 @@ class Binding:
         """Take the present content of the unit's parameters as its own."""
         self.rebound.pop(unit.index, None)
         if unit.index in self._versions:
-            with no_subclasses():
+            with no_functions():
                 self._versions[unit.index] = [p._version for p in self.tree.parameters[unit.index]]
 
     def refuse_rebound(self) -> None:
@@ -246,7 +246,7 @@ class Binding:
         """
         for index, base in self._base_of.items():
             unit = self.tree.units[index]
-            with no_subclasses():
+            with no_functions():
                 found = [parameter.data_ptr() for parameter in self.tree.parameters[index]]
             for slot, now in zip(unit.slots, found, strict=True):
                 if slot.numel and now != base + slot.offset_numel * unit.itemsize:

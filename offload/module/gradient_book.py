@@ -22,7 +22,7 @@ from offload.module.handles import GradientHandle, Value
 from offload.planning.units import Unit, Where
 from offload.shards.gradients import GradientNorm
 from offload.shards.manager import Manager
-from offload.torch_private import no_subclasses
+from offload.torch_private import no_functions, no_subclasses
 
 KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
 NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
@@ -124,9 +124,10 @@ class GradientBook:
         """
         if self._gathered:
             raise StateError("gradients are gathered: leave the engine.gather_gradients block first")
+        with no_functions():
+            found = [(where, parameter, parameter.grad) for where, parameter in self._slots.items()]
         with no_subclasses():
-            for where, parameter in self._slots.items():
-                gradient = parameter.grad
+            for where, parameter, gradient in found:
                 if isinstance(gradient, GradientHandle):
                     self.value_of(gradient, where)
                 elif gradient is not None:
@@ -213,7 +214,7 @@ class GradientBook:
 
     def _values(self) -> Iterator[tuple[Where, Value]]:
         """Yield what is in ``.grad`` of each parameter, in model order. :meth:`adopt` comes first."""
-        with no_subclasses():
+        with no_functions():
             found = [(where, parameter.grad) for where, parameter in self._slots.items()]
         for where, gradient in found:
             if isinstance(gradient, GradientHandle):

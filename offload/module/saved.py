@@ -19,7 +19,7 @@ from offload.errors import StateError
 from offload.memory.arena import view_at
 from offload.module.binding import Binding
 from offload.shards.manager import Manager
-from offload.torch_private import no_subclasses, top_hooks
+from offload.torch_private import no_functions, top_hooks
 from offload.wrappers import Shell, has_own_storage, is_wrapper, take_apart
 
 
@@ -182,7 +182,7 @@ def address_of(tensor: torch.Tensor) -> int | None:
     """Return where a tensor's storage begins; None where it has no single one of its own."""
     if not has_own_storage(type(tensor)) or tensor.layout is not torch.strided:
         return None
-    if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
-        return None
-    with no_subclasses():
+    with no_functions():
+        if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent
+            return None
         return tensor.untyped_storage().data_ptr()

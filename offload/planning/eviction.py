@@ -19,12 +19,36 @@ from offload.memory.region import Region
 from offload.planning.schedule import NEVER, Schedule
 
 
+def who_may_leave(
+    region: Region,
+    schedule: Schedule,
+    unit: int,
+    wanted_bytes: int,
+    may_leave: Callable[[int], bool],
+    *,
+    required: bool,
+) -> dict[int, int] | None:
+    """Return the owners in `region` that may leave for a unit, the cheapest with the least number; None if too few may.
+
+    Args:
+        region: where working copies are; no gap in it is large enough.
+        schedule: tells when units are used.
+        unit: that is to come.
+        wanted_bytes: of its working copy.
+        may_leave: whether the working copy of an owner in the region can be evicted now; of no unit, it cannot.
+        required: the unit is used now, so that everything that may leave does.
+    """
+    later = region.owners() if required else schedule.used_later(region.owners(), schedule.distance(unit))
+    costs = {owner: -schedule.distance(owner) for owner in later if may_leave(owner)}
+    return costs if region.free_bytes_without(costs) >= wanted_bytes else None
+
+
 def who_leaves(
     region: Region,
     schedule: Schedule,
     unit: int,
     size_bytes: Callable[[int], int],
-    may_leave: Callable[[int], bool],
+    costs: dict[int, int] | None,
     *,
     required: bool,
     packs: bool = False,
@@ -32,46 +56,36 @@ def who_leaves(
     """Return the owners in `region` to evict for a unit; None where nobody may leave for it.
 
     Args:
-        region: where working copies are; no gap in it is large enough.
+        region: where working copies are.
         schedule: tells when units are used.
         unit: that is to come.
         size_bytes: of a unit's working copy, 0 of one that is at home on the device.
-        may_leave: whether the working copy of an owner in the region can be evicted now; of no unit, it cannot.
-        required: the unit is used now, so that everything that may leave does.
+        costs: what :func:`who_may_leave` has returned.
+        required: as there.
         packs: what stays is moved together; else those that leave are neighbours.
     """
-    mine = schedule.distance(unit)
-
-    def cost(owner: int) -> float | None:
-        if not may_leave(owner):
-            return None
-        distance = schedule.distance(owner)
-        if not required and distance <= mine:
-            return None
-        return -distance if distance != NEVER else float("-inf")
-
-    search = _used_last if packs else _neighbours
-    leaving = search(region, size_bytes, size_bytes(unit), cost)
+    if costs is None:
+        return None
+    mine, wanted_bytes = schedule.distance(unit), size_bytes(unit)
+    if packs:
+        leaving = _used_last(region, size_bytes, wanted_bytes, costs)
+    else:
+        leaving = region.cheapest_window(wanted_bytes, costs.get)
     if not leaving or required or mine in (0, NEVER):
         return leaving
     soonest = min(map(schedule.distance, leaving))
+    if schedule.latest(mine) <= soonest:
+        return leaving
     before = schedule.coming(mine - 1)  # is in use while this unit has to come, at the latest
     for other in {schedule.coming(-1), *schedule.upcoming(mine)} - {before}:  # that in use now, and those in between
-        if size_bytes(other) >= size_bytes(unit) and schedule.distance(other, behind=mine) > soonest:
+        if size_bytes(other) >= wanted_bytes and schedule.distance(other, behind=mine) > soonest:
             return None
     return leaving
 
 
-def _neighbours(
-    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, cost: Callable[[int], float | None]
-) -> list[int] | None:
-    return region.cheapest_window(wanted_bytes, cost)
-
-
 def _used_last(
-    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, cost: Callable[[int], float | None]
+    region: Region, size_bytes: Callable[[int], int], wanted_bytes: int, costs: dict[int, int]
 ) -> list[int] | None:
-    costs = {owner: value for owner in region.owners() if (value := cost(owner)) is not None}
     free_bytes, leaving = region.size_bytes - region.used_bytes, list[int]()
     for owner in sorted(costs, key=costs.__getitem__):
         if free_bytes >= wanted_bytes:

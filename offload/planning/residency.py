@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
 from offload.memory.region import Region
-from offload.planning.eviction import who_leaves
+from offload.planning.eviction import who_leaves, who_may_leave
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.schedule import PREFETCH_WINDOW, Schedules
@@ -99,7 +99,9 @@ class _WorkingRegion:
         size = self._sizes[index]
         placed = self._region.allocate(size, index)
         if placed is None:
-            known = (self._region, self._schedule, index, self._sizes.__getitem__, self._may_leave)
+            asked = (self._region, self._schedule, index)
+            costs = who_may_leave(*asked, size, self._may_leave, required=required)
+            known = (*asked, self._sizes.__getitem__, costs)
             leaving = who_leaves(*known, required=required)
             packs = leaving is None
             if leaving is None:

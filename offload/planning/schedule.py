@@ -7,8 +7,7 @@ leaves, :mod:`offload.shards.manager` what comes.
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 NEVER = 1 << 60
 PREFETCH_WINDOW = 64  # uses that prefetching looks at
@@ -24,10 +23,9 @@ class Schedule:
 
     def __init__(self, first_guess: list[int]) -> None:
         """Start from a guess, normally the units in model order and back."""
-        self._trace: list[int] = []
-        self._positions: dict[int, list[int]] = {}
         self._recorded: list[int] = []
-        self._position = 0
+        self._position = 0  # grows beyond the trace, if nobody restarts
+        self._next: dict[int, int] = {}  # per unit, the position of its next use
         self._adopt(first_guess)
 
     @property
@@ -59,55 +57,67 @@ class Schedule:
         if self._recorded and self._recorded[-1] == unit:
             return
         self._recorded.append(unit)
-        if self._trace and self._trace[self._position % len(self._trace)] == unit:
-            self._position += 1
-            return
-        distance = self.distance(unit)
-        if distance != NEVER:
-            self._position += distance + 1
+        position, length = self._next.get(unit, -1) + 1, len(self._trace)
+        for passed in range(self._position, position):  # a single one, where the trace has predicted it
+            self._next[self._trace[passed % length]] += self._until_next[passed % length]
+            self._position = passed + 1
 
     def restart(self) -> None:
         """Close a step: what was recorded becomes the prediction, the position goes to its start."""
-        if self._recorded:
+        if self._recorded and self._recorded != self._trace:
             self._adopt(self._recorded)
-            self._recorded = []
-        self._position = 0
+        self._recorded = []
+        self._position, self._next = 0, dict(self._first)
 
     def distance(self, unit: int, *, behind: int = 0) -> int:
         """Return after how many further uses `unit` is used again (0: next), :data:`NEVER` if not in the trace.
 
         The first `behind` uses do not count; they are at most one cycle.
         """
-        positions = self._positions.get(unit)
-        if not positions:
+        found = self._next.get(unit)
+        if found is None:
             return NEVER
-        length = len(self._trace)
-        now = self._position % length
-        first = now + behind
-        around = length if first >= length else 0
-        index = bisect.bisect_left(positions, first - around)
-        found = positions[index] if index < len(positions) else positions[0] + length
-        return found + around - now
+        while found < self._position + behind:
+            found += self._until_next[found % len(self._trace)]
+        return found - self._position
+
+    def used_later(self, units: Iterable[int], distance: int) -> list[int]:
+        """Return those of `units` that are used again after more than `distance` further uses, or never."""
+        following, limit = self._next, self._position + distance
+        return [unit for unit in units if following.get(unit, NEVER) > limit]
+
+    def latest(self, limit: int) -> int:
+        """Return after how many further uses the last of some units is used again, or a lower bound of `limit`.
+
+        These are the one in use now, and those of the next `limit` uses but the last; `limit` is at most one cycle.
+        """
+        now = (self._position - 1) % len(self._trace) + 1
+        return max(self._again[now - 1 : now + limit - 1]) - now
 
     def upcoming(self, limit: int, *, within_step: bool = False) -> Iterator[int]:
-        """Yield the next distinct units, nearest first, looking at most `limit` uses ahead.
+        """Return an iterator over the next distinct units, nearest first, looking at most `limit` uses ahead.
 
         With `within_step`, none that are only used after the step.
         """
-        seen: set[int] = set()
         length = len(self._trace)
+        first = self._position % length if length else 0
         ahead = max(length - self._position, 0) if within_step else length
-        for step in range(min(limit, ahead)):
-            unit = self._trace[(self._position + step) % length]
-            if unit not in seen:
-                seen.add(unit)
-                yield unit
+        return iter(dict.fromkeys(self._twice[first : first + min(limit, ahead)]))
 
     def _adopt(self, trace: list[int]) -> None:
+        """Predict `trace`, again and again."""
+        length = len(trace)
         self._trace = list(trace)
-        self._positions = {}
-        for position, unit in enumerate(self._trace):
-            self._positions.setdefault(unit, []).append(position)
+        self._twice = trace * 2
+        self._first: dict[int, int] = {}  # per unit, the position of its first use
+        self._until_next = [0] * length  # per use, how many uses later the same unit is used again
+        for position in reversed(range(2 * length)):
+            unit = self._twice[position]
+            if position < length:
+                self._until_next[position] = self._first[unit] - position
+            self._first[unit] = position
+        self._again = [at + until for at, until in enumerate(self._until_next * 2)]  # of two cycles, where that is
+        self._next = dict(self._first)
 
 
 class Schedules:

@@ -88,6 +88,7 @@ class Copies:
     """Shards, states and transfers of one engine. See the module's text.
 
     Attributes:
+        params: the shards of parameters, per unit.
         regions: where working copies live: of PARAM on the device, of GRAD in host memory. A role without is absent.
         dump: describes everything, for error messages.
     """
@@ -108,8 +109,9 @@ class Copies:
         self._store = store
         self._deadline_s = deadline_s
         self._table: dict[tuple[int, Role], Shard] = {}
-        self._transfers: dict[tuple[int, Role], Transfer] = {}
-        self._unread: set[tuple[int, Role]] = set()  # failed by a read: their homes are as they were
+        self._transfers: dict[Shard, Transfer] = {}
+        self._unread: set[Shard] = set()  # failed by a read: their homes are as they were
+        self._known_parts: dict[Shard, list[tuple[int, int, int]]] = {}
         self._strays: list[Stray] = []
         self._stray_names = itertools.count(-1, -1)
         for unit in plan.request.units:
@@ -130,6 +132,7 @@ class Copies:
                 if unit.index in plan.spare_units and role is not Role.GRAD and home is not Tier.NVME:
                     shard.spare_buffer = arenas[Tier.HOST].take(size)
                     touch(shard.spare_buffer)
+        self.params = [self._table[unit.index, Role.PARAM] for unit in plan.request.units]
         rooms = ((Role.PARAM, Tier.DEVICE, plan.working_bytes), (Role.GRAD, Tier.HOST, plan.grad_pool_bytes))
         self.regions = {role: Region(arenas[tier].take(size)) for role, tier, size in rooms if size}
 
@@ -158,13 +161,13 @@ class Copies:
 
     def forgive(self, shard: Shard) -> None:
         """Let a shard whose fetch failed count as stored again: whoever reads it meets the error again, or not."""
-        if _key(shard) in self._unread:
-            self._unread.discard(_key(shard))
+        if shard in self._unread:
+            self._unread.discard(shard)
             self.change(shard, Event.RESTORE, Event.OVERWRITE_HOME)
 
     def is_lost(self, shard: Shard) -> bool:
         """Tell whether the content is gone, at home too."""
-        return shard.state is State.FAILED and _key(shard) not in self._unread
+        return shard.state is State.FAILED and shard not in self._unread
 
     def discard(self, shard: Shard) -> None:
         """Forget a shard's content, wherever it is."""
@@ -173,7 +176,7 @@ class Copies:
         if shard.work_buffer is not None:
             self.leave(shard)
         if shard.state is State.FAILED:
-            self._unread.discard(_key(shard))
+            self._unread.discard(shard)
             self.change(shard, Event.RESTORE)
         elif shard.state is not State.EMPTY:
             self.change(shard, Event.DISCARD)
@@ -294,6 +297,8 @@ class Copies:
 
     def sweep(self, role: Role) -> None:
         """Free the buffers of strays that nothing uses any more. A role's region belongs to one thread at a time."""
+        if not self._strays:
+            return
         region = self.regions[role]
         for stray in [stray for stray in self._strays if stray.region is region and not stray.busy()]:
             self._free(region, stray.owner, stray.buffer)
@@ -351,7 +356,7 @@ class Copies:
         self.change(shard, Event.FETCH)
         shard.work_buffer = buffer
         try:
-            self._transfers[_key(shard)] = start()
+            self._transfers[shard] = start()
         except BaseException:
             self._fetch_failed(shard)
             raise
@@ -366,12 +371,12 @@ class Copies:
         except BaseException:
             self.change(shard, Event.FLUSH_FAILED)
             raise
-        self._transfers[_key(shard)] = TicketGroup(tickets)
+        self._transfers[shard] = TicketGroup(tickets)
 
     def flushing(self, shard: Shard, tickets: Sequence[Ticket]) -> None:
         """Note that `tickets`, which are under way, write a working copy home."""
         self.change(shard, Event.FLUSH)
-        self._transfers[_key(shard)] = TicketGroup(tickets)
+        self._transfers[shard] = TicketGroup(tickets)
 
     def flushed(self, shard: Shard) -> None:
         """Note that all that :meth:`flushing` was told of has been waited for."""
@@ -380,7 +385,7 @@ class Copies:
 
     def is_late(self, shard: Shard) -> bool:
         """Tell whether :meth:`wait` would have to wait."""
-        return shard.state in IN_FLIGHT and not self._transfers[_key(shard)].done()
+        return shard.state in IN_FLIGHT and not self._transfers[shard].done()
 
     @labelled("wait")
     def wait(self, shard: Shard) -> None:
@@ -394,22 +399,22 @@ class Copies:
             return
         fetching = shard.state is State.FETCHING
         try:
-            self._transfers[_key(shard)].wait(self._deadline_s)
+            self._transfers[shard].wait(self._deadline_s)
         except Exception as error:
             if hasattr(error, "add_note"):  # from Python 3.11 on
                 error.add_note(self.dump())
             if fetching:
                 self._fetch_failed(shard)
             else:
-                del self._transfers[_key(shard)]
+                del self._transfers[shard]
                 self.change(shard, Event.FLUSH_FAILED)
             raise
-        del self._transfers[_key(shard)]
+        del self._transfers[shard]
         self.change(shard, Event.FETCHED if fetching else Event.FLUSHED)
 
     def in_flight(self, role: Role) -> list[Shard]:
         """Return the shards of a role that have a transfer."""
-        return [self._table[key] for key in list(self._transfers) if key[1] is role]
+        return [shard for shard in list(self._transfers) if shard.role is role]
 
     def start_reads(self, shard: Shard, address: int, *, urgent: bool) -> list[Ticket]:
         """Start to read a shard from NVMe to host `address`, chunk by chunk."""
@@ -445,15 +450,15 @@ class Copies:
         """
         for shard in self:
             check(shard)
-            if (shard.state in IN_FLIGHT) != (_key(shard) in self._transfers):
+            if (shard.state in IN_FLIGHT) != (shard in self._transfers):
                 raise InternalError(f"{shard.describe()}: in flight and transfers disagree")
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _fetch_failed(self, shard: Shard) -> None:
-        transfer = self._transfers.pop(_key(shard), None)
+        transfer = self._transfers.pop(shard, None)
         self.change(shard, Event.FETCH_FAILED)
-        self._unread.add(_key(shard))
+        self._unread.add(shard)
         # It may only have been late: then it still writes to the buffer.
         self.leave(shard, lambda: transfer is not None and not transfer.done())
 
@@ -473,14 +478,15 @@ class Copies:
 
     def _parts(self, shard: Shard) -> list[tuple[int, int, int]]:
         """Return the number of each of a shard's chunks, and its bytes from the shard's start."""
+        known = self._known_parts.get(shard)
+        if known is not None:
+            return known
         first, last = self.plan.request.owned(shard.unit, shard.role)
         itemsize = shard.size_bytes // (last - first)
         chunks = self.plan.chunks(shard.unit, shard.role)
-        return [(number, (begin - first) * itemsize, (end - first) * itemsize) for number, begin, end in chunks]
-
-
-def _key(shard: Shard) -> tuple[int, Role]:
-    return shard.unit.index, shard.role
+        parts = [(number, (begin - first) * itemsize, (end - first) * itemsize) for number, begin, end in chunks]
+        self._known_parts[shard] = parts
+        return parts
 
 
 def chunk_key(shard: Shard, number: int, *, aside: bool = False) -> tuple[int, str, int]:

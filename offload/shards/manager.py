@@ -12,7 +12,6 @@ Called from one thread at a time: the one that computes, or the one that runs th
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -146,7 +145,7 @@ class Manager:
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
         self._require_awake()
-        shard = self.tiers.param(index)
+        shard = self.copies.params[index]
         if self._is_asynchronous:
             self.working.release_idle()
         self._make_resident(shard)
@@ -214,25 +213,30 @@ class Manager:
         """Start fetching the units of the next `uses`, as far as units used later give way."""
         if not self._prefetches:
             return
-        here = (self.schedule, self.schedule.position)
+        schedule, params, start_fetch = self.schedule, self.copies.params, self.working.start_fetch
+        here = (schedule, schedule.position)
         if here == self._no_room_at and self._patience:  # a unit has many modules: little has changed since the last
             self._patience -= 1
             return
-        last, wanted = self.schedule.last, self.backward.wanted_here()
+        last, wanted = schedule.last, self.backward.wanted_here()
         in_use = [] if last is None else [last]
-        following = next(self.schedule.upcoming(1), None)
-        for index in self.schedule.upcoming(uses, within_step=self._is_sliced):
-            shard = self.tiers.param(index)
+        for index in schedule.upcoming(uses, within_step=self._is_sliced):
+            shard = params[index]
+            if shard.state is not State.STORED or shard.stays:
+                continue
             if self._is_sliced and len(self.copies.in_flight(Role.PARAM)) >= LOOK_AHEAD:
                 return  # nothing else can be asked of the ranks before these have come
-            if shard.state is State.STORED and not shard.stays and self._may_fetch(shard):
-                if self.forward.active and self._is_far_ahead(shard):
-                    return
-                fetch = functools.partial(self.working.start_fetch, shard, self.schedule, required=False)
-                if not fetch(wanted=in_use + wanted) and not (wanted and index == following and fetch(wanted=in_use)):
-                    self._no_room_at, self._patience = here, PATIENCE - 1
-                    self._held_up = index if self.working.is_held_up(shard, self.schedule) else None
-                    return
+            if not self._may_fetch(shard):
+                continue
+            if self.forward.active and self._is_far_ahead(shard):
+                return
+            if start_fetch(shard, schedule, required=False, wanted=in_use + wanted):
+                continue
+            if wanted and schedule.distance(index) == 0 and start_fetch(shard, schedule, required=False, wanted=in_use):
+                continue
+            self._no_room_at, self._patience = here, PATIENCE - 1
+            self._held_up = index if self.working.is_held_up(shard, schedule) else None
+            return
 
     def _is_far_ahead(self, shard: Shard) -> bool:
         """Tell whether so much is on its way to the device that a unit can wait while updates are left to do.

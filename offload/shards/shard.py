@@ -93,7 +93,7 @@ HAS_WORKING_COPY = frozenset({State.RESIDENT, State.DIRTY, State.FLUSHING})
 _EXCLUSIVE = frozenset({Event.OVERWRITE_HOME, Event.OVERWRITE_WORK, Event.MODIFY, Event.DISCARD, Event.RESTORE})
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Shard:
     """One unit in one role: where it is, in which state, and who may touch it.
 
@@ -106,6 +106,9 @@ class Shard:
         version: of PARAM's content: raised whenever it is written.
         side: which of its two names the content has in the swap store; what is written aside has the other one.
         spare_buffer: host memory for the content after an update that may be undone, None where the plan has no room.
+        is_sliced: other ranks have the rest of these parameters: a working copy is of the whole unit.
+        stays: it is used where it is at home, on the device, and has no working copies.
+        work_bytes: of a working copy.
     """
 
     unit: Unit
@@ -121,21 +124,14 @@ class Shard:
     drops: int = 0
     version: int = 0
     spare_buffer: Buffer | None = None
+    is_sliced: bool = dataclasses.field(init=False)
+    stays: bool = dataclasses.field(init=False)
+    work_bytes: int = dataclasses.field(init=False)
 
-    @property
-    def is_sliced(self) -> bool:
-        """Whether other ranks have the rest of these parameters: a working copy is of the whole unit."""
-        return self.role is Role.PARAM and self.size_bytes < self.unit.param_bytes
-
-    @property
-    def stays(self) -> bool:
-        """Whether it is used where it is at home, on the device, and has no working copies."""
-        return self.home is Tier.DEVICE and not self.is_sliced
-
-    @property
-    def work_bytes(self) -> int:
-        """Bytes of a working copy."""
-        return self.unit.param_bytes if self.is_sliced else self.size_bytes
+    def __post_init__(self) -> None:
+        self.is_sliced = self.role is Role.PARAM and self.size_bytes < self.unit.param_bytes
+        self.stays = self.home is Tier.DEVICE and not self.is_sliced
+        self.work_bytes = self.unit.param_bytes if self.is_sliced else self.size_bytes
 
     def describe(self) -> str:
         """One line for state dumps."""

@@ -115,7 +115,6 @@ class Tiers:
                     beside, plan, self.copies, landing, counters, deadline_s=deadline_s, passing=passing
                 )
             self.ranks = self._conductor or ranks
-            self._params = [self.copies.of(unit.index, Role.PARAM) for unit in self.units]
             self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
             self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
             self.activations = host.take(plan.request.host_activation_bytes)
@@ -172,7 +171,7 @@ class Tiers:
 
     def param(self, index: int) -> Shard:
         """Return the shard of a unit's parameters."""
-        return self._params[index]
+        return self.copies.params[index]
 
     def chunk_bytes(self, unit: Unit, role: Role, begin: int, end: int) -> int:
         """Return the bytes of elements [begin, end) in `role`; `begin` is where a block of 8-bit states starts."""
@@ -190,7 +189,7 @@ class Tiers:
 
     def working_address(self, index: int) -> int | None:
         """Return the host's address of a unit's parameters on the device; None where they have none."""
-        shard = self._params[index]
+        shard = self.copies.params[index]
         if not self.device.addressable or shard.state is not State.RESIDENT or shard.work_buffer is None:
             return None
         return shard.work_buffer.address
@@ -202,7 +201,7 @@ class Tiers:
             The host's address, for as long as no other unit is asked for.
         """
         assert self._conductor is not None
-        return self._conductor.read(self._params[index], self.mover)
+        return self._conductor.read(self.copies.params[index], self.mover)
 
     def comes_before_update(self, shard: Shard) -> bool:
         """Tell whether a working copy of PARAM may be fetched before an update, which then changes it as well."""
@@ -221,7 +220,7 @@ class Tiers:
             StateError: somebody does; names the unit.
         """
         for unit in units:
-            if self._params[unit.index].readers:
+            if self.copies.params[unit.index].readers:
                 raise StateError(
                     f"parameters of {unit.name}: cannot be written while they are in use; leave the engine.gather "
                     "block, or the forward, first"
@@ -241,7 +240,7 @@ class Tiers:
                 self.gradients_there.parts(unit, 0, unit.numel)
         if not self.device.addressable or self._conductor is not None:
             for unit in units:
-                self.working.refuse_borrowed(self._params[unit.index])
+                self.working.refuse_borrowed(self.copies.params[unit.index])
 
     # --- more of the drive -------------------------------------------------------------------------------------------
 
@@ -351,8 +350,8 @@ class Tiers:
         if self.working.borrowed(index):
             return
         if index in self.working:
-            self.working.unbind_lost(self._params[index])
-        self._drop(self._params[index])
+            self.working.unbind_lost(self.copies.params[index])
+        self._drop(self.copies.params[index])
 
     def _drop(self, shard: Shard) -> None:
         self.copies.discard(shard)

@@ -21,7 +21,7 @@ from offload.memory.budget import Claim
 from offload.memory.region import Region
 from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
 from offload.planning.asked import Request
-from offload.planning.eviction import who_leaves
+from offload.planning.eviction import who_leaves, who_may_leave
 from offload.planning.roles import Role
 from offload.planning.schedule import Schedule
 from offload.planning.units import Unit
@@ -175,8 +175,10 @@ class WorkingSet:
 
     def may_fill(self, shard: Shard) -> bool:
         """Tell whether one more working copy may be filled."""
-        filled = [each.size_bytes for each in self._copies if each.role is Role.PARAM and each.state in _FILLED]
-        return not filled or sum(filled) + shard.size_bytes <= self._copies.regions[Role.PARAM].size_bytes // 2
+        region = self._copies.regions[Role.PARAM]
+        there = [self._copies.params[owner] for owner in region.owners() if owner >= 0]
+        filled = [each.size_bytes for each in there if each.state in _FILLED]
+        return not filled or sum(filled) + shard.size_bytes <= region.size_bytes // 2
 
     def use(self, shard: Shard) -> None:
         """Note that compute is about to use a unit that is on the device, on the stream that is current."""
@@ -191,7 +193,7 @@ class WorkingSet:
     def release_idle(self) -> None:
         """Note the units that nobody uses any more: what comes in their place waits for no later compute."""
         for index in tuple(self._used):
-            shard = self._copies.of(index, Role.PARAM)
+            shard = self._copies.params[index]
             if not shard.readers and not self.borrowed(index):
                 assert shard.work_buffer is not None, shard.describe()
                 self._used.discard(index)
@@ -294,7 +296,7 @@ class WorkingSet:
 
     def close(self) -> list[Callable[[], bool]]:
         """Unbind everything; returns what tells of each unit that somebody still views whether that is so."""
-        left = [self._unbind(self._copies.of(index, Role.PARAM)) for index in list(self._residency)]
+        left = [self._unbind(self._copies.params[index]) for index in list(self._residency)]
         return [residency.borrowed for residency in left if residency.borrowed()]
 
     def check(self) -> None:
@@ -303,8 +305,8 @@ class WorkingSet:
         Raises:
             InternalError: it does not.
         """
-        for shard in self._copies:
-            if shard.role is Role.PARAM and not shard.stays:
+        for shard in self._copies.params:
+            if not shard.stays:
                 if (shard.unit.index in self) != (shard.state in HAS_WORKING_COPY):
                     raise InternalError(f"{shard.describe()}: binding and state disagree")
 
@@ -317,7 +319,7 @@ class WorkingSet:
         region, copies = self._elastic, self._copies
         if region is None or shard.stays or self.borrowed(shard.unit.index):
             return
-        largest = max(s.work_bytes for s in copies if s.role is Role.PARAM and not s.stays)
+        largest = max(s.work_bytes for s in copies.params if not s.stays)
         if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - whole_pages(shard.work_bytes)):
             return
         self._reclaim()
@@ -326,7 +328,7 @@ class WorkingSet:
         copies.sweep(Role.PARAM)
         for owner in region.owners()[: region.owners().index(shard.unit.index)]:
             if self._is_idle(owner):
-                self.evict(copies.of(owner, Role.PARAM))
+                self.evict(copies.params[owner])
         self._pack(region)
 
     def leave(self) -> list[int]:
@@ -348,12 +350,12 @@ class WorkingSet:
                     f"parameters of {self._units[index].name}: a tensor outside the model still views their device "
                     "memory, so it cannot be given back; drop it, and graphs of losses, before"
                 )
-        at_home = [index for index in self._residency if copies.of(index, Role.PARAM).stays]
+        at_home = [index for index in self._residency if copies.params[index].stays]
         for index in list(self._residency):
             if index in at_home:
-                self._unbind(copies.of(index, Role.PARAM))
+                self._unbind(copies.params[index])
             else:
-                self.evict(copies.of(index, Role.PARAM))
+                self.evict(copies.params[index])
         if Role.PARAM in copies.regions:
             copies.sweep(Role.PARAM)
         return at_home
@@ -361,7 +363,7 @@ class WorkingSet:
     def come_back(self, at_home: Iterable[int]) -> None:
         """Let units that are at home on the device view their bytes again."""
         for index in at_home:
-            shard = self._copies.of(index, Role.PARAM)
+            shard = self._copies.params[index]
             assert shard.home_buffer is not None
             self.bind(shard, shard.home_buffer)
 
@@ -391,11 +393,11 @@ class WorkingSet:
             return self._mover.make_room(by_bytes)
         copies.sweep(Role.PARAM)
         by_bytes = round_up(by_bytes, HUGE_PAGE_BYTES)
-        streamed = [s.unit for s in copies if s.role is Role.PARAM and not s.stays]
+        streamed = [s.unit for s in copies.params if not s.stays]
         smallest = min(self._widest_bytes(streamed), region.size_bytes)
         wanted_bytes = max(region.size_bytes - by_bytes, smallest)
         for owner in region.owners_beyond(wanted_bytes):
-            shard = copies.of(owner, Role.PARAM) if owner >= 0 else None
+            shard = copies.params[owner] if owner >= 0 else None
             if shard is not None and shard.state in (State.DIRTY, State.FLUSHING):
                 self._reclaim()
             if shard is not None and shard.state is State.FETCHING:
@@ -462,31 +464,40 @@ class WorkingSet:
         if buffer is not None:
             return buffer
 
+        index = shard.unit.index
+        choose = functools.partial(who_leaves, region, schedule, index, self._work_bytes, required=required)
+
         def may_leave(owner: int) -> bool:
             return owner not in wanted and self._is_idle(owner)
 
-        known = (region, schedule, shard.unit.index, self._work_bytes, may_leave)
-        window = who_leaves(*known, required=required)
-        if window is None and not required and not shard.is_sliced and self._bind_arrived():
-            window = who_leaves(*known, required=False)
+        def costs() -> dict[int, int] | None:
+            return who_may_leave(region, schedule, index, shard.work_bytes, may_leave, required=required)
+
+        window = choose(able := costs())
+        if window is None and not required:
+            arrived = [] if shard.is_sliced else self._bind_arrived()
+            if arrived and schedule.used_later(arrived, schedule.distance(index)):
+                window = choose(able := costs())
+            if able is None:
+                return None
         if window is None and required:
             self._reclaim()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
                 self.wait_for_prefetch(arriving)
-            window = who_leaves(*known, required=True)
+            window = choose(able := costs())
             if window is None and self._grow_for(shard.work_bytes):
                 return copies.allocate(shard)
             if window is None:
                 gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
-                window = who_leaves(*known, required=True)
+                window = choose(able := costs())
         if window is not None:
             for owner in window:
-                self.evict(copies.of(owner, Role.PARAM))
+                self.evict(copies.params[owner])
             buffer = copies.allocate(shard)
             assert buffer is not None
             return buffer
         if required or all(map(self._is_movable, region.owners())):
-            leaving = who_leaves(*known, required=required, packs=True)
+            leaving = choose(able, packs=True)
             buffer = self._compact(region, shard, leaving) if leaving is not None else None
         if not required:
             return buffer
@@ -506,38 +517,40 @@ class WorkingSet:
         def may_leave(owner: int) -> bool:
             if owner < 0 or self._is_idle(owner):
                 return owner >= 0
-            return self._copies.of(owner, Role.PARAM).state in (*_FILLED, State.FETCHING)
+            return self._copies.params[owner].state in (*_FILLED, State.FETCHING)
 
-        region, index = self._copies.regions[Role.PARAM], shard.unit.index
-        return who_leaves(region, schedule, index, self._work_bytes, may_leave, required=False, packs=True) is not None
+        known = (self._copies.regions[Role.PARAM], schedule, shard.unit.index)
+        costs = who_may_leave(*known, shard.work_bytes, may_leave, required=False)
+        return who_leaves(*known, self._work_bytes, costs, required=False, packs=True) is not None
 
     def _work_bytes(self, index: int) -> int:
-        shard = self._copies.of(index, Role.PARAM)
+        shard = self._copies.params[index]
         return 0 if shard.stays else shard.work_bytes
 
     def _is_idle(self, owner: int) -> bool:
         """Tell whether a working copy can be dropped: it equals its home, and nobody uses or views it."""
-        return self._is_movable(owner) and not self._copies.of(owner, Role.PARAM).readers
+        return self._is_movable(owner) and not self._copies.params[owner].readers
 
     def _is_movable(self, owner: int) -> bool:
         """Tell whether a working copy can be moved: nobody views it, and it is neither updated nor on its way."""
-        if owner not in self or self.borrowed(owner):
+        residency = self._residency.get(owner)
+        if residency is None or residency.borrowed():
             return False
-        return self._copies.of(owner, Role.PARAM).state is State.RESIDENT
+        return self._copies.params[owner].state is State.RESIDENT
 
-    def _bind_arrived(self) -> bool:
-        """Bind the copies that nobody has waited for and that have arrived, so that they can leave; False for none."""
+    def _bind_arrived(self) -> list[int]:
+        """Bind the copies that nobody has waited for and that have arrived, so that they can leave; return which."""
         copies = self._copies
         fetched = [shard for shard in copies.in_flight(Role.PARAM) if shard.state is State.FETCHING]
         arrived = [shard for shard in fetched if not copies.is_late(shard)]
         for shard in arrived:
             self.wait_for_prefetch(shard)
-        return bool(arrived)
+        return [shard.unit.index for shard in arrived]
 
     def _compact(self, region: Region, shard: Shard, leaving: Iterable[int]) -> Buffer | None:
         """Make one gap: evict those that are `leaving`, and move the rest together, leased ones, too."""
         for owner in leaving:
-            self.evict(self._copies.of(owner, Role.PARAM))
+            self.evict(self._copies.params[owner])
         self._pack(region)
         return self._copies.allocate(shard)
 
@@ -546,7 +559,7 @@ class WorkingSet:
         copies = self._copies
 
         for owner, source, target in region.pack(self._is_movable):
-            moved = copies.of(owner, Role.PARAM)
+            moved = copies.params[owner]
             self._refuse_change(moved.unit)
             self._unbind(moved)
             self._mover.move(source, target, moved.work_bytes)

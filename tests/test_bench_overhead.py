@@ -1,0 +1,26 @@
+"""The bench of what bookkeeping costs: layers that come for each use."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parent.parent / "bench" / "overhead.py"
+
+
+def test_smoke_of_streamed_layers(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, str(BENCH), "--streamed", "--smoke", "--json", str(output)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    assert [each.split(",")[0] for each in found["uses"]] == ["cpu", "cpu", "nvme", "nvme"]
+    assert all(forward > 0 and backward > 0 for forward, backward in found["uses"].values())
+    assert done.stdout.splitlines()[-1] == f"to reach: {found['bound_us']:.0f} us"
