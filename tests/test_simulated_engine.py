@@ -168,6 +168,7 @@ def on_cpu(outcome: Outcome) -> Outcome:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("home", [*HOMES, "mixed"])
 def test_bits_are_the_cpus_under_every_schedule(home: str, checkpointing: bool | None, tmp_path: Path) -> None:
@@ -254,6 +255,7 @@ def test_accumulation_in_bf16(schedule: Schedule, home: str, tmp_path: Path) -> 
     assert seen.races == []
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_during_backward(dtype: torch.dtype, home: str, tmp_path: Path) -> None:
@@ -378,19 +380,22 @@ def run_model(name: str, home: str, path: Path, dtype: torch.dtype, checkpointin
 
 
 def assert_placement_changes_nothing(
-    name: str, schedules: list[Schedule], path: Path, dtype: torch.dtype, checkpointing: bool | None
+    name: str, schedules: list[Schedule], homes: list[str], path: Path, dtype: torch.dtype, checkpointing: bool | None
 ) -> None:
     truth = run_model(name, "device", path, dtype, checkpointing)
     for schedule in schedules:
-        for home in HOMES:
+        for home in homes:
             with running(schedule) as seen:
                 ours = run_model(name, home, path, dtype, checkpointing)
             assert_equal(ours, truth)
             assert seen.races == [], (schedule.name, home)
 
 
-def test_a_llama_under_every_schedule(tmp_path: Path) -> None:
-    assert_placement_changes_nothing("llama", SCHEDULES, tmp_path, torch.bfloat16, checkpointing=False)
+@pytest.mark.few
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_a_llama_under_every_schedule(schedule: Schedule, home: str, tmp_path: Path) -> None:
+    assert_placement_changes_nothing("llama", [schedule], [home], tmp_path, torch.bfloat16, checkpointing=False)
 
 
 @pytest.mark.nightly
@@ -399,7 +404,7 @@ def test_a_llama_under_every_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MAIN)
 def test_models_under_every_schedule(name: str, dtype: torch.dtype, checkpointing: bool | None, tmp_path: Path) -> None:
     schedules = [*SCHEDULES, *map(at_random, range(5))]
-    assert_placement_changes_nothing(name, schedules, tmp_path, dtype, checkpointing)
+    assert_placement_changes_nothing(name, schedules, HOMES, tmp_path, dtype, checkpointing)
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])

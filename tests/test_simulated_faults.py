@@ -80,6 +80,7 @@ def stride(*, quick: int, nightly: int) -> Any:
     return pytest.mark.parametrize("stride", [pytest.param(nightly, marks=pytest.mark.nightly), quick])
 
 
+@pytest.mark.few
 @stride(quick=59, nightly=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["cpu", "nvme", "mixed", "resident"])
