@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from harness import (
@@ -598,11 +597,6 @@ def test_an_engine_that_ends_waits_for_what_is_queued(end: str) -> None:
             gc.collect()
         print(run.races)
     """
-    ended = []
-    for arguments in ((end,), (end, "hasty")):
-        command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-        here = Path(__file__).parent
-        environment = {"PYTHONPATH": f"{here}:{here.parent}", "PATH": "/usr/bin:/bin"}
-        ended.append(subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False))
+    ended = [forked.run(textwrap.dedent(code), *arguments) for arguments in ((end,), (end, "hasty"))]
     assert (ended[0].returncode, ended[0].stdout) == (0, "[]\n"), ended[0].stderr
     assert ended[1].returncode < 0 or "unlocks" in ended[1].stdout

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
 
 @pytest.mark.few(8)
-@pytest.mark.parametrize(("seed", "schedule"), enumerate((LAZY, at_random(0), LAZY, at_random(1))))
+@pytest.mark.parametrize(("seed", "schedule"), [*enumerate((LAZY, at_random(0), LAZY, at_random(1)))])
 @pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
 def test_mixtures_change_no_bit(
