@@ -147,6 +147,7 @@ def resumed_from_the_background(
         assert_same(after.outcome(), truth)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("place", NAMES)
 def test_resumed_from_what_was_copied_later(place: str, gate: Gate, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if NAMES.index(place) % 2 else torch.float32

@@ -73,6 +73,7 @@ def test_restoring_takes_no_more_than_training(home: str, tmp_path: Path) -> Non
     assert {name: value.sum().item() for name, value in model.state_dict().items()} == truth
 
 
+@pytest.mark.nightly
 def test_peak_rss_of_a_small_model_with_spilled_gradients(tmp_path: Path) -> None:
     check(run_bench(tmp_path, "--smoke"), tmp_path)
 

@@ -111,6 +111,7 @@ def test_any_call_may_fail(schedule: Schedule, home: str, kind: str, stride: int
     assert (exact > 0) == (count > 0)
 
 
+@pytest.mark.few(2)
 @stride(quick=199, nightly=9)
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)
