@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 
+import numpy
+
 
 class Memory:
     """An anonymous mapping of `size` bytes; `address` is a multiple of the page size."""
@@ -28,5 +30,5 @@ class Memory:
 
 def pattern(length: int, seed: int = 0) -> bytes:
     """Bytes that differ in every 8-byte word and with every seed: position and seed, little endian."""
-    words = length // 8 + 1
-    return b"".join((((seed & 0xFFFFFFFF) << 32) | i).to_bytes(8, "little") for i in range(words))[:length]
+    words = numpy.arange(length // 8 + 1, dtype="<u8") | numpy.uint64((seed & 0xFFFFFFFF) << 32)
+    return words.tobytes()[:length]

@@ -1,8 +1,8 @@
 """Hypothesis profiles and markers shared by all tests.
 
 Profiles (environment variable HYPOTHESIS_PROFILE): `quick` on a developer's machine, `ci` where CI is set,
-`nightly` with at least 10 000 examples per test, which also selects the tests marked `nightly`; `sweep` selects them,
-too, with the examples of `quick`.
+`nightly` with at least 10 000 examples per test, which also selects the tests marked `nightly`, and all cases of those
+marked `few`; `sweep` selects them, too, with the examples of `quick`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import few
 import pytest
 from hypothesis import HealthCheck, settings
 from simulated import apart, instead
@@ -126,11 +127,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for item in items:
                 if item.get_closest_marker("gpu"):
                     item.add_marker(pytest.mark.skip(reason=missing))
-    if PROFILE not in ("nightly", "sweep"):
+    if PROFILE not in ("nightly", "sweep") and apart.REPORTS not in os.environ:  # what is there was chosen
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         if nightly:
             config.hook.pytest_deselected(items=nightly)
             items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+        few.leave_out(config, items)
     if config.getoption("device") == "sim":
         instead.select(config, items)
     else:

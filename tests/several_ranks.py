@@ -53,7 +53,7 @@ def run(
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = _context()
+    context = server()
     pipes, processes = [], []
     until = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def _result(pipe: Connection, process: Any, note: Path, until: float) -> Any:
 
 
 @functools.cache
-def _context() -> Any:
+def server() -> Any:
     """Return what starts processes, with the server that forks them."""
     context = multiprocessing.get_context("forkserver")
     # The second is what torch imports when it makes its first optimizer.

@@ -354,6 +354,7 @@ WRITERS: dict[str, Callable[[Net], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("write", WRITERS)
 def test_helpers_that_write_are_refused(write: str, place: str, tmp_path: Path) -> None:
@@ -424,6 +425,7 @@ def masters(engine: Engine) -> dict[int, torch.Tensor]:
     return {position: state["master"] for position, state in engine.optimizer.state_dict()["state"].items()}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("how", ["replaced", "added to", "written through an alias"])
@@ -474,6 +476,7 @@ def test_a_change_through_an_alias_is_taken_over_when_closed(place: str, tmp_pat
     assert torch.equal(model.blocks[4].bias, torch.full((WIDTH,), 7.0))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("place", [*PLACES, "states"])
 def test_a_view_that_is_kept_follows_the_steps(place: str, early: bool, tmp_path: Path) -> None:
@@ -580,6 +583,7 @@ USES: dict[str, Callable[[Engine, Net], object]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_forked_child_is_refused(place: str, use: str, tmp_path: Path) -> None:
@@ -875,6 +879,7 @@ def test_apply_runs_within_the_budgets(place: str, tmp_path: Path) -> None:
 # --- peft -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("safe", [False, True])
 @pytest.mark.parametrize("place", PLACES)

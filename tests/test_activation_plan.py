@@ -327,6 +327,7 @@ def on_rank(rank: int, stage: int, path: Path) -> tuple[list[str], dict[str, byt
     return told, found[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.cpu(reason="ranks send each other what is in host memory")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_all_ranks_choose_the_same(stage: int, tmp_path: Path) -> None:

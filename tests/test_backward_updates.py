@@ -473,6 +473,7 @@ def early_units(engine: Engine) -> tuple[int, int]:
     return stats.early_units, stats.early_units_dropped
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("accumulation", [1, 2])

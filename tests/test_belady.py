@@ -200,6 +200,7 @@ def models() -> list[Any]:
     return [pytest.param(kind, id=kind.name, marks=marks[kind.name]) for kind in static]
 
 
+@pytest.mark.few
 @pytest.mark.cpu("homes are those of the CPU")
 @pytest.mark.usefixtures("single_torch_thread")
 @pytest.mark.parametrize(("way", "home"), in_turn(WAYS, ["host", "nvme"]))

@@ -30,6 +30,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["activations.json"]
 
 
+@pytest.mark.nightly
 def test_grid(tmp_path: Path) -> None:
     output = tmp_path / "grid.json"
     command = [sys.executable, str(BENCH), "--grid", "--smoke", "--path", str(tmp_path), "--json", str(output)]

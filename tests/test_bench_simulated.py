@@ -34,6 +34,16 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_a_batch_near_break_even(bench: ModuleType) -> None:
+    """Of a small model: compute and the busiest lane besides have as much work, to a row."""
+    found = bench.run_case(bench.CASES[0], bench.SMALL, None)
+    assert 0 < found["U"] <= 1 and 0 < found["R"] <= 1 and found["step_s"] >= found["bound_s"]
+    besides = max(seconds for lane, seconds in found["work_s"].items() if lane != "compute")
+    assert abs(found["work_s"]["compute"] - besides) <= found["work_s"]["compute"] / found["rows"]
+    assert found["of_plain"] > 1 and found["deepspeed_s"]["total"] > 0
+
+
+@pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
     output = tmp_path / "simulated.json"
     command = [sys.executable, str(BENCH), "--smoke", "--json", str(output)]

@@ -33,6 +33,7 @@ def test_smoke() -> None:
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [f"2 ranks, stage {n}" for n in (1, 2, 3)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_ranks_send_is_hidden_behind_compute(bench: ModuleType, world: int) -> None:
     """With stage 2 and 3, each unit's gradient leaves while the next one computes; with 3, parameters come ahead.

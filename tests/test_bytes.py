@@ -85,6 +85,7 @@ def without_device(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name != "device"}
 
 
+@pytest.mark.few
 @pytest.mark.cpu("a drive, and homes, of the CPU")
 @pytest.mark.usefixtures("single_torch_thread", "prompt_drive")
 @pytest.mark.parametrize("clips", [False, True])

@@ -422,6 +422,7 @@ def test_a_model_on_the_meta_device_is_made_while_that_is_the_default() -> None:
         assert engine(batch(0)).isfinite().all()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16", "int8"])
 def test_states_that_are_not_in_the_dict_start_anew(state_dtype: str, place: str, tmp_path: Path) -> None:
@@ -444,6 +445,7 @@ def test_states_that_are_not_in_the_dict_start_anew(state_dtype: str, place: str
             assert_same_tensors(state, packed["state"][position])
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("made_in", ["float32", "16 bits"])
@@ -484,6 +486,7 @@ def test_a_run_goes_on_exactly_from_before_a_first_update(
         assert len(again.state) == 12
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("place", ["device", "nvme"])
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.SGD, torch.optim.Adagrad])
 def test_masters_beside_the_states_of_other_optimizers(

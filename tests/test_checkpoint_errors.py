@@ -11,12 +11,12 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from harness import WIDTH, assert_same_tensors, everything_on_device, host, tight
@@ -617,8 +617,7 @@ def test_a_kill_in_the_middle_leaves_the_checkpoint_before(
     number: int, call: str, tag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "saved"
-    command = [sys.executable, "-c", CRASH, str(number), str(path), call, tag]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(CRASH, str(number), str(path), call, tag)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     unfinished = folders.Folder(path).unfinished()
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
@@ -663,8 +662,7 @@ def test_a_kill_in_a_deletion_leaves_nothing_that_looks_whole(
     number: int, tag: str, how: str, engine: Engine, tmp_path: Path
 ) -> None:
     """What is left of the former one is no checkpoint to anybody, and the next save deletes it."""
-    command = [sys.executable, "-c", CUT_OFF, str(number), str(tmp_path), tag, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(CUT_OFF, str(number), str(tmp_path), tag, how)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     path = tmp_path / "saved"
     folder = folders.Folder(path)

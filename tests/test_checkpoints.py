@@ -174,6 +174,7 @@ NAMES = list(PLACES)
 QUICK = [(NAMES[i], NAMES[(i + 3) % len(NAMES)]) for i in range(len(NAMES))]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("first", "second"), QUICK)
 def test_resumed_elsewhere(first: str, second: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if NAMES.index(first) % 2 else torch.float32
@@ -210,6 +211,7 @@ OTHERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_optimizers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

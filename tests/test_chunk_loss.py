@@ -111,6 +111,7 @@ def test_a_copy_is_a_model_of_its_own(copied: Any) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_same_bits_wherever_parameters_live(tmp_path: Path, *, tied: bool) -> None:
     model = llama(tied=tied)

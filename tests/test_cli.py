@@ -413,6 +413,7 @@ def test_rss_meter_sees_a_peak_that_is_gone() -> None:
 # --- command line ---
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("words", [["doctor"], ["doctor", "--json"], ["--version"], ["--help"]])
 def test_output_that_nobody_reads_ends_it_quietly(words: list[str], unbuffered: str) -> None:

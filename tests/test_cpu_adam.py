@@ -105,6 +105,7 @@ def assert_as_close_to_float64_as_torch(variant: Variant, steps: int) -> None:
 EXACT = [v for v in VARIANTS if v.emit is not Dtype.FLOAT16 and v.states is StateKind.FLOAT32]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("variant", EXACT, ids=str)
 def test_hundred_steps_as_close_to_float64_as_torch(variant: Variant) -> None:
     assert_as_close_to_float64_as_torch(variant, 100)
@@ -154,6 +155,7 @@ def test_zero_gradient_scale_and_zero_moments_leave_the_weights(isa: str) -> Non
 # ---- the same bits everywhere ------------------------------------------------------------------------------
 
 
+@pytest.mark.few(20)
 @every_variant
 @pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])
 def test_step_gives_the_same_bits_on_every_path(variant: Variant, classes: bool) -> None:

@@ -35,6 +35,7 @@ def into(old: Shard, new: Shard) -> StepArrays:
     return replace(old.arrays(), emit=there.emit, target=target)
 
 
+@pytest.mark.few(20)
 @every_variant
 @pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])
 def test_the_same_bits_elsewhere(variant: Variant, classes: bool) -> None:

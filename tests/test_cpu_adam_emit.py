@@ -51,6 +51,7 @@ def hyper_of(variant: Variant, step: int, grad_scale: float) -> Hyper:
     return replace(hyper, spec=replace(hyper.spec, lr=1e-3 / step), step=step, grad_scale=grad_scale)
 
 
+@pytest.mark.few(20)
 @every_variant
 @pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])
 def test_emission_is_the_parameter_of_the_step(variant: Variant, classes: bool) -> None:
@@ -69,6 +70,7 @@ def test_emission_is_the_parameter_of_the_step(variant: Variant, classes: bool) 
                 shard.assert_same(start, f"{isa}: states must not change")
 
 
+@pytest.mark.few(20)
 @every_variant
 @pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])
 def test_commit_and_emit_is_a_step_and_an_emission(variant: Variant, classes: bool) -> None:

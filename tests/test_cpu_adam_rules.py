@@ -64,6 +64,7 @@ class Trained:
         return self
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("hyper", HYPERS, ids=lambda h: type(h.spec).__name__)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("classes", [False, True], ids=["usual", "any-bits"])

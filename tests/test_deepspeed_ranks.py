@@ -109,6 +109,7 @@ def joined(every: list[Any]) -> dict[str, Any]:
     return {**every[0], "losses": losses}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("stage", "tier", "more"),
     [
@@ -263,6 +264,7 @@ def test_sizes_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert deepspeed.config_from({"train_batch_size": 3, "zero_optimization": {"stage": 3}}).slices == 3
 
 
+@pytest.mark.nightly
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GLOO_SOCKET_IFNAME": "lo"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

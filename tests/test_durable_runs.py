@@ -143,6 +143,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_that_is_killed_again_and_again_is_one_run(variant: str, tmp_path: Path) -> None:
     """Killed after forwards, backwards, steps and assignments, it loses two steps at most, and no bit."""

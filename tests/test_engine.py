@@ -709,6 +709,7 @@ def everything(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("modify", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -431,6 +431,7 @@ def session(path: Path, placement: str, *, overlap: bool, dtype: torch.dtype, lo
         return seen, norms, everything(engine), engine.stats().skipped_steps
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("placement", ["nvme", "host"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2])

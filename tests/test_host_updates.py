@@ -356,6 +356,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("params", ["cpu", "device"])
 @pytest.mark.parametrize(("dtype", "state_dtype", "accumulation", "optimizer"), KINDS, ids=str)
 @pytest.mark.usefixtures("single_torch_thread")
@@ -415,6 +416,7 @@ def test_a_class_of_torch_is_not_guessed_and_steps_in_the_worker() -> None:
         assert_same_tensors(run(**in_memory(make(torch.bfloat16), "cpu", whole=True)), truth)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("params", ["cpu", "device"])
 @pytest.mark.parametrize("between", ["states", "zero", "backward", "load", "gather", "evaluate", "rate", "close"])
 def test_what_comes_between_backward_and_step(between: str, params: str) -> None:

@@ -156,6 +156,7 @@ def compare_states(node: list[Any], one: dict[str, Any]) -> None:
         assert joined(parts) == joined(one["states"][key]), key
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("shape", "accumulation", "name", "stages"),
     [

@@ -337,6 +337,7 @@ def test_parameters_in_use_are_refused_before_anything_changes(tmp_path: Path) -
         assert engine.digests() == before
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_an_import_that_the_drive_has_ended_is_repeated(name: str, dtype: str, tmp_path: Path) -> None:

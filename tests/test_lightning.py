@@ -67,6 +67,7 @@ CLIPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("steps", [8, pytest.param(20, marks=NIGHTLY)])
 @pytest.mark.parametrize("name", [name if name != "mixed" else pytest.param(name, marks=NIGHTLY) for name in CLIPS])
 def test_fits_as_without(name: str, steps: int, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ def mixed(homes: tuple[str, str], path: Path) -> dict[str, Any]:
     return where | {"offload_param": homes[0], "offload_optimizer": homes[1]}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("homes", HOMES, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "state_dtype", "accumulation"),

@@ -101,6 +101,7 @@ def elsewhere(model: nn.Module, path: Path, *, whole: bool = False) -> dict[str,
 # --- compressed moments -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("dtype", "accumulation"), [("fp32", 1), ("bf16", 2), ("fp16", 1)])
 @pytest.mark.parametrize("state_dtype", COMPRESSED)
 def test_placement_never_changes_the_result(state_dtype: str, dtype: str, accumulation: int, tmp_path: Path) -> None:
@@ -388,6 +389,7 @@ def test_adagrad_of_torch_before_its_first_step(tmp_path: Path) -> None:
             assert torch.allclose(engine.state_dict()[key], value, rtol=1e-5, atol=1e-6), key
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_placement_never_changes_an_optimizers_result(name: str, dtype: str, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,6 +151,7 @@ def resident(field: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
 @pytest.mark.parametrize("place", ["device", "host", "nvme"])
 def test_adapters_are_merged_in_place_and_taken_out_again(kind: str, place: str, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dtype", "where", "shard"), CASES)
 def test_first_steps_are_those_of_from_pretrained(
     name: str, dtype: torch.dtype, where: str, shard: str, tmp_path: Path

@@ -193,6 +193,7 @@ def test_training_is_that_of_the_plain_model(past: str, truth: Any, tmp_path: Pa
         assert all(type(block.base.weight) is bnb.nn.Params4bit for block in model.blocks)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_weights_that_wait_for_backward_are_not_on_the_device(
@@ -354,6 +355,7 @@ def test_scales_are_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -
 EIGHT_BYTES = 80 << 10  # a unit of one layer
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 @pytest.mark.parametrize("past", PASTS)
 def test_eight_bits(past: str, threshold: float, tmp_path: Path) -> None:

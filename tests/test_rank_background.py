@@ -62,6 +62,7 @@ def copy(rank: int, name: str, path: str, stage: int, saves: bool) -> dict[str, 
         return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "stage"),
     [

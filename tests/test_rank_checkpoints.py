@@ -140,6 +140,7 @@ def compare_files(folder: Path, other: Path) -> None:
     assert all((found[key] == expected[key]).all() for key in stored)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("worlds", "micro_batches", "name"), CASES[:2])
 def test_other_numbers_of_ranks_go_on_with_the_same_bits(
     worlds: tuple[int, ...], micro_batches: int, name: str, tmp_path: Path

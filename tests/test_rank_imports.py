@@ -63,6 +63,7 @@ def go_on(rank: int, world: int, name: str, path: str, saved: str, stage: int) -
     return {"losses": losses, "digests": digests, "rates": rates, "facts": (facts.global_step, facts.epoch)}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "stage", "program"), [(NAMES[0], 3, "DCP"), (NAMES[1], 1, "torch")])
 def test_ranks_go_on_as_one_process(name: str, stage: int, program: str, tmp_path: Path) -> None:
     saved = str((save_dcp_by_name if program == "DCP" else save_torch)(*begun(), tmp_path))

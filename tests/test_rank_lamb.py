@@ -55,6 +55,7 @@ def train(rank: int, world: int, name: str, path: str, stage: int, saved: str) -
     return {"losses": losses, "norms": norms, "digests": digests}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "stage"),
     [

@@ -73,6 +73,7 @@ def train(
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "stage", "kills"),
     [

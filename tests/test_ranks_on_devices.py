@@ -130,6 +130,7 @@ def test_nodes_of_ranks_on_devices_are_those_of_ranks_on_cpus(stage: int, tmp_pa
         assert all(there[kind] == here[kind] for kind in ("losses", "norms", "parameters", "states"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("stage", "micro_batches", "name", "schedule"),
     [

@@ -366,6 +366,7 @@ def run(events: list[str], place: Path, *, depth: int = 5, **where: Any) -> tupl
         return seen, engine.stats().update_chunks_ahead
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("place", [contextlib.nullcontext, apart], ids=["cpu", "apart"])
 @pytest.mark.parametrize("what", STEPS[1:])
 @pytest.mark.usefixtures("single_torch_thread")

@@ -86,6 +86,7 @@ def trained(
     return done, early
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("home", "clip", "micro_batches"), [("cpu", None, 2), ("cpu", 1e-4, 1), ("nvme", None, 1), ("nvme", 1e-4, 2)]
 )

@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from harness import (
@@ -168,17 +167,20 @@ def on_cpu(outcome: Outcome) -> Outcome:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("home", [*HOMES, "mixed"])
-def test_bits_are_the_cpus_under_every_schedule(home: str, checkpointing: bool | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_bits_are_the_cpus_under_every_schedule(
+    home: str, schedule: Schedule, checkpointing: bool | None, tmp_path: Path
+) -> None:
     truth = run_net("truth", tmp_path, checkpointing=checkpointing)
-    for schedule in SCHEDULES:
-        with running(schedule) as seen:
-            ours = run_net(home, tmp_path, checkpointing=checkpointing)
-        assert_equal(on_cpu(ours), truth)
-        assert seen.races == [], schedule.name
-        if home != "device":
-            assert ours.stats.links["h2d"].bytes > 0 and ours.stats.links["d2h"].bytes > 0
+    with running(schedule) as seen:
+        ours = run_net(home, tmp_path, checkpointing=checkpointing)
+    assert_equal(on_cpu(ours), truth)
+    assert seen.races == [], schedule.name
+    if home != "device":
+        assert ours.stats.links["h2d"].bytes > 0 and ours.stats.links["d2h"].bytes > 0
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -221,27 +223,28 @@ def test_the_host_waits_only_where_it_consumes(home: str, tmp_path: Path) -> Non
     assert seen.races == []
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_the_device_budget_holds_as_torch_counts_it(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_the_device_budget_holds_as_torch_counts_it(home: str, schedule: Schedule, tmp_path: Path) -> None:
     """Room for five units: three of parameters, a gradient on its way and the next one; activations fit, too."""
     width, rows = 256, 2
     unit_bytes = width * width * 2
     device = torch.get_device_module("sim")
-    for schedule in SCHEDULES:
-        model = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(16)))
-        options = placed(home, model, tmp_path, unit_bytes=unit_bytes)
-        options["max_memory"] |= {"device": 5 * unit_bytes, "cpu": "64MiB"}
-        options["activation_memory"] = 2 * unit_bytes - 4096
-        with running(schedule):
-            device.reset_peak_memory_stats(0)
-            before = device.memory_allocated(0)
-            with Engine(model, AdamW(lr=1e-4), **options) as engine:
-                for number in range(2):
-                    x = batch(number, rows, width).to("sim", torch.bfloat16)
-                    engine.backward(loss_of(engine, x))
-                    engine.step()
-            most = device.max_memory_allocated(0) - before - 3 * unit_bytes
-            assert most <= 2 * unit_bytes * 5 // 4, schedule.name  # in blocks that may be a quarter larger
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(16)))
+    options = placed(home, model, tmp_path, unit_bytes=unit_bytes)
+    options["max_memory"] |= {"device": 5 * unit_bytes, "cpu": "64MiB"}
+    options["activation_memory"] = 2 * unit_bytes - 4096
+    with running(schedule):
+        device.reset_peak_memory_stats(0)
+        before = device.memory_allocated(0)
+        with Engine(model, AdamW(lr=1e-4), **options) as engine:
+            for number in range(2):
+                x = batch(number, rows, width).to("sim", torch.bfloat16)
+                engine.backward(loss_of(engine, x))
+                engine.step()
+        most = device.max_memory_allocated(0) - before - 3 * unit_bytes
+        assert most <= 2 * unit_bytes * 5 // 4, schedule.name  # in blocks that may be a quarter larger
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
@@ -254,6 +257,7 @@ def test_accumulation_in_bf16(schedule: Schedule, home: str, tmp_path: Path) -> 
     assert seen.races == []
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_during_backward(dtype: torch.dtype, home: str, tmp_path: Path) -> None:
@@ -266,103 +270,109 @@ def test_updates_during_backward(dtype: torch.dtype, home: str, tmp_path: Path) 
         assert seen.races == [], schedule.name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", HOMES)
-def test_an_overflow_skips_the_step(home: str, tmp_path: Path) -> None:
-    for schedule in SCHEDULES:
-        model = net(dtype=torch.float16)
-        options = placed(home, model, tmp_path, initial_loss_scale=2.0**40)
-        with running(schedule) as seen, Engine(model, AdamW(lr=1e-3), **options) as engine:
-            before = engine.state_dict()
-            engine.backward(loss_of(engine, batch(0).to("sim", torch.float16)))
-            assert not engine.step()
-            assert_same_tensors(engine.state_dict(), before)
-        assert seen.races == [], schedule.name
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_an_overflow_skips_the_step(home: str, schedule: Schedule, tmp_path: Path) -> None:
+    model = net(dtype=torch.float16)
+    options = placed(home, model, tmp_path, initial_loss_scale=2.0**40)
+    with running(schedule) as seen, Engine(model, AdamW(lr=1e-3), **options) as engine:
+        before = engine.state_dict()
+        engine.backward(loss_of(engine, batch(0).to("sim", torch.float16)))
+        assert not engine.step()
+        assert_same_tensors(engine.state_dict(), before)
+    assert seen.races == [], schedule.name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_two_engines_share_the_device(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", fixed(6), **named)
+def test_two_engines_share_the_device(home: str, schedule: Schedule, tmp_path: Path) -> None:
     truth = run_net("truth", tmp_path)
-    for schedule in fixed(6):
-        with running(schedule) as seen, contextlib.ExitStack() as closing:
-            models = [net(), net()]
-            engines = [
-                closing.enter_context(Engine(m, AdamW(lr=1e-2), max_grad_norm=0.5, **placed(home, m, tmp_path)))
-                for m in models
-            ]
-            losses: list[list[torch.Tensor]] = [[], []]
-            for number in range(4):
-                for engine, kept in zip(engines, losses, strict=True):
-                    loss = loss_of(engine, batch(number).to("sim"))
-                    kept.append(loss.detach().clone())
-                    engine.backward(loss)
-                    engine.step()
+    with running(schedule) as seen, contextlib.ExitStack() as closing:
+        models = [net(), net()]
+        engines = [
+            closing.enter_context(Engine(m, AdamW(lr=1e-2), max_grad_norm=0.5, **placed(home, m, tmp_path)))
+            for m in models
+        ]
+        losses: list[list[torch.Tensor]] = [[], []]
+        for number in range(4):
             for engine, kept in zip(engines, losses, strict=True):
-                assert all(torch.equal(a.cpu(), b) for a, b in zip(kept, truth.losses, strict=True)), schedule.name
-                assert_same_tensors(engine.state_dict(), truth.parameters)
-        assert seen.races == [], schedule.name
+                loss = loss_of(engine, batch(number).to("sim"))
+                kept.append(loss.detach().clone())
+                engine.backward(loss)
+                engine.step()
+        for engine, kept in zip(engines, losses, strict=True):
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(kept, truth.losses, strict=True)), schedule.name
+            assert_same_tensors(engine.state_dict(), truth.parameters)
+    assert seen.races == [], schedule.name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", HOMES)
-def test_the_model_is_the_users_again_behind_the_end(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_the_model_is_the_users_again_behind_the_end(home: str, schedule: Schedule, tmp_path: Path) -> None:
     """Where it was, with the weights of the last step; what is gathered meanwhile is there."""
     truth = run_net("truth", tmp_path)
-    for schedule in SCHEDULES:
-        model = net()
-        with running(schedule) as seen:
-            options = placed(home, model, tmp_path)
-            with Engine(model, AdamW(lr=1e-2), max_grad_norm=0.5, **options) as engine:
-                for number in range(4):
-                    engine.backward(loss_of(engine, batch(number).to("sim")))
-                    engine.step()
-                weight = model.blocks[2].weight
-                with engine.gather(weight):
-                    assert torch.equal(weight.cpu(), truth.parameters["blocks.2.weight"])
-                with engine.gather(weight, modify=True), torch.no_grad():
-                    weight.mul_(2)
-            assert torch.equal(model.blocks[2].weight, truth.parameters["blocks.2.weight"] * 2), schedule.name
-            with torch.no_grad():
-                model.blocks[2].weight.mul_(0.5)
-            assert_same_tensors(dict(model.state_dict()), truth.parameters)
-        assert seen.races == [], schedule.name
+    model = net()
+    with running(schedule) as seen:
+        options = placed(home, model, tmp_path)
+        with Engine(model, AdamW(lr=1e-2), max_grad_norm=0.5, **options) as engine:
+            for number in range(4):
+                engine.backward(loss_of(engine, batch(number).to("sim")))
+                engine.step()
+            weight = model.blocks[2].weight
+            with engine.gather(weight):
+                assert torch.equal(weight.cpu(), truth.parameters["blocks.2.weight"])
+            with engine.gather(weight, modify=True), torch.no_grad():
+                weight.mul_(2)
+        assert torch.equal(model.blocks[2].weight, truth.parameters["blocks.2.weight"] * 2), schedule.name
+        with torch.no_grad():
+            model.blocks[2].weight.mul_(0.5)
+        assert_same_tensors(dict(model.state_dict()), truth.parameters)
+    assert seen.races == [], schedule.name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_the_second_device_has_streams_of_its_own(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_the_second_device_has_streams_of_its_own(home: str, schedule: Schedule, tmp_path: Path) -> None:
     truth = run_net("truth", tmp_path)
-    for schedule in SCHEDULES:
-        with running(schedule) as seen:
-            ours = run_net(home, tmp_path, device="sim:1")
-        assert_equal(on_cpu(ours), truth)
-        assert seen.races == [] and {name[:5] for name in seen.counts if "kernels" in seen.counts[name]} == {"sim:1"}
+    with running(schedule) as seen:
+        ours = run_net(home, tmp_path, device="sim:1")
+    assert_equal(on_cpu(ours), truth)
+    assert seen.races == [] and {name[:5] for name in seen.counts if "kernels" in seen.counts[name]} == {"sim:1"}
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", HOMES)
-def test_an_evaluation_computes_with_the_weights_that_were_there(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_an_evaluation_computes_with_the_weights_that_were_there(home: str, schedule: Schedule, tmp_path: Path) -> None:
     truth = run_evaluated("truth", tmp_path)
-    for schedule in SCHEDULES:
-        with running(schedule) as seen:
-            ours = run_evaluated(home, tmp_path)
-        assert_equal(ours, truth)
-        assert seen.races == [], schedule.name
+    with running(schedule) as seen:
+        ours = run_evaluated(home, tmp_path)
+    assert_equal(ours, truth)
+    assert seen.races == [], schedule.name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", HOMES)
-def test_an_evaluation_does_not_see_what_is_loaded_behind_it(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_an_evaluation_does_not_see_what_is_loaded_behind_it(home: str, schedule: Schedule, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = net()(batch(0))
-    for schedule in SCHEDULES:
-        model = net()
-        with (
-            running(schedule) as seen,
-            Engine(model, AdamW(), **placed(home, model, tmp_path)) as engine,
-            torch.no_grad(),
-        ):
-            x = batch(0).pin_memory().to("sim", non_blocking=True)
-            output = engine(x)
-            engine.load_state_dict({name: torch.zeros_like(value) for name, value in engine.state_dict().items()})
-            assert engine(x).cpu().ne(expected).all()
-            assert torch.equal(output.cpu(), expected)
-        assert seen.races == [], schedule.name
+    model = net()
+    with (
+        running(schedule) as seen,
+        Engine(model, AdamW(), **placed(home, model, tmp_path)) as engine,
+        torch.no_grad(),
+    ):
+        x = batch(0).pin_memory().to("sim", non_blocking=True)
+        output = engine(x)
+        engine.load_state_dict({name: torch.zeros_like(value) for name, value in engine.state_dict().items()})
+        assert engine(x).cpu().ne(expected).all()
+        assert torch.equal(output.cpu(), expected)
+    assert seen.races == [], schedule.name
 
 
 def run_model(name: str, home: str, path: Path, dtype: torch.dtype, checkpointing: bool | None) -> Outcome:
@@ -378,19 +388,22 @@ def run_model(name: str, home: str, path: Path, dtype: torch.dtype, checkpointin
 
 
 def assert_placement_changes_nothing(
-    name: str, schedules: list[Schedule], path: Path, dtype: torch.dtype, checkpointing: bool | None
+    name: str, schedules: list[Schedule], homes: list[str], path: Path, dtype: torch.dtype, checkpointing: bool | None
 ) -> None:
     truth = run_model(name, "device", path, dtype, checkpointing)
     for schedule in schedules:
-        for home in HOMES:
+        for home in homes:
             with running(schedule) as seen:
                 ours = run_model(name, home, path, dtype, checkpointing)
             assert_equal(ours, truth)
             assert seen.races == [], (schedule.name, home)
 
 
-def test_a_llama_under_every_schedule(tmp_path: Path) -> None:
-    assert_placement_changes_nothing("llama", SCHEDULES, tmp_path, torch.bfloat16, checkpointing=False)
+@pytest.mark.few
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_a_llama_under_every_schedule(schedule: Schedule, home: str, tmp_path: Path) -> None:
+    assert_placement_changes_nothing("llama", [schedule], [home], tmp_path, torch.bfloat16, checkpointing=False)
 
 
 @pytest.mark.nightly
@@ -399,27 +412,28 @@ def test_a_llama_under_every_schedule(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MAIN)
 def test_models_under_every_schedule(name: str, dtype: torch.dtype, checkpointing: bool | None, tmp_path: Path) -> None:
     schedules = [*SCHEDULES, *map(at_random, range(5))]
-    assert_placement_changes_nothing(name, schedules, tmp_path, dtype, checkpointing)
+    assert_placement_changes_nothing(name, schedules, HOMES, tmp_path, dtype, checkpointing)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_the_arena_may_be_memory_on_which_work_is_queued(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_the_arena_may_be_memory_on_which_work_is_queued(home: str, schedule: Schedule, tmp_path: Path) -> None:
     """The allocator hands memory out in the order of one stream; uploads come on another."""
-    for schedule in SCHEDULES:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))  # no buffers: nothing makes the host wait
-        options = placed(home, model, tmp_path)
-        with torch.no_grad():
-            expected = model(batch(0))
-        with running(schedule) as seen:
-            before = torch.ones(options["max_memory"]["device"] - MIB + 4096, dtype=torch.uint8, device="sim")
-            place = before.data_ptr()
-            del before
-            with Engine(model, AdamW(), **options) as engine, torch.no_grad():
-                arena = engine._manager.tiers._arenas[offload.memory.budget.Tier.DEVICE]
-                assert place <= arena.base_address < place + 4096
-                output = engine(batch(0).pin_memory().to("sim", non_blocking=True)).cpu()
-        assert torch.equal(output, expected), schedule.name
-        assert seen.races == [], schedule.name
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))  # no buffers: nothing makes the host wait
+    options = placed(home, model, tmp_path)
+    with torch.no_grad():
+        expected = model(batch(0))
+    with running(schedule) as seen:
+        before = torch.ones(options["max_memory"]["device"] - MIB + 4096, dtype=torch.uint8, device="sim")
+        place = before.data_ptr()
+        del before
+        with Engine(model, AdamW(), **options) as engine, torch.no_grad():
+            arena = engine._manager.tiers._arenas[offload.memory.budget.Tier.DEVICE]
+            assert place <= arena.base_address < place + 4096
+            output = engine(batch(0).pin_memory().to("sim", non_blocking=True)).cpu()
+    assert torch.equal(output, expected), schedule.name
+    assert seen.races == [], schedule.name
 
 
 def run_on_two_streams(home: str, path: Path) -> Outcome:
@@ -483,27 +497,30 @@ def test_parameters_move_together_on_the_device(home: str, tmp_path: Path) -> No
         assert seen.total("d2d_bytes") == 32 << 10 and seen.races == [], schedule.name
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
-def test_memory_that_a_users_tensor_has_left_is_overwritten_behind_what_reads_it(home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES, **named)
+def test_memory_that_a_users_tensor_has_left_is_overwritten_behind_what_reads_it(
+    home: str, schedule: Schedule, tmp_path: Path
+) -> None:
     """The tensor dies on the host while the device has still to read it."""
-    for schedule in SCHEDULES:
-        model = net()
-        weight = model.blocks[0].weight.detach().clone().view(-1)
-        options = placed(home, model, tmp_path, prefetch=False)
-        with running(schedule) as seen, Engine(model, AdamW(), **options) as engine, torch.no_grad():
-            manager = engine._manager
-            assert manager is not None
-            manager.acquire(0).close()
-            view = view_at(manager.working.storage(0), torch.float32, 0, weight.shape)
-            shard = manager.tiers.param(0)
-            manager.copies.change(shard, Event.EVICT)
-            manager.working.unbind_lost(shard)  # as after an error: it goes, and its memory stays the tensor's
-            output = view.add(0)
-            del view
-            for index in range(1, 6):
-                manager.acquire(index).close()
-            assert torch.equal(output.cpu(), weight), schedule.name
-        assert seen.races == [], schedule.name
+    model = net()
+    weight = model.blocks[0].weight.detach().clone().view(-1)
+    options = placed(home, model, tmp_path, prefetch=False)
+    with running(schedule) as seen, Engine(model, AdamW(), **options) as engine, torch.no_grad():
+        manager = engine._manager
+        assert manager is not None
+        manager.acquire(0).close()
+        view = view_at(manager.working.storage(0), torch.float32, 0, weight.shape)
+        shard = manager.tiers.param(0)
+        manager.copies.change(shard, Event.EVICT)
+        manager.working.unbind_lost(shard)  # as after an error: it goes, and its memory stays the tensor's
+        output = view.add(0)
+        del view
+        for index in range(1, 6):
+            manager.acquire(index).close()
+        assert torch.equal(output.cpu(), weight), schedule.name
+    assert seen.races == [], schedule.name
 
 
 # --- which device -----------------------------------------------------------------------------------------------------
@@ -593,11 +610,6 @@ def test_an_engine_that_ends_waits_for_what_is_queued(end: str) -> None:
             gc.collect()
         print(run.races)
     """
-    ended = []
-    for arguments in ((end,), (end, "hasty")):
-        command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-        here = Path(__file__).parent
-        environment = {"PYTHONPATH": f"{here}:{here.parent}", "PATH": "/usr/bin:/bin"}
-        ended.append(subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, check=False))
+    ended = [forked.run(textwrap.dedent(code), *arguments) for arguments in ((end,), (end, "hasty"))]
     assert (ended[0].returncode, ended[0].stdout) == (0, "[]\n"), ended[0].stderr
     assert ended[1].returncode < 0 or "unlocks" in ended[1].stdout

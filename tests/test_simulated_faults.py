@@ -84,6 +84,7 @@ def stride(*, quick: int, nightly: int) -> Any:
     return pytest.mark.parametrize("stride", [pytest.param(nightly, marks=pytest.mark.nightly), quick])
 
 
+@pytest.mark.few
 @stride(quick=59, nightly=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("home", ["cpu", "nvme", "mixed", "resident"])
@@ -149,6 +150,7 @@ def test_a_wait_behind_new_parameters_that_are_home_may_fail(
     assert exact > 1
 
 
+@pytest.mark.few(2)
 @stride(quick=199, nightly=9)
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 @pytest.mark.parametrize("schedule", [LAZY, EAGER], **named)

@@ -92,6 +92,7 @@ def parts_of_it(model: nn.Module, place: str) -> None:
     model.blocks[1].to("sim:0")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("move", [all_of_it, its_buffers, parts_of_it])
 @pytest.mark.parametrize("place", ["sim:0", "sim:1"])
 @pytest.mark.parametrize("home", HOMES)

@@ -20,7 +20,7 @@ SCHEDULES = [schedule.name for schedule in (*fixed(MOVER_STREAMS), at_random(0),
 
 # Of every file some, and of every schedule some of each: an each-used file does not tell which schedule it needs.
 QUICK = (
-    "test_architecture and (llama or t5) or test_fp32_follows_torch_adamw and bert or test_dtypes_with_check"
+    "test_architecture and (llama or t5) or test_fp32_follows_torch_adamw and llama or test_dtypes_with_check"
     " or test_any_single_transfer or test_interrupt or test_gather_keeps or test_generate and t5"
     " or test_training_goes_on and (interrupt or error) or test_several_engines or test_one_loss_through_two"
     " or test_reading_brings"

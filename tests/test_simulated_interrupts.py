@@ -71,6 +71,7 @@ def train(engine: Engine, trigger: AtCall) -> int:
     return interrupts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stride", [pytest.param(17, marks=pytest.mark.nightly), 499])
 @pytest.mark.parametrize("home", ["cpu", "nvme", "resident"])
 @pytest.mark.parametrize("schedule", EACH, **named)

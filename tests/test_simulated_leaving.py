@@ -70,6 +70,7 @@ def run(place: str, checkpointing: bool | None, **given: Any) -> Any:
     return train(Calm(checkpointing), data, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **given)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("mode", "checkpointing"), [("offload", None), ("offload", True), ("recompute", None)])
 @pytest.mark.parametrize("schedule", EACH, ids=lambda each: each.name)
 def test_the_same_bits_under_every_schedule(

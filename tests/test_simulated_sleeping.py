@@ -20,6 +20,7 @@ from offload.memory.budget import Tier
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("home", ["device", "cpu", "nvme", "resident"])
 @pytest.mark.usefixtures("sim")

@@ -59,6 +59,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
         yield run.engine
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("place", NAMES)
 def test_goes_on(place: str, host: bool, tmp_path: Path) -> None:

@@ -102,6 +102,7 @@ def test_bytes_land_in_proportion_and_come_back(engine: str, tmp_path: Path) -> 
         assert part[0 : 2 * MIB] == pattern(8 * MIB, 0)[5 * MIB : 7 * MIB]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mode", Mode)
 def test_an_open_store_grows(mode: Mode, engine: str, tmp_path: Path) -> None:
     """What is there stays; what did not fit before fits then, and on all files in proportion."""

@@ -189,11 +189,13 @@ def test_ranks_are_one_process(dtype: str, states: str, home: str, world: int, t
         check(world, world * accumulation, f"{dtype}-{states}-{home}", tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["float32-float32-device", "bfloat16-float32-nvme", "bfloat16-int8-host"])
 def test_four_ranks_are_one_process(name: str, tmp_path: Path) -> None:
     check(4, 4, name, tmp_path)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "micro_batches", "name"), [(2, 4, "bfloat16-bfloat16-host"), (3, 6, "bfloat16-float32-spill")]
 )

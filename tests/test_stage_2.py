@@ -71,6 +71,7 @@ def train(rank: int, world: int, stage: int | None, dtype: str, cpu: int, scale:
         }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", 1.0), ("float16", 2.0**18)])
 def test_ranks_with_experts_of_their_own_are_one_process(dtype: str, scale: float) -> None:
     (one,) = run(train, 1, 1, None, dtype, 4 << 20, scale)

@@ -220,6 +220,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("made", ["before", "after", "on the engine's"])
 @pytest.mark.parametrize("way", WAYS)
@@ -608,6 +609,7 @@ REFUSED_SWITCHES = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "switch"), REFUSED_SWITCHES)
 @pytest.mark.parametrize("face", FACES)
 def test_an_option_that_asks_for_another_step_is_refused(face: str, kind: str, switch: str, tmp_path: Path) -> None:

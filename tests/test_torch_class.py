@@ -85,6 +85,7 @@ PLACED = {
     "maximize sgd": 1,
     "adagrad": 1,
 }
+PLACES = {"device": Tier.DEVICE, "host": Tier.HOST, "nvme": Tier.NVME, "mixed": Tier.NVME}
 SOME = ("rmsprop", "adafactor", "custom")
 
 
@@ -159,48 +160,50 @@ def assert_same_state(ours: Any, theirs: Any) -> None:
         assert type(ours) is type(theirs) and ours == theirs
 
 
-def check_parity(name: str, dtype: torch.dtype, path: Path, **options: Any) -> None:
+def check_parity(name: str, dtype: torch.dtype, place: str, path: Path, **options: Any) -> None:
     make = CLASSES[name]
     accumulation = options.get("gradient_accumulation_steps", 1)
     data = [LLAMA.batch(number) for number in range(3 * accumulation)]
-    truth = None
-    for place, placement in placements(llama(dtype), path).items():
-        model = llama(dtype)
-        ours = run(model, data, optimizer=make(model.parameters()), **options, **placement)
-        homes = {home.states for home in ours.plan.homes} | {home.param for home in ours.plan.homes}
-        assert {"device": Tier.DEVICE, "host": Tier.HOST, "nvme": Tier.NVME, "mixed": Tier.NVME}[place] in homes
-        assert place != "mixed" or len(homes) > 1
-        if truth is None:
-            truth = llama(dtype)
-            losses, optimizer = plain(
-                truth,
-                data,
-                make,
-                norms=ours.norms,
-                max_norm=options.get("max_grad_norm"),
-                accumulation=accumulation,
-                scale=options.get("initial_loss_scale", 1.0) if dtype == torch.float16 else 1.0,
-            )
-        assert all(torch.equal(mine, other) for mine, other in zip(ours.losses, losses, strict=True)), place
-        for key, parameter in truth.named_parameters():
-            assert torch.equal(ours.parameters[key], parameter), (place, key)
-        assert_same_state(ours.states, optimizer.state_dict()["state"])
+    model = llama(dtype)
+    ours = run(model, data, optimizer=make(model.parameters()), **options, **placements(model, path)[place])
+    homes = {home.states for home in ours.plan.homes} | {home.param for home in ours.plan.homes}
+    assert PLACES[place] in homes
+    assert place != "mixed" or len(homes) > 1
+    truth = llama(dtype)
+    losses, optimizer = plain(
+        truth,
+        data,
+        make,
+        norms=ours.norms,
+        max_norm=options.get("max_grad_norm"),
+        accumulation=accumulation,
+        scale=options.get("initial_loss_scale", 1.0) if dtype == torch.float16 else 1.0,
+    )
+    assert all(torch.equal(mine, other) for mine, other in zip(ours.losses, losses, strict=True))
+    for key, parameter in truth.named_parameters():
+        assert torch.equal(ours.parameters[key], parameter), key
+    assert_same_state(ours.states, optimizer.state_dict()["state"])
     assert not list(path.iterdir())
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(18)
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_class_of_torch_leaves_what_it_leaves_in_torch(name: str, tmp_path: Path) -> None:
-    check_parity(name, torch.float32, tmp_path)
+def test_a_class_of_torch_leaves_what_it_leaves_in_torch(name: str, place: str, tmp_path: Path) -> None:
+    check_parity(name, torch.float32, place, tmp_path)
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(SOME, [torch.bfloat16, torch.float16]))
-def test_16_bit_models_have_fp32_masters(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.few(6)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SOME)
+def test_16_bit_models_have_fp32_masters(name: str, dtype: torch.dtype, place: str, tmp_path: Path) -> None:
     """With clipping, accumulation and a loss scale: one factor on the gradient."""
     options = {"max_grad_norm": 0.5, "gradient_accumulation_steps": 2, "initial_loss_scale": 256.0}
-    check_parity(name, dtype, tmp_path, **options)
+    check_parity(name, dtype, place, tmp_path, **options)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -344,6 +347,7 @@ def test_a_class_that_clears_gradients_is_taken_over_twice() -> None:
     assert torch.equal(*results)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("context", [torch.no_grad, autocast], ids=["no_grad", "autocast"])
 @pytest.mark.parametrize("name", ["adafactor", "muon", "custom"])
 def test_an_update_inside_a_forward_knows_nothing_of_its_contexts(name: str, context: Any, tmp_path: Path) -> None:

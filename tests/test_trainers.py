@@ -42,6 +42,7 @@ pytestmark = [
 # --- Hugging Face -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("trainer_steps", "options"),
@@ -197,6 +198,7 @@ def accelerated(
     return log
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("steps", "options"),
     [

@@ -347,6 +347,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "case"),
     [("-m offload bench nvme", "read"), ("-m offload tune --full", "sweep"), ("bench/nvme --output /nowhere", "read")],

@@ -80,6 +80,7 @@ def test_examples_bound_spinning_as_commands_do() -> None:
             assert set(earlier) <= sys.stdlib_module_names, path.name
 
 
+@pytest.mark.nightly
 def test_the_bench_compares_settings_in_both_cases(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     done = subprocess.run(
