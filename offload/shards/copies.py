@@ -380,7 +380,7 @@ class Copies:
 
     def flushed(self, shard: Shard) -> None:
         """Note that all that :meth:`flushing` was told of has been waited for."""
-        del self._transfers[_key(shard)]
+        del self._transfers[shard]
         self.change(shard, Event.FLUSHED)
 
     def is_late(self, shard: Shard) -> bool:
