@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -58,16 +58,6 @@ def computes_on_cpu() -> bool:
 def plain(model: nn.Module) -> nn.Module:
     """Return the model as plain PyTorch trains it."""
     return model.to(_compute[0])
-
-
-def in_turn(first: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    """Return parameters for a test: each of the first with one of the others in turn; nightly, all pairs."""
-    others, found = list(others), []
-    for number, one in enumerate(first):
-        for turn, other in enumerate(others):
-            marks = [] if turn == number % len(others) else [pytest.mark.nightly]
-            found.append(pytest.param(one, other, id=f"{one}-{other}", marks=marks))
-    return found
 
 
 def collect() -> None:

@@ -1,7 +1,7 @@
 """Tiny models of many architectures, with the inputs of a training step, for the end-to-end tests.
 
-A table of plain values: nothing here knows the runtime. ``CORE`` has every kind of checkpointing in every profile,
-``MORE`` one kind in turn, and the others in the nightly profile.
+A table of plain values: nothing here knows the runtime. In the nightly profile each has every kind of checkpointing.
+In others all of ``CORE`` and some of ``MORE`` have one kind.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeStore, make_manager, make_plan_with, make_unit
-from harness import host, in_turn, nvme
+from harness import host, nvme
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CORE, MORE, Architecture
@@ -203,7 +203,8 @@ def models() -> list[Any]:
 @pytest.mark.few
 @pytest.mark.cpu("homes are those of the CPU")
 @pytest.mark.usefixtures("single_torch_thread")
-@pytest.mark.parametrize(("way", "home"), in_turn(WAYS, ["host", "nvme"]))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("kind", models())
 def test_a_static_model_misses_nothing_after_the_first_step(
     kind: Architecture, home: str, way: str, tmp_path: Path

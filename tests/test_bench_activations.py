@@ -12,6 +12,7 @@ import pytest
 BENCH = Path(__file__).resolve().parent.parent / "bench" / "activations.py"
 
 
+@pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
     output = tmp_path / "activations.json"
     command = [sys.executable, str(BENCH), "--smoke", "--path", str(tmp_path), "--json", str(output)]

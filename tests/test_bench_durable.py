@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parent.parent / "bench" / "durable.py"
 
 
+@pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
     output = tmp_path / "durable.json"
     command = [sys.executable, str(BENCH), "--smoke", "--path", str(tmp_path), "--json", str(output)]

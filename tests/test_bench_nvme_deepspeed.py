@@ -167,6 +167,7 @@ def test_without_deepspeed() -> None:
         load_operator()
 
 
+@pytest.mark.nightly
 def test_a_run_of_the_bench_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.nvme.cases.deepspeed_installed", lambda: True)
     monkeypatch.setattr(nvme_deepspeed, "load_operator", FakeOperator)

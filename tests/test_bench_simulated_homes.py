@@ -14,6 +14,7 @@ pytestmark = pytest.mark.usefixtures("sim")
 BENCH = Path(__file__).resolve().parent.parent / "bench" / "homes.py"
 
 
+@pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
     output = tmp_path / "homes.json"
     command = [sys.executable, str(BENCH), "--smoke", "--json", str(output)]

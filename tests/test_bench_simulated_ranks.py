@@ -27,6 +27,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+@pytest.mark.nightly
 def test_smoke() -> None:
     done = subprocess.run([sys.executable, str(BENCH), "--smoke"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCH = Path(__file__).resolve().parent.parent / "bench" / "watching.py"
 
 
+@pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     done = subprocess.run(

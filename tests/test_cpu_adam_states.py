@@ -236,6 +236,7 @@ def test_rounding_is_unbiased(kind: StateKind, value: float) -> None:
         assert abs(stored.mean() - exact) <= tolerance
 
 
+@pytest.mark.nightly
 def test_the_bench_of_formats_runs(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "bench" / "state_formats.py"), "--smoke", "--json", str(output)]
@@ -248,6 +249,7 @@ def test_the_bench_of_formats_runs(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_the_bench_of_processor_time_runs(tmp_path: Path) -> None:
     output = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "bench" / "format_times.py"), "--smoke", "--json", str(output)]

@@ -144,6 +144,7 @@ def test_unknown_path_in_the_environment_names_the_choices() -> None:
     assert "sse9" in result.stderr
 
 
+@pytest.mark.nightly
 def test_the_bench_runs(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -109,13 +109,13 @@ def joined(every: list[Any]) -> dict[str, Any]:
     return {**every[0], "losses": losses}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("stage", "tier", "more"),
     [
-        (1, "none", {}),
-        (2, "cpu", {"bf16": {"enabled": True}}),
         (3, "nvme", HALF),
+        (2, "cpu", {"bf16": {"enabled": True}}),
+        (1, "none", {}),
         pytest.param(0, "cpu", HALF, marks=pytest.mark.nightly),
         pytest.param(3, "cpu", {}, marks=pytest.mark.nightly),
         pytest.param(1, "nvme", {"bf16": {"enabled": True}}, marks=pytest.mark.nightly),

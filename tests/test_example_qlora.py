@@ -17,6 +17,7 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "qlora.py"
 pytestmark = [pytest.mark.usefixtures("single_torch_thread"), pytest.mark.filterwarnings("ignore")]
 
 
+@pytest.mark.slow
 @pytest.mark.few(1)
 @pytest.mark.parametrize("base", ["bitsandbytes", "torchao"])
 def test_qlora(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,7 @@ def test_peak_rss_of_a_billion_parameters_in_two_and_a_half_gib(tmp_path: Path) 
     check(figures, tmp_path)
 
 
+@pytest.mark.slow
 def test_peak_rss_where_memory_has_no_room_for_gradients_beside_parameters(tmp_path: Path) -> None:
     """As with the billion, a seventh of it: 3 bytes per parameter, of the 16 that training takes."""
     sizes = ["--layers", "10", "--hidden", "1024", "--vocabulary", "16000", "--tokens", "128"]

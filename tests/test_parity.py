@@ -123,7 +123,7 @@ def test_fp32_follows_torch_adamw(name: str, tmp_path: Path) -> None:
         assert (ours.parameters[key] - value).abs().max() <= 0.01 * STEPS * TORCH_ADAMW["lr"], key
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MAIN)
 def test_bf16_follows_fp32_masters(name: str, tmp_path: Path) -> None:
     """One step exactly to fp32 noise, twenty to the noise of bf16.

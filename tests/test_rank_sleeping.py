@@ -61,7 +61,7 @@ def rest(engine: Engine, host: bool | None) -> None:
     engine.wake()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "stage", "host"),
     [

@@ -134,10 +134,10 @@ def test_nodes_of_ranks_on_devices_are_those_of_ranks_on_cpus(stage: int, tmp_pa
 @pytest.mark.parametrize(
     ("stage", "micro_batches", "name", "schedule"),
     [
+        (3, 6, "bfloat16-float32-nvme", first(1)),
         (1, 3, "float32-float32-device", LAZY),
         (2, 6, "bfloat16-int8-host", EAGER),
         (3, 3, "float32-float32-host", LAZY),
-        (3, 6, "bfloat16-float32-nvme", first(1)),
     ],
 )
 def test_ranks_on_devices_are_one_process(

@@ -399,7 +399,7 @@ def assert_placement_changes_nothing(
             assert seen.races == [], (schedule.name, home)
 
 
-@pytest.mark.few
+@pytest.mark.few(3)
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("schedule", SCHEDULES, **named)
 def test_a_llama_under_every_schedule(schedule: Schedule, home: str, tmp_path: Path) -> None:

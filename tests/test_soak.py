@@ -25,6 +25,7 @@ def soak(
     return done, json.loads(result.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_few_steps_without_a_difference(tmp_path: Path) -> None:
     done, result = soak(tmp_path, "--smoke", "--seed", "1", "--steps", "12")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -36,6 +37,7 @@ def test_a_few_steps_without_a_difference(tmp_path: Path) -> None:
     assert counts["nvme early_units"] > 0 and counts["nvme stalls"] > 0 and counts["mixed stalls"] > 0
 
 
+@pytest.mark.nightly
 def test_wrong_bytes_from_a_drive_are_found_and_named(tmp_path: Path) -> None:
     done, result = soak(tmp_path, "--smoke", "--seed", "1", "--steps", "12", "--cut", "6")
     assert done.returncode == 1 and "DIFFERENT" in done.stdout, done.stdout + done.stderr[-3000:]

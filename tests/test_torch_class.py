@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ACTIVATION_BYTES, everything_on_device, host, in_turn, nvme, run
+from harness import ACTIVATION_BYTES, everything_on_device, host, nvme, run
 from models import BY_NAME
 from reference import to_bfloat16_half_up
 from torch import nn
@@ -414,7 +414,9 @@ def test_two_steps_in_torch_two_in_the_engine_two_in_torch(name: str, tmp_path: 
     assert_same_state(back.state_dict()["state"], optimizer.state_dict()["state"])
 
 
-@pytest.mark.parametrize(("name", "dtype"), in_turn(SOME, [torch.float32, torch.bfloat16, torch.float16]))
+@pytest.mark.few
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SOME)
 def test_a_run_goes_on_from_a_file_in_another_placement(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make, options = CLASSES[name], {"initial_loss_scale": 8.0}
 
@@ -496,9 +498,9 @@ def reset_peak() -> None:
         pytest.skip(f"the kernel does not measure peaks anew: {error}")
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), in_turn(["rmsprop", "nadam", "adafactor", "muon", "amsgrad"], [torch.float32, torch.bfloat16])
-)
+@pytest.mark.few
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["rmsprop", "nadam", "adafactor", "muon", "amsgrad"])
 def test_an_update_takes_no_more_memory_than_is_planned(name: str, dtype: torch.dtype) -> None:
     """16 MiB per fp32 tensor of the one large parameter; 4 MiB for what torch and the C library keep for themselves."""
     meter = open_rss()
