@@ -18,6 +18,8 @@ _NOT_OF_THE_TENSOR = {
     *("__delattr__", "__torch_function__", "__torch_dispatch__", "__doc__", "__module__", "__annotations__"),
     *("__dict__", "__weakref__", "__dir__", "__getstate__", "__array_priority__", "__dlpack_c_exchange_api__"),
     *("__cuda_array_interface__", "__hash__", "__sizeof__", "__dlpack_device__"),
+    *("__firstlineno__", "__static_attributes__"),  # of each class, from Python 3.13 on
+    *("__annotate__", "__annotate_func__", "__annotations_cache__"),  # from 3.14 on
 }
 
 
