@@ -16,17 +16,18 @@ states     1, 1
 
 Parameters go to the device first, where working copies can spare the room: a working copy saves a pass, a home all of
 them and the update's. Host memory goes to gradients, parameters, staging and versions of some units, and to states.
-Staging and versions are worth their room only if no parameter is on NVMe, and if steps do not clip: then no unit is
-updated during backward. If not all gradients fit, they leave half of host memory to parameters. Of each role, units
-that are in memory are spread over the model, so that the drive has work all the time. ``bench/homes.py`` compares the
-plans with random ones.
+Staging and versions are worth their room only if no parameter has to be on NVMe, and if steps do not clip: then no unit
+is updated during backward. A unit that is on NVMe as a whole needs no version there. If steps of one micro-batch clip,
+gradients come last: they are written while the drive has nothing else to do. If not all gradients fit, they leave half
+of host memory to parameters. Of each role, units that are in memory are spread over the model, so that the drive has
+work all the time. ``bench/homes.py`` compares the plans with random ones.
 
 Next: :mod:`offload.planning.planner` asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from offload.memory.budget import Tier
 from offload.planning.asked import Homes, Request
@@ -42,7 +43,7 @@ from offload.planning.sizing import (
 from offload.planning.units import Unit
 
 GRADS_SHARE = 1 / 2  # of host memory, where not all of them fit: parameters save more, and need some of it
-VERSION_SHARE = 1 / 4  # of units with states on NVMe, that may be updated during backward
+EARLY_SHARE = 1 / 4  # of units with states on NVMe, that may be updated during backward
 GOLDEN = 0.6180339887  # multiples of it, without whole parts, are spread evenly however many there are
 
 
@@ -109,30 +110,63 @@ class _Filling:
                 room -= unit.param_bytes
 
     def _fill_host(self) -> None:
-        """Place gradients, parameters and states, in this order."""
+        """Place gradients, parameters and states, in this order; if steps of one micro-batch clip, gradients last."""
         request = self._request
         leaving = [unit.index for unit in self._trained if unit.index not in self._grads]
         sizes = {index: request.role_bytes(request.units[index], Role.GRAD) for index in leaving}
         buffers = least_buffers(request, leaving, nvme=True)
         left = request.budgets[Tier.HOST] - request.own_bytes - bytes_at(request, self._so_far(), Tier.HOST)
+        last = request.clips and not request.accumulate
         kept = 0
-        if sum(sizes.values()) > left - buffers.total_bytes:  # some pass through a pool
-            buffers = least_buffers(request, leaving, nvme=True, spilled=max(sizes.values()))
-            kept = int((left - buffers.total_bytes) * (1 - GRADS_SHARE))
+        if last or sum(sizes.values()) > left - buffers.total_bytes:  # some pass through a pool
+            buffers = least_buffers(request, leaving, nvme=True, spilled=max(sizes.values(), default=0))
+            kept = 0 if last else int((left - buffers.total_bytes) * (1 - GRADS_SHARE))
         self._left = left - buffers.total_bytes - kept
-        for unit in self._trained:
-            self._put(self._grads, unit, self._size(unit, Role.GRAD))
+        if not last:
+            self._fill(self._grads, Role.GRAD)
         self._left += kept
-        for unit in self._units:
-            self._put(self._params, unit, self._size(unit, Role.PARAM))
-        versions = dict.fromkeys((unit.index for unit in self._trained), 0)
-        if Tier.NVME not in self._params.values() and not request.clips:
+        params = dict(self._params)
+        self._fill(self._params, Role.PARAM)
+        if not request.clips and Tier.NVME not in self._params.values():
             self._left -= worthy_slots(request, buffers) * buffers.slot_bytes
             self._left -= (MOST_GRADS_IN_FLIGHT - 1) * buffers.grad_bytes
-            versions |= {unit.index: self._version(unit) for unit in self._trained}
-        self._left -= sum(versions.values())
+            self._let_some_be_early(params)
+        self._fill(self._states, *STATE_ROLES)
+        self._fill(self._grads, Role.GRAD)
+
+    def _let_some_be_early(self, params: Mapping[int, Tier]) -> None:
+        """Let updates of some units have room beside the old content: :data:`EARLY_SHARE` of those on NVMe.
+
+        Parameters need memory for that, or they are on NVMe as well, which takes none. That is better if more states
+        have room then. If parameters come once for each of several micro-batches, the drive would bring them too often.
+
+        Args:
+            params: those that had a home before any was in host memory: they stay there.
+        """
+        units = [unit for unit in self._trained if self._grads[unit.index] is Tier.HOST]
+        if self._request.own is not None:
+            return
+        left, states = self._left, dict(self._states)
+        if not self._request.accumulate:
+            self._fill(self._states, *STATE_ROLES)
+            at_home = list(self._states.values()).count(Tier.HOST)
+            on_drive = [unit for unit in units if self._states[unit.index] is Tier.NVME]
+            may_leave = [unit for unit in on_drive if unit.index not in params]
+            whole = may_leave[len(may_leave) - min(int(len(on_drive) * EARLY_SHARE), len(may_leave)) :]
+            self._left, self._states = left + sum(self._size(unit, Role.PARAM) for unit in whole), dict(states)
+            self._fill(self._states, *STATE_ROLES)
+            if list(self._states.values()).count(Tier.HOST) > at_home:
+                self._params |= dict.fromkeys((unit.index for unit in whole), Tier.NVME)
+                return
+        versions = {unit.index: int(self._size(unit, Role.PARAM) * EARLY_SHARE) for unit in units}
+        self._left, self._states = left - sum(versions.values()), states
         for unit in self._trained:
-            self._put(self._states, unit, self._size(unit, *STATE_ROLES) - versions[unit.index])
+            self._put(self._states, unit, self._size(unit, *STATE_ROLES) - versions.get(unit.index, 0))
+
+    def _fill(self, homes: dict[int, Tier], *roles: Role) -> None:
+        """Give units that have none yet a home of these roles."""
+        for unit in self._units if roles == (Role.PARAM,) else self._trained:
+            self._put(homes, unit, self._size(unit, *roles))
 
     def _put(self, homes: dict[int, Tier], unit: Unit, size_bytes: int) -> None:
         """Give a shard that has no home yet one in host memory, if there is room for `size_bytes`."""
@@ -140,11 +174,6 @@ class _Filling:
             fits = size_bytes <= self._left
             homes[unit.index] = Tier.HOST if fits else Tier.NVME
             self._left -= size_bytes if fits else 0
-
-    def _version(self, unit: Unit) -> int:
-        """Return what is set aside for a version of a unit's parameters, as long as its states are on NVMe."""
-        may = self._request.own is None and self._grads[unit.index] is Tier.HOST
-        return int(self._size(unit, Role.PARAM) * VERSION_SHARE) if may else 0
 
     def _size(self, unit: Unit, *roles: Role) -> int:
         return sum(self._request.role_bytes(unit, role) for role in roles)
