@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import documents
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -93,6 +94,53 @@ def test_the_schedule_of_deepspeed_by_hand(bench: ModuleType) -> None:
     found = bench.of_deepspeed(drive, 1e9, compute_s=3.0, micro_batches=2)
     assert found["forward and backward"] == 3.0
     assert found["step"] == pytest.approx((12 + 12) / 6)
+
+
+def seconds(value: float) -> str:
+    """Return seconds as tables give them, with three digits."""
+    return f"{value:.1f} s" if value >= 9.95 else f"{value:.2f} s"
+
+
+def rows_of(path: str, heading: str, first: str) -> list[list[str]]:
+    """Return the rows of the table whose first column is `first`, below a heading."""
+    lines = documents.section(documents.read(path), heading).splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(f"| {first}"))
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[begin + 2 :])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_documents_say_what_is_stored() -> None:
+    """Tables of steps by the clock, of steps that clip, and of what the plan predicts."""
+    cases = json.loads((BENCH.parent / "results" / "simulated.json").read_text(encoding="utf-8"))["cases"]
+    calm, clipped = ([case for case in cases if case["clips"] is clips] for clips in (False, True))
+    rows = rows_of("bench/results.md", "A step by the clock", "parameters, states | machine | tokens | step | bound")
+    assert [row[3:] for row in rows] == [
+        [
+            seconds(case["step_s"]),
+            f"{seconds(case['bound_s'])} ({case['binding']})",
+            f"{case['R']:.2f}",
+            f"{case['U']:.2f}",
+            seconds(case["deepspeed_s"]["total"]) if case["deepspeed_s"] else "",
+        ]
+        for case in calm
+    ]
+    assert [row[2].split(",")[0].replace(" ", "") for row in rows] == [str(case["tokens"]) for case in calm]
+    rows = rows_of("bench/results.md", "A step by the clock", "parameters, states; desktop, 28 672 tokens")
+    assert [row[2:] for row in rows] == [
+        [
+            seconds(case["step_s"]),
+            seconds(case["clipped_bound_s"]),
+            f"{case['of_clipped_bound']:.2f}",
+            f"{case['of_calm_bound']:.2f}",
+        ]
+        for case in clipped
+    ]
+    told = {
+        f"{case['step_s']:.2f} s, {case['predicted_s']:.2f} s, {case['of_predicted']:.2f}": case["name"]
+        for case in calm
+    }
+    for row in rows_of("docs/planning.md", "How far it can be trusted", "case"):
+        assert row[0].split(",")[0] == told[", ".join(row[1:])].split(",")[0], row
 
 
 SECONDS = st.integers(0, 20)
