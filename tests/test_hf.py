@@ -12,6 +12,7 @@ import gc
 import importlib.metadata
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -481,6 +482,24 @@ def test_adapters_that_trl_makes(tmp_path: Path) -> None:
         found.append(logged(trainer))
         if place is not None:
             trainer.engine.close()
+    assert_close(found[1].losses, found[0].losses, 1e-4)
+    assert_close(found[1].norms, found[0].norms, 1e-4)
+
+
+def test_preferences_of_adapters_that_trl_makes(tmp_path: Path) -> None:
+    """The reference is the model with its adapters switched off: at first both say the same, so the loss is log 2."""
+    peft = pytest.importorskip("peft")
+    found = []
+    for kind in (trl.DPOTrainer, DPO):
+        adapters = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+        torch.manual_seed(0)
+        trainer = preferences(tmp_path, model(), kind, {"ref_model": None, "peft_config": adapters})
+        assert trainer.ref_model is None
+        trainer.train()
+        found.append(logged(trainer))
+    with trainer.engine as engine:
+        assert engine.reference is None and engine.stats().step == 3
+    assert found[0].losses[0] == pytest.approx(math.log(2), abs=1e-4) != found[0].losses[2]
     assert_close(found[1].losses, found[0].losses, 1e-4)
     assert_close(found[1].norms, found[0].norms, 1e-4)
 

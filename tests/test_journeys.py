@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from documents import read
-from harness import nvme
+from harness import assert_same_tensors, host, nvme
 from trainers import (
     Log,
     adam,
@@ -133,6 +134,33 @@ def test_workers_and_a_schedule_by_losses(tmp_path: Path) -> None:
         assert engine.stats().step == 4
     assert_close(losses, truth, 1e-4)
     assert found == rate < 1e-2
+
+
+def test_autocast_around_fp32(tmp_path: Path) -> None:
+    """Matrices are multiplied in bf16; NAdam steps itself, so that each bit is that of a plain loop."""
+
+    def trained(place: dict[str, Any] | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        module = model()
+        optimizer = torch.optim.NAdam(module.parameters(), lr=1e-2)
+        with contextlib.ExitStack() as ends:
+            engine = ends.enter_context(offload.Engine(module, optimizer, **place)) if place else None
+            losses = []
+            for given in torch.utils.data.DataLoader(rows(6), batch_size=2):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    output = module(**given)
+                assert output.logits.dtype == torch.bfloat16
+                output.loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(output.loss.item())
+            assert engine is None or engine.stats().step == 3
+            return losses, (engine or module).state_dict()
+
+    truth, values = trained(None)
+    for place in (host(model()), nvme(model(), tmp_path)):
+        losses, found = trained(place)
+        assert losses == truth and truth[2] != truth[0]
+        assert_same_tensors(found, values)
 
 
 def test_a_trainer_that_gets_an_engine_is_told_of_its_door(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ pytestmark = [
 
 TASK = {"task_type": "CAUSAL_LM"}
 FEW = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+ALL = {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}
 TOTAL = 20  # steps that AdaLoRA plans
 
 
@@ -40,10 +41,12 @@ class Method:
     Attributes:
         config: of the adapters.
         quantize: what is done to the base model before it gets them.
+        dtype: of the base model and of the adapters.
     """
 
     config: Callable[[], Any]
     quantize: Callable[[Any], Any] = lambda base: base
+    dtype: torch.dtype = torch.float32
 
 
 def by_torchao(config: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -70,6 +73,8 @@ def by_bitsandbytes(base: Any) -> Any:
 
 METHODS = {
     "LoRA": Method(lambda: peft.LoraConfig(r=4, **FEW, **TASK)),
+    "LoRA, all linear": Method(lambda: peft.LoraConfig(r=4, **ALL, **TASK)),
+    "LoRA, bfloat16": Method(lambda: peft.LoraConfig(r=4, **ALL, **TASK), dtype=torch.bfloat16),
     "DoRA": Method(lambda: peft.LoraConfig(r=4, use_dora=True, **FEW, **TASK)),
     "PiSSA": Method(lambda: peft.LoraConfig(r=4, init_lora_weights="pissa", **FEW, **TASK)),
     "IA3": Method(lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
@@ -96,7 +101,7 @@ METHODS = {
         by_torchao(lambda ao: ao.Int8WeightOnlyConfig(set_inductor_config=False)),
     ),
 }
-QUICK = ("DoRA", "AdaLoRA", "prefix", "QLoRA, torchao int8")
+QUICK = ("LoRA, all linear", "LoRA, bfloat16", "DoRA", "AdaLoRA", "prefix", "QLoRA, torchao int8")
 CASES = [
     *(pytest.param(name, 4, id=name) for name in QUICK),
     *(pytest.param(name, TOTAL, id=f"{name}, {TOTAL} steps", marks=pytest.mark.nightly) for name in METHODS),
@@ -113,9 +118,12 @@ class Run:
 def build(name: str) -> Any:
     method = METHODS[name]
     torch.manual_seed(0)
-    base = method.quantize(SMALL.build().requires_grad_(False))
+    base = method.quantize(SMALL.build().to(method.dtype).requires_grad_(False))
     torch.manual_seed(1)
-    return peft.get_peft_model(base, method.config()).train()
+    fp32 = method.dtype is torch.float32  # otherwise PEFT makes adapters of fp32 in a model of bf16
+    model = peft.get_peft_model(base, method.config(), autocast_adapter_dtype=fp32).train()
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {method.dtype}
+    return model
 
 
 def batch(number: int) -> dict[str, torch.Tensor]:
@@ -201,8 +209,9 @@ def test_training_is_that_of_plain_peft(name: str, steps: int, tmp_path: Path) -
     on_nvme = nvme(sizes, swap, unit_bytes=4096, units=at_once)
     in_memory = on_nvme | {"offload_param": "cpu", "offload_optimizer": "cpu"}
     ours = train(name, range(steps), on_nvme, save=tmp_path / "run")
-    assert_close(ours.losses, truth.losses, 1e-4)
-    assert_close(ours.norms, truth.norms, 1e-4)
+    exact = METHODS[name].dtype is torch.float32
+    assert_close(ours.losses, truth.losses, 1e-4 if exact else 2e-3)
+    assert_close(ours.norms, truth.norms, 1e-4 if exact else 8e-3)  # one unit of bf16 in which torch rounds them
     assert ours.losses[-1] != ours.losses[0]
     if name == "AdaLoRA":
         ranks = torch.cat([value for key, value in ours.state.items() if "lora_E" in key])

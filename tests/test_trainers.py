@@ -280,6 +280,36 @@ def test_lightning_clips(steps: int, tmp_path: Path) -> None:
     assert_close(ours.norms, truth.norms, 1e-4)
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_lightning_sets_up_an_engine(resumes: bool, tmp_path: Path) -> None:
+    """`setup` comes before Lightning moves the module, loads a checkpoint, and asks for the optimizer."""
+    lightning = pytest.importorskip("lightning")
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(
+        tmp_path / "kept", "{step}", every_n_train_steps=2, save_top_k=-1
+    )
+    saves = {"callbacks": [keep], "enable_checkpointing": True}
+    truth, ours = Log(), Log()
+    lightning_trainer(tmp_path, **saves).fit(lightning_module(model(), adam, truth), loader())
+    path = tmp_path / "kept" / "step=2.ckpt" if resumes else None
+    if resumes:
+        truth = Log()
+        lightning_trainer(tmp_path).fit(lightning_module(model(), adam, truth), loader(), ckpt_path=path)
+        assert len(truth.losses) == STEPS - 2
+    engines: list[Engine] = []
+    module = lightning_module(model(), lambda _: engines[0].optimizer, ours)
+
+    def setup(stage: str) -> None:
+        engines.append(Engine(module.core, adam(module.core), **nvme(module.core, tmp_path)))
+
+    module.setup = setup
+    lightning_trainer(tmp_path).fit(module, loader(), ckpt_path=path)
+    (engine,) = engines
+    with engine:
+        assert engine.stats().step == len(ours.losses)
+    assert_close(ours.losses, truth.losses, 1e-4)
+    assert_close(ours.norms, truth.norms, 1e-4)
+
+
 @pytest.mark.parametrize("face", ["engine.optimizer", "taken over"])
 def test_lightning_skips_a_batch(face: str, tmp_path: Path) -> None:
     """Where `training_step` returns None, there is no backward; Lightning calls the optimizer all the same."""
