@@ -33,7 +33,7 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """A rank that ended without a word: its exit status, None where it had to be killed, and where it was then."""
+    """A rank that ended without a word: its exit status, None where it had to be killed here, and where it was then."""
 
     status: int | None
     threads: str = ""
@@ -79,13 +79,14 @@ def run(
 
 
 def _result(pipe: Connection, process: Any, note: Path, until: float) -> Any:
+    status = None
     try:
         if pipe.poll(max(until - time.monotonic(), 0.0)):
             return pipe.recv()
     except EOFError:
         process.join(max(until - time.monotonic(), 0.1))
-        return Ended(process.exitcode)
-    return Ended(None, note.read_text() if note.exists() else "")
+        status = process.exitcode
+    return Ended(status, note.read_text() if note.exists() else "")
 
 
 @functools.cache
@@ -118,11 +119,13 @@ def _be_rank(
 ) -> None:
     note, tells_s = told
     with open(note, "w") as file:
+        faulthandler.enable(file)
         faulthandler.dump_traceback_later(tells_s, file=file)
         try:
             _take_part(case, rank, world, port, pipe, environment, args)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
 
 
 def _take_part(

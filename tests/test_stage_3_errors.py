@@ -94,7 +94,10 @@ def fail(rank: int, how: str) -> dict[str, Any]:
 def test_what_fails_between_units_is_told_to_all(how: str) -> None:
     every = run(fail, WORLD, how)
     one = every.pop(1)
-    assert one == Ended(-signal.SIGKILL) if how.startswith("kill") else one["afterwards"][0] == "RanksError"
+    if how.startswith("kill"):
+        assert one == Ended(-signal.SIGKILL)
+    else:
+        assert isinstance(one, dict) and one["afterwards"][0] == "RanksError", one
     text = {
         "raise": "rank 1: ValueError: layer 4 has a bad day",
         "evaluation": "rank 1: ValueError: layer 4 has a bad day",
