@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,10 @@ from test_stage_1_errors import error_of
 from torch import nn
 
 from offload import AdamW, Engine, several
-from offload.distributed.processes import open_ranks
+from offload.distributed.processes import Processes, open_ranks
+from offload.memory.arena import HostArena
+from offload.memory.budget import Tier
+from offload.torch_private import start_all_gather
 
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
 
@@ -112,6 +117,46 @@ def test_what_fails_between_units_is_told_to_all(how: str) -> None:
         assert found["first"][0] == found["afterwards"][0] == "RanksError"
         assert "close the engine" in found["afterwards"][1]
         assert found["left"][0] == "StateError" and "parameter layers.0.weight" in found["left"][1]
+
+
+def send_late(rank: int) -> tuple[str, bool]:
+    """Let rank 1 fail where all have begun to gather, and send its slice when the others have closed their engines.
+
+    Returns:
+        the error, and whether memory that is mapped after that stays as it is.
+    """
+    store = torch.distributed.distributed_c10d._get_default_store()
+    late: list[Callable[[], Any]] = []
+    armed = False
+    gather = Processes.gather
+
+    def fail_instead(self: Processes, full: torch.Tensor, where: str) -> None:
+        if armed and rank == 1:
+            group, mine = self._groups[-1], torch.full((full.numel() // WORLD,), 1.0, dtype=full.dtype)
+            late.append(lambda: start_all_gather(group, torch.empty_like(full), mine))
+            raise ValueError("a bad day")
+        gather(self, full, where)
+
+    Processes.gather = fail_instead
+    engine = engine_of(Chain())
+    backward(engine)
+    armed = True
+    error = error_of(lambda: backward(engine))[0]
+    engine.close(restore=False)
+    if rank == 1:
+        store.wait(["closed 0", "closed 2"])
+        late[0]().wait()
+        store.set("sent", "1")
+        return error, True
+    arenas = [HostArena(Tier.HOST, size_bytes) for size_bytes in [1 << 20, 8 << 20] * 8]
+    store.set(f"closed {rank}", "1")
+    store.wait(["sent"])
+    time.sleep(0.1)
+    return error, not any(any(ctypes.string_at(arena.base_address, arena.size_bytes)) for arena in arenas)
+
+
+def test_what_comes_when_nobody_waits_any_more_is_written_nowhere() -> None:
+    assert run(send_late, WORLD) == [("RanksError", True), ("ValueError", True), ("RanksError", True)]
 
 
 def differ(rank: int) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class _Meeting:
         counters: of the bytes that are sent.
         words: for what no collective can tell.
         ended: text of the error that all ranks raise; None while they go on.
+        left: collectives that had begun, and were not over when nobody waited for them any more.
     """
 
     def __init__(self, members: Members, deadline_s: float, counters: Counters) -> None:
@@ -98,6 +99,7 @@ class _Meeting:
         self.deadline_s = deadline_s
         self.counters = counters
         self.ended: str | None = None
+        self.left: list[Any] = []
         _opened[ranks] += 1
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         self._store = distributed.PrefixStore(f"offload/{name}/{_opened[ranks]}", default_store())
@@ -275,6 +277,7 @@ class Processes:
         if ended is not None:
             raise RanksError(f"{ended} (close the engine and resume from a checkpoint)")
         begin = time.perf_counter()
+        work = None
         try:
             work = start(groups)
             self._wait(work, where)
@@ -286,6 +289,9 @@ class Processes:
             raise
         except RuntimeError:  # of gloo
             self._raise_census(where, "a connection was lost")
+        finally:
+            if work is not None and not work.is_completed():
+                self._meeting.left.append(work)
         end = time.perf_counter()
         counters = self._meeting.counters
         counters.add(self._link, size_bytes=size_bytes, seconds=0.0 if meets else end - begin)
@@ -332,6 +338,11 @@ class Processes:
     def ended(self) -> bool:
         """Whether nobody waits any more."""
         return self._meeting.ended is not None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a collective is under way that nobody waits for any more; see :class:`Ranks`."""
+        return not all(work.is_completed() for work in self._meeting.left)
 
     def has_told(self, error: BaseException) -> bool:
         """Tell whether an agreement has told all of an error; see :meth:`Ranks.has_told`."""

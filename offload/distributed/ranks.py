@@ -43,6 +43,7 @@ class Ranks(Protocol):
         rank: of this process, counted from 0.
         world: how many there are.
         ended: they have failed for good, or are closed.
+        unfinished: nobody waits any more for something that has begun, but memory that it got may still be written to.
         node: the ranks that have all slices together, with this one's among them; all, unless there are several nodes.
         owners: the ranks of all nodes that have the same slice, in the order of nodes; one where there is one node.
     """
@@ -52,6 +53,9 @@ class Ranks(Protocol):
 
     @property
     def ended(self) -> bool: ...  # noqa: D102
+
+    @property
+    def unfinished(self) -> bool: ...  # noqa: D102
 
     @property
     def node(self) -> Ranks: ...  # noqa: D102
@@ -150,6 +154,7 @@ class OneRank:
     rank = 0
     world = 1
     ended = False
+    unfinished = False
 
     @property
     def node(self) -> Ranks:

@@ -115,8 +115,11 @@ class Arena:
             return self.base_address - before
         return 0
 
-    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
-        """Return the memory, but keep it mapped while one of `busy` says that a tensor of the user points into it."""
+    def close(self, busy: Sequence[Callable[[], bool]] = (), *, written: bool = False) -> None:
+        """Return the memory, but keep it mapped while one of `busy` says that a tensor of the user points into it.
+
+        Where it may still be `written` to by whom nobody waits for, its addresses are not given to anyone again.
+        """
         _release_kept()
         if busy:
             _kept.append((self._memory, busy))
@@ -156,9 +159,13 @@ class HostArena(Arena):
         """Nothing to take: pages come when they are used."""
         return 0
 
-    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
+    def close(self, busy: Sequence[Callable[[], bool]] = (), *, written: bool = False) -> None:
         """Unmap it, as :meth:`Arena.close` says."""
-        super().close(busy)
+        if written and self._mapping is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._mapping))  # not even at the process's end
+            if not busy:
+                self.release()
+        super().close(busy, written=written)
         self._mapping = None
 
 

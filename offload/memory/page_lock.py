@@ -82,10 +82,10 @@ class LockedArena(HostArena):
             self._lock(self._device)
         return 0
 
-    def close(self, busy: Sequence[Callable[[], bool]] = ()) -> None:
+    def close(self, busy: Sequence[Callable[[], bool]] = (), *, written: bool = False) -> None:
         """Unlock and unmap it, as :meth:`Arena.close` says. Idempotent."""
         self._unlock_all()
-        super().close(busy)
+        super().close(busy, written=written)
 
     def _unlock_all(self) -> None:
         while self._unlock:

@@ -276,6 +276,11 @@ class Conductor:
         """Whether nobody waits any more."""
         return self._ranks.ended
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether memory of what nobody waits for any more may still be written to."""
+        return self._ranks.unfinished
+
     def has_told(self, error: BaseException) -> bool:
         """Tell whether all ranks know of an error of this one."""
         return self._ranks.has_told(error)

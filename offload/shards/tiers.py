@@ -381,7 +381,7 @@ class Tiers:
             self.gradients_there.put_down()
         with contextlib.ExitStack() as last:
             for arena in self._arenas.values():
-                last.callback(arena.close, busy)
+                last.callback(arena.close, busy, written=self.ranks.unfinished)
             if self.store is not None:
                 last.callback(self.store.close)
 

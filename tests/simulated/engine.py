@@ -264,7 +264,7 @@ class AddressArena(Arena):
         if size_bytes:
             self._core.lock(self.base_address, size_bytes)
 
-    def close(self, busy: Any = ()) -> None:
+    def close(self, busy: Any = (), *, written: bool = False) -> None:
         """Give the addresses back. Idempotent."""
         if self._reserved:
             self._core.unlock(self.base_address)
