@@ -102,6 +102,7 @@ class _Meeting:
         self.deadline_s = DEADLINE_S
         self.counters = counters
         self.ended: str | None = None
+        self.left: list[_Work] = []
         self.words = types.SimpleNamespace(is_alarmed=lambda: False, fail=lambda text: text, leave=lambda: None)
 
     def connect(self, name: str, patience: int, among: Sequence[int]) -> _Group:
