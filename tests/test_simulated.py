@@ -284,6 +284,25 @@ def test_kernels_have_the_cpus_bits(dtype: torch.dtype, schedule: Schedule) -> N
     assert run.races == []
 
 
+def test_random_numbers_do_not_depend_on_who_sets_the_generator_of_the_cpu_meanwhile() -> None:
+    """Checkpointing does so in the thread that computes, while another one has an operator run."""
+    torch.sim.manual_seed(3)
+    expected = nn.functional.dropout(torch.ones(1 << 16, device="sim")).cpu()
+    state = torch.get_rng_state()
+
+    def compute_again() -> torch.Tensor:
+        torch.sim.manual_seed(3)
+        return nn.functional.dropout(torch.ones(1 << 16, device="sim")).cpu()
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(50):
+            running_there = pool.submit(compute_again)
+            while not running_there.done():
+                torch.set_rng_state(state)
+            assert torch.equal(running_there.result(), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_random_numbers_depend_on_the_order_of_calls_alone() -> None:
     drawn = []
     for schedule in ALL:

@@ -27,6 +27,23 @@ bool writes(const c10::Argument& argument) {
     return argument.alias_info() && argument.alias_info()->isWrite();
 }
 
+// The interpreter's lock, held. Who waits for the machine gives it away, so none waits for the other.
+class Gil {
+  public:
+    Gil() : held_(Py_IsInitialized()) {
+        if (held_) state_ = PyGILState_Ensure();
+    }
+    ~Gil() {
+        if (held_) PyGILState_Release(state_);
+    }
+    Gil(const Gil&) = delete;
+    Gil& operator=(const Gil&) = delete;
+
+  private:
+    bool held_;
+    PyGILState_STATE state_{};
+};
+
 // One call of an operator, on its way to a stream.
 class Call {
   public:
@@ -196,6 +213,7 @@ class Call {
                 return plain;
             }
         return [plain, seed](Stack& stack) {
+            Gil alone;  // whoever sets the CPU's generator, as checkpointing does meanwhile, holds it
             auto shared = at::detail::getDefaultCPUGenerator();
             at::Tensor before = shared.get_state();
             shared.set_current_seed(seed);
