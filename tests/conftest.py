@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import few
+import jitter
 import pytest
 from hypothesis import HealthCheck, settings
 from simulated import apart, instead
@@ -157,6 +158,13 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         gc.freeze()
         _imported = len(sys.modules)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Let threads meet in other orders, if that is wanted."""
+    with jitter.jittering():
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import jitter
+
 LIMIT_S = 60.0  # for all ranks of a case: whoever is not done then is killed
 _TELLS_AT = 0.9  # of the limit: then each notes where its threads are
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -122,7 +124,8 @@ def _be_rank(
         faulthandler.enable(file)
         faulthandler.dump_traceback_later(tells_s, file=file)
         try:
-            _take_part(case, rank, world, port, pipe, environment, args)
+            with jitter.jittering():
+                _take_part(case, rank, world, port, pipe, environment, args)
         finally:
             faulthandler.cancel_dump_traceback_later()
             faulthandler.disable()
