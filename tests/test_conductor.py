@@ -266,3 +266,32 @@ def test_who_has_not_heard_what_others_have_is_waited_for() -> None:
         return one.counters.gathers
 
     assert together(3, set(), act) == [1] * 3
+
+
+def test_two_threads_of_a_rank_get_what_each_has_asked_for() -> None:
+    """One comes while the other is being told what becomes of its wish."""
+
+    def act(one: Rank, rank: int) -> Any:
+        conductor, entered, leave = one.conductor, threading.Event(), threading.Event()
+        call = conductor._called.set
+
+        def serve() -> None:
+            with conductor.serving("elsewhere"):
+                entered.set()
+                leave.wait(1.0)
+
+        def call_late() -> None:
+            conductor._called.set = call
+            other.start()
+            entered.wait(LIMIT_S)
+            call()
+
+        other = threading.Thread(target=serve)
+        conductor._called.set = call_late
+        agreement = conductor.agree("a place")
+        leave.set()
+        other.join()
+        conductor.agree("the end")  # behind what the other one has begun
+        return agreement
+
+    assert together(2, set(), act) == [Agreement(False, ())] * 2

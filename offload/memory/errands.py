@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
@@ -27,14 +28,22 @@ class Errands(Generic[T]):
         self._threads: list[threading.Thread] = []
         self._count = itertools.count()
         self._queue: list[tuple[bool, int, Errand[T], Future[T]]] = []
+        self._undone: weakref.WeakSet[Future[T]] = weakref.WeakSet()  # and perhaps some that are done
         self._changed = threading.Condition()
         self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether an errand waits or is under way."""
+        with self._changed:
+            return not all(future.done() for future in self._undone)
 
     def submit(self, errand: Errand[T], *, urgent: bool) -> Future[T]:
         """Have an errand done, before all that are not urgent; returns what becomes of it."""
         future: Future[T] = Future()
         with self._changed:
             assert not self._closed and self._wanted
+            self._undone.add(future)
             heapq.heappush(self._queue, (not urgent, next(self._count), errand, future))
             self._changed.notify()
         while len(self._threads) < self._wanted:

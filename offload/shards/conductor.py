@@ -90,7 +90,6 @@ class Conductor:
         self._deadline_s = deadline_s
         self._errands: Errands[Any] = Errands(1, "offload-ranks")
         self._called = threading.Event()  # the thread, which may be serving
-        self._last: Future[Any] | None = None
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -287,15 +286,15 @@ class Conductor:
 
     def close(self) -> None:
         """End the thread. Whoever waits for something that was started here is told. Idempotent."""
-        if self._last is not None and not self._last.done():
+        if self._errands.busy:
             self._ranks.fail(RanksError(f"rank {self.rank} has closed its engine"))
         self._ranks.close()
         self._errands.close()
 
     def _submit(self, errand: Callable[[], T], *, urgent: bool = True) -> Future[T]:
-        self._last = self._errands.submit(lambda _: errand(), urgent=urgent)
+        future = self._errands.submit(lambda _: errand(), urgent=urgent)
         self._called.set()
-        return self._last
+        return future
 
 
 class Gathering:
