@@ -38,6 +38,7 @@ __all__ = [
     "Ticket",
     "engines_available",
     "file_facts",
+    "is_memory_held",
     "preallocate",
     "uring_refusal",
     "wait_all",
@@ -319,6 +320,8 @@ class Aio:
             drained, self._ended = self._engine.close(limit_s)
             ended, self._closed = self._ended, True
             _open.discard(self)
+            if not ended:
+                _unended.append(self)
         if not drained:
             held = "were cancelled" if ended else "are still held by the kernel: do not reuse their memory"
             raise SwapDeadlineError(
@@ -346,6 +349,15 @@ class _as_swap_error(contextlib.AbstractContextManager[None]):
 
 
 _open: weakref.WeakSet[Aio] = weakref.WeakSet()
+_unended: list[Aio] = []  # whose close() has left something running
+
+
+def is_memory_held() -> bool:
+    """Tell whether operations of an engine that was closed are still held by the kernel: it may write to their memory.
+
+    Nobody is told any more when that ends.
+    """
+    return bool(_unended)
 
 
 def _abandon_in_child() -> None:
