@@ -125,14 +125,17 @@ def stream(
             for ticket in chunk.writing:
                 ticket.wait(tiers.deadline_s)
     except BaseException:
-        come_to_rest(chunks, tiers.deadline_s)
+        come_to_rest(chunks, tiers)
         leases.abandon(written)
         raise
     leases.close()
 
 
-def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
-    """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up."""
+def come_to_rest(chunks: Iterable[Chunk], tiers: Tiers) -> None:
+    """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up.
+
+    What does not end even so is left to whoever needs its memory.
+    """
     chunks = list(chunks)
     for chunk in reversed(chunks):  # the last ones are those that a worker has not begun
         if chunk.task is not None:
@@ -140,7 +143,8 @@ def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
     for chunk in chunks:
         for ticket in (*chunk.reading, *chunk.writing):
             with contextlib.suppress(Exception):
-                ticket.wait(deadline_s)
+                ticket.wait(tiers.deadline_s)
+        tiers.copies.leave_late((*chunk.reading, *chunk.writing))
 
 
 class Pipeline:
@@ -160,7 +164,11 @@ class Pipeline:
         With `aside`, what is written goes beside the content, which stays as it is, and PARAM is not leased. PARAM and
         the states are at home on NVMe then, or have spare memory. Slots of `filled` have what was read before, by unit
         and chunk: the pipeline waits for these reads.
+
+        Raises:
+            TimeoutError: what an error has left in the slots is still under way.
         """
+        tiers.copies.await_late()
         self._tiers = tiers
         self._aside = aside
         self._reads = reads
@@ -315,7 +323,7 @@ class Pipeline:
         try:
             self._read(chunk, urgent=urgent)
         except BaseException:
-            come_to_rest([chunk], self._tiers.deadline_s)
+            come_to_rest([chunk], self._tiers)
             raise
 
     @labelled("fetch")
