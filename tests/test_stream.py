@@ -376,6 +376,10 @@ def test_slots_that_a_late_read_may_still_fill_are_not_used_again() -> None:
                 check_content(manager, units[:1], 1)
         with pytest.raises(SwapDeadlineError):
             check_content(manager, units[1:], 1)  # the store refuses memory that is in flight
+        gradient = torch.ones(3 * CHUNK, dtype=torch.bfloat16)
+        with pytest.raises(SwapDeadlineError):
+            manager.gradients.add(1, 0, gradient, final=True)  # its memory may have been slots while it was idle
         store.before_wait = lambda ticket: None
+        manager.gradients.add(1, 0, gradient, final=True)
         check_content(manager, units, 1)
         assert not store.flying

@@ -292,13 +292,7 @@ class Copies:
     # --- buffers of working copies ----------------------------------------------------------------------------------
 
     def allocate(self, shard: Shard) -> Buffer | None:
-        """Return a buffer for the shard's working copy, or None where nothing large enough is free.
-
-        Raises:
-            TimeoutError: what was left late is still under way; see :meth:`await_late`.
-        """
-        if shard.role is Role.GRAD:  # whose idle buffers streams use
-            self.await_late()
+        """Return a buffer for the shard's working copy, or None where nothing large enough is free."""
         self.sweep(shard.role)
         return self.regions[shard.role].allocate(shard.work_bytes, shard.unit.index)
 
