@@ -272,10 +272,16 @@ class Transfers:
             plan.jobs.append(Job(False, fd, at, where, part.last - part.first, priority, granule, expected))
 
     def _start(self, plans: Sequence[_Plan], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
-        flying = iter(self._aio.submit([job for plan in plans for job in plan.jobs]))
-        tickets = [StoreTicket(self, plan, list(islice(flying, len(plan.jobs))), on_end) for plan in plans]
-        self.flying.update(dict.fromkeys(tickets))
-        return tickets
+        try:
+            flying = iter(self._aio.submit([job for plan in plans for job in plan.jobs]))
+            tickets = [StoreTicket(self, plan, list(islice(flying, len(plan.jobs))), on_end) for plan in plans]
+            self.flying.update(dict.fromkeys(tickets))
+            return tickets
+        except (SwapError, ValueError):
+            raise
+        except BaseException:  # an interrupt: nobody knows of what it has let begin
+            self._aio.await_idle()
+            raise
 
     def reap(self, ticket: StoreTicket) -> None:
         """Let a finished transfer take effect, once. All its parts must be done."""

@@ -497,6 +497,28 @@ def test_memory_for_granules_stays_where_the_kernel_holds_a_read(engine: str, tm
     native.close(1.0)
 
 
+@pytest.mark.parametrize("where", ["submit", "write"])
+def test_what_an_interrupt_has_let_begin_is_over_when_it_is_raised(store: SwapStore, where: str) -> None:
+    """It comes when the drive has the request, and before anybody has the ticket: neither room nor memory is free."""
+    memory = Memory(BLOCK)
+    memory.fill(pattern(BLOCK, 1))
+    store.inject(Fault(action=FaultAction.DELAY, delay_s=0.1))
+    target: Any = store.aio if where == "submit" else store._transfers
+    begin = getattr(target, where)
+
+    def interrupted(*given: Any) -> Any:
+        begin(*given)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("a", memory.address, BLOCK)
+    assert store.stats().in_flight == 0
+    put(store, "b", pattern(BLOCK, 2))
+    assert get(store, "b") == pattern(BLOCK, 2)
+
+
 def test_put_without_room_behind_a_stuck_transfer_meets_the_deadline(engine: str, tmp_path: Path) -> None:
     memory = Memory(6 * BLOCK)
     store = SwapStore(tmp_path, 10 * BLOCK, engine=engine, deadline_s=0.05)

@@ -19,6 +19,7 @@ import contextlib
 import errno as _errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -290,6 +291,12 @@ class Aio:
             short_transfers=c["short_transfers"],
             retries=c["retries"],
         )
+
+    def await_idle(self) -> None:
+        """Wait until nothing is in flight, for `deadline_s` at most: an error is on its way up."""
+        end = time.monotonic() + self.deadline_s
+        while self._engine.counters()["in_flight"] and time.monotonic() < end:
+            time.sleep(1e-3)
 
     def dump(self) -> str:
         """State of the engine and the oldest operations in flight, for error messages."""
