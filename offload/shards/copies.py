@@ -417,6 +417,10 @@ class Copies:
         """Note what an error has left behind: as long as it is under way, staging and idle buffers are its own."""
         self._late += [ticket for ticket in tickets if not ticket.done()]
 
+    def is_any_late(self) -> bool:
+        """Tell whether some of it is still under way."""
+        return not all(ticket.done() for ticket in self._late)
+
     def await_late(self) -> None:
         """Wait until all of it is over, whatever became of it.
 

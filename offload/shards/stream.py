@@ -164,11 +164,7 @@ class Pipeline:
         With `aside`, what is written goes beside the content, which stays as it is, and PARAM is not leased. PARAM and
         the states are at home on NVMe then, or have spare memory. Slots of `filled` have what was read before, by unit
         and chunk: the pipeline waits for these reads.
-
-        Raises:
-            TimeoutError: what an error has left in the slots is still under way.
         """
-        tiers.copies.await_late()
         self._tiers = tiers
         self._aside = aside
         self._reads = reads
@@ -213,6 +209,8 @@ class Pipeline:
 
     def give(self) -> int | None:
         """Give a slot of staging away, if nothing is on its way from one; no chunk is started after that."""
+        if self._tiers.copies.is_any_late():
+            return None
         if not self._free and self._taken and all(ticket.done() for ticket in self._taken[0][0].writing):
             self._free.append(self._taken.popleft()[1])
         return self._free.popleft() if self._free else None
@@ -287,6 +285,7 @@ class Pipeline:
     def _take_slot(self, chunk: Chunk, staged: Sequence[Role], *, urgent: bool) -> bool:
         """Give roles of the chunk their addresses in a slot; returns whether it was free at once, if `urgent`."""
         tiers = self._tiers
+        tiers.copies.await_late()  # it may still come to any slot
         chunk.ahead = self._filled.pop((chunk.unit.index, chunk.number), None)
         if chunk.ahead is None and self._filled and not self._free:
             self._free_last()
