@@ -111,6 +111,7 @@ class Sleeping:
         self._life = life
         self._place: _Place | None = None
         self._tiers: tuple[Tier, ...] = ()
+        self._left: list[mmap.mmap] = []  # memory of pieces that the drive may still use
 
     def sleep(self, *, host: bool) -> None:
         """Give the memory back; see ``Engine.sleep``."""
@@ -187,6 +188,7 @@ class Sleeping:
         place, self._place = self._place, None
         if place is not None:
             place.close()
+        self._left.clear()
 
     def _room(self, size_bytes: int, *, host: bool) -> _Place:
         budgets = self._parts.budgets
@@ -214,7 +216,11 @@ class Sleeping:
         here = bytes_at(address, size, torch.device("cpu"))
         if not write:
             here.copy_(there)
-        yield address
+        try:
+            yield address
+        except BaseException:
+            self._left.append(memory)
+            raise
         if write:
             there.copy_(here)
 

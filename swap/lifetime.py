@@ -71,8 +71,13 @@ class Holdings:
             close: called when the engine has stopped, before the descriptors are closed.
         """
         self._fds = tuple(fds)
-        self._finalizer = weakref.finalize(owner, _close, aio, self._fds, close, os.getpid())
+        self._memory: list[object] = []
+        self._finalizer = weakref.finalize(owner, _close, aio, self._fds, close, self._memory, os.getpid())
         _held.add(self)
+
+    def take_memory(self, memory: object) -> None:
+        """Own what holds the memory of transfers in flight: it stays for good if the engine cannot be stopped."""
+        self._memory.append(memory)
 
     def close(self) -> None:
         """Stop the engine and close the descriptors. Idempotent."""
@@ -86,7 +91,7 @@ class Holdings:
                 os.close(fd)
 
 
-def _close(aio: Aio, fds: Sequence[int], close: Callable[[], None], pid: int) -> None:
+def _close(aio: Aio, fds: Sequence[int], close: Callable[[], None], memory: list[object], pid: int) -> None:
     if os.getpid() != pid:
         return
     try:
@@ -97,6 +102,8 @@ def _close(aio: Aio, fds: Sequence[int], close: Callable[[], None], pid: int) ->
         close()
         for fd in fds:
             os.close(fd)
+    else:
+        _left.append(memory)
 
 
 def weakly(method: Callable[[], str]) -> Callable[[], str]:
@@ -111,6 +118,7 @@ def weakly(method: Callable[[], str]) -> Callable[[], str]:
 
 
 _held: weakref.WeakSet[Holdings] = weakref.WeakSet()
+_left: list[list[object]] = []  # memory that the kernel may still write to
 _forks = 0  # that this process is away from the one that imported this module
 
 

@@ -128,13 +128,13 @@ class Objects:
             reads.append(Read(key, version, address, offset, need))
 
         def start(group: Sequence[Read]) -> list[StoreTicket]:
+            before = len(self._transfers.flying)
             for read in group:
                 self._map.hold(read.version)
             try:
                 return self._transfers.read(group, priority, self._get_ended)
             except BaseException:
-                for read in group:
-                    self._map.release(read.version)
+                self._release_not_begun(group, before)
                 raise
 
         with self._lock:
@@ -159,11 +159,12 @@ class Objects:
     def _in_groups(self, start: Callable[[Sequence[T]], list[StoreTicket]], wanted: Sequence[T]) -> list[StoreTicket]:
         """Start transfers a few at a time, so that the drive is busy while others are prepared. Locked."""
         tickets: list[StoreTicket] = []
+        before = len(self._transfers.flying)  # locked: none is reaped meanwhile
         try:
             for first in range(0, len(wanted), GROUP):
                 tickets += start(wanted[first : first + GROUP])
         except BaseException:
-            for ticket in tickets:  # nobody else knows of them, and their memory is the caller's
+            for ticket in self._transfers.in_flight()[before:]:  # nobody else knows, and their memory is the caller's
                 ticket.wait_reaped(time.monotonic() + self._transfers.deadline_s, self._transfers.deadline_s)
             raise
         return tickets
@@ -171,6 +172,7 @@ class Objects:
     def _start_puts(self, wanted: Sequence[tuple[Item, int]], *, priority: Priority) -> list[StoreTicket]:
         """Start writing versions; each is its key's unless something else happens. There is room. Locked."""
         writes: list[Write] = []
+        before = len(self._transfers.flying)
         for (key, address, _), need in wanted:
             version = Version(self._space.allocate(need), need)
             self._map.hold(version)
@@ -178,17 +180,23 @@ class Objects:
         try:
             tickets = self._transfers.write(writes, priority, self._put_ended)
         except BaseException:
-            for write in writes:
-                self._map.release(write.version)
+            self._release_not_begun(writes, before)
             raise
         for ((key, _, _), _), ticket in zip(wanted, tickets, strict=True):
             self._started[ticket] = self._puts.begin(key)
         return tickets
 
+    def _release_not_begun(self, wanted: Sequence[Read] | Sequence[Write], before: int) -> None:
+        """End the holds of those that are not in flight behind `before` others; the rest end with them. Locked."""
+        begun = {id(ticket.version) for ticket in self._transfers.in_flight()[before:]}
+        for each in wanted:
+            if id(each.version) not in begun:
+                self._map.release(each.version)
+
     def _put_ended(self, ticket: StoreTicket) -> None:
         """Let a put take effect unless it failed or came too late. Locked."""
-        put = self._started.pop(ticket)
-        if self._puts.end(put, ticket.error):
+        put = self._started.pop(ticket, None)  # none, if an interrupt came when it had just begun
+        if put is not None and self._puts.end(put, ticket.error):
             self._map.put(put.key, ticket.version)
         self._map.release(ticket.version)
 

@@ -171,7 +171,11 @@ class _Plan(NamedTuple):
 
 
 class Transfers:
-    """Starts transfers and keeps those that are not reaped. `lock` is the store's and guards everything here."""
+    """Starts transfers and keeps those that are not reaped. `lock` is the store's and guards everything here.
+
+    Attributes:
+        flying: those that are not reaped, oldest first.
+    """
 
     def __init__(
         self,
@@ -196,7 +200,7 @@ class Transfers:
         self._lock = lock
         self._alignment = backing.space.alignment
         self._granule_bytes = granule_bytes
-        self._in_flight: dict[StoreTicket, None] = {}  # oldest first
+        self.flying: dict[StoreTicket, None] = {}
         self._unreported: dict[StoreTicket, SwapError] = {}  # failures that nobody was told of
         self._past_reads = deque[tuple[Hashable, float, float, int]](maxlen=PAST_TRANSFERS)
         self._past_writes = deque[tuple[Hashable, float, float, int]](maxlen=PAST_TRANSFERS)
@@ -268,17 +272,23 @@ class Transfers:
             plan.jobs.append(Job(False, fd, at, where, part.last - part.first, priority, granule, expected))
 
     def _start(self, plans: Sequence[_Plan], on_end: Callable[[StoreTicket], None]) -> list[StoreTicket]:
-        flying = iter(self._aio.submit([job for plan in plans for job in plan.jobs]))
-        tickets = [StoreTicket(self, plan, list(islice(flying, len(plan.jobs))), on_end) for plan in plans]
-        self._in_flight.update(dict.fromkeys(tickets))
-        return tickets
+        try:
+            flying = iter(self._aio.submit([job for plan in plans for job in plan.jobs]))
+            tickets = [StoreTicket(self, plan, list(islice(flying, len(plan.jobs))), on_end) for plan in plans]
+            self.flying.update(dict.fromkeys(tickets))
+            return tickets
+        except (SwapError, ValueError):
+            raise
+        except BaseException:  # an interrupt: nobody knows of what it has let begin
+            self._aio.await_idle()
+            raise
 
     def reap(self, ticket: StoreTicket) -> None:
         """Let a finished transfer take effect, once. All its parts must be done."""
         with self._lock:
-            if ticket not in self._in_flight:
+            if ticket not in self.flying:
                 return
-            del self._in_flight[ticket]
+            del self.flying[ticket]
             error = ticket.take_effect()
             if error is not None:
                 self._unreported[ticket] = error
@@ -293,7 +303,7 @@ class Transfers:
     def in_flight(self) -> list[StoreTicket]:
         """Tickets that are not reaped, oldest first."""
         with self._lock:
-            return list(self._in_flight)
+            return list(self.flying)
 
     def past(self, *, writes: bool) -> list[PastTransfer]:
         """The last reads or writes that went well and were reaped, in the order of reaping."""

@@ -7,6 +7,7 @@ further call says that it is not, and close() still works.
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import io
 import logging
@@ -44,9 +45,12 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload import AdamW, Engine
 from offload.kernels import cpu_adam
+from offload.memory.arena import HostArena
+from offload.memory.budget import Tier
 from offload.planning import sizing
 from offload.torch_private import in_backward
 from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
+from swap.io import aio as aio_file
 
 STEPS = 3
 
@@ -1092,6 +1096,44 @@ def test_write_error_in_a_step(code: int, tmp_path: Path) -> None:
     assert_nothing_left(tmp_path)
     with pytest.raises(offload.StateError, match="closed"):
         model(batch(0))
+
+
+@pytest.mark.cpu(reason="the drive reads into memory of the device")
+def test_memory_that_the_kernel_holds_at_the_end_is_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that even closing cannot take back comes to addresses that are given to nobody again."""
+    model = net()
+    engine = Engine(model, AdamW(), **tight(model, tmp_path))
+    step(engine, 0)
+    engine.drain()
+    tiers = engine._manager.tiers
+    arena, key = tiers._arenas[Tier.DEVICE], next(iter(store(engine).keys()))
+    aio, size_bytes = store(engine).aio, store(engine).length_of(key)
+    native, sizes = aio._engine, [one.size_bytes for one in tiers._arenas.values()]
+
+    class Held:
+        """The engine as a kernel leaves it that does not let go of a request."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def close(self, timeout_s: float) -> tuple[bool, bool]:
+            return False, False
+
+    monkeypatch.setattr(aio, "_engine", Held())
+    monkeypatch.setattr(aio_file, "_unended", [])
+    store(engine).inject(Fault(action=FaultAction.DELAY, delay_s=0.5, target=FaultTarget.READS))
+    store(engine).get(key, arena.base_address, size_bytes)
+    del arena, tiers
+    with pytest.raises(SwapDeadlineError, match="still held by the kernel"):
+        engine.close(restore=False)
+    others = [HostArena(Tier.HOST, size) for size in sizes * 4 if size]
+    while native.counters()["in_flight"]:
+        pass
+    assert not any(any(ctypes.string_at(one.base_address, one.size_bytes)) for one in others)
+    assert native.counters()["read_errors"] == 0
+    native.close(1.0)
 
 
 def test_hanging_read_ends_at_the_deadline_with_a_dump(tmp_path: Path) -> None:

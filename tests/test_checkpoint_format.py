@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import math
+import mmap
+import os
 import re
 import sys
 import tempfile
@@ -30,6 +33,7 @@ from offload.checkpoint.format.safetensors import Member
 from offload.checkpoint.format.staging import Staging
 from offload.checkpoint.format.writer import FileWriter
 from offload.planning.units import PAD_NUMEL, Slot, Unit
+from swap import Aio, Fault, FaultAction, SwapDeadlineError
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "checkpoints.md"
@@ -170,6 +174,48 @@ def test_files_are_written_from_several_places_at_once(data: st.DataObject, tmp_
                 reader.take("", found.ctypes.data, cut)
                 reader.take("", found.ctypes.data + cut, len(value) - cut)
                 assert found.tobytes() == value
+
+
+LATE_BYTES = 1 << 20
+
+
+def test_a_file_that_something_may_still_be_written_to_is_not_closed(tmp_path: Path) -> None:
+    """Its number would be another file's, which would get the bytes."""
+    with Aio(deadline_s=0.05) as aio:
+        aio.inject(Fault(action=FaultAction.DELAY, delay_s=0.4))
+        content = numpy.full(2 * LATE_BYTES, 1, numpy.uint8)
+        with pytest.raises(SwapDeadlineError), Staging(2, LATE_BYTES, deadline_s=0.05, aio=aio) as staging:
+            writer = FileWriter(tmp_path / "f", {"r": [Member("m", "U8", (2 * LATE_BYTES,))]}, staging)
+            try:
+                writer.append("r", "m", content.ctypes.data, 2 * LATE_BYTES)
+                writer.write_rest()
+            finally:
+                staging.settle()
+                writer.close()
+        others = [os.open(tmp_path / str(number), os.O_RDWR | os.O_CREAT) for number in range(4)]
+        while aio.stats().in_flight:
+            pass
+        assert [os.fstat(fd).st_size for fd in others] == [0] * len(others)
+        assert aio.stats().write_errors == 0
+        for fd in others:
+            os.close(fd)
+
+
+def test_buffers_that_something_may_still_come_to_are_nobody_elses(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(bytes([1]) * LATE_BYTES)
+    with Aio(deadline_s=0.05) as aio, open(tmp_path / "f", "rb") as file:
+        aio.inject(Fault(action=FaultAction.DELAY, delay_s=0.4))
+        staging = Staging(8, LATE_BYTES, deadline_s=0.05, aio=aio)
+        with staging:
+            address = staging.take()
+            staging.give(address, [aio.read(file.fileno(), 0, address, LATE_BYTES)])
+        del staging
+        gc.collect()
+        others = [mmap.mmap(-1, size) for size in (8 * LATE_BYTES, 10 * LATE_BYTES, LATE_BYTES) * 4]
+        while aio.stats().in_flight:
+            pass
+        assert not any(any(other[:]) for other in others)
+        assert aio.stats().read_errors == 0  # it has come to where it belongs
 
 
 @given(st.data())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import gc
 import itertools
 import logging
+import mmap
 import os
 import random
 import shutil
@@ -24,9 +27,23 @@ from test_durable import FaultyDisk, PowerCut, PowerDisk
 from torch import nn
 
 import offload
+from offload.memory.arena import HostArena
 from offload.memory.budget import Tier
 from offload.planning.roles import Role
-from swap import Fault, FaultTarget, SwapCorruptError, SwapError, SwapFullError, SwapLockedError
+from offload.shards.commits import STATE_KEY, read_object
+from offload.sizes import HUGE_PAGE_BYTES
+from swap import (
+    Fault,
+    FaultAction,
+    FaultTarget,
+    Mode,
+    SwapCorruptError,
+    SwapDeadlineError,
+    SwapError,
+    SwapFullError,
+    SwapLockedError,
+    SwapStore,
+)
 from swap.durable.disk import Disk
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
@@ -874,3 +891,21 @@ def test_a_process_that_is_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_a_process_that_is_killed_very_often_goes_on_bit_for_bit(tmp_path: Path) -> None:
     check_kills(tmp_path, kills=1000, seed=2)
+
+
+def test_a_record_that_comes_late_comes_to_nobody_elses_memory(tmp_path: Path) -> None:
+    """Opening a run reads it into memory of its own, which a missed deadline must not give to others."""
+    with SwapStore(tmp_path, 1 << 20, mode=Mode.DURABLE, deadline_s=0.05) as store:
+        size = 64 << 10
+        source = HostArena(Tier.HOST, size)
+        ctypes.memset(source.base_address, 1, size)
+        store.put(STATE_KEY, source.base_address, size).wait(60.0)
+        store.commit(60.0)
+        assert read_object(store, STATE_KEY) == b"\1" * size
+        store.inject(Fault(action=FaultAction.DELAY, delay_s=0.4, target=FaultTarget.READS))
+        with pytest.raises(SwapDeadlineError):
+            read_object(store, STATE_KEY)
+        gc.collect()
+        others = [mmap.mmap(-1, size + more) for more in (0, HUGE_PAGE_BYTES, 4096) * 4]
+        store.drain(60.0)  # raises if the late read has failed
+        assert not any(any(other[:]) for other in others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.activations import leaving
-from offload.activations.away import Away
+from offload.activations.away import Away, room_for
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import SavedActivation
 from offload.errors import BudgetError, ConfigError, StateError
@@ -31,7 +32,7 @@ from offload.memory.gaps import Gaps
 from offload.memory.transfer import Ticket
 from offload.snapshot import take_spans
 from offload.stats import Counters
-from swap import Fault, FaultAction, FaultTarget, SwapError, SwapFullError, SwapStore
+from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapFullError, SwapStore
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread", "small_ones_leave")
 
@@ -401,6 +402,38 @@ def test_a_forward_that_waits_for_the_drive_says_so(bench: Make) -> None:
     made.store.clear_faults()
     del loss
     made.assert_empty()
+
+
+@pytest.mark.parametrize("waits", ["for it", "for room"])
+def test_memory_that_a_late_read_may_write_to_is_given_to_nobody(tmp_path: Path, waits: str) -> None:
+    """A read is not over when its deadline has passed: what took its memory would have its bytes."""
+    arena = HostArena(Tier.HOST, 8 * PAGE)
+    with SwapStore(tmp_path, 64 * PAGE, deadline_s=0.05) as store:
+        away = Away(arena.take(8 * PAGE), store, 32 * PAGE)
+        rooms = [room_for(key, PAGE) for key in range(8)]
+        for room in rooms:  # a quarter of the memory is for what passes through: the first two go on
+            assert away.take(room)
+            ctypes.memset(away.address(room), room.key + 1, PAGE)
+            away.rest(room)
+        away.settle()
+        late = rooms[0]
+        assert late.stored and late.offset is None
+        store.inject(Fault(action=FaultAction.DELAY, delay_s=0.3, target=FaultTarget.READS))
+        assert away.begin_read(late, urgent=False)
+        offset = late.offset
+        with pytest.raises(SwapDeadlineError):
+            away.wait(late) if waits == "for it" else away.make_room()
+        other = room_for(8, PAGE)
+        assert away.take(other) and other.offset != offset
+        ctypes.memset(away.address(other), 9, PAGE)
+        while not away.is_here(late):
+            assert late.ticket is not None  # it is still under way
+        assert ctypes.string_at(away.address(late), PAGE) == bytes([1]) * PAGE
+        assert ctypes.string_at(away.address(other), PAGE) == bytes([9]) * PAGE
+        for room in (*rooms, other):
+            away.release(room)
+        away.settle()
+        assert not away.used_bytes and not len(store)
 
 
 def test_a_closed_ledger_brings_nothing_back(bench: Make) -> None:

@@ -16,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from several_ranks import Ended, Raised, run
 
+from offload.distributed import processes
 from offload.distributed.exchange import KERNEL_DTYPE, Exchange, Part, parts_of, share
 from offload.distributed.processes import open_ranks
 from offload.distributed.ranks import OneRank, Ranks
 from offload.distributed.records import MOST_NUMBERS, RECORD_BYTES, Record, all_agree, digest_of, disagreement
 from offload.errors import ConfigError, InternalError, RanksError
 from offload.kernels import cpu_adam
+from offload.torch_private import start_all_gather
 
 WORLDS = (3, 4)  # with two ranks, a sum has one order
 pytestmark = pytest.mark.cpu(reason="ranks send each other what is in host memory")
@@ -244,6 +246,27 @@ def test_ctrl_c_in_a_wait_is_told_to_the_others() -> None:
     found = run(end, 3, "interrupted", DEADLINE_S)
     assert found[1][0] == "KeyboardInterrupt"
     assert found[0][:2] == ("RanksError", "rank 1: KeyboardInterrupt: ")
+
+
+def interrupt_at_the_start(rank: int) -> Any:
+    """Interrupt rank 0 when its collective has begun and nobody has it yet; return whether it counts as unfinished."""
+    ranks = open_ranks(deadline_s=DEADLINE_S)
+    ranks.agree("the beginning")
+    if rank == 0:
+
+        def begin(*given: Any) -> Any:
+            start_all_gather(*given)
+            raise KeyboardInterrupt
+
+        processes.start_all_gather = begin
+        with pytest.raises(KeyboardInterrupt):
+            ranks.gather(torch.zeros(2 << 10), "an exchange")
+    ranks.close()
+    return ranks.unfinished
+
+
+def test_what_an_interrupt_has_begun_may_still_be_written_to() -> None:
+    assert run(interrupt_at_the_start, 2) == [True, False]
 
 
 def come_late(rank: int) -> Any:

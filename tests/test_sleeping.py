@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +16,11 @@ from harness import batch, everything_on_device
 from test_checkpoints import NAMES, Run, assert_same, directory, placed, seed
 
 from offload import BudgetError, Engine, StateError
+from offload.life import Life
+from offload.memory.arena import HostArena
 from offload.memory.budget import Tier
-from swap import SwapError, SwapStore
+from offload.sleeping import PIECE_BYTES, Sleeping
+from swap import Fault, FaultAction, FaultTarget, SwapDeadlineError, SwapError, SwapStore
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -147,3 +154,23 @@ def test_a_drive_that_fails(call: str, engine: Engine, monkeypatch: pytest.Monke
     if call == "get":
         engine.wake()
     assert engine.digests() == before
+
+
+def test_a_piece_that_comes_late_comes_to_nobody_elses_memory(tmp_path: Path) -> None:
+    """Beside a device that the host cannot address, pieces pass through memory of their own."""
+    parts: Any = SimpleNamespace(device=SimpleNamespace(place=torch.device("cpu"), addressable=False))
+    config: Any = None
+    sleeping = Sleeping(config, parts, Life(trains=True))
+    arena = HostArena(Tier.DEVICE, PIECE_BYTES)
+    buffer = arena.take(PIECE_BYTES)
+    ctypes.memset(buffer.address, 1, PIECE_BYTES)
+    with SwapStore(tmp_path, 2 * PIECE_BYTES, deadline_s=0.1) as store:
+        store.put("piece", buffer.address, PIECE_BYTES).wait(60.0)
+        store.inject(Fault(action=FaultAction.DELAY, delay_s=0.5, target=FaultTarget.READS))
+        with pytest.raises(SwapDeadlineError), sleeping._on_host(buffer, 0, PIECE_BYTES, write=True) as address:
+            store.get("piece", address, PIECE_BYTES).wait()
+        gc.collect()
+        others = [mmap.mmap(-1, PIECE_BYTES) for _ in range(4)]
+        store.drain(60.0)
+        assert not any(any(other[:]) for other in others)
+    sleeping.close()

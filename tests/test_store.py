@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import logging
+import mmap
 import os
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from swap import (
     engines_available,
     wait_all,
 )
+from swap.io.checksums import granule_for
 from swap.io.files import SwapFile, divide_capacity
 
 BLOCK = 4096
@@ -456,6 +458,65 @@ def test_put_waits_for_room_that_is_about_to_be_free(store: SwapStore) -> None:
     put(store, "b", pattern(30 * BLOCK, 3))
     assert get(store, "a") == pattern(30 * BLOCK, 2)
     assert get(store, "b") == pattern(30 * BLOCK, 3)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_memory_for_granules_stays_where_the_kernel_holds_a_read(engine: str, tmp_path: Path, closes: bool) -> None:
+    """A part of a granule is read with all of it: what even closing cannot take back comes to nobody else's memory."""
+    size = 64 << 20
+    store = SwapStore(tmp_path, size, engine=engine, checksums=True, deadline_s=0.05)
+    granule = granule_for(store.alignment)
+    put(store, "a", b"\1" * 2 * granule)
+    aio, memory = store.aio, Memory(granule)
+    native = aio._engine
+
+    class Held:
+        """The engine as a kernel leaves it that does not let go of a request."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def close(self, timeout_s: float) -> tuple[bool, bool]:
+            return False, False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aio, "_engine", Held())
+        patch.setattr("swap.io.aio._unended", [])
+        store.inject(Fault(action=FaultAction.DELAY, delay_s=0.5, target=FaultTarget.READS))
+        store.get("a", memory.address, BLOCK, offset=BLOCK)
+        if closes:
+            with pytest.raises(SwapDeadlineError, match="still held"):
+                store.close()
+        del store
+        gc.collect()
+    others = [mmap.mmap(-1, granule + more) for more in (BLOCK, 0, 2 * BLOCK) * 4]
+    while native.counters()["in_flight"]:
+        pass
+    assert not any(any(other[:]) for other in others)
+    assert native.counters()["read_errors"] == 0
+    native.close(1.0)
+
+
+@pytest.mark.parametrize("where", ["submit", "write"])
+def test_what_an_interrupt_has_let_begin_is_over_when_it_is_raised(store: SwapStore, where: str) -> None:
+    """It comes when the drive has the request, and before anybody has the ticket: neither room nor memory is free."""
+    memory = Memory(BLOCK)
+    memory.fill(pattern(BLOCK, 1))
+    store.inject(Fault(action=FaultAction.DELAY, delay_s=0.1))
+    target: Any = store.aio if where == "submit" else store._transfers
+    begin = getattr(target, where)
+
+    def interrupted(*given: Any) -> Any:
+        begin(*given)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.put("a", memory.address, BLOCK)
+    assert store.stats().in_flight == 0
+    put(store, "b", pattern(BLOCK, 2))
+    assert get(store, "b") == pattern(BLOCK, 2)
 
 
 def test_put_without_room_behind_a_stuck_transfer_meets_the_deadline(engine: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeStore, make_manager, make_plan_with, make_unit, peek, poke, versions
+from fakes import FakeStore, FakeTicket, make_manager, make_plan_with, make_unit, peek, poke, versions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from offload.planning.units import Unit
 from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
-from swap import SwapError
+from swap import SwapDeadlineError, SwapError
 
 CHUNK = 4096
 PARAM = frozenset({Role.PARAM})
@@ -358,3 +358,28 @@ def test_states_without_content_count_as_zero_moments_and_a_master_equal_to_the_
 def check_not_fresh(chunk: Chunk) -> None:
     assert not chunk.access.fresh_states
     assert all(role in chunk.addresses for role in (Role.EXP_AVG, Role.EXP_AVG_SQ))
+
+
+def test_slots_that_a_late_read_may_still_fill_are_not_used_again() -> None:
+    """The one that failed waits twice, then goes: whoever comes next would find the late bytes in its slot."""
+    units = [make_unit(index, [3 * CHUNK]) for index in range(2)]
+    with managing(units, [Homes(N, H, N)] * 2) as (manager, store):
+        write(manager, units, 1)
+
+        def hang(ticket: FakeTicket) -> None:
+            if ticket.kind == "get" and ticket.key[0] == 0:  # type: ignore[index]
+                raise SwapDeadlineError("late")
+
+        store.before_wait = hang
+        for _ in range(2):
+            with pytest.raises(SwapDeadlineError):
+                check_content(manager, units[:1], 1)
+        with pytest.raises(SwapDeadlineError):
+            check_content(manager, units[1:], 1)  # the store refuses memory that is in flight
+        gradient = torch.ones(3 * CHUNK, dtype=torch.bfloat16)
+        with pytest.raises(SwapDeadlineError):
+            manager.gradients.add(1, 0, gradient, final=True)  # its memory may have been slots while it was idle
+        store.before_wait = lambda ticket: None
+        manager.gradients.add(1, 0, gradient, final=True)
+        check_content(manager, units, 1)
+        assert not store.flying

@@ -184,6 +184,39 @@ def test_an_empty_arena_takes_no_memory() -> None:
     arena.close()
 
 
+def test_memory_that_is_in_use_is_kept_whichever_threads_look() -> None:
+    """Two look at once: the one has let the first go when the other is at the second."""
+    used, nested = [True] * 3, False
+
+    def is_second_busy() -> bool:
+        nonlocal nested
+        if nested:
+            return used[1]
+        nested = True
+        thread = threading.Thread(target=lambda: HostArena(Tier.HOST, PAGE).close())
+        thread.start()
+        thread.join()
+        return used[1]
+
+    busy = [lambda: used[0], is_second_busy, lambda: used[2]]
+    arenas = [HostArena(Tier.HOST, PAGE) for _ in busy]
+    for is_busy, arena in zip(busy, arenas, strict=True):
+        nested = True
+        arena.close([is_busy])
+    nested, used[0] = False, False
+    HostArena(Tier.HOST, PAGE).close()
+    assert [is_mapped(arena.base_address) for arena in arenas[1:]] == [True, True]
+    used = [False] * 3
+    HostArena(Tier.HOST, PAGE).close()
+    assert [is_mapped(arena.base_address) for arena in arenas[1:]] == [False, False]
+
+
+def is_mapped(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    return any(begin <= address < end for begin, end in ranges)
+
+
 def test_storages_view_the_arena_and_count_their_users() -> None:
     arena = HostArena(Tier.DEVICE, 2 * PAGE)
     arena.take(PAGE)

@@ -7,6 +7,7 @@ room. Knows neither tensors nor the device. Next: :mod:`offload.activations.leav
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import deque
 
@@ -14,7 +15,7 @@ from offload.memory.arena import Buffer
 from offload.memory.gaps import Gaps
 from offload.memory.transfer import Ticket
 from offload.sizes import whole_pages
-from swap import SwapStore
+from swap import SwapDeadlineError, SwapStore
 
 PASSING_SHARE = 4  # this part of the host's is for what passes through to the drive, and back
 
@@ -210,11 +211,13 @@ class Away:
             self._forget(room)
 
     def close(self) -> None:
-        """Wait for what is under way, whatever becomes of it."""
-        while self._flying:
-            room = self._flying.popleft()
+        """Wait for what is under way, whatever becomes of it; what is late is left to whoever closes the store."""
+        for room in self._flying:
             room.dead = True
-            self._end(room)
+        with contextlib.suppress(SwapDeadlineError):
+            while self._flying:
+                self._end(self._flying.popleft())
+        self._flying.clear()
         if self._apart is not None:
             self._apart.close()
 
@@ -231,16 +234,20 @@ class Away:
     def _end(self, room: Room, *, wanted: bool = False) -> None:
         """Take note of a transfer that is no longer among those under way; waits for it.
 
-        Whoever needs what could not be read meets the error again.
+        Whoever needs what could not be read meets the error again. What is not over in time stays under way.
 
         Raises:
+            swap.SwapDeadlineError: it is not over.
             swap.SwapError: it was a write, or `wanted`, and has failed.
         """
         ticket, reads = room.ticket, room.stored
         assert ticket is not None, room
         try:
             ticket.wait()
-        except OSError:
+        except BaseException as error:
+            if isinstance(error, SwapDeadlineError) or not isinstance(error, OSError):
+                self._flying.appendleft(room)  # its memory is nobody else's until then
+                raise
             room.ticket = None
             if reads:
                 self._give_back(room)

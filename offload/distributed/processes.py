@@ -83,7 +83,8 @@ class _Meeting:
         counters: of the bytes that are sent.
         words: for what no collective can tell.
         ended: text of the error that all ranks raise; None while they go on.
-        left: collectives that had begun, and were not over when nobody waited for them any more.
+        left: collectives that had begun, and were not over when nobody waited for them any more; None is one of which
+            that is not known.
     """
 
     def __init__(self, members: Members, deadline_s: float, counters: Counters) -> None:
@@ -290,7 +291,7 @@ class Processes:
         except RuntimeError:  # of gloo
             self._raise_census(where, "a connection was lost")
         finally:
-            if work is not None and not work.is_completed():
+            if work is None or not work.is_completed():  # none: what has interrupted it came when it had begun, perhaps
                 self._meeting.left.append(work)
         end = time.perf_counter()
         counters = self._meeting.counters
@@ -342,7 +343,7 @@ class Processes:
     @property
     def unfinished(self) -> bool:
         """Whether a collective is under way that nobody waits for any more; see :class:`Ranks`."""
-        return not all(work.is_completed() for work in self._meeting.left)
+        return not all(work is not None and work.is_completed() for work in self._meeting.left)
 
     def has_told(self, error: BaseException) -> bool:
         """Tell whether an agreement has told all of an error; see :meth:`Ranks.has_told`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import logging
 import mmap
 from collections.abc import Callable, Sequence
@@ -122,7 +123,7 @@ class Arena:
         """
         _release_kept()
         if busy:
-            _kept.append((self._memory, busy))
+            _kept[next(_numbers)] = self._memory, busy
         self._memory = None
 
 
@@ -169,12 +170,16 @@ class HostArena(Arena):
         self._mapping = None
 
 
-# Memory of closed arenas that tensors of the user still point into; looked at when arenas are made and closed.
-_kept: list[tuple[object, Sequence[Callable[[], bool]]]] = []
+# Memory of closed arenas that tensors of the user still point into; looked at when arenas are made and closed, in any
+# thread.
+_kept: dict[int, tuple[object, Sequence[Callable[[], bool]]]] = {}
+_numbers = itertools.count()
 
 
 def _release_kept() -> None:
-    _kept[:] = [kept for kept in _kept if any(busy() for busy in kept[1])]
+    for number, (_, busy) in list(_kept.items()):
+        if not any(is_busy() for is_busy in busy):
+            _kept.pop(number, None)
 
 
 def view_at(

@@ -316,7 +316,7 @@ class BackwardUpdates(Updates[_Guess]):
 
     def _drop(self, update: _Guess) -> None:
         """Undo an update. Its room is not used again before the next step: the drive has enough to do."""
-        come_to_rest(update.chunks, self._tiers.deadline_s)
+        come_to_rest(update.chunks, self._tiers)
         update.leases.stop_reading()
         owners: tuple[list[_Guess] | deque[_Guess], ...] = (self._waiting, self._open, self._done)
         for owner in owners:

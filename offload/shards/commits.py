@@ -20,6 +20,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from offload.distributed.ranks import Ranks
+from offload.memory.arena import HostArena
+from offload.memory.budget import Tier
 from offload.sizes import whole_pages
 from offload.stats import Counters
 from swap import NO_MARK, SwapError, SwapStore
@@ -174,10 +176,10 @@ def read_object(store: SwapStore, key: tuple[str, str]) -> bytes:
         swap.SwapError: it cannot be read, or is damaged.
     """
     size_bytes = store.length_of(key)
-    memory = mmap.mmap(-1, size_bytes)
-    view = ctypes.c_char.from_buffer(memory)
+    memory = HostArena(Tier.HOST, size_bytes)
+    ticket = store.get(key, memory.base_address, size_bytes)
     try:
-        store.get(key, ctypes.addressof(view), size_bytes).wait()
+        ticket.wait()
+        return ctypes.string_at(memory.base_address, size_bytes)
     finally:
-        del view
-    return memory[:]
+        memory.close(() if ticket.done() else [lambda: not ticket.done()])

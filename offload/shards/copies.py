@@ -14,7 +14,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from offload.errors import InternalError
 from offload.labels import labelled
@@ -111,6 +111,7 @@ class Copies:
         self._table: dict[tuple[int, Role], Shard] = {}
         self._transfers: dict[Shard, Transfer] = {}
         self._unread: set[Shard] = set()  # failed by a read: their homes are as they were
+        self._late: list[Ticket] = []  # of no shard: see leave_late
         self._known_parts: dict[Shard, list[tuple[int, int, int]]] = {}
         self._strays: list[Stray] = []
         self._stray_names = itertools.count(-1, -1)
@@ -411,6 +412,29 @@ class Copies:
             raise
         del self._transfers[shard]
         self.change(shard, Event.FETCHED if fetching else Event.FLUSHED)
+
+    def leave_late(self, tickets: Iterable[Ticket]) -> None:
+        """Note what an error has left behind: as long as it is under way, staging and idle buffers are its own."""
+        self._late += [ticket for ticket in tickets if not ticket.done()]
+
+    def is_any_late(self) -> bool:
+        """Tell whether some of it is still under way."""
+        return not all(ticket.done() for ticket in self._late)
+
+    def await_late(self) -> None:
+        """Wait until all of it is over, whatever became of it.
+
+        Raises:
+            TimeoutError: the drive hangs, and may still use the memory.
+        """
+        for ticket in list(self._late):
+            try:
+                ticket.wait(self._deadline_s)
+            except Exception:
+                if not ticket.done():
+                    raise
+            with contextlib.suppress(ValueError):  # another thread has waited, too
+                self._late.remove(ticket)
 
     def in_flight(self, role: Role) -> list[Shard]:
         """Return the shards of a role that have a transfer."""

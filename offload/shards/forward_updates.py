@@ -321,7 +321,7 @@ class ForwardUpdates(Updates[Update]):
         self.failure = error
         logger.error("step: failed half way: %s", str(error))
         for update in reversed((*(leaving.update for leaving in self._leaving), *self._open)):
-            come_to_rest(update.chunks, self._tiers.deadline_s)
+            come_to_rest(update.chunks, self._tiers)
             param = self._tiers.param(update.unit.index)
             if param.state is State.FLUSHING:
                 with contextlib.suppress(Exception):  # the first error is on its way up

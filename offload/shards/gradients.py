@@ -467,6 +467,7 @@ class Gradients:
 
     def _begin(self, shard: Shard) -> None:
         if shard.state is State.EMPTY:
+            self._copies.await_late()  # a stream may have used the memory while it was idle
             self._copies.change(shard, Event.OVERWRITE_HOME)
 
     def _at_home(self, shard: Shard) -> Buffer:

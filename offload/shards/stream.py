@@ -125,14 +125,17 @@ def stream(
             for ticket in chunk.writing:
                 ticket.wait(tiers.deadline_s)
     except BaseException:
-        come_to_rest(chunks, tiers.deadline_s)
+        come_to_rest(chunks, tiers)
         leases.abandon(written)
         raise
     leases.close()
 
 
-def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
-    """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up."""
+def come_to_rest(chunks: Iterable[Chunk], tiers: Tiers) -> None:
+    """Wait for what the chunks have in flight, whatever becomes of it: an error is on its way up.
+
+    What does not end even so is left to whoever needs its memory.
+    """
     chunks = list(chunks)
     for chunk in reversed(chunks):  # the last ones are those that a worker has not begun
         if chunk.task is not None:
@@ -140,7 +143,8 @@ def come_to_rest(chunks: Iterable[Chunk], deadline_s: float) -> None:
     for chunk in chunks:
         for ticket in (*chunk.reading, *chunk.writing):
             with contextlib.suppress(Exception):
-                ticket.wait(deadline_s)
+                ticket.wait(tiers.deadline_s)
+        tiers.copies.leave_late((*chunk.reading, *chunk.writing))
 
 
 class Pipeline:
@@ -205,6 +209,8 @@ class Pipeline:
 
     def give(self) -> int | None:
         """Give a slot of staging away, if nothing is on its way from one; no chunk is started after that."""
+        if self._tiers.copies.is_any_late():
+            return None
         if not self._free and self._taken and all(ticket.done() for ticket in self._taken[0][0].writing):
             self._free.append(self._taken.popleft()[1])
         return self._free.popleft() if self._free else None
@@ -279,6 +285,7 @@ class Pipeline:
     def _take_slot(self, chunk: Chunk, staged: Sequence[Role], *, urgent: bool) -> bool:
         """Give roles of the chunk their addresses in a slot; returns whether it was free at once, if `urgent`."""
         tiers = self._tiers
+        tiers.copies.await_late()  # it may still come to any slot
         chunk.ahead = self._filled.pop((chunk.unit.index, chunk.number), None)
         if chunk.ahead is None and self._filled and not self._free:
             self._free_last()
@@ -315,7 +322,7 @@ class Pipeline:
         try:
             self._read(chunk, urgent=urgent)
         except BaseException:
-            come_to_rest([chunk], self._tiers.deadline_s)
+            come_to_rest([chunk], self._tiers)
             raise
 
     @labelled("fetch")

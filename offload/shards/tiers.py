@@ -10,7 +10,7 @@ through which all others come.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from offload.distributed.processes import DEADLINE_S
 from offload.distributed.ranks import Ranks
@@ -35,6 +35,7 @@ from offload.shards.working_set import Binder, WorkingSet
 from offload.sizes import format_bytes
 from offload.stats import Counters
 from swap import SwapStore
+from swap.io.aio import is_memory_held
 
 
 class Tiers:
@@ -380,10 +381,15 @@ class Tiers:
         if self.gradients_there is not None:
             self.gradients_there.put_down()
         with contextlib.ExitStack() as last:
-            for arena in self._arenas.values():
-                last.callback(arena.close, busy, written=self.ranks.unfinished)
+            last.callback(self._close_arenas, busy)
             if self.store is not None:
                 last.callback(self.store.close)
+
+    def _close_arenas(self, busy: Sequence[Callable[[], bool]]) -> None:
+        written = self.ranks.unfinished or is_memory_held()
+        with contextlib.ExitStack() as last:
+            for arena in self._arenas.values():
+                last.callback(arena.close, busy, written=written)
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import contextlib
 import errno as _errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ __all__ = [
     "Ticket",
     "engines_available",
     "file_facts",
+    "is_memory_held",
     "preallocate",
     "uring_refusal",
     "wait_all",
@@ -290,6 +292,12 @@ class Aio:
             retries=c["retries"],
         )
 
+    def await_idle(self) -> None:
+        """Wait until nothing is in flight, for `deadline_s` at most: an error is on its way up."""
+        end = time.monotonic() + self.deadline_s
+        while self._engine.counters()["in_flight"] and time.monotonic() < end:
+            time.sleep(1e-3)
+
     def dump(self) -> str:
         """State of the engine and the oldest operations in flight, for error messages."""
         return self._engine.dump()
@@ -319,6 +327,8 @@ class Aio:
             drained, self._ended = self._engine.close(limit_s)
             ended, self._closed = self._ended, True
             _open.discard(self)
+            if not ended:
+                _unended.append(self)
         if not drained:
             held = "were cancelled" if ended else "are still held by the kernel: do not reuse their memory"
             raise SwapDeadlineError(
@@ -346,6 +356,15 @@ class _as_swap_error(contextlib.AbstractContextManager[None]):
 
 
 _open: weakref.WeakSet[Aio] = weakref.WeakSet()
+_unended: list[Aio] = []  # whose close() has left something running
+
+
+def is_memory_held() -> bool:
+    """Tell whether operations of an engine that was closed are still held by the kernel: it may write to their memory.
+
+    Nobody is told any more when that ends.
+    """
+    return bool(_unended)
 
 
 def _abandon_in_child() -> None:

@@ -182,6 +182,7 @@ class _Piece:
         stretches: what that is.
         address: of the buffer.
         wanted: what of the file has not been taken, the first first.
+        tickets: of reads.
         ready: over when it is here and compared.
     """
 
@@ -191,6 +192,7 @@ class _Piece:
     stretches: list[Stretch]
     address: int = 0
     wanted: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
+    tickets: list[Ticket] = dataclasses.field(default_factory=list)
     ready: Future[None] | None = None
 
     def take(self, most_bytes: int) -> tuple[int, int]:
@@ -273,9 +275,10 @@ class Reader:
             assert piece.ready is not None
             with contextlib.suppress(Exception):  # nobody wants it any more
                 piece.ready.result()
-            self._staging.give(piece.address)
+            self._staging.give(piece.address, piece.tickets)
+        self._staging.settle()
         for file in self._files.values():
-            file.close()
+            self._staging.close_file(file)
 
     def _cut(self, stretches: Iterator[Stretch]) -> Iterator[_Piece]:
         """Join stretches that follow each other in a file, and cut them to the size of a buffer."""
@@ -304,7 +307,7 @@ class Reader:
         file = self._files.pop(path, None) or OpenFile(path, self._staging.aio, write=False)
         self._files[path] = file
         while len(self._files) > OPEN_FILES:
-            self._files.pop(next(iter(self._files))).close()
+            self._staging.close_file(self._files.pop(next(iter(self._files))))
         return file
 
     def _fill(self, lane: _Lane) -> None:
@@ -321,22 +324,21 @@ class Reader:
         file, base = piece.file, piece.begin // PAGE_BYTES * PAGE_BYTES
         end = round_up(piece.end, PAGE_BYTES) if file.direct else piece.end
         whole = min(end, file.size_bytes // PAGE_BYTES * PAGE_BYTES) if file.direct else end
-        tickets: list[Ticket] = []
         failure: Exception | None = None
         try:
             if whole > base:
-                tickets.append(self._staging.aio.read(file.direct_fd, base, piece.address, whole - base))
+                piece.tickets.append(self._staging.aio.read(file.direct_fd, base, piece.address, whole - base))
             if piece.end > whole:  # behind the last whole page
                 begin = max(whole, base)
                 data = os.pread(file.fd, piece.end - begin, begin)
                 ctypes.memmove(piece.address + begin - base, data, len(data))
         except Exception as error:
             failure = error
-        piece.ready = self._staging.in_turn(lambda: _compare(piece, base, tickets, failure))
+        piece.ready = self._staging.in_turn(lambda: _compare(piece, base, failure))
 
 
-def _compare(piece: _Piece, base: int, tickets: list[Ticket], failure: Exception | None) -> None:
-    for ticket in tickets:
+def _compare(piece: _Piece, base: int, failure: Exception | None) -> None:
+    for ticket in piece.tickets:
         ticket.wait(None)
     if failure is not None:
         raise failure

@@ -48,6 +48,8 @@ class Staging:
         start = round_up(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), HUGE_PAGE_BYTES)
         self._free = deque(start + number * size_bytes for number in range(count))
         self._flying: deque[tuple[int, Sequence[Ticket], Future[None]]] = deque()  # the oldest first
+        self._late: list[Ticket] = []  # that were not over in time: their buffers and files are theirs
+        self._unclosed: list[OpenFile] = []
         self.aio = Aio(deadline_s=deadline_s) if aio is None else aio
         self._closes_aio = aio is None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -93,12 +95,25 @@ class Staging:
 
     def _land(self) -> None:
         address, tickets, work = self._flying.popleft()
-        self._free.append(address)
         try:
             for ticket in tickets:
-                ticket.wait(None)
+                ticket.wait(0.0 if self._late else None)  # the drive hangs: nobody waits as long for each of them
         finally:
+            late = [ticket for ticket in tickets if not ticket.done()]
+            self._late += late
+            if not late:
+                self._free.append(address)
             work.result()
+
+    def close_file(self, file: OpenFile) -> None:
+        """Close a file; not before the end where something may come late that would meet another one of its number."""
+        if self._has_landed():
+            file.close()
+        else:
+            self._unclosed.append(file)
+
+    def _has_landed(self) -> bool:
+        return all(ticket.done() for ticket in self._late)
 
     def __enter__(self) -> Staging:
         return self
@@ -106,8 +121,18 @@ class Staging:
     def __exit__(self, *error: object) -> None:
         self.settle()
         self._thread.shutdown()
-        if self._closes_aio:
-            self.aio.close()
+        try:
+            if self._closes_aio:
+                self.aio.close()
+        finally:
+            if self._has_landed():
+                for file in self._unclosed:
+                    file.close()
+            else:
+                _left.append((self._memory, self._unclosed))
+
+
+_left: list[tuple[mmap.mmap, list[OpenFile]]] = []  # to what is late, for good
 
 
 def _nothing() -> Future[None]:

@@ -109,7 +109,7 @@ class FileWriter:
         """Close the file, whatever is in it. Idempotent; nothing may be in flight."""
         if not self._closed:
             self._closed = True
-            self._file.close()
+            self._staging.close_file(self._file)
 
     def _flush(self, place: _Region) -> None:
         """Write the buffer of a region; whole pages pass by the page cache, its two ends do not."""
