@@ -11,6 +11,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -610,6 +611,51 @@ def test_a_forked_child_is_refused(place: str, use: str, tmp_path: Path) -> None
         assert re.match(r"engine: expected the process that made it .* one forked from it", receive.recv())
         engine.backward(loss_of(engine, 0))
         assert engine.step()
+
+
+ELSEWHERE: dict[str, Callable[[Engine, Net], object]] = {
+    **{use: USES[use] for use in ("forward", "engine", "step")},
+    "module": lambda engine, model: model.blocks[0](batch(0)),
+    "zero_grad": lambda engine, model: engine.optimizer.zero_grad(),
+}
+
+
+def in_a_thread(call: Callable[[], object]) -> object:
+    """Return what a call returns in a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result(60)
+
+
+@pytest.mark.parametrize("use", ELSEWHERE)
+def test_another_thread_is_refused_inside_a_forward(use: str, tmp_path: Path) -> None:
+    """It would take back the parameters that the forward computes with."""
+    model = net()
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        truth, refused = engine(batch(0)).detach(), []
+
+        def meanwhile(module: nn.Module, args: object) -> None:
+            with pytest.raises(offload.StateError, match=r"expected one thread at a time .*threading\.Lock") as error:
+                in_a_thread(lambda: ELSEWHERE[use](engine, model))
+            refused.append(error.value)
+
+        with model.blocks[3].register_forward_pre_hook(meanwhile):
+            output = engine(batch(0))
+        assert torch.equal(output, truth) and refused
+        engine.backward(loss_of(engine, 0))
+        assert in_a_thread(engine.step)  # in turn
+
+
+def test_a_thread_that_was_interrupted_is_in_no_forward(tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        truth = engine(batch(0)).detach()
+
+        def interrupt(module: nn.Module, args: object) -> None:
+            raise KeyboardInterrupt
+
+        with model.blocks[3].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            model(batch(0))
+        assert torch.equal(in_a_thread(lambda: model(batch(0)).detach()), truth)
 
 
 @pytest.mark.parametrize("transform", ["grad", "vjp"])

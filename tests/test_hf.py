@@ -440,6 +440,39 @@ def test_takes_the_optimizer_that_it_is_given(kind: str, tmp_path: Path) -> None
     assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
 
 
+def test_a_class_that_makes_its_own_optimizer(tmp_path: Path) -> None:
+    """Its `create_optimizer` does not call the mixin's, and the engine is made all the same."""
+
+    class Rates:
+        model: Any
+        optimizer: Any = None
+
+        def create_optimizer(self) -> Any:
+            if self.optimizer is None:
+                head, rest = [*self.model.lm_head.parameters()], [*self.model.model.parameters()]
+                self.optimizer = torch.optim.AdamW([{"params": head, "lr": 0.1 * LR}, {"params": rest}], lr=LR)
+            return self.optimizer
+
+    class Plain(Rates, hf.Trainer):
+        pass
+
+    class Ours(Rates, OffloadTrainer):
+        pass
+
+    for evaluates in (False, True):
+        module = model()
+        args = arguments(tmp_path, max_steps=3)
+        plain = Plain(model=model(), args=args, train_dataset=rows())
+        ours = Ours(model=module, args=args, train_dataset=rows(), offload=placed(nvme, module, tmp_path))
+        for trainer in (plain, ours):
+            if evaluates:
+                trainer.evaluate(rows(4))
+            trainer.train()
+        with ours.engine as engine:
+            assert engine.stats().step == 3
+        assert_close(logged(ours).losses, logged(plain).losses, 1e-4)
+
+
 def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:
     door = DOORS["DPO"]
     options = {"max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}

@@ -175,11 +175,24 @@ class Hooks:
         """Leave every forward that an interrupt has torn out of."""
         self._forwards.unwind()
 
+    def refuse_other_threads(self) -> None:
+        """Refuse to be in another thread than the one whose forward is under way.
+
+        Raises:
+            StateError: that thread is in its forward.
+        """
+        self._forwards.refuse_other_threads()
+
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_child(self._process)
-        under_way, repeats = self._forwards.under_way, in_backward()
+        repeats = in_backward()
+        with contextlib.nullcontext() if repeats else self._forwards.beginning():
+            self._begin_forward(module, repeats=repeats)
+
+    def _begin_forward(self, module: nn.Module, *, repeats: bool) -> None:
+        under_way = self._forwards.under_way
         if under_way and not repeats and self._forwards.are_stale(module, self._model()):
             self.unwind()  # an interrupt has torn out of what was not called through the engine
         self._calls.check_interrupt()
@@ -243,7 +256,7 @@ class Hooks:
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         forwards = self._forwards
-        if forwards.under_way and forwards.under_way[-1][0] is module:
+        if forwards.is_innermost(module):
             forwards.leave()
             self._manager.advance_updates(self._calls.guess)
             if output is not None:
