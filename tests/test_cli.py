@@ -512,6 +512,15 @@ def test_every_engine_option_reaches_the_engine(tmp_path: Path) -> None:
     assert made.engine_options == expected
 
 
+def test_an_option_of_another_command_is_told_by_the_one_that_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not suggested: it is what was typed."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", "--model", "x", "--nvme-memory", "1GiB"])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and "usage: offload plan" in error and "did you mean '--nvme-memory'" not in error
+    assert "offload plan: error: unrecognized arguments: --nvme-memory 1GiB" in error
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
