@@ -180,10 +180,11 @@ class Training:
         """Forget the gradients that have arrived since the last step."""
         manager = self._life.require_open()
         self._hooks.refuse_other_threads()
-        self._hooks.unwind()
-        self._drop_gradients(manager)
-        if self._step is not None:
-            self._step.micro_batches.done = 0
+        with self._deferral:
+            self._hooks.unwind()
+            self._drop_gradients(manager)
+            if self._step is not None:
+                self._step.micro_batches.done = 0
 
     def has_gradients(self) -> bool:
         """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""
