@@ -226,4 +226,9 @@ def guarded(command: Callable[[], None], names: Collection[str] = ()) -> int:
     except (OffloadError, SwapError) as error:
         print(f"offload: error: {in_options(str(error), names)}", file=sys.stderr)
         return EXIT_ERROR
+    except OSError as error:  # of a file or folder that the user has named
+        if error.filename is None:
+            raise
+        print(f"offload: error: {error.filename}: {error.strerror}; name another file or folder", file=sys.stderr)
+        return EXIT_ERROR
     return 0
