@@ -30,6 +30,7 @@ from torch import nn
 from trainers import CLIPPING, LR, arguments, assert_close, calls_of_handles, logged, model, rows, word_tokenizer
 
 from offload import AdamW, Engine
+from offload.cli import main as cli
 from offload.errors import ConfigError, StateError
 from offload.integrations import hf as door_of_hf
 from offload.integrations import libraries
@@ -377,6 +378,21 @@ def test_resumes_what_the_plain_trainer_has_saved(tmp_path: Path) -> None:
     trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     trainer.engine.close()
     assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
+
+
+def test_the_plain_trainer_resumes_with_exported_states(tmp_path: Path) -> None:
+    plain = hf.Trainer(model=model(), args=arguments(tmp_path, max_steps=4), train_dataset=rows())
+    plain.train()
+    trainer = simple(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.engine.close()
+    saved = tmp_path / "out" / "checkpoint-2"
+    words = ["checkpoint", "export", str(saved / "offload"), "--to", "torch", "--output", str(tmp_path / "exported")]
+    assert cli.main(words) == 0
+    torch.save(torch.load(tmp_path / "exported" / "checkpoint.pt")["optimizer"], saved / "optimizer.pt")
+    resumed = hf.Trainer(model=model(), args=arguments(tmp_path, max_steps=4), train_dataset=rows())
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert_close(logged(resumed).losses[2:], logged(plain).losses[2:], 1e-4)
 
 
 def test_float16_keeps_its_loss_scale(tmp_path: Path) -> None:
