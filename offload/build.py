@@ -102,11 +102,11 @@ class Steps:
 
     def calls(self, calls: EngineCalls) -> HookCalls:
         """Return what hooks ask."""
-        step, check = self.step, calls.deferral.check
+        step, deferral = self.step, calls.deferral
         if step is None:
-            return HookCalls(lambda passes: True, lambda: None, lambda: None, check, calls.optimizer)
+            return HookCalls(lambda passes: True, lambda: None, lambda: None, deferral, calls.optimizer)
         refuse = self.run.scaler.refuse_gradient
-        return HookCalls(step.micro_batches.is_final, step.guess, refuse, check, calls.optimizer)
+        return HookCalls(step.micro_batches.is_final, step.guess, refuse, deferral, calls.optimizer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

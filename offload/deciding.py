@@ -46,7 +46,7 @@ class Decision:
         self._config = config
         self._life = life
         self._is_open = config.activations == "auto"
-        self._buffers = [(buffer, buffer._version) for buffer in model.buffers()]
+        self._buffers = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
 
     def plan(self) -> Plan:
         """Return the plan, with what a micro-batch has moved of activations once that is known."""

@@ -434,6 +434,7 @@ class Engine(EngineTensors, EngineRuns):
         if manager is None or self._life.closed or not self._life.here:
             return
         with contextlib.ExitStack() as last:
+            last.enter_context(torch.inference_mode(False))  # parameters that are given back shall be ordinary ones
             last.callback(self._sleeping.close)
             last.callback(self._watch.close)
             modules = [self.module] if self.reference is None else [self.module, self.reference]

@@ -54,5 +54,6 @@ def load_pretrained(
         ImportError: transformers is not installed.
         swap.SwapError: the NVMe path is missing, not writable, or full.
     """
-    model, weights = read_pretrained(path, cls, dtype, model_options or {})
-    return Engine(model, optimizer, config, weights=weights, **options)  # type: ignore[arg-type]
+    with torch.inference_mode(False):  # whoever only evaluates may be inside of it; the parameters are ordinary ones
+        model, weights = read_pretrained(path, cls, dtype, model_options or {})
+        return Engine(model, optimizer, config, weights=weights, **options)  # type: ignore[arg-type]

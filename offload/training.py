@@ -77,6 +77,7 @@ class Training:
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward; see ``Engine.__call__``."""
+        self._hooks.refuse_other_threads()
         all_wait = torch.is_grad_enabled() or self._is_sliced
         telling = self._telling_ranks() if all_wait else contextlib.nullcontext()
         with telling, self._counting("forward"), self._deferral:
@@ -94,6 +95,7 @@ class Training:
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Run backward; see ``Engine.backward``."""
         manager, step = self._life.require_open(), self.require_step("backward")
+        self._hooks.refuse_other_threads()
         step.micro_batches.note_meant()
         with self._telling_ranks(NonFiniteError), self._counting("backward"):
             if self._ranks.world == 1:
@@ -152,6 +154,7 @@ class Training:
         """Take the optimizer's step now, whatever the accumulation count; False where nothing was updated."""
         manager, step = self._life.require_open(), self.require_step("step")
         assert self._optimizer is not None
+        self._hooks.refuse_other_threads()
         self._last_loss = None
         self._hooks.unwind()
         with self._telling_ranks(NonFiniteError, ConfigError), self._deferral:  # Ctrl-C comes when the step is done
@@ -176,10 +179,12 @@ class Training:
     def zero_grad(self) -> None:
         """Forget the gradients that have arrived since the last step."""
         manager = self._life.require_open()
-        self._hooks.unwind()
-        self._drop_gradients(manager)
-        if self._step is not None:
-            self._step.micro_batches.done = 0
+        self._hooks.refuse_other_threads()
+        with self._deferral:
+            self._hooks.unwind()
+            self._drop_gradients(manager)
+            if self._step is not None:
+                self._step.micro_batches.done = 0
 
     def has_gradients(self) -> bool:
         """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""

@@ -9,8 +9,10 @@ import io
 import multiprocessing
 import pickle
 import re
+import signal
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.nn.utils import prune
 import offload
 from offload import SGD, AdamW, Engine
 from offload.memory.budget import Tier
+from offload.module import binding
 from offload.module.absent import AbsentParameter
 from offload.planning.roles import Role
 
@@ -608,6 +611,96 @@ def test_a_forked_child_is_refused(place: str, use: str, tmp_path: Path) -> None
         assert process.exitcode == 0
         assert receive.poll(), "nothing was refused"
         assert re.match(r"engine: expected the process that made it .* one forked from it", receive.recv())
+        engine.backward(loss_of(engine, 0))
+        assert engine.step()
+
+
+ELSEWHERE: dict[str, Callable[[Engine, Net], object]] = {
+    **{use: USES[use] for use in ("forward", "engine", "step")},
+    "module": lambda engine, model: model.blocks[0](batch(0)),
+    "zero_grad": lambda engine, model: engine.optimizer.zero_grad(),
+}
+
+
+def in_a_thread(call: Callable[[], object]) -> object:
+    """Return what a call returns in a thread of its own."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result(60)
+
+
+@pytest.mark.parametrize("use", ELSEWHERE)
+def test_another_thread_is_refused_inside_a_forward(use: str, tmp_path: Path) -> None:
+    """It would take back the parameters that the forward computes with."""
+    model = net()
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        truth, refused = engine(batch(0)).detach(), []
+
+        def meanwhile(module: nn.Module, args: object) -> None:
+            with pytest.raises(offload.StateError, match=r"expected one thread at a time .*threading\.Lock") as error:
+                in_a_thread(lambda: ELSEWHERE[use](engine, model))
+            refused.append(error.value)
+
+        with model.blocks[3].register_forward_pre_hook(meanwhile):
+            output = engine(batch(0))
+        assert torch.equal(output, truth) and refused
+        engine.backward(loss_of(engine, 0))
+        assert in_a_thread(engine.step)  # in turn
+
+
+def test_a_thread_that_was_interrupted_is_in_no_forward(tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        truth = engine(batch(0)).detach()
+
+        def interrupt(module: nn.Module, args: object) -> None:
+            raise KeyboardInterrupt
+
+        with model.blocks[3].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            model(batch(0))
+        assert torch.equal(in_a_thread(lambda: model(batch(0)).detach()), truth)
+
+
+INTERRUPTED: dict[str, Callable[[Engine, Net], object]] = {
+    "forward": lambda engine, model: model(batch(0)),
+    "module": lambda engine, model: model.blocks[0](batch(0)),
+    "backward": lambda engine, model: model(batch(0)).sum().backward(),
+    "read": lambda engine, model: model.blocks[0].weight.norm(),
+    "gather": lambda engine, model: engine.gather(model.blocks[0]).__enter__(),
+    "apply": lambda engine, model: engine.apply(lambda name, parameter: None),
+    "state dict": lambda engine, model: model.state_dict(),
+    "digests": lambda engine, model: engine.digests(),
+}
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("use", INTERRUPTED)
+def test_an_interrupt_leaves_no_parameter_half_bound(
+    use: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no call of the engine is around: in a notebook, the loop is begun anew after Ctrl-C."""
+    left = 0
+    real = binding.view_at
+
+    def interrupt(*args: Any) -> torch.Tensor:
+        nonlocal left
+        left -= 1
+        if not left:
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    model = net()
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        truth = engine(batch(0)).detach()
+        displace(engine, 0)
+        monkeypatch.setattr(binding, "view_at", interrupt)
+        left = nth
+        with contextlib.suppress(KeyboardInterrupt):
+            INTERRUPTED[use](engine, model)
+        assert left <= 0 or use not in ("forward", "backward")  # others bind less
+        left = 0
+        engine.optimizer.zero_grad()
+        for _ in range(2):
+            assert torch.equal(model(batch(0)), truth)
         engine.backward(loss_of(engine, 0))
         assert engine.step()
 

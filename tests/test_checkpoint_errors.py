@@ -657,6 +657,27 @@ engine.save_checkpoint(path / "saved", tag=sys.argv[3], keep=1, wait=sys.argv[4]
 """
 
 
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_no_checkpoint_is_not_replaced(kind: str, engine: Engine, tmp_path: Path) -> None:
+    """The folder of a tag may be where somebody has put weights for others."""
+    path = tmp_path / "saved"
+    mine, other = path / "best", tmp_path / "elsewhere"
+    for folder in (path, other):
+        folder.mkdir()
+    if kind == "folder":
+        mine.mkdir()
+        (mine / "model.safetensors").write_text("mine")
+    elif kind == "file":
+        mine.write_text("mine")
+    else:
+        mine.symlink_to(other)
+    with pytest.raises(CheckpointError, match=r"best: expected a checkpoint that is replaced.*save under another tag"):
+        save(engine, path, tag="best")
+    assert not list(path.glob(".saving-*")) and not folders.Folder(path).unfinished()
+    assert kind != "folder" or (mine / "model.safetensors").read_text() == "mine"
+    assert save(engine, path, tag="next", keep=1).name == "next" and os.path.lexists(mine)
+
+
 @pytest.mark.parametrize(("number", "tag", "how"), [(1, "new", "wait"), (2, "old", "go on")])
 def test_a_kill_in_a_deletion_leaves_nothing_that_looks_whole(
     number: int, tag: str, how: str, engine: Engine, tmp_path: Path

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import types
@@ -510,6 +511,29 @@ def test_every_engine_option_reaches_the_engine(tmp_path: Path) -> None:
     paths = {name: [Path(name)] for name in ("nvme_path", "run_dir")}
     expected = {"threads": 3, **plain, switch: True, **paths, "max_memory": budgets}
     assert made.engine_options == expected
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> None:
+        (tmp_path / "missing" / "folder").mkdir()
+
+    assert cli.guarded(make) == 1
+    assert re.search(r"^offload: error: \S+/missing/folder: No such file.*; name another", capsys.readouterr().err)
+
+    def fail() -> None:
+        raise OSError("nobody's file")
+
+    with pytest.raises(OSError, match="nobody's"):
+        cli.guarded(fail)
+
+
+def test_an_option_of_another_command_is_told_by_the_one_that_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is not suggested: it is what was typed."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(["plan", "--model", "x", "--nvme-memory", "1GiB"])
+    error = capsys.readouterr().err
+    assert left.value.code == 2 and "usage: offload plan" in error and "did you mean '--nvme-memory'" not in error
+    assert "offload plan: error: unrecognized arguments: --nvme-memory 1GiB" in error
 
 
 @pytest.mark.parametrize(

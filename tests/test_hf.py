@@ -30,6 +30,7 @@ from torch import nn
 from trainers import CLIPPING, LR, arguments, assert_close, calls_of_handles, logged, model, rows, word_tokenizer
 
 from offload import AdamW, Engine
+from offload.cli import main as cli
 from offload.errors import ConfigError, StateError
 from offload.integrations import hf as door_of_hf
 from offload.integrations import libraries
@@ -379,6 +380,21 @@ def test_resumes_what_the_plain_trainer_has_saved(tmp_path: Path) -> None:
     assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
 
 
+def test_the_plain_trainer_resumes_with_exported_states(tmp_path: Path) -> None:
+    plain = hf.Trainer(model=model(), args=arguments(tmp_path, max_steps=4), train_dataset=rows())
+    plain.train()
+    trainer = simple(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    trainer.train()
+    trainer.engine.close()
+    saved = tmp_path / "out" / "checkpoint-2"
+    words = ["checkpoint", "export", str(saved / "offload"), "--to", "torch", "--output", str(tmp_path / "exported")]
+    assert cli.main(words) == 0
+    torch.save(torch.load(tmp_path / "exported" / "checkpoint.pt")["optimizer"], saved / "optimizer.pt")
+    resumed = hf.Trainer(model=model(), args=arguments(tmp_path, max_steps=4), train_dataset=rows())
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert_close(logged(resumed).losses[2:], logged(plain).losses[2:], 1e-4)
+
+
 def test_float16_keeps_its_loss_scale(tmp_path: Path) -> None:
     """The first steps overflow; a schedule does not advance in them, as with torch's scaler."""
     saves = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "lr_scheduler_type": "linear"}
@@ -438,6 +454,39 @@ def test_takes_the_optimizer_that_it_is_given(kind: str, tmp_path: Path) -> None
     trainer.train()
     trainer.engine.close()
     assert_close(logged(trainer).losses, logged(plain).losses, 1e-4)
+
+
+def test_a_class_that_makes_its_own_optimizer(tmp_path: Path) -> None:
+    """Its `create_optimizer` does not call the mixin's, and the engine is made all the same."""
+
+    class Rates:
+        model: Any
+        optimizer: Any = None
+
+        def create_optimizer(self) -> Any:
+            if self.optimizer is None:
+                head, rest = [*self.model.lm_head.parameters()], [*self.model.model.parameters()]
+                self.optimizer = torch.optim.AdamW([{"params": head, "lr": 0.1 * LR}, {"params": rest}], lr=LR)
+            return self.optimizer
+
+    class Plain(Rates, hf.Trainer):
+        pass
+
+    class Ours(Rates, OffloadTrainer):
+        pass
+
+    for evaluates in (False, True):
+        module = model()
+        args = arguments(tmp_path, max_steps=3)
+        plain = Plain(model=model(), args=args, train_dataset=rows())
+        ours = Ours(model=module, args=args, train_dataset=rows(), offload=placed(nvme, module, tmp_path))
+        for trainer in (plain, ours):
+            if evaluates:
+                trainer.evaluate(rows(4))
+            trainer.train()
+        with ours.engine as engine:
+            assert engine.stats().step == 3
+        assert_close(logged(ours).losses, logged(plain).losses, 1e-4)
 
 
 def test_mixes_the_model_into_its_reference(tmp_path: Path) -> None:

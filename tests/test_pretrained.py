@@ -151,6 +151,16 @@ def test_what_an_engine_gets(tmp_path: Path) -> None:
     assert_same_tensors(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+def test_inside_inference_mode(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    options = nvme(hf.LlamaForCausalLM.from_pretrained(tmp_path), tmp_path)
+    with torch.inference_mode():
+        engine = load_pretrained(tmp_path, **options)
+        assert not any(parameter.is_inference() for parameter in engine.module.parameters())
+        assert engine(torch.tensor([[3, 4]])).logits.isfinite().all()
+        engine.close()
+
+
 def test_legacy_names_and_other_heads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A base model with old names becomes a classifier, whose head is initialised like transformers' own."""
     saved("bert", tmp_path)

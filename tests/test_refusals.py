@@ -113,6 +113,23 @@ def test_lazy_modules() -> None:
         Engine(buffers, AdamW(), **everything_on_device())
 
 
+def test_what_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        model = net()
+    text = r"^parameter blocks\.0\.weight: .*made under torch\.inference_mode\(\); make the model outside of it"
+    with pytest.raises(ConfigError, match=text):
+        Engine(model, **everything_on_device())
+    model = net()
+    with torch.inference_mode():
+        model.register_buffer("scale", torch.ones(3))
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        step(engine, 0)
+        with torch.inference_mode():
+            engine(batch(0))
+            engine.close()
+    model(batch(0)).sum().backward()  # parameters that were given back are ordinary ones
+
+
 def test_other_layouts() -> None:
     """A parameter must be dense; a buffer may be what it is."""
     model = net()

@@ -193,8 +193,9 @@ class ModuleTensors:
         left: list[Where] = []  # of these, what is not undone yet
         whole = False
         try:
-            for index in indices:
-                loans.append(self._hooks.lending.lend(index))
+            with self._hooks.deferral:
+                for index in indices:
+                    loans.append(self._hooks.lending.lend(index))
             stale = self._refuse_changes(places)
             seen = {
                 (index, slot): _Seen(parameter, keep=modify)
@@ -226,8 +227,9 @@ class ModuleTensors:
                     f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
                 )
         finally:
-            for loan in loans:
-                loan.close()
+            with self._hooks.deferral:
+                for loan in loans:
+                    loan.close()
             for index in {index for index, _ in left}:
                 manager.discard_working_copy(index)
             self._mark_changed(where for where in left if where[0] in manager.working)

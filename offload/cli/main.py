@@ -43,24 +43,20 @@ class Process(Enum):
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the option that was meant."""
+    """An argument parser that suggests the option that was meant, of the command that was called."""
 
-    def long_options(self) -> list[str]:
-        """Return the options of this parser and its commands that begin with two dashes."""
-        options = {option for option in self._option_string_actions if option.startswith("--")}
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    options.update(parser.long_options())
-        return sorted(options)
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Return what was parsed; refuse here what this command does not know, not where its caller looks."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = sorted(option for option in self._option_string_actions if option.startswith("--"))
+            wrong = next((word for word in unknown if word.startswith("--")), None)
+            meant = "" if wrong is None else did_you_mean(wrong.split("=")[0], options)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return parsed, []
 
     def error(self, message: str) -> NoReturn:
         """Show the call and the error, and leave."""
-        if message.startswith("unrecognized arguments:"):
-            for word in message.split(":", 1)[1].split():
-                if word.startswith("--"):
-                    message += did_you_mean(word.split("=")[0], self.long_options())
-                    break
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\n")
 
@@ -229,5 +225,10 @@ def guarded(command: Callable[[], None], names: Collection[str] = ()) -> int:
         return EXIT_STOPPED
     except (OffloadError, SwapError) as error:
         print(f"offload: error: {in_options(str(error), names)}", file=sys.stderr)
+        return EXIT_ERROR
+    except OSError as error:  # of a file or folder that the user has named
+        if error.filename is None:
+            raise
+        print(f"offload: error: {error.filename}: {error.strerror}; name another file or folder", file=sys.stderr)
         return EXIT_ERROR
     return 0

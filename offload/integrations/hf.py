@@ -39,6 +39,7 @@ STATES, SCHEDULE, ARGUMENTS = "optimizer.pt", "scheduler.pt", "training_args.bin
 # Private methods of transformers.Trainer that are overridden, with their parameters.
 PRIVATE = {
     "_move_model_to_device": ("self", "model", "device"),
+    "_wrap_model": ("self", "model", "training", "dataloader"),
     "_save": ("self", "output_dir", "state_dict"),
     "_save_optimizer_and_scheduler": ("self", "output_dir"),
     "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
@@ -118,15 +119,29 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the trainer's optimizer, and the engine that takes it over; return the engine's."""
-        if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
-            # model_init has made another model, or there was nothing to train before
-            self.engine.close(restore=self.engine.module is self.model or self.engine.reference is not None)
-            self.engine = None
+        self._close_of_other()
         if self.engine is None:
             refuse_other_schedule("optimizers", self.lr_scheduler, [self.optimizer])
-            optimizer = super().create_optimizer(*args, **kwargs)
-            self._open(optimizer)
+            self._open(super().create_optimizer(*args, **kwargs))
         return self.optimizer
+
+    def _wrap_model(self, model: Any, training: bool = True, *args: Any, **kwargs: Any) -> Any:
+        """Leave the model as it is: the engine has it, whoever has made the optimizer."""
+        if training:
+            self._ensure_engine()
+        return super()._wrap_model(model, training, *args, **kwargs)
+
+    def _ensure_engine(self) -> None:
+        """Make the engine if nobody has: a `create_optimizer` of the user's class may not call the one of this."""
+        self._close_of_other()
+        if self.engine is None:
+            self._open(self.optimizer)
+
+    def _close_of_other(self) -> None:
+        """Close an engine of another model, which model_init has made, or one that had nothing to train."""
+        if self.engine is not None and (self.engine.module is not self.model or self.engine.optimizer is None):
+            self.engine.close(restore=self.engine.module is self.model or self.engine.reference is not None)
+            self.engine = None
 
     def _open(self, optimizer: Any) -> None:
         """Make the engine."""
@@ -187,6 +202,7 @@ class OffloadTrainerMixin(_Trainer):  # type: ignore[misc]
                 self._open(None)
             else:
                 self.create_optimizer()
+                self._ensure_engine()
         return super().evaluation_loop(*args, **kwargs)
 
     def compute_ref_log_probs(self, *args: Any, **kwargs: Any) -> Any:

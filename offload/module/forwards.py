@@ -7,12 +7,15 @@ Owns the stack of them, and taking it down again where an interrupt has torn out
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from offload.errors import StateError
 from offload.module.lending import Loan
 from offload.torch_private import NO_GRAPH_TASK, function_modes, graph_task, top_hooks
 
@@ -26,10 +29,10 @@ class InForce:
     them back when a node of a backward pass ends, or fails: what is on the present stacks then is not touched.
     """
 
-    __slots__ = ("_contexts", "_thread", "graph_task")
+    __slots__ = ("_contexts", "graph_task", "thread")
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self.graph_task: int = graph_task()
         self._contexts: list[contextlib.AbstractContextManager[object]] = []
 
@@ -40,7 +43,7 @@ class InForce:
 
     def leave(self) -> None:
         """Leave all contexts that are still in force."""
-        here = self._thread == threading.get_ident() and self.graph_task == graph_task()
+        here = self.thread == threading.get_ident() and self.graph_task == graph_task()
         while self._contexts:
             context = self._contexts.pop()
             if isinstance(context, torch.autograd.graph.saved_tensors_hooks):
@@ -62,6 +65,21 @@ class Forwards:
 
     def __init__(self) -> None:
         self.under_way: list[tuple[nn.Module, list[Loan], InForce]] = []
+        self._beginning: int | None = None  # thread in which one begins; it may wait for the drive
+
+    @contextlib.contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Let a forward begin in the block.
+
+        Raises:
+            StateError: as :meth:`refuse_other_threads`.
+        """
+        self.refuse_other_threads()
+        self._beginning = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._beginning = None
 
     def leave(self) -> None:
         """End the innermost."""
@@ -71,6 +89,30 @@ class Forwards:
                 loan.close()
         finally:
             contexts.leave()
+
+    def is_innermost(self, module: nn.Module) -> bool:
+        """Tell whether the innermost is that of `module` in this thread."""
+        return (
+            bool(self.under_way)
+            and self.under_way[-1][0] is module
+            and self.under_way[-1][2].thread == threading.get_ident()
+        )
+
+    def refuse_other_threads(self) -> None:
+        """Refuse to be in another thread than the one whose forward is under way.
+
+        Raises:
+            StateError: that thread is in its forward, and no interrupt has torn it out.
+        """
+        here, busy = threading.get_ident(), self._beginning not in (None, threading.get_ident())
+        if self.under_way and not busy:
+            module, _, contexts = self.under_way[-1]
+            busy = contexts.thread != here and _is_in(contexts.thread, module)
+        if busy:
+            raise StateError(
+                "engine: expected one thread at a time but another one is in a forward of its model, which is lent the "
+                "parameters; let threads take turns, with a threading.Lock around each forward, backward and step"
+            )
 
     def unwind(self) -> None:
         """End all of them: an interrupt has torn out of them."""
@@ -88,3 +130,13 @@ class Forwards:
         if self.under_way[-1][2].graph_task != NO_GRAPH_TASK:
             return True
         return module is outermost and all(entered is not module for entered, _, _ in self.under_way)
+
+
+def _is_in(thread: int, module: nn.Module) -> bool:
+    """Tell whether a thread runs a method of `module`."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False

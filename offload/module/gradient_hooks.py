@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.activations.ledger import WORTH_SAMPLING_BYTES, Activations
 from offload.errors import StateError
+from offload.interrupt import Deferral
 from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
 from offload.module.gradient_book import GradientBook
@@ -32,14 +33,14 @@ class HookCalls:
         final_micro_batch: whether no further backward pass follows before the step, given how many there have been.
         guess: what the step will probably do; None where no guess is worth its while.
         refuse_gradient: why gradients are not taken now; None where they are.
-        check_interrupt: hands an interrupt on that came meanwhile.
+        deferral: holds Ctrl-C back while something is half done.
         kept: lives as long as the model has the hooks: the engine, which nobody else may hold.
     """
 
     final_micro_batch: Callable[[int], bool]
     guess: Callable[[], Recipe | None]
     refuse_gradient: Callable[[], str | None]
-    check_interrupt: Callable[[], None]
+    deferral: Deferral
     kept: object
 
 
@@ -100,7 +101,7 @@ class GradientHooks:
             self = reference()
             if self is None:  # collected with its engine, and could not remove this; somebody else has the parameter
                 return
-            with no_subclasses():
+            with no_subclasses(), self._calls.deferral:
                 self._take(parameter, unit, slot)
 
         return hook
@@ -113,7 +114,7 @@ class GradientHooks:
             refusal = calls.refuse_gradient()
             if refusal is not None:
                 raise StateError(refusal)
-            calls.check_interrupt()
+            calls.deferral.check()
             if gradient.requires_grad:
                 raise StateError(
                     f"gradient of {self._units[unit].slots[slot].name}: expected backward without create_graph, "

@@ -73,6 +73,7 @@ class Hooks:
         uses: of parameters that no hook announces.
         saved: what autograd keeps.
         left_out: accelerators that would save without the module.
+        deferral: holds Ctrl-C back while something is half done.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class Hooks:
         """
         self.binding = binding
         self.lending = Lending(binding, manager)
-        self.saved = SavedTensors(binding, manager, activations, device, calls.check_interrupt)
-        self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager)
+        self.saved = SavedTensors(binding, manager, activations, device, calls.deferral)
+        self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager, calls.deferral)
         self._outside = OutsideAccess(model, binding, self.uses, self.saved, changes, manager)
         self._passes = BackwardPasses()
         self.left_out = LeftOut(model)
@@ -116,6 +117,7 @@ class Hooks:
         self._activations = activations
         self._book = book
         self._calls = calls
+        self.deferral = calls.deferral
         self._registered: list[RemovableHandle] = []
         self._process = os.getpid()
 
@@ -175,14 +177,27 @@ class Hooks:
         """Leave every forward that an interrupt has torn out of."""
         self._forwards.unwind()
 
+    def refuse_other_threads(self) -> None:
+        """Refuse to be in another thread than the one whose forward is under way.
+
+        Raises:
+            StateError: that thread is in its forward.
+        """
+        self._forwards.refuse_other_threads()
+
     # --- modules ----------------------------------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_child(self._process)
-        under_way, repeats = self._forwards.under_way, in_backward()
+        repeats = in_backward()
+        with self.deferral, contextlib.nullcontext() if repeats else self._forwards.beginning():
+            self._begin_forward(module, repeats=repeats)
+
+    def _begin_forward(self, module: nn.Module, *, repeats: bool) -> None:
+        under_way = self._forwards.under_way
         if under_way and not repeats and self._forwards.are_stale(module, self._model()):
             self.unwind()  # an interrupt has torn out of what was not called through the engine
-        self._calls.check_interrupt()
+        self.deferral.check()
         if not may_have_hooks():
             raise StateError(
                 "model: cannot be differentiated by torch.func (grad, vjp, jacrev, vmap) while an engine has it, for "
@@ -243,7 +258,9 @@ class Hooks:
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         forwards = self._forwards
-        if forwards.under_way and forwards.under_way[-1][0] is module:
+        if not forwards.is_innermost(module):
+            return
+        with self.deferral:
             forwards.leave()
             self._manager.advance_updates(self._calls.guess)
             if output is not None:

@@ -115,7 +115,7 @@ def _run(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, *
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    buffers = dict(block.named_buffers())
+    buffers = {key: buffer for key, buffer in block.named_buffers() if not buffer.is_inference()}  # nor may they change
     versions = {key: buffer._version for key, buffer in buffers.items()}
     output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
     changed = next((key for key, buffer in buffers.items() if buffer._version != versions[key]), None)

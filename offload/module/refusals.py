@@ -219,6 +219,11 @@ def _class_of(tensor: torch.Tensor) -> str:
 def _refuse_tensor(subject: str, tensor: torch.Tensor, *, dense: bool = True) -> None:
     """Refuse a tensor of a module that cannot be moved; without `dense`, one of another layout may pass."""
     kind = unreadable(tensor)
+    if kind is None and dense and tensor.is_inference():  # a buffer may be one
+        raise ConfigError(
+            f"{subject}: expected a tensor whose changes torch counts but it was made under torch.inference_mode(); "
+            "make the model outside of it, and call the engine inside"
+        )
     if kind is None:
         return
     if is_lazy(tensor):

@@ -16,6 +16,7 @@ import torch
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import Activations, SavedActivation
 from offload.errors import StateError
+from offload.interrupt import Deferral
 from offload.memory.arena import view_at
 from offload.module.binding import Binding
 from offload.shards.manager import Manager
@@ -44,7 +45,7 @@ class SavedTensors:
         manager: Manager,
         activations: Activations,
         device: torch.device,
-        check_interrupt: Callable[[], None],
+        deferral: Deferral,
     ) -> None:
         """Prepare.
 
@@ -53,14 +54,14 @@ class SavedTensors:
             manager: owner of the shards.
             activations: ledger that tensors are charged to.
             device: of the engine; tensors of others are not charged.
-            check_interrupt: hands an interrupt on that came meanwhile.
+            deferral: holds Ctrl-C back while something is half done.
         """
         self._binding = binding
         self._manager: Manager | None = manager
         self._activations = activations
         self._leaving = activations if isinstance(activations, LeavingActivations) else None
         self._device = device
-        self._check_interrupt = check_interrupt
+        self._deferral = deferral
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
@@ -85,15 +86,20 @@ class SavedTensors:
             return saved.get()
         if isinstance(saved, SavedElsewhere):
             assert self._leaving is not None
-            self._check_interrupt()
-            return self._leaving.bring(saved)
+            with self._deferral:
+                self._deferral.check()
+                return self._leaving.bring(saved)
         if isinstance(saved, Shell):
             return saved.map(self.unpack).tensor()
         assert isinstance(saved, SavedView)
         manager = self._manager
         if manager is None:
             raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
-        self._check_interrupt()
+        with self._deferral:
+            self._deferral.check()
+            return self._fetch(manager, saved)
+
+    def _fetch(self, manager: Manager, saved: SavedView) -> torch.Tensor:
         if manager.tiers.param(saved.unit).version != saved.version:
             raise StateError(
                 f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from offload.interrupt import Deferral
 from offload.module.binding import Binding
 from offload.module.forwards import Forwards
 from offload.module.lending import Lending, Loan
@@ -36,7 +37,13 @@ class UnannouncedUses:
     """
 
     def __init__(
-        self, binding: Binding, forwards: Forwards, lending: Lending, saved: SavedTensors, manager: Manager
+        self,
+        binding: Binding,
+        forwards: Forwards,
+        lending: Lending,
+        saved: SavedTensors,
+        manager: Manager,
+        deferral: Deferral,
     ) -> None:
         """Prepare.
 
@@ -46,6 +53,7 @@ class UnannouncedUses:
             lending: lends for one operation.
             saved: what autograd keeps meanwhile.
             manager: tells whether parameters are ever away.
+            deferral: holds Ctrl-C back while something is half done.
         """
         self.leases: Mapping[nn.Module, Sequence[int]] = binding.tree.leases
         self.watching = 0
@@ -54,6 +62,7 @@ class UnannouncedUses:
         self._lending = lending
         self._saved = saved
         self._manager = manager
+        self._deferral = deferral
         self._remembered: dict[nn.Module, tuple[int, ...]] = {}
 
     def remembered(self, module: nn.Module) -> tuple[int, ...]:
@@ -71,13 +80,14 @@ class UnannouncedUses:
             new = [index for index in indices if index not in self.leases[module]]
             self._remembered[module] = tuple(dict.fromkeys((*self.remembered(module), *new)))
         loans: list[Loan] = []
-        try:
-            for index in sorted(indices, key=lambda index: not self._binding.is_bound(index)):  # first what is here
-                loans.append(self._lending.lend(index))
-            return call()
-        finally:
-            for loan in loans:
-                loan.close()
+        with self._deferral:
+            try:
+                for index in sorted(indices, key=lambda index: not self._binding.is_bound(index)):  # first what is here
+                    loans.append(self._lending.lend(index))
+                return call()
+            finally:
+                for loan in loans:
+                    loan.close()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:

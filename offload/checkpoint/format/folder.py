@@ -57,11 +57,7 @@ class Folder:
 
     def unfinished(self) -> list[str]:
         """Return the folders that a broken-off save has left."""
-        return sorted(
-            path.name
-            for path in self._folders()
-            if path.name.startswith(_SAVING) or not (path.name.startswith(".") or (path / FILE_NAME).is_file())
-        )
+        return sorted(path.name for path in self._folders() if path.name.startswith(_SAVING))
 
     def tell_unfinished(self) -> None:
         """Log what broken-off saves have left: nobody reads it."""
@@ -166,8 +162,13 @@ class Folder:
 
         Raises:
             swap.SwapFullError: the drive has no room for it.
-            CheckpointError: the directory cannot be written to.
+            CheckpointError: the directory cannot be written to, or something else has the name of the tag.
         """
+        if os.path.lexists(self.path / tag) and not (self.path / tag / FILE_NAME).is_file():
+            raise CheckpointError(
+                f"checkpoint {self.path / tag}: expected a checkpoint that is replaced, or nothing of this name, but "
+                "something else is there, which would be deleted; save under another tag, or move it away"
+            )
         folder = self._saving(tag, new_token() if token is None else token)
         try:
             info = os.statvfs(self.path)

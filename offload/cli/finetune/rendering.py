@@ -60,7 +60,7 @@ class Renderer:
             return self._plain(row, columns["text"], 0)
         raise FinetuneError(
             f"{row.place}: expected messages, prompt and completion, or text but got "
-            f"{', '.join(map(repr, columns)) or 'no columns'}; rename the columns"
+            f"{', '.join(map(repr, columns)) or 'no columns'}; rename the columns, or fill them: null counts as missing"
         )
 
     def question(self, prompt: str, row: Row) -> list[int]:
