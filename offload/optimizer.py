@@ -255,11 +255,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Forget the gradients that have arrived since the last step.
 
         Args:
-            set_to_none: not heeded: ``parameter.grad`` is None afterwards.
+            set_to_none: without it, the same happens, and a warning says what that changes: ``parameter.grad`` is
+                None afterwards.
 
         Raises:
             StateError: the engine is closed or asleep.
         """
+        if not set_to_none:
+            warnings.warn(
+                "optimizer.zero_grad: set_to_none=False would leave zeros, but gradients are None all the same: a step "
+                "leaves a parameter alone that no backward has reached; drop the argument",
+                stacklevel=2,
+            )
         self._calls.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

@@ -320,6 +320,13 @@ def test_zero_grad_forgets(engine: Engine) -> None:
     step(engine, 1)
 
 
+def test_zeros_that_nobody_gets_are_told(engine: Engine) -> None:
+    loss_of(engine, 0).backward()
+    with pytest.warns(UserWarning, match="set_to_none=False would leave zeros, but gradients are None"):
+        engine.optimizer.zero_grad(set_to_none=False)
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+
+
 def test_zero_grad_restarts_the_accumulation(tmp_path: Path) -> None:
     model = net()
     with Engine(model, AdamW(), gradient_accumulation_steps=2, **tight(model, tmp_path)) as engine:
