@@ -784,3 +784,15 @@ def test_closed_and_gathered(saved: Path, engine: Engine, tmp_path: Path) -> Non
         with pytest.raises(StateError, match="closed"):
             call(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("index", ['{"pages": ["a"]}', '{"format": "offload-checkpoint", "version": 99}'])
+def test_a_folder_with_an_index_of_others_is_never_given_up(index: str, engine: Engine, tmp_path: Path) -> None:
+    theirs = tmp_path / "saved" / "site"
+    theirs.mkdir(parents=True)
+    (theirs / "index.json").write_text(index)
+    for tag in ("a", "b", "c"):
+        engine.save_checkpoint(tmp_path / "saved", tag=tag, keep=1)
+    engine._checkpoints.settle()
+    assert (theirs / "index.json").read_text() == index
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()) == ["c", "site"]

@@ -263,9 +263,20 @@ class Folder:
         return target
 
     def keep(self, count: int) -> None:
-        """Give up the oldest checkpoints until `count` are left; those that somebody reads stay."""
+        """Give up the oldest checkpoints until `count` are left; those that somebody reads, or others have made, stay."""
         for tag in self.tags()[:-count]:
-            self._give_up(self.path / tag)
+            if self._is_known(tag):
+                self._give_up(self.path / tag)
+
+    def _is_known(self, tag: str) -> bool:
+        """Tell whether a folder is a checkpoint of this version of the format, maybe a damaged one."""
+        try:
+            Index.read(self.path / tag / FILE_NAME)
+        except DamagedError:
+            return True
+        except CheckpointError:  # of a later version, say, or of another program
+            return False
+        return True
 
     def given_up(self) -> list[Path]:
         """Return the folders that are to be deleted: nobody finds them any more."""
