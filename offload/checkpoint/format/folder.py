@@ -263,7 +263,7 @@ class Folder:
         return target
 
     def keep(self, count: int) -> None:
-        """Give up the oldest checkpoints until `count` are left; those that somebody reads, or others have made, stay."""
+        """Give up the oldest checkpoints until `count` are left; what somebody reads, or others have made, stays."""
         for tag in self.tags()[:-count]:
             if self._is_known(tag):
                 self._give_up(self.path / tag)
