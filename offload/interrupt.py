@@ -14,11 +14,12 @@ A handler may raise between any two instructions, also in those that install our
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations of what it returns: 2 us a call
 import inspect
-import signal
 import sys
 import threading
 from collections.abc import Callable
+from signal import SIGINT
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -60,23 +61,23 @@ class Deferral:
         if self._pending and self._handler is not None:
             self._pending = False
             if error is None:
-                self._handler(signal.SIGINT, None)
+                self._handler(SIGINT, None)
 
     def check(self) -> None:
         """Hand on a signal that came meanwhile: nothing is half done here."""
         if self._pending and self._handler is not None and threading.current_thread() is threading.main_thread():
             self._pending = False
-            self._handler(signal.SIGINT, None)
+            self._handler(SIGINT, None)
 
     def _begin(self, caller: FrameType) -> None:
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _signal.getsignal(SIGINT)
         if handler != self._note:  # else it was left there, and the former one is known
             self._handler = handler if callable(handler) else None
         self._pending = False
         try:
             self._inside.append(caller)
             if self._handler is not None:
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(SIGINT, self._note)
         except BaseException:
             self._put_back()
             raise
@@ -84,8 +85,8 @@ class Deferral:
     def _put_back(self) -> None:
         """Install the former handler, if ours is there."""
         try:
-            if self._handler is not None and signal.getsignal(signal.SIGINT) == self._note:
-                signal.signal(signal.SIGINT, self._handler)
+            if self._handler is not None and _signal.getsignal(SIGINT) == self._note:
+                _signal.signal(SIGINT, self._handler)
         finally:
             self._inside = []
 
@@ -98,9 +99,9 @@ class Deferral:
         self._pending = False
         self._put_back()
         self._handler(number, frame)
-        if inside and signal.getsignal(signal.SIGINT) == self._handler:  # it did not raise: go on
+        if inside and _signal.getsignal(SIGINT) == self._handler:  # it did not raise: go on
             self._inside, self._pending = inside, pending
-            signal.signal(signal.SIGINT, self._note)
+            _signal.signal(SIGINT, self._note)
 
 
 def _is_running(frame: FrameType, innermost: FrameType | None) -> bool:

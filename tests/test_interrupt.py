@@ -114,7 +114,7 @@ def test_an_error_in_place_of_the_start() -> None:
     """The former handler raises before ours is there."""
     deferral = Deferral()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signal, "getsignal", lambda _: signal.default_int_handler(2, None))
+        patch.setattr("offload.interrupt._signal.getsignal", lambda _: signal.default_int_handler(2, None))
         with pytest.raises(KeyboardInterrupt), deferral:
             pass
     check_holds(deferral)
