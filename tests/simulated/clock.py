@@ -304,11 +304,19 @@ class VirtualErrands(Generic[T]):
         self._idle: list[Actor] = []
         self.open = True
         self._actors = [Actor(name, functools.partial(self._work, number)) for number in range(threads)]
+        self._undone: list[VirtualFuture] = []  # and perhaps some that are done
+
+    @property
+    def busy(self) -> bool:
+        """Whether an errand waits or is under way."""
+        return not all(future.done() for future in self._undone)
 
     def submit(self, errand: Callable[[int], T], *, urgent: bool) -> VirtualFuture:
         """Have an errand done, which is given the number of the actor."""
         assert self.open and self._actors
         future = VirtualFuture(self._name)
+        self._undone = [other for other in self._undone if not other.done()]
+        self._undone.append(future)
         heapq.heappush(self._queue, (not urgent, next(self._count), errand, future))
         if self._idle:
             self._idle.pop(0).wake()
