@@ -14,6 +14,7 @@ import gc
 import heapq
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -304,7 +305,7 @@ class VirtualErrands(Generic[T]):
         self._idle: list[Actor] = []
         self.open = True
         self._actors = [Actor(name, functools.partial(self._work, number)) for number in range(threads)]
-        self._undone: list[VirtualFuture] = []  # and perhaps some that are done
+        self._undone: weakref.WeakSet[VirtualFuture] = weakref.WeakSet()  # and perhaps some that are done
 
     @property
     def busy(self) -> bool:
@@ -315,8 +316,7 @@ class VirtualErrands(Generic[T]):
         """Have an errand done, which is given the number of the actor."""
         assert self.open and self._actors
         future = VirtualFuture(self._name)
-        self._undone = [other for other in self._undone if not other.done()]
-        self._undone.append(future)
+        self._undone.add(future)
         heapq.heappush(self._queue, (not urgent, next(self._count), errand, future))
         if self._idle:
             self._idle.pop(0).wake()
