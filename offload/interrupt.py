@@ -21,7 +21,9 @@ import threading
 from collections.abc import Callable
 from signal import SIGINT
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Deferral:
@@ -62,6 +64,13 @@ class Deferral:
             self._pending = False
             if error is None:
                 self._handler(SIGINT, None)
+
+    def around(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function while SIGINT is held back; where it is already, without a block of its own."""
+        if self._inside:
+            return function(*args)
+        with self:
+            return function(*args)
 
     def check(self) -> None:
         """Hand on a signal that came meanwhile: nothing is half done here."""

@@ -240,3 +240,21 @@ def test_a_block_around_the_body_of_another_with_statement() -> None:
             reached += 1
     assert reached == 3 and is_default()
     check_holds(deferral)
+
+
+def test_a_function_that_is_called_around_is_not_torn_out_of() -> None:
+    deferral, done = Deferral(), list[int]()
+
+    def work(number: int) -> int:
+        interrupted()
+        done.append(number)
+        return number
+
+    with pytest.raises(KeyboardInterrupt):
+        deferral.around(work, 1)
+    assert done == [1] and is_default()
+    with pytest.raises(KeyboardInterrupt), deferral:
+        assert deferral.around(work, 2) == 2
+        assert not is_default(), "the block goes on"
+    assert done == [1, 2] and is_default()
+    check_holds(deferral)

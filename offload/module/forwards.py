@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -67,9 +67,8 @@ class Forwards:
         self.under_way: list[tuple[nn.Module, list[Loan], InForce]] = []
         self._beginning: int | None = None  # thread in which one begins; it may wait for the drive
 
-    @contextlib.contextmanager
-    def beginning(self) -> Iterator[None]:
-        """Let a forward begin in the block.
+    def begin(self, function: Callable[[nn.Module], None], module: nn.Module) -> None:
+        """Let a forward begin in `function`, which is given `module`.
 
         Raises:
             StateError: as :meth:`refuse_other_threads`.
@@ -77,7 +76,7 @@ class Forwards:
         self.refuse_other_threads()
         self._beginning = threading.get_ident()
         try:
-            yield
+            function(module)
         finally:
             self._beginning = None
 
@@ -104,7 +103,8 @@ class Forwards:
         Raises:
             StateError: that thread is in its forward, and no interrupt has torn it out.
         """
-        here, busy = threading.get_ident(), self._beginning not in (None, threading.get_ident())
+        here = threading.get_ident()
+        busy = self._beginning is not None and self._beginning != here
         if self.under_way and not busy:
             module, _, contexts = self.under_way[-1]
             busy = contexts.thread != here and _is_in(contexts.thread, module)

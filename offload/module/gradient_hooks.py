@@ -101,8 +101,8 @@ class GradientHooks:
             self = reference()
             if self is None:  # collected with its engine, and could not remove this; somebody else has the parameter
                 return
-            with no_subclasses(), self._calls.deferral:
-                self._take(parameter, unit, slot)
+            with no_subclasses():
+                self._calls.deferral.around(self._take, parameter, unit, slot)
 
         return hook
 

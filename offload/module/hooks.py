@@ -189,11 +189,15 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_child(self._process)
-        repeats = in_backward()
-        with self.deferral, contextlib.nullcontext() if repeats else self._forwards.beginning():
-            self._begin_forward(module, repeats=repeats)
+        if in_backward():
+            self.deferral.around(self._repeat_forward, module)
+        else:
+            self.deferral.around(self._forwards.begin, self._begin_forward, module)
 
-    def _begin_forward(self, module: nn.Module, *, repeats: bool) -> None:
+    def _repeat_forward(self, module: nn.Module) -> None:
+        self._begin_forward(module, repeats=True)
+
+    def _begin_forward(self, module: nn.Module, *, repeats: bool = False) -> None:
         under_way = self._forwards.under_way
         if under_way and not repeats and self._forwards.are_stale(module, self._model()):
             self.unwind()  # an interrupt has torn out of what was not called through the engine
@@ -257,16 +261,16 @@ class Hooks:
         return contexts
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
-        forwards = self._forwards
-        if not forwards.is_innermost(module):
-            return
-        with self.deferral:
-            forwards.leave()
-            self._manager.advance_updates(self._calls.guess)
-            if output is not None:
-                self._activations.balance()
-            elif not forwards.under_way and not in_backward():  # the forward has failed; a repetition stops early
-                self._activations.abandon_pass()
+        if self._forwards.is_innermost(module):
+            self.deferral.around(self._end_forward, output)
+
+    def _end_forward(self, output: object) -> None:
+        self._forwards.leave()
+        self._manager.advance_updates(self._calls.guess)
+        if output is not None:
+            self._activations.balance()
+        elif not self._forwards.under_way and not in_backward():  # the forward has failed; a repetition stops early
+            self._activations.abandon_pass()
 
     def watch(self) -> contextlib.AbstractContextManager[None]:
         """Serve parameters that are used outside any module's forward, inside the ``with`` block."""

@@ -86,20 +86,21 @@ class SavedTensors:
             return saved.get()
         if isinstance(saved, SavedElsewhere):
             assert self._leaving is not None
-            with self._deferral:
-                self._deferral.check()
-                return self._leaving.bring(saved)
+            return self._deferral.around(self._bring, self._leaving, saved)
         if isinstance(saved, Shell):
             return saved.map(self.unpack).tensor()
         assert isinstance(saved, SavedView)
         manager = self._manager
         if manager is None:
             raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
-        with self._deferral:
-            self._deferral.check()
-            return self._fetch(manager, saved)
+        return self._deferral.around(self._fetch, manager, saved)
+
+    def _bring(self, leaving: LeavingActivations, saved: SavedElsewhere) -> torch.Tensor:
+        self._deferral.check()
+        return leaving.bring(saved)
 
     def _fetch(self, manager: Manager, saved: SavedView) -> torch.Tensor:
+        self._deferral.check()
         if manager.tiers.param(saved.unit).version != saved.version:
             raise StateError(
                 f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "
