@@ -88,7 +88,7 @@ def test_peak_rss_of_a_small_model_with_spilled_gradients(tmp_path: Path) -> Non
 )
 def test_peak_rss_with_activations_that_the_plan_did_not_know(home: str, tmp_path: Path) -> None:
     """Without checkpointing, and with a loss whose temporaries nobody books: the working region gives way."""
-    check(run_bench(tmp_path, "--smoke", "--no-checkpointing", "--steps", "3", "--offload-param", home), tmp_path)
+    check(run_bench(tmp_path, "--smoke", "--no-checkpointing", "--steps", "5", "--offload-param", home), tmp_path)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ SCHEDULES = [schedule.name for schedule in (*fixed(MOVER_STREAMS), at_random(0),
 
 # Of every file some, and of every schedule some of each: an each-used file does not tell which schedule it needs.
 QUICK = (
-    "test_architecture and (llama or t5) or test_dtypes_with_check"
+    "test_architecture and (llama or t5) or test_fp32_follows_torch_adamw and llama or test_dtypes_with_check"
     " or test_any_single_transfer or test_interrupt or test_gather_keeps or test_generate and t5"
     " or test_training_goes_on and (interrupt or error) or test_several_engines or test_one_loss_through_two"
     " or test_reading_brings"
@@ -52,7 +52,7 @@ def test_some_of_each_under_every_schedule_in_turn() -> None:
     files = [
         str(TESTS / f"test_{name}.py") for name in ("parity", "engine", "backward_updates", "bad_input", "wrappers")
     ]
-    assert run("--schedule", "in turn", "-k", QUICK, *files, profile="quick", timeout_s=300) >= 50
+    assert run("--schedule", "in turn", "-k", QUICK, *files, profile="quick", timeout_s=300) > 50
 
 
 @pytest.mark.nightly
