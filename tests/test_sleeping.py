@@ -16,6 +16,7 @@ from harness import batch, everything_on_device
 from test_checkpoints import NAMES, Run, assert_same, directory, placed, seed
 
 from offload import BudgetError, Engine, StateError
+from offload import sleeping as sleeping_module
 from offload.life import Life
 from offload.memory.arena import HostArena
 from offload.memory.budget import Tier
@@ -174,3 +175,17 @@ def test_a_piece_that_comes_late_comes_to_nobody_elses_memory(tmp_path: Path) ->
         store.drain(60.0)
         assert not any(any(other[:]) for other in others)
     sleeping.close()
+
+
+def test_memory_of_a_piece_that_never_came_outlives_the_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: Any = SimpleNamespace(device=SimpleNamespace(place=torch.device("cpu"), addressable=False))
+    config: Any = None
+    buffer = HostArena(Tier.DEVICE, PIECE_BYTES).take(PIECE_BYTES)
+    for held in (False, True):
+        monkeypatch.setattr(sleeping_module, "is_memory_held", lambda held=held: held)
+        monkeypatch.setattr(sleeping_module, "_kept", kept := [])
+        sleeping = Sleeping(config, parts, Life(trains=True))
+        with pytest.raises(TimeoutError), sleeping._on_host(buffer, 0, PIECE_BYTES, write=True):
+            raise TimeoutError
+        sleeping.close()
+        assert len(kept) == held and not sleeping._left
