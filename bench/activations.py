@@ -6,7 +6,9 @@ A bf16 Llama (the real one of 135 M, or a random one) trains in each mode by tur
 * host: they go to host memory.
 * nvme: a small part of host memory, and the drive behind it.
 * recompute: the model's own gradient checkpointing, non-reentrant.
+* recompute, host: the same, and what its blocks are given goes to host memory.
 * save_on_cpu: torch's hooks around the forward. On a CPU they have nothing to do, as their memory is the same.
+* deepspeed: its checkpointing, where it can be imported. Its `checkpoint_in_cpu` fails on a CPU; it would move more.
 
 Per mode: seconds of a step, those of the processor against keep's (what others take of a shared machine is not in
 them), the most that was booked of the device for activations, the most that was resident beside what was before the
@@ -35,6 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _deepspeed_step
 import torch
 from _common import emit, load_model
 from step import drive_gb_s
@@ -45,7 +48,9 @@ from offload.activations.rss import reset_high_water, status_bytes, trim_heap
 from offload.memory.budget import Tier
 from offload.sizes import MIB, format_bytes, parse_bytes
 
-MODES = ("keep", "host", "nvme", "recompute", "save_on_cpu")
+BOTH = "recompute, host"
+DEEPSPEED = "deepspeed"
+MODES = ("keep", "host", "nvme", "recompute", BOTH, "save_on_cpu", DEEPSPEED)
 SPARE = 1.1  # of what a step takes, for holes of the heap
 FIRST_SHORT = ("keep", "chunked")
 CONTEXT_MODES = ("keep", "chunked", "recompute", "host", "nvme")
@@ -61,10 +66,10 @@ def options(mode: str, path: str, room: dict[str, str | int]) -> dict[str, Any]:
         "offload_optimizer": "cpu",
         "activation_memory": room["near"],
     }
-    if mode in ("host", "nvme"):
+    if mode in ("host", "nvme", BOTH):
         found["activations"] = "offload"
-        found["activation_cpu_memory"] = room["host" if mode == "host" else "staging"]
-        found["activation_nvme_memory"] = 0 if mode == "host" else room["drive"]
+        found["activation_cpu_memory"] = room["staging" if mode == "nvme" else "host"]
+        found["activation_nvme_memory"] = room["drive"] if mode == "nvme" else 0
     return found
 
 
@@ -73,8 +78,10 @@ def engine_of(mode: str, name: str, path: str, room: dict[str, str | int], **mor
     """Yield an engine in a mode."""
     model, _ = load_model(name)
     model.train()
-    if mode == "recompute":
+    if mode in ("recompute", BOTH):
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if mode == DEEPSPEED:
+        _deepspeed_step.checkpoint_blocks(model)
     if more.pop("chunked", False):
         offload.ops.chunk_loss(model)
     engine = offload.Engine(model, offload.AdamW(lr=1e-5), **{**options(mode, path, room), **more})
@@ -148,7 +155,7 @@ def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[s
     kept = max(run["booked_bytes"] for run in runs["keep"])
     kept_resident = max(run["resident_bytes"] for run in runs["keep"])
     print(f"{arguments.model}, {arguments.tokens} tokens; drive: {drive:.2f} GB/s, half read and half written")
-    print(f"{'mode':<12}{'s/step':>8}{'/keep':>7}{'bound':>8}{'/bound':>8}{'cpu /keep':>11}", end="")
+    print(f"{'mode':<16}{'s/step':>8}{'/keep':>7}{'bound':>8}{'/bound':>8}{'cpu /keep':>11}", end="")
     print(f"{'booked MiB':>12}{'less':>7}{'resident MiB':>14}{'less':>7}{'d2h+h2d MiB':>13}{'drive MiB':>11}")
     table = {}
     for mode, results in runs.items():
@@ -163,7 +170,7 @@ def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[s
         copied = (last["moved"]["d2h"] + last["moved"]["h2d"]) / MIB
         on_drive = (last["moved"]["nvme_read"] + last["moved"]["nvme_write"]) / MIB
         counts = mode != "save_on_cpu"  # what its hooks keep is in no book of ours
-        print(f"{mode:<12}{seconds:>8.3f}{ratio:>7.2f}{bound:>8.3f}{seconds / bound:>8.2f}{busy:>11.2f}", end="")
+        print(f"{mode:<16}{seconds:>8.3f}{ratio:>7.2f}{bound:>8.3f}{seconds / bound:>8.2f}{busy:>11.2f}", end="")
         print(f"{booked / MIB if counts else float('nan'):>12.0f}", end="")
         print(f"{100 * (1 - booked / kept) if counts else float('nan'):>6.0f}%{resident / MIB:>14.0f}", end="")
         print(f"{100 * (1 - resident / kept_resident):>6.0f}%{copied:>13.0f}{on_drive:>11.0f}")
@@ -262,7 +269,7 @@ def find_contexts(arguments: argparse.Namespace, room: dict[str, str | int]) -> 
             if (seconds is None) == (mode in FIRST_SHORT):
                 break
         most = ", the most that was tried" if longest == arguments.most_tokens else ""
-        print(f"{mode:<12}{longest:>6} tokens{most}; its first step took {took:.1f} s", flush=True)
+        print(f"{mode:<16}{longest:>6} tokens{most}; its first step took {took:.1f} s", flush=True)
         found[mode] = {"tokens": longest, "seconds": took, "is_most_tried": bool(most)}
     return {"contexts": found, "device_bytes": device, "near_bytes": room["near"]}
 
@@ -397,7 +404,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, one round")
     parser.add_argument("--json", help="write the result here")
     arguments = parser.parse_args()
-    arguments.modes = arguments.modes or list(CONTEXT_MODES if arguments.context else MODES)
+    modes = [mode for mode in MODES if mode != DEEPSPEED or _deepspeed_step.available()]
+    arguments.modes = arguments.modes or list(CONTEXT_MODES if arguments.context else modes)
     if arguments.smoke:
         arguments.model, arguments.rounds, arguments.steps = "tiny", 1, 2
         arguments.tokens, arguments.most_tokens = (1024, 8192) if arguments.context else (2048, 2048)
