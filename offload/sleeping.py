@@ -26,6 +26,7 @@ from offload.shards.manager import Manager
 from offload.sizes import MIB, PAGE_BYTES, format_bytes, whole_pages
 from swap import SwapStore
 from swap.io.aio import is_memory_held
+from swap.lifetime import leave
 
 PIECE_BYTES = 4 * MIB  # that are copied at once
 
@@ -190,8 +191,8 @@ class Sleeping:
         if place is not None:
             place.close()
         if is_memory_held():  # else all that was late has come, or never will
-            _kept.extend(self._left)
-        self._left.clear()
+            leave(self._left)
+        self._left = []
 
     def _room(self, size_bytes: int, *, host: bool) -> _Place:
         budgets = self._parts.budgets
@@ -236,6 +237,3 @@ def _pieces(content: Sequence[Buffer]) -> Iterator[tuple[int, Buffer, int, int]]
             size = min(PIECE_BYTES, buffer.size_bytes - first)
             yield at, buffer, first, size
             at += whole_pages(size)
-
-
-_kept: list[mmap.mmap] = []  # memory that the kernel may still write to, for good

@@ -103,7 +103,12 @@ def _close(aio: Aio, fds: Sequence[int], close: Callable[[], None], memory: list
         for fd in fds:
             os.close(fd)
     else:
-        _left.append(memory)
+        leave(memory)
+
+
+def leave(memory: object) -> None:
+    """Keep memory for good: the kernel may still write to it, and nobody is told when that ends."""
+    _left.append(memory)
 
 
 def weakly(method: Callable[[], str]) -> Callable[[], str]:
@@ -118,7 +123,7 @@ def weakly(method: Callable[[], str]) -> Callable[[], str]:
 
 
 _held: weakref.WeakSet[Holdings] = weakref.WeakSet()
-_left: list[list[object]] = []  # memory that the kernel may still write to
+_left: list[object] = []  # memory that the kernel may still write to
 _forks = 0  # that this process is away from the one that imported this module
 
 

@@ -183,7 +183,8 @@ def test_memory_of_a_piece_that_never_came_outlives_the_sleep(monkeypatch: pytes
     buffer = HostArena(Tier.DEVICE, PIECE_BYTES).take(PIECE_BYTES)
     for held in (False, True):
         monkeypatch.setattr(sleeping_module, "is_memory_held", lambda held=held: held)
-        monkeypatch.setattr(sleeping_module, "_kept", kept := [])
+        kept: list[object] = []
+        monkeypatch.setattr(sleeping_module, "leave", kept.append)
         sleeping = Sleeping(config, parts, Life(trains=True))
         with pytest.raises(TimeoutError), sleeping._on_host(buffer, 0, PIECE_BYTES, write=True):
             raise TimeoutError

@@ -22,6 +22,7 @@ from offload.errors import CheckpointError
 from offload.sizes import HUGE_PAGE_BYTES, MIB, PAGE_BYTES, round_up
 from swap import Aio, Priority, Ticket
 from swap.io.aio import file_facts
+from swap.lifetime import leave
 
 BUFFERS = 32  # half of them keep a drive busy while the others wait for their turn
 BUFFER_BYTES = 2 * MIB
@@ -129,10 +130,7 @@ class Staging:
                 for file in self._unclosed:
                     file.close()
             else:
-                _left.append((self._memory, self._unclosed))
-
-
-_left: list[tuple[mmap.mmap, list[OpenFile]]] = []  # to what is late, for good
+                leave((self._memory, self._unclosed))
 
 
 def _nothing() -> Future[None]:
