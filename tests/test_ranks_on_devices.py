@@ -26,7 +26,7 @@ from torch import nn
 from offload import AdamW, Engine, NonFiniteError
 from offload.planning.roles import Role
 
-STREAMS = 3  # that a mover makes
+STREAMS = 4  # that a mover makes
 MIB = 1 << 20
 HOMES = {  # of parameters, gradients and states: the slowest of all units
     "device": ("Tier.DEVICE", "Tier.HOST", "Tier.HOST"),
