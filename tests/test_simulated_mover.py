@@ -13,6 +13,7 @@ import pytest
 import torch
 from simulated import EAGER, LAZY, counts, first, fixed, pending, running
 from simulated.faults import ALL, WORK, failing
+from simulated.instead import MOVER_STREAMS
 
 from offload.errors import OffloadError
 from offload.memory import gradient_reader
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 PAGE = 4096
 DEADLINE_S = 60.0
 DOWN, AHEAD, URGENT = 1, 2, 3  # streams of a mover, in the order in which it makes them
-SCHEDULES = fixed(4)  # and one of a user
+SCHEDULES = fixed(MOVER_STREAMS + 1)  # and one of a user
 
 
 class Bench:

@@ -87,7 +87,8 @@ class BackwardUpdates(Updates[_Guess]):
         self._refused = False  # whether no guess is worth its while
         self._begun = False  # whether anything was begun for this step
         self.completed = 0
-        self._some_stay = any(tiers.plan.home(unit, Role.PARAM) is Tier.DEVICE for unit in tiers.units)
+        away = (unit for unit in tiers.units if unit.trainable and not tiers.plan.on_device(unit))
+        self._some_stay = any(tiers.plan.home(unit, Role.PARAM) is Tier.DEVICE for unit in away)
         self._has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
         self._room_bytes = tiers.plan.early_bytes
         self._waiting: list[_Guess] = []
