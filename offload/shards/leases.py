@@ -151,12 +151,13 @@ class Leases:
         self.close()
 
     def send_spare(self, unit: Unit) -> None:
-        """Send what is in the spare memory of PARAM, which is leased, as :meth:`send_param`; the copy may take time."""
+        """Send what is in the spare memory of PARAM, which is leased, as :meth:`send_param`.
+
+        No compute reads the old content any more: it was waited for, and could not see it since.
+        """
         mover, shard = self._tiers.mover, self._copies.of(unit.index, Role.PARAM)
         home, spare = shard.home_buffer, shard.spare_buffer
         assert home is not None and spare is not None, shard.describe()
-        mover.use(home)  # behind what is on its way there
-        mover.release(home)  # compute so far may still read it
         mover.fetch_host(spare.address, home, shard.size_bytes, urgent=True).wait(self._tiers.deadline_s)
         mover.use(home)
 
