@@ -30,7 +30,6 @@ UPDATE_BYTES = (
     30  # of a bf16 parameter: its gradient is taken (2 + 2) and read; it and 10 bytes of states are rewritten
 )
 COPIED_BYTES = 2  # of it, in each direction
-LEAST_SHARE = 0.25  # of host memory's bandwidth that copies leave to the CPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +75,7 @@ def lost_per_copied_byte(hardware: Hardware) -> float:
     """Return how many bytes the CPU's kernels lose at least per byte that is copied beside them."""
 
     def lost(copied: float) -> float:
-        left = max(hardware.host_bytes_s - copied, hardware.host_bytes_s * LEAST_SHARE)
-        return max(hardware.update_bytes_s - left, 0.0) / copied
+        return (hardware.update_bytes_s - hardware.updates_beside(copied)) / copied
 
     up, down = hardware.h2d_bytes_s, hardware.d2h_bytes_s
     return min(lost(up), lost(down), lost(up + down))

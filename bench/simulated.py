@@ -54,9 +54,13 @@ from simulated.engine import engine_clock, untouched
 from simulated.figures import Figures, watched
 
 import offload
+from offload import Config
+from offload.memory.budget import Tier
 from offload.planning.hardware import PRESETS, Hardware
+from offload.planning.partition import find_units
 from offload.planning.timing import Timing, timing_of
 from offload.planning.work import work_of
+from offload.request import unit_bytes_of
 
 HEADROOM = 0.95  # of device and host memory
 MOST_MICRO_BATCHES = 16
@@ -185,7 +189,9 @@ def predicted(case: Case, sizes: dict[str, int], batch: Batch) -> Timing:
     with engine_clock(hardware, dry=True, updates=case.optimizer == "none"):
         with engine(case, hardware, sizes, batch.micro_batches) as ours:
             plan = ours.plan
-    work = work_of(made(sizes), [torch.empty(batch.rows, SEQUENCE, dtype=torch.int64, device="meta")])
+    model = made(sizes)
+    tree = find_units(model, max_unit_bytes=unit_bytes_of(Config(), plan.request.budgets[Tier.DEVICE]))
+    work = work_of(model, [torch.empty(batch.rows, SEQUENCE, dtype=torch.int64, device="meta")], tree=tree)
     return timing_of(plan, work, hardware, micro_batches=batch.micro_batches, clips=case.clips)
 
 

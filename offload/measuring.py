@@ -29,7 +29,7 @@ from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
 from offload.memory.machine import cpu_name
 from offload.planning.hardware import Hardware
-from offload.planning.timing import update_bytes
+from offload.planning.moved import update_bytes
 from offload.planning.work import Blank, Call, Kernel, Work
 from offload.sizes import MIB
 from offload.spec import OptimizerSpec

@@ -12,7 +12,7 @@ from harness import host, nvme
 from models import BY_NAME
 
 import offload
-from offload.planning.timing import moved_of
+from offload.planning.moved import moved_of
 from swap import SwapStore
 from swap.store import StoreTicket
 

@@ -18,6 +18,7 @@ import torch
 from several_ranks import Ended, Raised, run
 from simulated import EAGER, LAZY, CannotBuild, Schedule, at_random, first, fixed, load, running
 from simulated.build import library
+from simulated.instead import MOVER_STREAMS
 from test_rank_checkpoint_errors import error_of
 from test_stage_1 import CLIP, STEPS, batch, check_bits, net, options, smallest, states_of
 from test_stage_3 import WORLD
@@ -26,7 +27,6 @@ from torch import nn
 from offload import AdamW, Engine, NonFiniteError
 from offload.planning.roles import Role
 
-STREAMS = 3  # that a mover makes
 MIB = 1 << 20
 HOMES = {  # of parameters, gradients and states: the slowest of all units
     "device": ("Tier.DEVICE", "Tier.HOST", "Tier.HOST"),
@@ -150,7 +150,7 @@ def test_ranks_on_devices_are_one_process(
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("dtypes", ["float32-float32", "bfloat16-int8", "float16-bfloat16"])
 def test_ranks_on_devices_are_one_process_under_all_schedules(dtypes: str, home: str, tmp_path: Path) -> None:
-    cases = [(stage, schedule) for stage in (1, 2, 3) for schedule in fixed(STREAMS)]
+    cases = [(stage, schedule) for stage in (1, 2, 3) for schedule in fixed(MOVER_STREAMS)]
     check(6, f"{dtypes}-{home}", tmp_path, *cases)
 
 

@@ -15,9 +15,9 @@ from offload.memory.budget import Tier
 from offload.planning import scale
 from offload.planning.asked import Homes, Request
 from offload.planning.clusters import CLUSTERS, DGX_2, H200_NODE
+from offload.planning.moved import update_bytes
 from offload.planning.planner import make_plan
 from offload.planning.scale import LANES, Case, Step, most_parameters, step_of
-from offload.planning.timing import update_bytes
 from offload.planning.traffic import step_bytes
 from offload.planning.units import Unit, lay_out
 

@@ -23,7 +23,8 @@ from torch import nn
 
 import offload
 from offload import watching
-from offload.planning.timing import Moved, Span, Timing
+from offload.planning.moved import Moved
+from offload.planning.timing import Span, Timing
 from offload.report import make_report
 from offload.seeing import drawing
 from offload.seeing.history import Between, History, Sample

@@ -270,6 +270,28 @@ def test_the_time_of_the_device_is_told_to_the_last_part(home: str) -> None:
     assert figures.moved_bytes["h2d"] > 0 and figures.moved_bytes["d2h"] > 0
 
 
+def test_parameters_on_the_device_come_back_unit_by_unit() -> None:
+    """Each unit is sent once, from its spare memory, also where the next forward updates it: chunks would be more."""
+    model = llama(**MIDDLE)
+    with engine_clock(H200, dry=True):
+        memory = {"device": int(H200.device_bytes * 0.9), "cpu": int(H200.host_bytes * 0.9)}
+        options: dict[str, Any] = {"device": "sim", "max_memory": memory, "offload_param": "none"}
+        with Engine(untouched(model), AdamW(lr=1e-3), offload_optimizer="cpu", **options) as engine:
+            ids = torch.zeros(1, 8192, dtype=torch.int64, device="sim")
+            early = []
+            for _ in range(3):
+                operations()
+                engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+                engine.step()
+                early.append(engine.stats().early_units)
+            engine(input_ids=ids, labels=ids, use_cache=False)
+            sent = sorted(each.size_bytes for each in operations() if each.lane == "h2d" and each.size_bytes > MIB)
+            units = sorted(unit.param_bytes for unit in engine.plan.request.units if unit.param_bytes > MIB)
+            engine.close(restore=False)
+    assert 0 < early[2] - early[1] < len(units), "the forward updates some"
+    assert set(sent) == set(units)
+
+
 def test_figures_are_work_over_time() -> None:
     figures = Figures(4.0, {"compute": 3.0}, {"compute": 3.0, "drive": 3.6}, {}, {}, {}, (1,), 0)
     assert figures.used == 0.75 and figures.binding == "drive" and figures.reached == 0.9

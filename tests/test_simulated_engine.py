@@ -29,6 +29,7 @@ from harness import (
 )
 from harness import run as train
 from simulated import EAGER, LAZY, Schedule, at_random, counts, fixed, running
+from simulated.instead import MOVER_STREAMS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,7 +42,7 @@ from offload.shards.shard import Event
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 
 MIB = 1 << 20
-SCHEDULES = fixed(3)  # a mover makes a stream for downloads, then two for uploads
+SCHEDULES = fixed(MOVER_STREAMS)
 PARTLY_BYTES = 100 << 10  # for states and gradients of three of :class:`Net`'s units
 EACH = [LAZY, *(pytest.param(each, marks=pytest.mark.nightly) for each in SCHEDULES if each is not LAZY)]
 HOMES = ["device", "cpu", "nvme"]
@@ -464,7 +465,7 @@ def run_on_two_streams(home: str, path: Path) -> Outcome:
 @pytest.mark.parametrize("home", HOMES)
 def test_the_users_own_streams(home: str, tmp_path: Path) -> None:
     truth = run_on_two_streams("truth", tmp_path)
-    for schedule in fixed(4):
+    for schedule in fixed(MOVER_STREAMS + 1):
         with running(schedule) as seen:
             ours = run_on_two_streams(home, tmp_path)
         assert_equal(ours, truth)
@@ -477,7 +478,7 @@ def test_parameters_move_together_on_the_device(home: str, tmp_path: Path) -> No
     torch.manual_seed(0)
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(3)] + [nn.Linear(WIDTH, 7 * WIDTH)]
     weights = [block.weight.detach().clone().view(-1) for block in blocks]
-    for schedule in fixed(4):
+    for schedule in fixed(MOVER_STREAMS + 1):
         model = nn.Sequential(*copy.deepcopy(blocks))
         options = placed(home, model, tmp_path, unit_bytes=32 << 10, prefetch=False)
         with running(schedule) as seen, Engine(model, AdamW(), **options) as engine, torch.no_grad():

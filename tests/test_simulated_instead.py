@@ -66,7 +66,7 @@ def test_all_of_them(name: str, schedule: str) -> None:
 
 def test_schedules_have_names() -> None:
     assert schedule_of("lazy") == LAZY and schedule_of("first 2") == first(2) and schedule_of("seed 3") == at_random(3)
-    assert [schedule_of("in turn", number).name for number in range(7)] == [
+    assert [schedule_of("in turn", number).name for number in range(MOVER_STREAMS + 4)] == [
         *(s.name for s in fixed(MOVER_STREAMS)),
         "lazy",
     ]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from simulated import EAGER, LAZY, counts, first, fixed, pending, running
 from simulated.faults import ALL, WORK, failing
+from simulated.instead import MOVER_STREAMS
 
 from offload.errors import OffloadError
 from offload.memory import gradient_reader
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread")
 PAGE = 4096
 DEADLINE_S = 60.0
 DOWN, AHEAD, URGENT = 1, 2, 3  # streams of a mover, in the order in which it makes them
-SCHEDULES = fixed(4)  # and one of a user
+SCHEDULES = fixed(MOVER_STREAMS + 1)  # and one of a user
 
 
 class Bench:
@@ -630,6 +631,26 @@ def test_copies_of_chunks_are_waited_for_by_the_host_alone(make_bench: Callable[
             ctypes.memset(home, 0, PAGE)
             assert torch.equal(bench.seen(place).cpu(), full(9)) and torch.equal(late.cpu(), full(4)), schedule.name
         assert seen.races == [] and seen.total("synchronizations") <= 2, schedule.name
+
+
+def test_what_is_settled_does_not_wait_for_compute_and_compute_may_be_waited_for(
+    make_bench: Callable[..., Bench],
+) -> None:
+    for schedule in SCHEDULES:
+        with running(schedule) as seen:
+            bench = make_bench()
+            place, home = bench.place(0), bench.home(0)
+            bench.mover.upload(bench.home(3), place.address, PAGE).wait(DEADLINE_S)
+            bench.mover.use(place)
+            bytes_at(place.address, PAGE, bench.device.place).add_(1)
+            bench.mover.await_compute(DEADLINE_S)
+            other = bytes_at(bench.place(1).address, PAGE, bench.device.place).add_(1)
+            bench.mover.download(place.address, home, PAGE, settled=True).wait(DEADLINE_S)
+            assert torch.equal(bytes_at(home, PAGE, HOST), full(4)), schedule.name
+            if schedule.name == "lazy":
+                assert any(pending().values()), "compute that came later has not run"
+            del other
+        assert seen.races == [], schedule.name
 
 
 def test_a_place_is_filled_part_by_part_from_memory_that_is_used_again(make_bench: Callable[..., Bench]) -> None:

@@ -18,6 +18,7 @@ import test_simulated_mover as mover
 import test_simulated_states as states
 from harness import assert_equal
 from simulated import Schedule, fixed, running
+from simulated.instead import MOVER_STREAMS
 from simulated.kernels import updating
 
 import offload
@@ -95,6 +96,10 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
     "a download of a chunk behind compute": (
         f"{MEMORY}.accelerator", "AcceleratorMover.download",
         "self._follow(stream, self._ordering.computed())", "pass",
+    ),
+    "the host behind compute, before what is settled is read": (
+        f"{MEMORY}.accelerator", "AcceleratorMover.await_compute",
+        'self._moment(event, "compute").wait(timeout_s)', "pass",
     ),
     "an upload of a chunk behind compute": (
         f"{MEMORY}.accelerator", "AcceleratorMover.upload",
@@ -201,6 +206,7 @@ MOVER_PROGRAMS = (
     mover.test_a_copy_that_fails_in_its_second_part_leaves_nothing_that_still_copies,
     mover.test_a_copy_waits_for_those_who_read_its_place_and_for_no_others,
     mover.test_copies_of_chunks_are_waited_for_by_the_host_alone,
+    mover.test_what_is_settled_does_not_wait_for_compute_and_compute_may_be_waited_for,
     mover.test_gradients_arrive_in_order_whatever_the_ring,
     mover.test_a_place_is_filled_part_by_part_from_memory_that_is_used_again,
 )
@@ -240,7 +246,7 @@ def missed_by_the_mover() -> str | None:
 
 def missed_by_an_engine(path: Path, programs: dict[str, Program]) -> Iterator[str]:
     """Yield which runs of the engine are wrong, or race."""
-    for schedule in fixed(4):
+    for schedule in fixed(MOVER_STREAMS + 1):
         for name, program in programs.items():
             wrong = program(schedule)
             if wrong:

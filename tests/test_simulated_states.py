@@ -13,6 +13,7 @@ from harness import WIDTH, Outcome, assert_equal, assert_same_tensors, batch, ev
 from harness import run as train
 from simulated import EAGER, LAZY, at_random, first, fixed, running
 from simulated.faults import WORK, failing
+from simulated.instead import MOVER_STREAMS
 from simulated.kernels import updating
 from test_checkpoints import assert_same, directory, seed
 from test_simulated_checkpoints import SimulatedRun
@@ -309,7 +310,7 @@ def _outcome(engine: Engine, losses: list[torch.Tensor]) -> Outcome:
 @pytest.mark.parametrize("run", [run_on_changing_streams, run_on_new_streams, run_added])
 def test_streams_of_the_user(run: Callable[[str, Path], Outcome], tmp_path: Path) -> None:
     truth = run("truth", tmp_path)
-    for schedule in fixed(4):
+    for schedule in fixed(MOVER_STREAMS + 1):
         with running(schedule) as seen:
             ours = run("partly", tmp_path)
         assert_equal(ours, truth)

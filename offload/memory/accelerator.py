@@ -177,7 +177,8 @@ class AcceleratorMover:
 
     There are two streams for uploads: what compute waits for does not queue behind what was fetched ahead. What comes
     from NVMe passes through page-locked staging buffers, chunk by chunk. A buffer is reused only after the event that
-    was recorded behind its last copy. Gradients have a :class:`GradientReader`.
+    was recorded behind its last copy. Gradients have a :class:`GradientReader`. What is settled has a stream that waits
+    for nothing: gradients' stream waits for compute that the device has been given far ahead.
     """
 
     def __init__(
@@ -208,8 +209,8 @@ class AcceleratorMover:
         self._watch = watch
         self._deadline_s = deadline_s
         self._ordering = Ordering(device)
-        self._ahead, self._urgent = torch.Stream(device.place), torch.Stream(device.place)
-        for stream in (self._ahead, self._urgent):
+        self._ahead, self._urgent, self._settled = (torch.Stream(device.place) for _ in range(3))
+        for stream in (self._ahead, self._urgent, self._settled):
             stream.wait_stream(device.current_stream())  # work of the arena's last owner may be queued
         self._staging = list(staging)
         self._staged: list[torch.Event | None] = [None] * len(staging)  # the last copy from each
@@ -355,6 +356,11 @@ class AcceleratorMover:
         if event is not None:
             self._moment(event, "copy to the device").wait(self._deadline_s)
 
+    def await_compute(self, timeout_s: float) -> None:
+        """Let the host wait for all streams that compute."""
+        for event in self._ordering.computed():
+            self._moment(event, "compute").wait(timeout_s)
+
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Copy on the current stream, in pieces that do not overlap; the others that compute wait on both sides."""
         others = self._ordering.move(source)
@@ -380,10 +386,11 @@ class AcceleratorMover:
 
     # --- chunks of what is at home on the device --------------------------------------------------------------------
 
-    def download(self, source: int, target: int, size_bytes: int) -> Ticket:
-        """Copy device address `source` to page-locked host address `target`, behind compute."""
-        stream = self._gradients.stream
-        self._follow(stream, self._ordering.computed())
+    def download(self, source: int, target: int, size_bytes: int, *, settled: bool = False) -> Ticket:
+        """Copy device address `source` to page-locked host address `target`, behind compute unless it is `settled`."""
+        stream = self._settled if settled else self._gradients.stream
+        if not settled:
+            self._follow(stream, self._ordering.computed())
         return self._download(stream, source, target, size_bytes)
 
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:

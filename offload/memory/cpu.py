@@ -131,7 +131,7 @@ class CpuMover:
         copy = begin(lambda: self._copy(target.address, bring(), size_bytes))
         return Brought(copy, f"copy of {size_bytes} bytes to the device")
 
-    def download(self, source: int, target: int, size_bytes: int) -> Ticket:
+    def download(self, source: int, target: int, size_bytes: int, *, settled: bool = False) -> Ticket:
         """Copy in the worker thread."""
         return FutureTransfer(
             self._worker.submit(self._copy, target, source, size_bytes), f"copy of {size_bytes} bytes"
@@ -155,6 +155,9 @@ class CpuMover:
         """Copy in the same thread."""
         copy = self._saver.submit(self._copy, target, source, size_bytes)
         return CpuArriving(copy, f"copy of {size_bytes} bytes of activations to the device")
+
+    def await_compute(self, timeout_s: float) -> None:
+        """Nothing to wait for."""
 
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Copy."""

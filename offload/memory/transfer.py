@@ -230,8 +230,11 @@ class Mover(Protocol):
             begin: has something done in a thread, now or later; returns what becomes of it.
         """
 
-    def download(self, source: int, target: int, size_bytes: int) -> Ticket:
-        """Copy `size_bytes` from device address `source` to host address `target`."""
+    def download(self, source: int, target: int, size_bytes: int, *, settled: bool = False) -> Ticket:
+        """Copy `size_bytes` from device address `source` to host address `target`.
+
+        What is `settled` is waited for by nobody: whoever has written it is known to be done.
+        """
 
     def upload(self, source: int, target: int, size_bytes: int) -> Ticket:
         """Copy `size_bytes` from host address `source` to device address `target`."""
@@ -256,6 +259,9 @@ class Mover(Protocol):
 
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Move bytes on the device, to a lower address; the two may overlap. What compute is given next sees them."""
+
+    def await_compute(self, timeout_s: float) -> None:
+        """Let the host wait until all that compute has been given so far is done."""
 
     def alone(self) -> contextlib.AbstractContextManager[None]:
         """Let what the device is given in the ``with`` block follow all compute so far, and all that comes follow it.

@@ -7,6 +7,7 @@ Next: :mod:`offload.planning.plan` is the answer.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -238,12 +239,10 @@ class Request:
 
         The roles of a record have one slice.
         """
-        total = 0
         begin, end = self.owned(unit, roles[0])
-        for first, last in unit.chunks(chunk_numel):
-            numel = max(min(last, end) - max(first, begin), 0)
-            total += whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
-        return total
+        chunks = collections.Counter(max(min(b, end) - max(a, begin), 0) for a, b in unit.chunks(chunk_numel))
+        sizes = {numel: sum(self.chunk_bytes(unit, role, numel) for role in roles) for numel in chunks}
+        return sum(whole_pages(sizes[numel]) * many for numel, many in chunks.items())
 
     def manifest_bytes(self, chunk_numel: int) -> int:
         """Return about how many bytes a commit adds to the store's manifest: a line per chunk that a step writes."""

@@ -16,6 +16,8 @@ from typing import Any
 
 from offload.errors import ConfigError, did_you_mean
 
+LEAST_SHARE = 0.25  # of host memory's bandwidth that copies and drives leave to the CPU
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
@@ -90,6 +92,11 @@ class Hardware:
                 f"hardware {self.name}: {name}: expected {unit} from {low:g} to {high:g} but got {value!r}; "
                 "give what was measured, in this unit"
             )
+
+    def updates_beside(self, copied_bytes_s: float) -> float:
+        """Return the bytes per second that updates on the CPU reach while so many go through host memory besides."""
+        left = max(self.host_bytes_s - copied_bytes_s, self.host_bytes_s * LEAST_SHARE)
+        return min(self.update_bytes_s, left)
 
     @classmethod
     def load(cls, source: str | os.PathLike[str]) -> Hardware:

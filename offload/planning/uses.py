@@ -7,6 +7,7 @@ each parameter that autograd has kept a view of. Uses that no module announces a
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -39,7 +40,12 @@ class Uses:
 
 
 class Recording:
-    """Notes the uses of one model's units. See the module's text."""
+    """Notes the uses of one model's units. See the module's text.
+
+    Attributes:
+        latest: the unit that was used last: what is computed now is counted as its own.
+        calls: of modules that have the engine's hooks, since somebody has taken them, by the unit that was latest.
+    """
 
     def __init__(self, tree: UnitTree, parameters: Mapping[str, torch.Tensor]) -> None:
         """Begin; `parameters` are those that are used, on the meta device, by their names in the model."""
@@ -51,10 +57,14 @@ class Recording:
             if slot.name in parameters
         }
         self._noted: list[int] = []
+        self.latest = 0
+        self.calls: collections.Counter[int] = collections.Counter()
 
     def enter(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Note that a module's forward begins; what is returned is in force until it ends."""
-        self._noted += self._leases.get(module, ())
+        for unit in self._leases.get(module, ()):
+            self.note(unit)
+        self.calls[self.latest] += module in self._leases
         hidden = top_hooks()
         if hidden is not None and isinstance(getattr(hidden[0], "__self__", None), _Over):
             return contextlib.nullcontext()
@@ -71,8 +81,9 @@ class Recording:
         return self._units.get(storage_place(tensor))
 
     def note(self, unit: int) -> None:
-        """Note a use in backward."""
+        """Note a use."""
         self._noted.append(unit)
+        self.latest = unit
 
 
 class _Over:

@@ -86,6 +86,21 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a pass does while one unit is the latest that was used.
+
+    Attributes:
+        kernels: how often each runs.
+        operators: calls of torch by the host.
+        calls: of modules that have the engine's hooks.
+    """
+
+    kernels: Mapping[Kernel, int]
+    operators: int
+    calls: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Work:
     """One micro-batch.
 
@@ -97,6 +112,7 @@ class Work:
         measured_s: of forward and of backward, where their kernels were measured on the device.
         unmeasured: operators among them that could not be.
         uses: of units, in their order; None where the units are not known.
+        parts: of forward and of backward, by unit, likewise.
     """
 
     forward: Mapping[Kernel, int]
@@ -107,6 +123,7 @@ class Work:
     measured_s: tuple[float, float] | None = None
     unmeasured: tuple[str, ...] = ()
     uses: Uses | None = None
+    parts: tuple[Mapping[int, Part], Mapping[int, Part]] | None = None
 
     def twice_as_fast(self) -> Work:
         """Return it as measured on a device of twice the speed; as it is where it was not measured."""
@@ -150,7 +167,7 @@ def work_of(
     parameters = list(state.values())
     recording = None if tree is None else Recording(tree, state)
     state |= {name: _hollow(tensor) for name, tensor in model.named_buffers()}
-    counter = _Counter(parameters)
+    counter = _Counter(parameters, recording)
     with contextlib.ExitStack() as undo:
         for parameter in parameters:
             if parameter.requires_grad:
@@ -162,14 +179,21 @@ def work_of(
         try:
             passes = _Passes(model, counter, recording)
             inside = {f"model.{name}": tensor for name, tensor in state.items()}
-            forward, operators, backward, uses = torch.func.functional_call(passes, inside, arguments, named)
+            forward, backward, uses = torch.func.functional_call(passes, inside, arguments, named)
         except Exception as error:
             raise ConfigError(
                 f"model {type(model).__name__}: what a batch takes cannot be told without running it: "
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; leave batch out to have "
                 "the plan in bytes"
             ) from error
-    return Work(forward, backward, operators, counter.peak_bytes, counter.assumed, uses=uses)
+    operators = sum(part.operators for part in forward.values())
+    parts = None if uses is None else (forward, backward)
+    return Work(_all(forward), _all(backward), operators, counter.peak_bytes, counter.assumed, uses=uses, parts=parts)
+
+
+def _all(parts: Mapping[int, Part]) -> Mapping[Kernel, int]:
+    """Return the kernels of all parts."""
+    return sum((collections.Counter(part.kernels) for part in parts.values()), collections.Counter())
 
 
 def _refuse_quantized(model: nn.Module) -> None:
@@ -191,17 +215,15 @@ class _Passes(nn.Module):
         self._counter = counter
         self._recording = recording
 
-    def forward(
-        self, *arguments: Any, **named: Any
-    ) -> tuple[Mapping[Kernel, int], int, Mapping[Kernel, int], Uses | None]:
-        """Return the kernels of forward, its operators, the kernels of backward, and the uses of units."""
+    def forward(self, *arguments: Any, **named: Any) -> tuple[Mapping[int, Part], Mapping[int, Part], Uses | None]:
+        """Return the parts of forward, those of backward, and the uses of units."""
         loss = _loss(self.model(*arguments, **named))
-        forward, operators = self._counter.next_pass()
+        forward = self._counter.next_pass()
         used = () if self._recording is None else self._recording.take()
         if loss.requires_grad:
             torch.autograd.backward(loss)
         uses = None if self._recording is None else Uses(used, self._recording.take())
-        return forward, operators, self._counter.next_pass()[0], uses
+        return forward, self._counter.next_pass(), uses
 
 
 def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -328,21 +350,26 @@ class _Grouped(torch.autograd.Function):
 
 
 class _Counter(TorchDispatchMode):
-    """Counts kernels, and bytes that are alive."""
+    """Counts kernels, per unit where there is a recording, and bytes that are alive."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], recording: Recording | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kernels: collections.Counter[Kernel] = collections.Counter()
+        self._recording = recording
+        self._kernels: collections.defaultdict[int, collections.Counter[Kernel]] = collections.defaultdict(
+            collections.Counter
+        )
         self._alive: dict[int, weakref.ref[Any] | None] = {storage_place(tensor): None for tensor in parameters}
         self._alive_bytes = 0
-        self._operators = 0
+        self._operators: collections.Counter[int] = collections.Counter()
         self.peak_bytes = 0
         self.assumed = 0
 
-    def next_pass(self) -> tuple[Mapping[Kernel, int], int]:
-        """Return what was counted since the last pass: kernels, and operators."""
-        found = dict(self._kernels), self._operators
-        self._kernels, self._operators = collections.Counter(), 0
+    def next_pass(self) -> dict[int, Part]:
+        """Return what was counted since the last pass, by unit."""
+        calls = self._recording.calls if self._recording is not None else collections.Counter[int]()
+        found = {unit: Part(self._kernels[unit], self._operators[unit], calls[unit]) for unit in self._operators}
+        for counted in (self._kernels, self._operators, calls):
+            counted.clear()
         return found
 
     def forget(self, tensor: torch.Tensor) -> None:
@@ -351,7 +378,8 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._operators += 1
+        unit = 0 if self._recording is None else self._recording.latest
+        self._operators[unit] += 1
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             self.assumed += 1
             return True
@@ -359,7 +387,7 @@ class _Counter(TorchDispatchMode):
         made = list(tensors_in(output))
         given = list(tensors_in((args, kwargs)))
         if not func.is_view:
-            self._kernels[_kernel(func, args, kwargs, output, [*given, *made])] += 1
+            self._kernels[unit][_kernel(func, args, kwargs, output, [*given, *made])] += 1
         for tensor in made:
             self._begin(tensor)
         return output

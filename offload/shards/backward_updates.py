@@ -87,6 +87,8 @@ class BackwardUpdates(Updates[_Guess]):
         self._refused = False  # whether no guess is worth its while
         self._begun = False  # whether anything was begun for this step
         self.completed = 0
+        away = (unit for unit in tiers.units if unit.trainable and not tiers.plan.on_device(unit))
+        self._some_stay = any(tiers.plan.home(unit, Role.PARAM) is Tier.DEVICE for unit in away)
         self._has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
         self._room_bytes = tiers.plan.early_bytes
         self._waiting: list[_Guess] = []
@@ -189,6 +191,8 @@ class BackwardUpdates(Updates[_Guess]):
         What is under way is finished first: these units came last in backward, so they come first in the forward. What
         only waits for the worker is left to the forward, which knows a better order.
         """
+        if self._some_stay:  # compute waits for what is sent from now on, and reads of parameters must not
+            self._tiers.mover.await_compute(self._tiers.deadline_s)
         self._tiers.gradients.completed.clear()
         self._waiting.clear()
         for update in reversed(list(self._open)):
@@ -299,8 +303,6 @@ class BackwardUpdates(Updates[_Guess]):
                 self._room_bytes += tiers.plan.aside_bytes(update.unit)
                 continue
             self._begun = True
-            if param.spare_buffer is not None:  # it was the parameters' home before the last step
-                tiers.mover.await_source(param.spare_buffer.address)
             self._begin(update)
             return True
         return False

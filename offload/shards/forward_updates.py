@@ -51,7 +51,7 @@ class _Leaving:
         chunks = update.chunks
         return cls(
             update,
-            param.work_buffer is None and any(Role.PARAM in chunk.staged for chunk in chunks),
+            param.work_buffer is None and any(chunk.writing_param for chunk in chunks),
             [ticket for chunk in chunks for ticket in chunk.writing],
             [ticket for chunk in chunks for ticket in chunk.writing_param],
         )

@@ -140,19 +140,26 @@ class Leases:
 
         Compute that is given to the device from now on sees it.
         """
-        mover, shard = self._tiers.mover, self._copies.of(unit.index, Role.PARAM)
-        home, spare = shard.home_buffer, shard.spare_buffer
-        assert home is not None and spare is not None and not self._writing, shard.describe()
+        shard = self._copies.of(unit.index, Role.PARAM)
+        assert not self._writing, shard.describe()
         self._writing.append(self._copies.lease_to_write(shard, Event.OVERWRITE_HOME))
         try:
-            mover.use(home)  # behind what is on its way there
-            mover.release(home)  # compute so far may still read it
-            mover.fetch_host(spare.address, home, shard.size_bytes, urgent=True).wait(self._tiers.deadline_s)
-            mover.use(home)
+            self.send_spare(unit)
         except BaseException:
             self.abandon({unit.index})
             raise
         self.close()
+
+    def send_spare(self, unit: Unit) -> None:
+        """Send what is in the spare memory of PARAM, which is leased, as :meth:`send_param`.
+
+        No compute reads the old content any more: it was waited for, and could not see it since.
+        """
+        mover, shard = self._tiers.mover, self._copies.of(unit.index, Role.PARAM)
+        home, spare = shard.home_buffer, shard.spare_buffer
+        assert home is not None and spare is not None, shard.describe()
+        mover.fetch_host(spare.address, home, shard.size_bytes, urgent=True).wait(self._tiers.deadline_s)
+        mover.use(home)
 
     def close(self) -> None:
         """Return the leases: what was written is now the shards' content."""
@@ -211,11 +218,20 @@ class Leases:
     # --- chunks that come through staging ---------------------------------------------------------------------------
 
     def read_chunk(
-        self, unit: Unit, role: Role, number: int, address: int, size_bytes: int, *, urgent: bool = False
+        self,
+        unit: Unit,
+        role: Role,
+        number: int,
+        address: int,
+        size_bytes: int,
+        *,
+        urgent: bool = False,
+        settled: bool = False,
     ) -> Ticket | None:
         """Start bringing chunk `number` to host `address`, before what is not urgent; None if it was never written.
 
-        On NVMe, the state roles are one record per chunk, named by :attr:`Role.MASTER`.
+        If PARAM is `settled`, nothing that the device was given still writes it. On NVMe, the state roles are one
+        record per chunk, named by :attr:`Role.MASTER`.
         """
         shard, there = self._record(unit, role), self._tiers.gradients_there
         if role is Role.GRAD and there is not None and unit.index in there:
@@ -226,7 +242,8 @@ class Leases:
                 [download(source, address + (at - begin) * itemsize, n * itemsize) for at, n, source in parts]
             )
         if shard.home is Tier.DEVICE:
-            return self._tiers.mover.download(self._device_address(shard, number), address, size_bytes)
+            source = self._device_address(shard, number)
+            return self._tiers.mover.download(source, address, size_bytes, settled=settled and role is Role.PARAM)
         store, key = self._copies.require_store(), chunk_key(shard, number)
         return store.get(key, address, size_bytes, urgent=urgent) if key in store else None
 

@@ -26,7 +26,7 @@ from offload.planning.roles import STATE_ROLES, Role, States
 from offload.planning.units import Unit
 from offload.shards.leases import Access, Leases
 from offload.shards.read_ahead import Record
-from offload.shards.shard import State
+from offload.shards.shard import Shard, State
 from offload.shards.tiers import Tiers
 from offload.shards.worker import Task
 from offload.sizes import whole_pages
@@ -157,6 +157,7 @@ class Pipeline:
         reads: frozenset[Role],
         writes: frozenset[Role] = frozenset(),
         aside: bool = False,
+        updates: bool = False,
         filled: Mapping[tuple[int, int], Record] | None = None,
     ) -> None:
         """Prepare; `reads` and `writes` as in :func:`stream`.
@@ -164,9 +165,13 @@ class Pipeline:
         With `aside`, what is written goes beside the content, which stays as it is, and PARAM is not leased. PARAM and
         the states are at home on NVMe then, or have spare memory. Slots of `filled` have what was read before, by unit
         and chunk: the pipeline waits for these reads.
+
+        With `updates`, spare memory is nobody else's: PARAM that is at home on the device passes through it. What has
+        written PARAM there is over: its gradient has come, or compute was waited for.
         """
         self._tiers = tiers
         self._aside = aside
+        self._updates = updates
         self._reads = reads
         self._writes = writes
         self._filled = dict(filled or {})  # until their chunks are started
@@ -217,11 +222,15 @@ class Pipeline:
 
     def open(self, unit: Unit, leases: Leases) -> list[Chunk]:
         """Lease what is needed of a unit; returns its chunks."""
+        param = self._tiers.param(unit.index)
+        if self._has_spare(param):  # it was sent from there, or that was its home before the last step
+            assert param.spare_buffer is not None
+            self._tiers.mover.await_source(param.spare_buffer.address)
         if self._aside:
             access = leases.open(unit, reads=self._reads - {Role.PARAM}, writes=frozenset())
         else:
             access = leases.open(unit, reads=self._reads, writes=self._writes)
-        spans = _ranges(self._tiers, unit, access, self._reads | self._writes)
+        spans = self._ranges(unit, access)
         return [Chunk(unit, number, begin, end, {}, access, leases) for number, begin, end in spans]
 
     def takes_slots(self, unit: Unit) -> bool:
@@ -234,8 +243,36 @@ class Pipeline:
             return True
         if self._aside:
             return self._tiers.plan.aside_bytes(unit) > 0
-        wanted = _roles(self._tiers, unit, self._reads | self._writes)
-        return any(self._tiers.copies.of(unit.index, role).home is not Tier.HOST for role in wanted)
+        wanted = (self._tiers.copies.of(unit.index, role) for role in self._roles(unit))
+        return any(shard.home is not Tier.HOST and not self._has_spare(shard) for shard in wanted)
+
+    def _has_spare(self, shard: Shard) -> bool:
+        """Tell whether a shard is worked on in its spare memory: beside its content, or PARAM if all else is there."""
+        if shard.spare_buffer is None or self._aside:
+            return shard.spare_buffer is not None
+        in_memory = self._tiers.plan.homes[shard.unit.index].states is Tier.HOST
+        return self._updates and shard.home is Tier.DEVICE and in_memory
+
+    def _roles(self, unit: Unit) -> list[Role]:
+        """Return the roles that the unit has of those that are visited."""
+        return _roles(self._tiers, unit, self._reads | self._writes)
+
+    def _ranges(self, unit: Unit, access: Access) -> list[tuple[int, int, int]]:
+        """Return what is visited, with its number: all at once where everything has host memory of its own.
+
+        With gradients that is what this rank owns. Without them it is all of the unit. States are there of what is
+        owned.
+        """
+        plan, copies, roles = self._tiers.plan, self._tiers.copies, self._roles(unit)
+        visited = Role.GRAD if Role.GRAD in roles else Role.PARAM
+        begin, end = plan.request.owned(unit, visited)
+        at_once = all(plan.request.owned(unit, role) == (begin, end) for role in roles if role is not Role.PARAM)
+        for shard in (copies.of(unit.index, role) for role in roles):
+            home = shard.home_buffer
+            is_here = home is not None and access.addresses.get(shard.role) == home.address
+            if not at_once or not (is_here or (self._has_spare(shard) and not self._aside)):
+                return plan.chunks(unit, visited)
+        return [(0, begin, end)]
 
     def has_room(self, started: int) -> bool:
         """Tell whether one more chunk should be started, while `started` ones have not been worked on."""
@@ -266,11 +303,11 @@ class Pipeline:
         tiers, unit = self._tiers, chunk.unit
         staged, from_device = [], []
         owned = tiers.plan.request.is_owned(unit, chunk.begin)
-        for role in _roles(tiers, unit, self._reads | self._writes):
+        for role in self._roles(unit):
             if not owned and role is not Role.PARAM:
                 continue
             base = chunk.access.addresses.get(role)
-            if self._aside and tiers.copies.of(unit.index, role).spare_buffer is not None:
+            if self._has_spare(tiers.copies.of(unit.index, role)):
                 from_device += [role] if self._put_beside(chunk, role) else []
             elif base is None:
                 staged.append(role)
@@ -303,13 +340,12 @@ class Pipeline:
 
     def _put_beside(self, chunk: Chunk, role: Role) -> bool:
         """Give a role of the chunk its address in spare memory; returns whether it is to be read from the device."""
-        shard, offset = (
-            self._tiers.copies.of(chunk.unit.index, role),
-            self._tiers.offset_bytes(chunk.unit, role, chunk.begin),
-        )
+        shard = self._tiers.copies.of(chunk.unit.index, role)
+        offset = self._tiers.offset_bytes(chunk.unit, role, chunk.begin)
         assert shard.spare_buffer is not None and shard.home_buffer is not None
         chunk.addresses[role] = shard.spare_buffer.address + offset
-        chunk.spare |= {role}
+        if self._aside:
+            chunk.spare |= {role}
         if shard.home is Tier.DEVICE:
             return True
         if role is Role.PARAM or not chunk.access.fresh_states:
@@ -336,7 +372,8 @@ class Pipeline:
                 if here is not None:
                     ctypes.memmove(chunk.addresses[role], here + tiers.chunk_bytes(unit, role, 0, chunk.begin), size)
                     continue
-                ticket = chunk.leases.read_chunk(unit, role, chunk.number, chunk.addresses[role], size, urgent=urgent)
+                asked = (unit, role, chunk.number, chunk.addresses[role], size)
+                ticket = chunk.leases.read_chunk(*asked, urgent=urgent, settled=self._updates)
                 if ticket is not None:
                     chunk.reading.append(ticket)
         for role, size in () if access.fresh_states else self._records(chunk, self._reads):
@@ -390,9 +427,10 @@ class Pipeline:
             if role not in writes or role not in chunk.addresses:
                 continue
             size = tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
-            shard = tiers.copies.get(unit.index, role)
-            assert shard is not None
-            if role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
+            shard = tiers.copies.of(unit.index, role)
+            if self._has_spare(shard):
+                chunk.leases.send_spare(unit)
+            elif role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
                 urgent = role is Role.PARAM and role in chunk.staged and not self._aside  # somebody waits to use it
                 ticket = chunk.leases.write_chunk(
                     unit, role, chunk.number, chunk.addresses[role], size, aside=self._aside, urgent=urgent
@@ -418,22 +456,6 @@ def _roles(tiers: Tiers, unit: Unit, wanted: frozenset[Role]) -> list[Role]:
     """Return the wanted roles that the unit has, records in their order."""
     order = (Role.PARAM, Role.GRAD, *STATE_ROLES)
     return [role for role in order if role in wanted and tiers.copies.get(unit.index, role) is not None]
-
-
-def _ranges(tiers: Tiers, unit: Unit, access: Access, wanted: frozenset[Role]) -> list[tuple[int, int, int]]:
-    """Return what is visited, with its number: all at once where everything is at home in memory and stays there.
-
-    With gradients that is what this rank owns. Without them it is all of the unit. States are there of what is owned.
-    """
-    plan, roles = tiers.plan, _roles(tiers, unit, wanted)
-    visited = Role.GRAD if Role.GRAD in roles else Role.PARAM
-    begin, end = plan.request.owned(unit, visited)
-    at_once = all(plan.request.owned(unit, role) == (begin, end) for role in roles if role is not Role.PARAM)
-    for role in roles:
-        home = tiers.copies.of(unit.index, role).home_buffer
-        if not at_once or home is None or access.addresses.get(role) != home.address:
-            return plan.chunks(unit, visited)
-    return [(0, begin, end)]
 
 
 def _initialise_states(tiers: Tiers, chunk: Chunk) -> None:

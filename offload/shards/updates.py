@@ -284,7 +284,8 @@ class Updates(ABC, Generic[U]):
             raise
 
     def _new_pipeline(self, filled: Mapping[tuple[int, int], Record] | None = None) -> Pipeline:
-        return Pipeline(self._tiers, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, aside=self._aside, filled=filled)
+        reads = WRITTEN | {Role.GRAD}
+        return Pipeline(self._tiers, reads=reads, writes=WRITTEN, aside=self._aside, updates=True, filled=filled)
 
 
 def _is_over(chunk: Chunk) -> bool:

@@ -52,7 +52,6 @@ from simulated.ranks import Wire, Wires, stand_ins
 from swap import PastTransfer, SwapStats, SwapStore
 
 PIECE_BYTES = 64 << 20  # of a kernel on the CPU, after which others may have a turn
-LEAST_SHARE = 0.25  # of host memory's bandwidth that copies leave to the CPU
 # Commands, and doors: these import the libraries that they stand in, which takes seconds, and nothing of an engine.
 _APART = ("offload.cli", "offload.__main__", "offload._cpu_adam", "offload.integrations.")
 
@@ -96,8 +95,7 @@ class Cpu:
         hardware, core = self._hardware, self._core
         taken = hardware.h2d_bytes_s * core.lane_busy(2, at) + hardware.d2h_bytes_s * core.lane_busy(3, at)
         taken += sum(drive.rate() for drive in self.drives)
-        left = max(hardware.host_bytes_s - taken, hardware.host_bytes_s * LEAST_SHARE)
-        return min(hardware.update_bytes_s, left)
+        return hardware.updates_beside(taken)
 
 
 class VirtualStore:

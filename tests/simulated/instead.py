@@ -29,7 +29,7 @@ FILES = {  # and how many of their tests run on the device, at least, nightly on
     "reference_models": 20,
 }
 TURNS = "in turn"
-MOVER_STREAMS = 3  # it makes one for downloads, then two for uploads
+MOVER_STREAMS = 4  # it makes one for gradients, two for uploads, and one for what is settled
 
 
 def schedule_of(name: str, turn: int = 0) -> Schedule:

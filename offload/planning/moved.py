@@ -1,0 +1,117 @@
+"""Bytes that a step moves, by lane, once steps repeat.
+
+Owns the sums over units: of parameters that passes fetch, of gradients, of updates and of activations. Pure arithmetic
+over plain values. Next: :mod:`offload.planning.played` and :mod:`offload.planning.timing` make seconds of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+
+from offload.memory.budget import Tier
+from offload.planning.plan import Plan
+from offload.planning.residency import fetched
+from offload.planning.roles import STATE_ROLES, Role
+from offload.planning.units import Unit
+from offload.planning.uses import Uses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moved:
+    """Bytes of one step, by lane: `drive_read` and `drive_write` share one."""
+
+    h2d: int = 0
+    d2h: int = 0
+    cpu: int = 0
+    drive_read: int = 0
+    drive_write: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        names = [field.name for field in dataclasses.fields(Moved)]
+        return Moved(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def __mul__(self, many: int) -> Moved:
+        return Moved(**{field.name: getattr(self, field.name) * many for field in dataclasses.fields(Moved)})
+
+
+def moved_of(plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: Container[int] = ()) -> Moved:
+    """Return the bytes of a step once steps repeat, without activations that leave the device.
+
+    They are those that ``engine.stats()`` counts where the device is the CPU, its region has the plan's size, and the
+    drive keeps up: else a copy that is not home yet may make another one leave for it.
+
+    Args:
+        plan: homes of the shards.
+        uses: of a micro-batch.
+        micro_batches: of a step.
+        updated_early: units that are updated during backward.
+    """
+    passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=updated_early)
+    moved = sum((fetch_of(plan, units) for units in passes), updates_of(plan)) + gradients_of(plan, first=True)
+    return moved + gradients_of(plan, first=False) * (micro_batches - 1)
+
+
+def fetch_of(plan: Plan, units: Sequence[Unit]) -> Moved:
+    """Return what it moves to fetch parameters that are not at home on the device."""
+    drive = sum(unit.param_bytes for unit in units if plan.home(unit, Role.PARAM) is Tier.NVME)
+    total = sum(unit.param_bytes for unit in units)
+    return Moved(h2d=total - (drive if plan.request.device_is_host else 0), drive_read=drive)
+
+
+def gradients_of(plan: Plan, *, first: bool) -> Moved:
+    """Return what one backward moves of gradients: taken from what arrives, and added if it is not the `first` one."""
+    return sum((gradient_of(plan, unit, first=first) for unit in trained_of(plan)), Moved())
+
+
+def gradient_of(plan: Plan, unit: Unit, *, first: bool) -> Moved:
+    """Return that of one unit."""
+    request = plan.request
+    if plan.home(unit, Role.GRAD) is Tier.DEVICE:
+        return Moved()
+    size, kept = unit.param_bytes, request.role_bytes(unit, Role.GRAD)
+    return Moved(d2h=0 if request.device_is_host else size, cpu=size + kept + (0 if first else kept))
+
+
+def updates_of(plan: Plan) -> Moved:
+    """Return what the updates of a step move."""
+    return sum((update_of(plan, unit) for unit in trained_of(plan)), Moved())
+
+
+def update_of(plan: Plan, unit: Unit) -> Moved:
+    """Return that of one unit."""
+    request, homes = plan.request, plan.homes[unit.index]
+    if request.on_device(homes):
+        return Moved()
+    numel = request.owned_numel(unit, Role.MASTER)
+    param, grad = request.chunk_bytes(unit, Role.PARAM, numel), request.role_bytes(unit, Role.GRAD)
+    read = write = 0
+    if homes.states is Tier.NVME:
+        record = request.record_bytes(unit, STATE_ROLES, plan.chunk_numel)
+        read, write = read + record, write + record
+    if homes.param is Tier.NVME:
+        read, write = read + (0 if request.device_is_host else param), write + param
+    if homes.grad is Tier.NVME:
+        read, write = read + grad, write + grad
+    link = param if homes.param is Tier.DEVICE and not request.device_is_host else 0  # down to be updated, and up again
+    return Moved(h2d=link, d2h=link, cpu=update_bytes(plan, unit), drive_read=read, drive_write=write)
+
+
+def update_bytes(plan: Plan, unit: Unit) -> int:
+    """Return the bytes that the update of a unit reads and writes: all is written but gradients."""
+    request = plan.request
+    numel = request.owned_numel(unit, Role.MASTER)
+    kept = sum(request.chunk_bytes(unit, role, numel) for role in (Role.PARAM, *STATE_ROLES))
+    return 2 * kept + request.role_bytes(unit, Role.GRAD)
+
+
+def activations_of(plan: Plan) -> tuple[Moved, Moved]:
+    """Return what a forward moves of activations, and what its backward brings back."""
+    size = plan.activation_step_bytes.get
+    away = Moved(d2h=size("d2h", 0), drive_write=size("nvme_write", 0))
+    return away, Moved(h2d=size("h2d", 0), drive_read=size("nvme_read", 0))
+
+
+def trained_of(plan: Plan) -> list[Unit]:
+    """Return the units that are trained."""
+    return [unit for unit in plan.request.units if unit.trainable]

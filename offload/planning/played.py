@@ -1,0 +1,418 @@
+"""A step beside an accelerator, played over units: from the last backward to the end of the next forward.
+
+Owns the order in which things happen, as :class:`.Lanes` lets time go by:
+
+* The device computes unit by unit, each once its parameters are there and the host has given it the work.
+* A gradient goes to the host and is taken there by the CPU, beside updates.
+* A unit that has room beside its old content is updated during backward: the one whose gradient came last comes first.
+* When all gradients are there, what has begun is finished. All other units follow in the order of the forward.
+* A unit's new parameters go to the device once the unit is updated, or where they were read anew.
+* What passes through staging goes in pieces. Some are read while others are written, also into the next backward.
+* If a step clips, no unit is updated during backward, but staging fills with states.
+
+So steps repeat; the second one is told. It is the engine's policy without its reasons. Pure arithmetic over plain
+values. Next: :mod:`offload.planning.timing`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
+
+from offload.memory.budget import Tier
+from offload.planning.hardware import Hardware
+from offload.planning.lanes import CALLS, COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
+from offload.planning.moved import Moved, gradient_of, update_of
+from offload.planning.plan import Plan
+from offload.planning.roles import Role
+from offload.planning.units import Unit
+
+MOST_QUEUED = 3  # units in host memory that the CPU has at once
+STEPS = 2  # that are played
+AHEAD = 2  # units that come while another one is used
+LEAST_PIECES, MOST_PIECES = 2, 32  # of a unit: more of them change little
+CHUNK_CALLS = 16  # calls of the host to bring a chunk from the device and send it back
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward or a backward pass.
+
+    Attributes:
+        order: units, as it is done with them.
+        compute_s: of the device per unit.
+        calls_s: of the host's thread, to give the device this work.
+        fetched: units whose parameters come for it.
+    """
+
+    order: Sequence[int]
+    compute_s: Mapping[int, float]
+    calls_s: Mapping[int, float]
+    fetched: Collection[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Way:
+    """A trained unit's gradient and update.
+
+    Attributes:
+        unit: which.
+        gradient, update: bytes.
+        home: of its parameters.
+        early: it may be updated during backward.
+        aside_bytes: of the drive for that.
+        pieces: in which it passes through staging; 0 if it does not.
+        piece_bytes: of staging for each.
+    """
+
+    unit: Unit
+    gradient: Moved
+    update: Moved
+    home: Tier | None
+    early: bool
+    aside_bytes: int
+    pieces: int
+    piece_bytes: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Played:
+    """A step that was played.
+
+    Attributes:
+        step_s: seconds from one end of the forward to the next one.
+        filled_bytes: of parameters at home on NVMe that come to the device from where they were updated.
+    """
+
+    step_s: float
+    filled_bytes: int
+
+
+def play(
+    plan: Plan,
+    hardware: Hardware,
+    backward: Pass,
+    forward: Pass,
+    *,
+    clips: bool,
+    adds: bool,
+    before_s: float,
+    there_s: float,
+) -> Played:
+    """Play steps until they repeat.
+
+    Args:
+        plan: homes, staging, and room beside old content.
+        hardware: the machine.
+        backward: the last one of a step.
+        forward: the first one of the next step.
+        clips: every step does.
+        adds: gradients are added to those of other micro-batches.
+        before_s: seconds of other micro-batches.
+        there_s: of the updates that the device makes.
+    """
+    fixed_s = before_s, there_s
+    return _Play(plan, hardware, backward, forward, clips=clips, adds=adds, fixed_s=fixed_s).result()
+
+
+class _Play:
+    """Processes over the units of one plan. See the module's text."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        hardware: Hardware,
+        backward: Pass,
+        forward: Pass,
+        *,
+        clips: bool,
+        adds: bool,
+        fixed_s: tuple[float, float],
+    ) -> None:
+        self._plan = plan
+        self._units = plan.request.units
+        self._hardware = hardware
+        self._backward, self._forward = backward, forward
+        self._clips = clips
+        self._adds = adds
+        self._before_s, self._there_s = fixed_s
+        self._lanes = Lanes(hardware)
+        self._moments: defaultdict[tuple[int, str, int], Moment] = defaultdict(Moment)
+        self._staging_bytes = float(plan.staging_slots * plan.staging_slot_bytes)
+        trained = [unit for unit in self._units if unit.trainable and not plan.on_device(unit)]
+        self._ways = {unit.index: self._way(unit) for unit in trained}
+        self._changed = Moment()  # of what a process that updates may wait for
+        self._passed = Moment()  # of the host's thread, which looks at what has come when a gradient leaves the device
+        self._offered: list[_Way] = []  # units whose gradients have come, the last one behind
+        self._missing = 0  # gradients
+        self._queue: deque[tuple[_Way, Moment]] = deque()  # units in host memory that the CPU has, once all is there
+        self._in_flight = 0  # pieces, and units that do not pass through staging
+        self._staged = self._read_ahead = 0.0  # bytes in staging, and of them those that were read ahead
+        self._begun = 0.0  # bytes that backward has begun with, and that were not updated yet
+        self._here_until_s = 0.0  # until when the host's thread passes
+        self._early: set[int] = set()
+        self._ends: list[float] = []
+
+    def _way(self, unit: Unit) -> _Way:
+        plan, home = self._plan, self._plan.home(unit, Role.PARAM)
+        update, pieces, through = update_of(plan, unit), 0, 0
+        if update.drive_read or update.drive_write or (home is Tier.DEVICE and unit.index not in plan.spare_units):
+            through = max(update.drive_read, update.drive_write, unit.param_bytes)
+            pieces = min(max(math.ceil(through * MOST_PIECES / max(self._staging_bytes, 1)), LEAST_PIECES), MOST_PIECES)
+        return _Way(
+            unit,
+            gradient_of(plan, unit, first=not self._adds),
+            update,
+            home,
+            not self._clips and plan.updates_early(unit),
+            plan.aside_bytes(unit),
+            pieces,
+            min(through / max(pieces, 1), self._staging_bytes / MOST_PIECES),
+        )
+
+    def result(self) -> Played:
+        """Play."""
+        for process in (self._device(), self._host(), self._updates()):
+            self._lanes.begin(process)
+        self._lanes.run()
+        late = (way for index, way in self._ways.items() if index not in self._early)
+        filled = sum(way.unit.param_bytes for way in late if way.home is Tier.NVME and self._is_sent(way))
+        return Played(self._ends[-1] - self._ends[-2], filled)
+
+    def _is_sent(self, way: _Way) -> bool:
+        """Tell whether a late update brings new parameters to the device by itself: they pass through staging."""
+        return way.home is Tier.DEVICE or (way.home is Tier.NVME and self._plan.request.world_size == 1)
+
+    def _moment(self, step: int, what: str, index: int = 0) -> Moment:
+        return self._moments[step, what, index]
+
+    def _come(self, step: int, what: str, index: int = 0) -> None:
+        self._lanes.come(self._moments[step, what, index])
+
+    def _note_change(self) -> None:
+        changed, self._changed = self._changed, Moment()
+        self._lanes.come(changed)
+
+    def _note_pass(self) -> None:
+        passed, self._passed = self._passed, Moment()
+        self._here_until_s = self._lanes.now_s + max(self._backward.calls_s.values(), default=0.0)
+        self._lanes.come(passed)
+
+    @property
+    def _host_is_here(self) -> bool:
+        """Whether the host's thread passes: it gives the device the work of one unit, and then waits for a gradient."""
+        return self._lanes.now_s <= self._here_until_s
+
+    # --- compute ----------------------------------------------------------------------------------------------------
+
+    def _device(self) -> Process:
+        for step in range(STEPS):
+            self._missing = len(self._ways)
+            yield COMPUTE, self._before_s
+            self._lanes.begin(self._bring(step, self._backward, "back"))
+            for index in self._backward.order:
+                yield from self._compute(step, self._backward, "back", index)
+                if index in self._ways:
+                    self._lanes.begin(self._gradient(step, self._ways[index]))
+            yield COMPUTE, self._there_s
+            yield self._moment(step, "closed")
+            for index in self._early:
+                if self._ways[index].home is Tier.DEVICE:  # the device waits for all that it was given
+                    yield self._moment(step, "on: here", index)
+            for index in self._forward.order:
+                yield from self._compute(step, self._forward, "on", index)
+            self._ends.append(self._lanes.now_s)
+
+    def _compute(self, step: int, which: Pass, name: str, index: int) -> Process:
+        yield self._moment(step, f"{name}: asked", index)
+        yield self._moment(step, f"{name}: here", index)
+        self._come(step, f"{name}: begun", index)
+        yield COMPUTE, which.compute_s.get(index, 0.0)
+        yield self._moment(step, f"{name}: given", index)
+
+    def _host(self) -> Process:
+        for step in range(STEPS):
+            for name, which in (("back", self._backward), ("on", self._forward)):
+                for index in which.order:
+                    if name == "on":
+                        yield self._moment(step, "closed")
+                        if index in self._ways:
+                            yield self._moment(step, "updated", index)
+                    self._come(step, f"{name}: asked", index)
+                    yield CALLS, which.calls_s.get(index, 0.0)
+                    self._come(step, f"{name}: given", index)
+                if name == "on":
+                    continue
+                yield self._moment(step, "closed")
+                self._lanes.begin(self._bring(step, self._forward, "on"))
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def _bring(self, step: int, which: Pass, name: str) -> Process:
+        """Bring parameters to the device, in the order of a pass."""
+        for position, index in enumerate(which.order):
+            unit, way = self._units[index], self._ways.get(index) if name == "on" else None
+            if position >= AHEAD:
+                yield self._moment(step, f"{name}: begun", which.order[position - AHEAD])
+            if way is not None:
+                yield self._moment(step, "updated", index)
+                if way.home is Tier.DEVICE or (index not in self._early and self._is_sent(way)):
+                    continue
+            if index in which.fetched:
+                if self._plan.home(unit, Role.PARAM) is Tier.NVME:
+                    yield READ, unit.param_bytes
+                self._lanes.begin(self._send(step, unit, f"{name}: here"))
+            else:
+                self._come(step, f"{name}: here", index)
+
+    def _send(self, step: int, unit: Unit, then: str) -> Process:
+        yield H2D, unit.param_bytes + self._hardware.copy_s * self._hardware.h2d_bytes_s
+        self._come(step, then, unit.index)
+
+    # --- gradients and updates --------------------------------------------------------------------------------------
+
+    def _gradient(self, step: int, way: _Way) -> Process:
+        """Take a gradient to the host, and offer its unit to be updated."""
+        yield D2H, way.gradient.d2h + len(way.unit.slots) * self._hardware.copy_s * self._hardware.d2h_bytes_s
+        self._note_pass()
+        yield TAKE, way.gradient.cpu
+        self._missing -= 1
+        self._come(step, "first gradient")
+        if way.early and self._missing:
+            yield self._passed
+            self._offered.append(way)
+        elif not self._missing:
+            self._note_pass()
+        self._note_change()
+
+    def _updates(self) -> Process:
+        """Make the updates of all steps: first those that do not wait for the step, then all others."""
+        for step in range(STEPS):
+            if self._ways:
+                yield self._moment(step, "first gradient")
+            if self._clips:
+                self._lanes.begin(self._fill_staging())
+            else:
+                yield from self._rest()  # what the last step writes
+            self._early, room = set(), self._plan.early_bytes
+            self._lanes.begin(self._work_on_queue())
+            while self._missing:
+                if not self._offered or (not self._offered[-1].pieces and len(self._queue) >= MOST_QUEUED):
+                    yield self._changed
+                    continue
+                way = self._offered.pop()
+                if way.aside_bytes > room:
+                    continue
+                room -= way.aside_bytes
+                self._early.add(way.unit.index)
+                if way.pieces:
+                    yield from self._update(step, way)
+                else:
+                    self._queue.append((way, Moment()))
+                    self._lanes.begin(self._download(*self._queue[-1]))
+            if not self._clips:
+                yield from self._rest()
+            self._offered.clear()
+            self._come(step, "closed")
+            for index in self._early:
+                if self._ways[index].home is Tier.DEVICE:
+                    self._lanes.begin(self._send(step, self._units[index], "on: here"))
+            for index in self._forward.order:
+                if index in self._early:
+                    self._come(step, "updated", index)
+                elif index in self._ways:
+                    yield from self._update(step, self._ways[index])
+
+    def _rest(self) -> Process:
+        """Wait until nothing is in flight."""
+        while self._in_flight or self._queue:
+            yield self._changed
+
+    def _download(self, way: _Way, here: Moment) -> Process:
+        """Bring what an update needs to the host."""
+        if way.home is Tier.DEVICE:
+            yield D2H, way.unit.param_bytes
+        self._lanes.come(here)
+        self._note_change()
+
+    def _work_on_queue(self) -> Process:
+        """Update units in host memory during backward; what has not begun then is left to the forward."""
+        while self._missing or self._queue:
+            if not self._queue:
+                yield self._changed
+                continue
+            way, here = self._queue[0]
+            yield here
+            if self._missing:
+                yield UPDATE, way.update.cpu
+            else:
+                self._early.discard(way.unit.index)
+            self._queue.popleft()
+            self._note_change()
+
+    def _fill_staging(self) -> Process:
+        """Read states ahead, as gradients come, until the step needs the drive itself."""
+        ahead, many = self._plan.ahead_bytes, len(self._ways)
+        piece, read = ahead / many / LEAST_PIECES, 0.0
+        while read < ahead and self._missing:
+            if read + piece > ahead * (1 - self._missing / many) or self._staged + piece > self._staging_bytes:
+                yield self._changed
+                continue
+            self._staged += piece
+            read += piece
+            yield READ, piece
+            self._read_ahead += piece
+
+    def _update(self, step: int, way: _Way) -> Process:
+        """Begin the pieces of a unit's update, as far as there is room for them."""
+        early, pieces = way.unit.index in self._early, max(way.pieces, 1)
+        for number in range(pieces):
+            known = min(way.update.drive_read / pieces, self._read_ahead)
+            wanted = max(way.piece_bytes - known, 0.0)
+            while way.pieces and self._staged + wanted > self._staging_bytes:
+                yield self._changed
+            while early and self._missing and not self._may_begin(wanted):
+                yield self._changed if self._host_is_here else self._passed
+            self._read_ahead -= known
+            self._staged += wanted
+            self._begun += wanted * early
+            self._in_flight += 1
+            self._lanes.begin(self._piece(step, way, known, early=early, last=number == pieces - 1))
+        if not way.pieces and way.home is not Tier.DEVICE:
+            yield from self._rest()
+
+    def _may_begin(self, size_bytes: float) -> bool:
+        """Tell whether one more piece may be begun early: half of staging is for what is on its way home."""
+        return self._host_is_here and self._begun + size_bytes <= self._staging_bytes / 2
+
+    def _piece(self, step: int, way: _Way, known: float, *, early: bool, last: bool) -> Process:
+        """Bring a piece, all but what is `known` of it, update it, and let it leave."""
+        unit, pieces, sends = way.unit, max(way.pieces, 1), not early and self._is_sent(way)
+        if way.home is Tier.DEVICE:
+            if way.pieces:
+                calls = CHUNK_CALLS * math.ceil(unit.numel / self._plan.chunk_numel / pieces)
+                yield CALLS, calls * self._hardware.operator_s
+            yield D2H, unit.param_bytes / pieces
+        yield READ, way.update.drive_read / pieces - known
+        while early and self._missing and not self._host_is_here:
+            yield self._passed
+        yield UPDATE, way.update.cpu / pieces
+        while early and self._missing and not self._host_is_here:
+            yield self._passed
+        self._begun -= way.piece_bytes * early
+        self._note_change()
+        if sends:
+            yield H2D, unit.param_bytes / pieces
+        waits = way.home is Tier.NVME and not sends  # they are read from there
+        if last and not early and not waits:
+            self._come(step, "updated", unit.index)
+            if sends:
+                self._come(step, "on: here", unit.index)
+        yield WRITE, way.update.drive_write / pieces
+        if last and not early and waits:
+            self._come(step, "updated", unit.index)
+        self._in_flight -= 1
+        self._staged = max(self._staged - way.piece_bytes, 0.0)
+        self._note_change()
