@@ -40,6 +40,7 @@ from offload.shards.backward_updates import BackwardUpdates
 from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
+from offload.shards.working_set import Fetch
 from swap import SwapError
 from swap.io.faults import Fault, FaultTarget
 
@@ -167,7 +168,8 @@ def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other
         bench.add(1)
         fourth = bench.manager.copies.of(3, Role.PARAM)
         wanted = () if required else bench.early.wanted_here()
-        assert bench.manager.working.start_fetch(fourth, uses, required=required, wanted=wanted)
+        found = bench.manager.working.start_fetch(fourth, uses, required=required, wanted=wanted)
+        assert found is Fetch.STARTED
         assert [index for index in range(UNITS) if index not in bench.manager.working] == [gone]
         bench.manager.copies.wait(fourth)
         bench.manager.working.wait_for_fetch(fourth)

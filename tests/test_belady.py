@@ -167,7 +167,7 @@ def test_units_of_different_sizes_come_ahead_and_take_the_place_of_what_is_used_
 
         start = manager.working.start_fetch
 
-        def fetched(shard: Any, schedule: Any, **how: Any) -> bool:
+        def fetched(shard: Any, schedule: Any, **how: Any) -> Any:
             left.clear()
             came = start(shard, schedule, **how)
             assert all(schedule.distance(shard.unit.index) < distance for distance in left)

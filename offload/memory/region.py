@@ -30,6 +30,7 @@ class Region:
         self.size_bytes = buffer.size_bytes
         self.used_bytes = 0
         self._blocks: list[tuple[int, int, int]] = []  # offset, size, owner
+        self._block_of: dict[int, tuple[int, int, int]] = {}  # the same by owner
 
     @property
     def whole(self) -> Buffer:
@@ -67,16 +68,17 @@ class Region:
 
     def room_beside(self, owner: int) -> int:
         """Return the bytes in one piece that there would be if the block of `owner` were the only one."""
-        offset, size = next((offset, size) for offset, size, own in self._blocks if own == owner)
+        offset, size, _ = self._block_of[owner]
         return max(offset, self.size_bytes - offset - size)
 
     def free_bytes_without(self, owners: Collection[int]) -> int:
         """Return the bytes that would be free, in however many pieces, if the blocks of `owners` were not there."""
-        theirs = sum([size for _, size, owner in self._blocks if owner in owners]) if owners else 0
-        return self.size_bytes - self.used_bytes + theirs
+        theirs = [self._block_of[owner][1] for owner in owners if owner in self._block_of]
+        return self.size_bytes - self.used_bytes + sum(theirs)
 
     def allocate(self, size_bytes: int, owner: int) -> Buffer | None:
         """Return a buffer for `owner`, or None where no gap is large enough."""
+        assert owner not in self._block_of, f"{owner} holds a buffer"
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         if size_bytes > self.size_bytes - self.used_bytes:
             return None
@@ -87,20 +89,23 @@ class Region:
             offset = gaps[-1][1] - size_bytes
         else:
             offset = gaps[0][0]
-        bisect.insort(self._blocks, (offset, size_bytes, owner))
+        self._block_of[owner] = offset, size_bytes, owner
+        bisect.insort(self._blocks, self._block_of[owner])
         self.used_bytes += size_bytes
         return self._part(offset, size_bytes)
 
     def free(self, owner: int) -> None:
         """Take back the buffer of `owner`."""
-        held = [number for number, block in enumerate(self._blocks) if block[2] == owner]
-        assert len(held) == 1, f"{owner} holds {len(held)} buffers"
-        self.used_bytes -= self._blocks.pop(held[0])[1]
+        assert owner in self._block_of, f"{owner} holds no buffer"
+        block = self._block_of.pop(owner)
+        self._blocks.remove(block)
+        self.used_bytes -= block[1]
 
     def hand_over(self, owner: int, heir: int) -> None:
         """Let the buffer of `owner` belong to `heir` from now on."""
-        assert heir not in self.owners(), heir
-        self._blocks = [(offset, size, heir if own == owner else own) for offset, size, own in self._blocks]
+        assert heir not in self._block_of, heir
+        offset, size, _ = block = self._block_of.pop(owner)
+        self._block_of[heir] = self._blocks[self._blocks.index(block)] = offset, size, heir
 
     def pack(self, movable: Callable[[int], bool]) -> list[tuple[int, Buffer, Buffer]]:
         """Move blocks to the low end, in address order, so that the gaps become one as far as possible.
@@ -120,6 +125,7 @@ class Region:
             blocks.append((offset, size, owner))
             end = offset + size
         self._blocks = blocks
+        self._block_of = {block[2]: block for block in blocks}
         return moves
 
     def _part(self, offset: int, size: int) -> Buffer:

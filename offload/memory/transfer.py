@@ -115,20 +115,19 @@ class FutureTransfer:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for the worker; the time begins again while that waits for what has a deadline of its own."""
-        while not self._ends_within(timeout_s):
+        while True:
+            try:
+                self._future.result(timeout_s)
+                return
+            except FutureTimeoutError:
+                if self._future.done():
+                    self._future.result()  # it has ended meanwhile, or failed with such an error itself
+                    return
             if not self._is_waiting():
                 raise OffloadError(
                     f"{self._subject}: expected to end within {timeout_s} s but it is still running; "
                     "raise io_deadline_s if the machine is just slow"
                 )
-        self._future.result()
-
-    def _ends_within(self, timeout_s: float | None) -> bool:
-        try:
-            self._future.exception(timeout_s)
-        except FutureTimeoutError:
-            return self._future.done()
-        return True
 
 
 class Brought(FutureTransfer):

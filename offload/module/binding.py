@@ -13,7 +13,7 @@ Asks nobody: :mod:`offload.shards.working_set` says when a unit comes and goes. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class Binding:
         self._lent = [0] * len(tree.units)  # to those who use a unit's parameters now
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
-        self._versions: dict[int, list[int]] = {}  # torch's version counters when the unit was bound
+        self._bound: dict[int, list[tuple[int, int]]] = {}  # what _look returned when the unit was bound
         self._away: dict[int, list[int]] = {}  # units whose parameters are stand-ins, with torch's counters since then
 
     # --- coming and going -------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Binding:
                 self._note_rebound(unit, versions)
             for slot, parameter in zip(unit.slots, self.tree.parameters[unit.index], strict=True):
                 parameter.data = view_at(storage, dtype, slot.offset_numel, slot.shape)
-            self._versions[unit.index] = [p._version for p in self.tree.parameters[unit.index]]
+        self._bound[unit.index] = self._look(unit.index)
         base = storage.data_ptr()
         self._bases[base] = unit.index
         self._base_of[unit.index] = base
@@ -82,7 +82,7 @@ class Binding:
     def unbind(self, unit: Unit) -> None:
         """Let the unit's parameters be stand-ins."""
         base = self._base_of.pop(unit.index, None)
-        self._versions.pop(unit.index, None)
+        self._bound.pop(unit.index, None)
         self.rebound.pop(unit.index, None)
         if base is not None:
             del self._bases[base]
@@ -215,28 +215,29 @@ class Binding:
 
     def changed(self, unit: Unit) -> str | None:
         """Return the name of a parameter that somebody else has written to or rebound since the unit was bound."""
-        first = next(self.changes(unit), None)
-        return None if first is None else unit.slots[first].name
+        changed = self.changes(unit)
+        return unit.slots[changed[0]].name if changed else None
 
-    def changes(self, unit: Unit) -> Iterator[int]:
-        """Yield the slots of parameters that somebody else has written to or rebound since the unit was bound."""
-        versions = self._versions.get(unit.index)
-        if versions is None:
-            return
-        base, rebound = self._base_of[unit.index], self.rebound.get(unit.index)
+    def changes(self, unit: Unit) -> list[int]:
+        """Return the slots of parameters that somebody else has written to or rebound since the unit was bound."""
+        if unit.index not in self._bound:
+            return []
+        bound, found, rebound = self._bound[unit.index], self._look(unit.index), self.rebound.get(unit.index)
+        if found == bound and rebound is None:
+            return []
+        return [i for i, slot in enumerate(unit.slots) if found[i] != bound[i] or slot.name == rebound]
+
+    def _look(self, index: int) -> list[tuple[int, int]]:
+        """Return torch's version counter and the address of each of a unit's parameters."""
         with no_functions():
-            found = [(p._version, p.data_ptr()) for p in self.tree.parameters[unit.index]]
-        for position, (slot, version, now) in enumerate(zip(unit.slots, versions, found, strict=True)):
-            moved = slot.numel and now[1] != base + slot.offset_numel * unit.itemsize
-            if now[0] != version or moved or slot.name == rebound:
-                yield position
+            return [(parameter._version, parameter.data_ptr()) for parameter in self.tree.parameters[index]]
 
     def accept_changes(self, unit: Unit) -> None:
         """Take the present content of the unit's parameters as its own."""
         self.rebound.pop(unit.index, None)
-        if unit.index in self._versions:
-            with no_functions():
-                self._versions[unit.index] = [p._version for p in self.tree.parameters[unit.index]]
+        if unit.index in self._bound:
+            now, bound = self._look(unit.index), self._bound[unit.index]
+            self._bound[unit.index] = [(new[0], old[1]) for new, old in zip(now, bound, strict=True)]
 
     def refuse_rebound(self) -> None:
         """Check that no parameter is other memory than its unit's: what somebody has put there in a forward.
@@ -244,12 +245,9 @@ class Binding:
         Raises:
             StateError: one is; names it.
         """
-        for index, base in self._base_of.items():
-            unit = self.tree.units[index]
-            with no_functions():
-                found = [parameter.data_ptr() for parameter in self.tree.parameters[index]]
-            for slot, now in zip(unit.slots, found, strict=True):
-                if slot.numel and now != base + slot.offset_numel * unit.itemsize:
+        for index, bound in self._bound.items():
+            for slot, now, then in zip(self.tree.units[index].slots, self._look(index), bound, strict=True):
+                if now[1] != then[1]:
                     raise StateError(
                         f"parameter {slot.name}: was rebound (its .data replaced) inside a forward, and what was put "
                         "there is lost; assign outside of forwards, or inside engine.gather(parameter, modify=True)"

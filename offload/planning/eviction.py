@@ -13,32 +13,29 @@ Next: :mod:`offload.shards.working_set` evicts by it, :mod:`offload.planning.res
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from offload.memory.region import Region
 from offload.planning.schedule import NEVER, Schedule
 
 
+def who_gives_way(region: Region, schedule: Schedule, unit: int, *, required: bool) -> list[int]:
+    """Return the owners in `region` that are used later than a unit, or if it is `required` now, all of them."""
+    return region.owners() if required else schedule.used_later(region.owners(), schedule.distance(unit))
+
+
 def who_may_leave(
-    region: Region,
-    schedule: Schedule,
-    unit: int,
-    wanted_bytes: int,
-    may_leave: Callable[[int], bool],
-    *,
-    required: bool,
+    region: Region, schedule: Schedule, later: Iterable[int], wanted_bytes: int, may_leave: Callable[[int], bool]
 ) -> dict[int, int] | None:
     """Return the owners in `region` that may leave for a unit, the cheapest with the least number; None if too few may.
 
     Args:
         region: where working copies are; no gap in it is large enough.
         schedule: tells when units are used.
-        unit: that is to come.
-        wanted_bytes: of its working copy.
+        later: what :func:`who_gives_way` has returned.
+        wanted_bytes: of the unit's working copy.
         may_leave: whether the working copy of an owner in the region can be evicted now; of no unit, it cannot.
-        required: the unit is used now, so that everything that may leave does.
     """
-    later = region.owners() if required else schedule.used_later(region.owners(), schedule.distance(unit))
     costs = {owner: -schedule.distance(owner) for owner in later if may_leave(owner)}
     return costs if region.free_bytes_without(costs) >= wanted_bytes else None
 
@@ -61,7 +58,7 @@ def who_leaves(
         unit: that is to come.
         size_bytes: of a unit's working copy, 0 of one that is at home on the device.
         costs: what :func:`who_may_leave` has returned.
-        required: as there.
+        required: the unit is used now, so that everything that may leave does.
         packs: what stays is moved together; else those that leave are neighbours.
     """
     if costs is None:

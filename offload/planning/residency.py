@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
 from offload.memory.region import Region
-from offload.planning.eviction import who_leaves, who_may_leave
+from offload.planning.eviction import who_gives_way, who_leaves, who_may_leave
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.schedule import PREFETCH_WINDOW, Schedules
@@ -100,7 +100,8 @@ class _WorkingRegion:
         placed = self._region.allocate(size, index)
         if placed is None:
             asked = (self._region, self._schedule, index)
-            costs = who_may_leave(*asked, size, self._may_leave, required=required)
+            later = who_gives_way(*asked, required=required)
+            costs = who_may_leave(self._region, self._schedule, later, size, self._may_leave)
             known = (*asked, self._sizes.__getitem__, costs)
             leaving = who_leaves(*known, required=required)
             packs = leaving is None

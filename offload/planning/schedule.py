@@ -19,6 +19,9 @@ class Schedule:
     The trace of step t predicts step t+1. Uses are recorded as they happen; :meth:`restart` closes a step. A use that
     the trace did not predict moves the position to that unit's next predicted use, if there is one: dynamic control
     flow costs prefetches, never correctness.
+
+    Attributes:
+        order: the units of a step in the order in which it uses each first.
     """
 
     def __init__(self, first_guess: list[int]) -> None:
@@ -32,11 +35,6 @@ class Schedule:
     def trace(self) -> tuple[int, ...]:
         """The uses that are predicted for a step."""
         return tuple(self._trace)
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The units of a step in the order in which it uses each first."""
-        return tuple(dict.fromkeys(self._trace))
 
     @property
     def last(self) -> int | None:
@@ -108,6 +106,7 @@ class Schedule:
         """Predict `trace`, again and again."""
         length = len(trace)
         self._trace = list(trace)
+        self.order = tuple(dict.fromkeys(trace))
         self._twice = trace * 2
         self._first: dict[int, int] = {}  # per unit, the position of its first use
         self._until_next = [0] * length  # per use, how many uses later the same unit is used again

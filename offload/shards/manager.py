@@ -40,7 +40,7 @@ from offload.shards.rewritten import Rewritten
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, stream
 from offload.shards.tiers import Tiers
-from offload.shards.working_set import Binder
+from offload.shards.working_set import Binder, Fetch
 from offload.sizes import format_bytes
 from offload.stats import Counters
 from swap import SwapStore
@@ -230,12 +230,13 @@ class Manager:
                 continue
             if self.forward.active and self._is_far_ahead(shard):
                 return
-            if start_fetch(shard, schedule, required=False, wanted=in_use + wanted):
-                continue
-            if wanted and schedule.distance(index) == 0 and start_fetch(shard, schedule, required=False, wanted=in_use):
+            found = start_fetch(shard, schedule, required=False, wanted=in_use + wanted)
+            if found is not Fetch.STARTED and wanted and schedule.distance(index) == 0:
+                found = start_fetch(shard, schedule, required=False, wanted=in_use)
+            if found is Fetch.STARTED:
                 continue
             self._no_room_at, self._patience = here, PATIENCE - 1
-            self._held_up = index if self.working.is_held_up(shard, schedule) else None
+            self._held_up = index if found is Fetch.HELD_UP else None
             return
 
     def _is_far_ahead(self, shard: Shard) -> bool:

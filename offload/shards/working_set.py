@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -21,7 +22,7 @@ from offload.memory.budget import Claim
 from offload.memory.region import Region
 from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
 from offload.planning.asked import Request
-from offload.planning.eviction import who_leaves, who_may_leave
+from offload.planning.eviction import who_gives_way, who_leaves, who_may_leave
 from offload.planning.roles import Role
 from offload.planning.schedule import Schedule
 from offload.planning.units import Unit
@@ -32,6 +33,14 @@ from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up, w
 from offload.torch_private import storage_use_count
 
 _FILLED = (State.DIRTY, State.FLUSHING)  # what cannot leave before it is home
+
+
+class Fetch(Enum):
+    """What became of a fetch that was asked for."""
+
+    STARTED = "started"
+    HELD_UP = "held up"  # there would be room if what is on its way could leave
+    NO_ROOM = "no room"
 
 
 class Binder(Protocol):
@@ -120,7 +129,7 @@ class WorkingSet:
 
     # --- coming -----------------------------------------------------------------------------------------------------
 
-    def start_fetch(self, shard: Shard, schedule: Schedule, *, required: bool, wanted: Container[int] = ()) -> bool:
+    def start_fetch(self, shard: Shard, schedule: Schedule, *, required: bool, wanted: Container[int] = ()) -> Fetch:
         """Start to bring PARAM to the device; what is used later than it gives way, with `required` anything that may.
 
         Args:
@@ -130,17 +139,22 @@ class WorkingSet:
             wanted: units that must not leave for one that is not.
 
         Returns:
-            False where there is no room and it is not `required`.
+            Whether it was started: it was where it is `required`.
 
         Raises:
             BudgetError: there is no room and it is `required`.
             swap.SwapError: an I/O error.
         """
-        buffer = self._room_for(shard, schedule, required=required, wanted=wanted)
-        if buffer is None:
-            return False
+        buffer = self._copies.allocate(shard)
+        if buffer is None and required:
+            buffer = self._require_room(shard, schedule)
+        elif buffer is None:
+            later = self._gives_way(shard, schedule)
+            buffer = self._find_room(shard, schedule, later, wanted)
+            if buffer is None:
+                return Fetch.HELD_UP if self._is_held_up(shard, schedule, later) else Fetch.NO_ROOM
         self._copies.start_fetch(shard, buffer, functools.partial(self._start, shard, buffer, urgent=required))
-        return True
+        return Fetch.STARTED
 
     def _start(self, shard: Shard, buffer: Buffer, *, urgent: bool) -> Transfer:
         """Start to bring a unit to `buffer` on the device: from its home, or from all ranks."""
@@ -166,7 +180,9 @@ class WorkingSet:
         """
         if not self.may_fill(shard):
             return False
-        buffer = self._room_for(shard, schedule, required=False, wanted=())
+        buffer = self._copies.allocate(shard)
+        if buffer is None:
+            buffer = self._find_room(shard, schedule, self._gives_way(shard, schedule), ())
         if buffer is None:
             return False
         self._copies.begin_in(shard, buffer)
@@ -456,52 +472,61 @@ class WorkingSet:
                 "inside engine.gather(parameter, modify=True)"
             )
 
-    def _room_for(self, shard: Shard, schedule: Schedule, *, required: bool, wanted: Container[int]) -> Buffer | None:
-        """Find a working buffer, evicting what is needed later; None where that is not possible and not `required`."""
-        copies = self._copies
-        region = copies.regions[Role.PARAM]
-        buffer = copies.allocate(shard)
-        if buffer is not None:
-            return buffer
+    def _gives_way(self, shard: Shard, schedule: Schedule) -> list[int]:
+        """Return who is used later than a unit for which there is no room."""
+        return who_gives_way(self._copies.regions[Role.PARAM], schedule, shard.unit.index, required=False)
 
-        index = shard.unit.index
-        choose = functools.partial(who_leaves, region, schedule, index, self._work_bytes, required=required)
+    def _find_room(
+        self, shard: Shard, schedule: Schedule, later: Collection[int], wanted: Container[int]
+    ) -> Buffer | None:
+        """Find a working buffer, evicting what is used `later` and not `wanted`; None where that is not possible."""
+        region = self._copies.regions[Role.PARAM]
+        choose = functools.partial(who_leaves, region, schedule, shard.unit.index, self._work_bytes, required=False)
 
         def may_leave(owner: int) -> bool:
             return owner not in wanted and self._is_idle(owner)
 
+        window = choose(able := who_may_leave(region, schedule, later, shard.work_bytes, may_leave))
+        if window is None:
+            arrived = [] if shard.is_sliced else self._bind_arrived()
+            if any(owner in later for owner in arrived):
+                window = choose(able := who_may_leave(region, schedule, later, shard.work_bytes, may_leave))
+        if window is not None:
+            return self._evict_for(shard, window)
+        if able is None or not all(map(self._is_movable, region.owners())):
+            return None
+        leaving = choose(able, packs=True)
+        return None if leaving is None else self._compact(region, shard, leaving)
+
+    def _require_room(self, shard: Shard, schedule: Schedule) -> Buffer:
+        """Find a working buffer, evicting anything that may leave.
+
+        Raises:
+            BudgetError: that is not possible.
+        """
+        copies = self._copies
+        region = copies.regions[Role.PARAM]
+        choose = functools.partial(who_leaves, region, schedule, shard.unit.index, self._work_bytes, required=True)
+
         def costs() -> dict[int, int] | None:
-            return who_may_leave(region, schedule, index, shard.work_bytes, may_leave, required=required)
+            return who_may_leave(region, schedule, region.owners(), shard.work_bytes, self._is_idle)
 
         window = choose(able := costs())
-        if window is None and not required:
-            arrived = [] if shard.is_sliced else self._bind_arrived()
-            if arrived and schedule.used_later(arrived, schedule.distance(index)):
-                window = choose(able := costs())
-            if able is None:
-                return None
-        if window is None and required:
+        if window is None:
             self._reclaim()
             for arriving in copies.in_flight(Role.PARAM):  # prefetched copies can go once they are here
                 self.wait_for_prefetch(arriving)
             window = choose(able := costs())
-            if window is None and self._grow_for(shard.work_bytes):
-                return copies.allocate(shard)
-            if window is None:
-                gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
-                window = choose(able := costs())
+            if window is None and self._grow_for(shard.work_bytes) and (buffer := copies.allocate(shard)) is not None:
+                return buffer
+        if window is None:
+            gc.collect()  # tensors in reference cycles, for instance of a caught exception, hold buffers
+            window = choose(able := costs())
         if window is not None:
-            for owner in window:
-                self.evict(copies.params[owner])
-            buffer = copies.allocate(shard)
-            assert buffer is not None
-            return buffer
-        if required or all(map(self._is_movable, region.owners())):
-            leaving = choose(able, packs=True)
-            buffer = self._compact(region, shard, leaving) if leaving is not None else None
-        if not required:
-            return buffer
-        buffer = buffer or self._compact(region, shard, [owner for owner in region.owners() if may_leave(owner)])
+            return self._evict_for(shard, window)
+        leaving = choose(able, packs=True)
+        buffer = self._compact(region, shard, leaving) if leaving is not None else None
+        buffer = buffer or self._compact(region, shard, [owner for owner in region.owners() if self._is_idle(owner)])
         if buffer is not None:
             return buffer
         raise BudgetError(
@@ -511,7 +536,15 @@ class WorkingSet:
             f"{copies.dump()}"
         )
 
-    def is_held_up(self, shard: Shard, schedule: Schedule) -> bool:
+    def _evict_for(self, shard: Shard, window: Iterable[int]) -> Buffer:
+        """Evict neighbours, in whose place a unit has room."""
+        for owner in window:
+            self.evict(self._copies.params[owner])
+        buffer = self._copies.allocate(shard)
+        assert buffer is not None
+        return buffer
+
+    def _is_held_up(self, shard: Shard, schedule: Schedule, later: Iterable[int]) -> bool:
         """Tell whether a unit for which there is no room would have some if what is on its way could leave."""
 
         def may_leave(owner: int) -> bool:
@@ -519,9 +552,10 @@ class WorkingSet:
                 return owner >= 0
             return self._copies.params[owner].state in (*_FILLED, State.FETCHING)
 
-        known = (self._copies.regions[Role.PARAM], schedule, shard.unit.index)
-        costs = who_may_leave(*known, shard.work_bytes, may_leave, required=False)
-        return who_leaves(*known, self._work_bytes, costs, required=False, packs=True) is not None
+        region = self._copies.regions[Role.PARAM]
+        costs = who_may_leave(region, schedule, later, shard.work_bytes, may_leave)
+        known = (region, schedule, shard.unit.index, self._work_bytes, costs)
+        return who_leaves(*known, required=False, packs=True) is not None
 
     def _work_bytes(self, index: int) -> int:
         shard = self._copies.params[index]
