@@ -238,12 +238,11 @@ class Request:
 
         The roles of a record have one slice.
         """
-        total = 0
         begin, end = self.owned(unit, roles[0])
-        for first, last in unit.chunks(chunk_numel):
-            numel = max(min(last, end) - max(first, begin), 0)
-            total += whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
-        return total
+        return sum(
+            many * whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
+            for numel, many in unit.chunk_lengths(chunk_numel, begin, end).items()
+        )
 
     def manifest_bytes(self, chunk_numel: int) -> int:
         """Return about how many bytes a commit adds to the store's manifest: a line per chunk that a step writes."""
