@@ -193,7 +193,8 @@ def test_clipping_takes_no_less_and_accumulation_takes_more(forecast: offload.Fo
     plain, clipped = (
         timing_of(in_host, forecast.work, DESKTOP, micro_batches=1, clips=clips) for clips in (False, True)
     )
-    assert clipped.step_s >= plain.step_s and clipped.moved == plain.moved
+    ahead_s = 2 * in_host.ahead_bytes / DESKTOP.drive_mixed_bytes_s  # read in a backward that updates nothing
+    assert clipped.step_s >= plain.step_s - ahead_s and clipped.moved == plain.moved
 
 
 def test_with_everything_on_the_device_compute_alone_is_left() -> None:

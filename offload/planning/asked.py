@@ -7,7 +7,6 @@ Next: :mod:`offload.planning.plan` is the answer.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -240,9 +239,10 @@ class Request:
         The roles of a record have one slice.
         """
         begin, end = self.owned(unit, roles[0])
-        chunks = collections.Counter(max(min(b, end) - max(a, begin), 0) for a, b in unit.chunks(chunk_numel))
-        sizes = {numel: sum(self.chunk_bytes(unit, role, numel) for role in roles) for numel in chunks}
-        return sum(whole_pages(sizes[numel]) * many for numel, many in chunks.items())
+        return sum(
+            many * whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
+            for numel, many in unit.chunk_lengths(chunk_numel, begin, end).items()
+        )
 
     def manifest_bytes(self, chunk_numel: int) -> int:
         """Return about how many bytes a commit adds to the store's manifest: a line per chunk that a step writes."""

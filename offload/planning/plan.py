@@ -100,7 +100,7 @@ class Plan:
         """
         left, total, request = self.staging_slots, 0, self.request
         for unit, homes in zip(request.units, self.homes, strict=True):
-            if homes.states is Tier.NVME and homes.grad is Tier.HOST and request.world_size == 1:
+            if left and homes.states is Tier.NVME and homes.grad is Tier.HOST and request.world_size == 1:
                 for _, begin, end in self.chunks(unit, Role.GRAD)[:left]:
                     total += whole_pages(sum(self.chunk_bytes(unit, role, end - begin) for role in STATE_ROLES))
                     left -= 1

@@ -20,7 +20,6 @@ Next: :mod:`offload.build` makes the request, :mod:`offload.planning.sizing` the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -66,10 +65,7 @@ def make_plan(request: Request) -> Plan:
         first = Planner(request).plan()
     except TooSmall as short:
         raise _refusal(request, short) from None
-    homes = by_time(request, first.homes)
-    with contextlib.suppress(TooSmall):
-        return first if homes is None else plan_of(request, homes)
-    return first
+    return by_time(request, first)
 
 
 def _refuse_states_on_device(request: Request) -> None:

@@ -179,11 +179,11 @@ def slot_bytes(request: Request, chunk_numel: int, *, gradients: bool = True, wi
     With `wide`, gradients may have become fp32.
     """
     roles = (Role.PARAM, Role.GRAD, *STATE_ROLES) if gradients else (Role.PARAM, *STATE_ROLES)
-    longest = [(unit, unit.chunk_limit(chunk_numel)) for unit in request.units]
+    alike = {(unit.dtype, unit.trainable, unit.chunk_limit(chunk_numel)): unit for unit in request.units}
     accumulate = wide or request.accumulate
     sizes = (
         sum(role_bytes(unit, role, numel, accumulate=accumulate, states=request.states) for role in roles)
-        for unit, numel in longest
+        for (_, _, numel), unit in alike.items()
     )
     return whole_pages(max(sizes, default=0))
 

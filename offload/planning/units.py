@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from offload.sizes import round_up
 
@@ -91,6 +92,13 @@ class Unit:
             else:
                 ranges.append((begin, end))
         return ranges
+
+    def chunk_lengths(self, chunk_numel: int, begin: int, end: int) -> Mapping[int, int]:
+        """Return how many chunks have how many elements in [begin, end): of thousands, most are of one length."""
+        if (begin, end) == (0, self.numel) and self.ranks == 1 and not self.whole:
+            many, rest = divmod(self.numel, chunk_numel)
+            return {chunk_numel: many, rest: 1}
+        return Counter(max(min(last, end) - max(first, begin), 0) for first, last in self.chunks(chunk_numel))
 
     def chunk_limit(self, chunk_numel: int) -> int:
         """Return the most elements that a chunk has room for."""
