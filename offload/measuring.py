@@ -14,7 +14,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from offload.memory.kept import keep, read_kept
 from offload.memory.machine import cpu_name
 from offload.planning.hardware import Hardware
 from offload.planning.moved import update_bytes
+from offload.planning.plan import Plan
 from offload.planning.work import Blank, Call, Kernel, Work
 from offload.sizes import MIB
 from offload.spec import OptimizerSpec
@@ -96,6 +97,7 @@ class Here:
         *,
         state_dtype: str,
         paths: Sequence[Path],
+        streams_states: bool,
         device_bytes: int,
         host_bytes: int,
     ) -> Hardware:
@@ -105,11 +107,20 @@ class Here:
             optimizer: whose updates are measured; one of torch for another model, of which the class and options count.
             state_dtype: in which it keeps its states.
             paths: directories on the drives; where none is named, the drive has no speed.
+            streams_states: states pass through memory from there. A CPU that computes has to see to that, too: what it
+                takes for it counts as time of updates.
             device_bytes: of the device.
             host_bytes: of the host.
         """
         what = f"{type(optimizer).__module__}.{type(optimizer).__name__} with {state_dtype}"
+        names = "; ".join(drives.device_of(path) or str(path) for path in paths)
         rates = self._value(f"updates of {what}", lambda: _engine_rates(self._device, optimizer, state_dtype))
+        update_bytes_s = rates["update"]
+        if streams_states and self._device.addressable:
+            update_bytes_s = self._value(
+                f"updates of {what} through drive {names}",
+                lambda: _streamed_rate(self._device, optimizer, state_dtype, paths),
+            )
         products = {
             dtype: self._value(f"products in {dtype}", functools.partial(_product_rate, self._device, dtype))
             for dtype in (torch.bfloat16, torch.float32)
@@ -118,7 +129,6 @@ class Here:
             place: self._value(f"memory of {place}", functools.partial(_copy_rate, self._device, place))
             for place in ("device", "host")
         }
-        names = "; ".join(drives.device_of(path) or str(path) for path in paths)
         drive = self._value(f"drive {names}", lambda: _drive_rates(paths)) if paths else dict.fromkeys(_DRIVE, _NONE)
         self._keep()
         return Hardware(
@@ -131,8 +141,8 @@ class Here:
             h2d_bytes_s=rates["h2d"],
             d2h_bytes_s=rates["d2h"],
             host_bytes=host_bytes,
-            host_bytes_s=max(copies["host"], rates["update"]),
-            update_bytes_s=rates["update"],
+            host_bytes_s=max(copies["host"], rates["update"], update_bytes_s),
+            update_bytes_s=update_bytes_s,
             drive_read_bytes_s=drive["read"],
             drive_write_bytes_s=drive["write"],
             drive_mixed_bytes_s=min(drive["mixed"], drive["read"] + drive["write"]),
@@ -245,43 +255,81 @@ def _copy_rate(device: Device, place: str) -> float:
     return 2.0 * _COPY_BYTES / _median_s(lambda: target.copy_(source), device)
 
 
-def _engine_rates(
-    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str
-) -> dict[str, float]:
-    """Return bytes per second of updates and of copies, as an engine counts them: states are in host memory."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps of an engine with a small model: the seconds of each one, behind the first.
+
+    Attributes:
+        plan: the engine's.
+        busy_s: per link, in which it was busy.
+        processor_s: that the thread which computes had of a processor.
+    """
+
+    plan: Plan
+    busy_s: Mapping[str, float]
+    processor_s: float
+
+
+def _steps_of(device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, **options: Any) -> _Steps:
+    """Return what the median step of an engine takes."""
     model = nn.Sequential(*(nn.Linear(_WIDE, _WIDE, bias=False, dtype=torch.bfloat16) for _ in range(_LAYERS)))
     x = torch.ones(1, _WIDE, dtype=torch.bfloat16, device=device.place)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
-    with Engine(
-        model,
-        optimizer,
-        device=device.place,
-        offload_param="cpu",
-        offload_optimizer="cpu",
-        state_dtype=state_dtype,
-    ) as engine:
-        seen = []
+    with Engine(model, optimizer, device=device.place, offload_param="cpu", **options) as engine:
+        seen, clock = [], []
         for _ in range(1 + _STEPS):
             engine.backward(engine(x).float().sum())
             engine.step()
             engine.drain()
             seen.append(engine.stats().links)
+            clock.append(time.thread_time())
         plan = engine.plan
-
-    def rate(link: str, size_bytes: int) -> float:
-        """Return that of the median step behind the first; 0 where the link has no seconds."""
-        took = statistics.median(
+    busy_s = {
+        link: statistics.median(
             after[link].seconds - before[link].seconds for before, after in itertools.pairwise(seen)
         )
+        for link in seen[0]
+    }
+    return _Steps(plan, busy_s, statistics.median(after - before for before, after in itertools.pairwise(clock)))
+
+
+def _engine_rates(
+    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str
+) -> dict[str, float]:
+    """Return bytes per second of updates and of copies, as an engine counts them: states are in host memory."""
+    steps = _steps_of(device, optimizer, state_dtype=state_dtype, offload_optimizer="cpu")
+
+    def rate(link: str, size_bytes: int) -> float:
+        """Return that of a step; 0 where the link has no seconds."""
+        took = steps.busy_s[link]
         return size_bytes / took if took > 0 else 0.0
 
     host = _copy_rate(device, "host") / 2
     return {
-        "update": rate("cpu_adam", sum(update_bytes(plan, unit) for unit in plan.request.units)),
-        "h2d": rate("h2d", plan.step_bytes["h2d"]) or host,
-        "d2h": rate("d2h", plan.step_bytes["d2h"]) or host,
+        "update": rate("cpu_adam", _updated_bytes(steps.plan)),
+        "h2d": rate("h2d", steps.plan.step_bytes["h2d"]) or host,
+        "d2h": rate("d2h", steps.plan.step_bytes["d2h"]) or host,
     }
+
+
+def _streamed_rate(
+    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str, paths: Sequence[Path]
+) -> float:
+    """Return bytes per second of updates whose states are on drives, with what the processor takes to stream these."""
+    there, streamed = (
+        _steps_of(device, optimizer, state_dtype=state_dtype, **options)
+        for options in (
+            {"offload_optimizer": "cpu"},
+            {"offload_optimizer": "nvme", "nvme_path": [str(path) for path in paths]},
+        )
+    )
+    more_s = max(streamed.processor_s - there.processor_s, 0.0)
+    return _updated_bytes(there.plan) / (there.busy_s["cpu_adam"] + more_s)
+
+
+def _updated_bytes(plan: Plan) -> int:
+    return sum(update_bytes(plan, unit) for unit in plan.request.units)
 
 
 _DRIVE = ("write", "read", "mixed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from offload.cli.doctor import gather
 from offload.cli.main import main
 from offload.measuring import Here, seconds_of
 from offload.memory import drives
+from offload.memory.device import Device
 from offload.memory.devices import open_device
 from offload.planning.work import Blank, Call, work_of
 from offload.sizes import MIB
+from offload.spec import OptimizerSpec
 
 
 class Model(nn.Module):
@@ -101,7 +104,7 @@ def test_what_was_measured_is_kept_until_it_is_to_be_measured_again(monkeypatch:
     measured: list[Call] = []
     monkeypatch.setattr(measuring, "seconds_of", lambda call, device: measured.append(call) or 1.0)
     with monkeypatch.context() as patch:
-        for name in ("_engine_rates", "_product_rate", "_copy_rate"):
+        for name in ("_engine_rates", "_streamed_rate", "_product_rate", "_copy_rate"):
             patch.setattr(measuring, name, lambda *_: pytest.fail("measured a second time"))
         assert planned().work == first.work
         assert not measured
@@ -133,6 +136,28 @@ def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path) -> None:
     assert found.hardware is not None
     assert found.hardware.drive_read_bytes_s > 1e6
     assert found.timing is not None
+    (known,) = json.loads(Here(open_device("cpu")).file.read_text()).values()
+    (streamed,) = (name for name in known if name.startswith("updates of") and "through drive" in name)
+    assert found.hardware.update_bytes_s == known[streamed]
+
+
+def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two seconds of the processor beyond those of states in memory, and one of updates."""
+    options: list[dict[str, Any]] = []
+    steps_of = measuring._steps_of
+
+    def steps(device: Device, optimizer: OptimizerSpec, **asked: Any) -> measuring._Steps:
+        options.append(asked)
+        found = steps_of(device, optimizer, **asked)
+        assert found.processor_s > 0
+        seconds = 3.0 if "nvme_path" in asked else 1.0
+        return dataclasses.replace(found, busy_s={"cpu_adam": 1.0}, processor_s=seconds)
+
+    monkeypatch.setattr(measuring, "_steps_of", steps)
+    found = measuring._streamed_rate(open_device("cpu"), offload.AdamW(lr=1e-4), "float32", [tmp_path])
+    assert [asked["offload_optimizer"] for asked in options] == ["cpu", "nvme"]
+    numel = measuring._LAYERS * measuring._WIDE**2
+    assert found == numel * 26 / 3.0  # bytes of an update in bf16
     assert found.timing.seconds["drive"] > 0
     assert not list(tmp_path.glob("*.swap"))
 
