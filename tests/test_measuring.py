@@ -139,6 +139,8 @@ def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path) -> None:
     (known,) = json.loads(Here(open_device("cpu")).file.read_text()).values()
     (streamed,) = (name for name in known if name.startswith("updates of") and "through drive" in name)
     assert found.hardware.update_bytes_s == known[streamed]
+    assert found.timing.seconds["drive"] > 0
+    assert not list(tmp_path.glob("*.swap"))
 
 
 def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +160,6 @@ def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, mon
     assert [asked["offload_optimizer"] for asked in options] == ["cpu", "nvme"]
     numel = measuring._LAYERS * measuring._WIDE**2
     assert found == numel * 26 / 3.0  # bytes of an update in bf16
-    assert found.timing.seconds["drive"] > 0
-    assert not list(tmp_path.glob("*.swap"))
 
 
 def test_an_optimizer_of_torch_is_measured_by_its_own_class() -> None:
