@@ -365,7 +365,7 @@ def _measured(
         spec,
         state_dtype=asked.state_dtype,
         paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
-        streams_states=any(homes.states is Tier.NVME for homes in found.homes),
+        piece_numel=found.chunk_numel if any(homes.states is Tier.NVME for homes in found.homes) else None,
         device_bytes=found.request.budgets[Tier.DEVICE],
         host_bytes=found.request.budgets[Tier.HOST],
     )

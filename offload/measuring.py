@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 _ENOUGH_S, _LEAST, _MOST = 0.03, 3, 7  # of one measurement: so long, and so often
 _IN_SUCCESSION = 20
 _CACHE_BYTES = 64 * MIB
-_WIDE, _LAYERS, _STEPS = 2048, 4, 3  # of the small model: 32 MiB of parameters, and 192 MiB of states
+_WIDE, _LAYERS = 2048, 4  # of the small model: 32 MiB of parameters, and 192 MiB of states
+_ROWS, _STEPS = 128, 9  # that it computes on, so that caches are as cold as in a step of others
 _OBJECT_BYTES, _OBJECTS = 4 * MIB, 64
 _COPY_BYTES = 128 * MIB
 _NONE = 1e6  # bytes per second of a drive that nobody has named: the least that a machine may have
@@ -97,7 +98,7 @@ class Here:
         *,
         state_dtype: str,
         paths: Sequence[Path],
-        streams_states: bool,
+        piece_numel: int | None,
         device_bytes: int,
         host_bytes: int,
     ) -> Hardware:
@@ -107,8 +108,8 @@ class Here:
             optimizer: whose updates are measured; one of torch for another model, of which the class and options count.
             state_dtype: in which it keeps its states.
             paths: directories on the drives; where none is named, the drive has no speed.
-            streams_states: states pass through memory from there. A CPU that computes has to see to that, too: what it
-                takes for it counts as time of updates.
+            piece_numel: elements at once whose states pass through memory from there; None where none do. A CPU that
+                computes has to see to each piece: what it takes for that counts as time of updates.
             device_bytes: of the device.
             host_bytes: of the host.
         """
@@ -116,10 +117,10 @@ class Here:
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
         rates = self._value(f"updates of {what}", lambda: _engine_rates(self._device, optimizer, state_dtype))
         update_bytes_s = rates["update"]
-        if streams_states and self._device.addressable:
+        if piece_numel is not None and self._device.addressable:
             update_bytes_s = self._value(
-                f"updates of {what} through drive {names}",
-                lambda: _streamed_rate(self._device, optimizer, state_dtype, paths),
+                f"updates of {what} through drive {names}, {piece_numel} elements at once",
+                lambda: _streamed_rate(self._device, optimizer, state_dtype, paths, piece_numel),
             )
         products = {
             dtype: self._value(f"products in {dtype}", functools.partial(_product_rate, self._device, dtype))
@@ -273,7 +274,7 @@ class _Steps:
 def _steps_of(device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, **options: Any) -> _Steps:
     """Return what the median step of an engine takes."""
     model = nn.Sequential(*(nn.Linear(_WIDE, _WIDE, bias=False, dtype=torch.bfloat16) for _ in range(_LAYERS)))
-    x = torch.ones(1, _WIDE, dtype=torch.bfloat16, device=device.place)
+    x = torch.ones(_ROWS, _WIDE, dtype=torch.bfloat16, device=device.place)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
     with Engine(model, optimizer, device=device.place, offload_param="cpu", **options) as engine:
@@ -314,11 +315,15 @@ def _engine_rates(
 
 
 def _streamed_rate(
-    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str, paths: Sequence[Path]
+    device: Device,
+    optimizer: OptimizerSpec | torch.optim.Optimizer,
+    state_dtype: str,
+    paths: Sequence[Path],
+    piece_numel: int,
 ) -> float:
     """Return bytes per second of updates whose states are on drives, with what the processor takes to stream these."""
     there, streamed = (
-        _steps_of(device, optimizer, state_dtype=state_dtype, **options)
+        _steps_of(device, optimizer, state_dtype=state_dtype, chunk_numel=piece_numel, **options)
         for options in (
             {"offload_optimizer": "cpu"},
             {"offload_optimizer": "nvme", "nvme_path": [str(path) for path in paths]},

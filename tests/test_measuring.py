@@ -156,8 +156,11 @@ def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, mon
         return dataclasses.replace(found, busy_s={"cpu_adam": 1.0}, processor_s=seconds)
 
     monkeypatch.setattr(measuring, "_steps_of", steps)
-    found = measuring._streamed_rate(open_device("cpu"), offload.AdamW(lr=1e-4), "float32", [tmp_path])
-    assert [asked["offload_optimizer"] for asked in options] == ["cpu", "nvme"]
+    found = measuring._streamed_rate(open_device("cpu"), offload.AdamW(lr=1e-4), "float32", [tmp_path], 1 << 16)
+    assert [(asked["offload_optimizer"], asked["chunk_numel"]) for asked in options] == [
+        ("cpu", 65536),
+        ("nvme", 65536),
+    ]
     numel = measuring._LAYERS * measuring._WIDE**2
     assert found == numel * 26 / 3.0  # bytes of an update in bf16
 
