@@ -117,7 +117,7 @@ class Here:
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
         rates = self._value(f"updates of {what}", lambda: _engine_rates(self._device, optimizer, state_dtype))
         update_bytes_s = rates["update"]
-        if piece_numel is not None and self._device.addressable:
+        if paths and piece_numel is not None and self._device.addressable:
             update_bytes_s = self._value(
                 f"updates of {what} through drive {names}, {piece_numel} elements at once",
                 lambda: _streamed_rate(self._device, optimizer, state_dtype, paths, piece_numel),
@@ -280,19 +280,19 @@ def _steps_of(device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, 
     with Engine(model, optimizer, device=device.place, offload_param="cpu", **options) as engine:
         seen, clock = [], []
         for _ in range(1 + _STEPS):
-            engine.backward(engine(x).float().sum())
+            engine.backward(engine(x).float().sum() * 0)  # gradients of zero: no learning rate makes weights diverge
             engine.step()
             engine.drain()
             seen.append(engine.stats().links)
             clock.append(time.thread_time())
         plan = engine.plan
-    busy_s = {
-        link: statistics.median(
-            after[link].seconds - before[link].seconds for before, after in itertools.pairwise(seen)
-        )
-        for link in seen[0]
-    }
-    return _Steps(plan, busy_s, statistics.median(after - before for before, after in itertools.pairwise(clock)))
+    busy_s = {link: _median_growth([links[link].seconds for links in seen]) for link in seen[0]}
+    return _Steps(plan, busy_s, _median_growth(clock))
+
+
+def _median_growth(values: Sequence[float]) -> float:
+    """Return by how much each value is larger than the one before, the median."""
+    return statistics.median(after - before for before, after in itertools.pairwise(values))
 
 
 def _engine_rates(
