@@ -679,20 +679,21 @@ def test_an_interrupt_leaves_no_parameter_half_bound(
 ) -> None:
     """Where no call of the engine is around: in a notebook, the loop is begun anew after Ctrl-C."""
     left = 0
-    real = binding.view_at
+    real = binding.views_at
 
-    def interrupt(*args: Any) -> torch.Tensor:
+    def interrupt(*args: Any) -> Iterator[torch.Tensor]:
         nonlocal left
-        left -= 1
-        if not left:
-            signal.raise_signal(signal.SIGINT)
-        return real(*args)
+        for view in real(*args):
+            left -= 1
+            if not left:
+                signal.raise_signal(signal.SIGINT)
+            yield view
 
     model = net()
     with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
         truth = engine(batch(0)).detach()
         displace(engine, 0)
-        monkeypatch.setattr(binding, "view_at", interrupt)
+        monkeypatch.setattr(binding, "views_at", interrupt)
         left = nth
         with contextlib.suppress(KeyboardInterrupt):
             INTERRUPTED[use](engine, model)

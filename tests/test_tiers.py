@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from offload.errors import BudgetError
 from offload.memory import machine
 from offload.memory.arena import Buffer, HostArena
 from offload.memory.budget import Budget, Claim, Tier
-from offload.memory.cpu import CpuDevice
+from offload.memory.cpu import AT_ONCE_BYTES, CpuDevice, CpuMover
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
 from offload.memory.region import Region
 from offload.memory.transfer import MoverNeeds
@@ -49,6 +50,36 @@ def test_the_cpu_as_device_copies_and_has_nothing_outstanding() -> None:
         device.event().synchronize()
         assert device.event().query()
         device.synchronize()
+    finally:
+        mover.close()
+        arena.close()
+        host.close()
+
+
+class Noting(CpuMover):
+    """Notes the threads that copy."""
+
+    def __init__(self) -> None:
+        super().__init__(Counters())
+        self.threads: list[int] = []
+
+    def _copy(self, *args: Any, **options: Any) -> None:
+        self.threads.append(threading.get_ident())
+        super()._copy(*args, **options)
+
+
+def test_a_copy_is_handed_over_where_it_takes_longer_than_that() -> None:
+    size = AT_ONCE_BYTES + PAGE
+    host, arena, mover = HostArena(Tier.HOST, size), HostArena(Tier.DEVICE, size), Noting()
+    try:
+        source, target = host.take(size), arena.take(size)
+        for value, size_bytes in enumerate((AT_ONCE_BYTES, size), start=1):
+            ctypes.memset(source.address, value, size)
+            copy = mover.fetch_host(source.address, target, size_bytes, urgent=False)
+            assert copy.done() or size_bytes > AT_ONCE_BYTES
+            copy.wait(30.0)
+            assert ctypes.string_at(target.address, size_bytes) == bytes([value]) * size_bytes
+        assert [thread == threading.get_ident() for thread in mover.threads] == [True, False]
     finally:
         mover.close()
         arena.close()

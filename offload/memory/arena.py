@@ -194,15 +194,24 @@ def view_at(
     Modes of the user do not see it: selective checkpointing, for one, wants the same operations in a repetition, and a
     tensor that is made in inference mode could not be used for training afterwards.
     """
+    place = (offset_numel, shape) if stride is None else (offset_numel, shape, stride)
+    return views_at(storage, dtype, (place,))[0]
+
+
+def views_at(
+    storage: torch.UntypedStorage, dtype: torch.dtype, places: Sequence[tuple[int | Sequence[int], ...]]
+) -> list[torch.Tensor]:
+    """Return what :func:`view_at` does for several `places`: offset, shape, and stride where it is not contiguous."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
-            return view_at(storage, dtype, offset_numel, shape, stride)
+            return views_at(storage, dtype, places)
     with no_functions(), no_dispatch():
-        tensor = torch.empty(0, dtype=dtype, device=storage.device)
-        set_storage: Callable[..., torch.Tensor] = tensor.set_
-        if stride is None:
-            return set_storage(storage, offset_numel, shape)
-        return set_storage(storage, offset_numel, shape, stride)
+        first = torch.empty(0, dtype=dtype, device=storage.device)
+        tensors = [first, *(first.new_empty(0) for _ in places[1:])]
+        for tensor, place in zip(tensors, places, strict=True):
+            set_storage: Callable[..., torch.Tensor] = tensor.set_
+            set_storage(storage, *place)
+    return tensors
 
 
 def bytes_at(address: int, size_bytes: int, place: torch.device) -> torch.Tensor:

@@ -140,23 +140,33 @@ class Region:
         """
         size_bytes = round_up(size_bytes, PAGE_BYTES)
         costs = [cost(owner) for _, _, owner in self._blocks]
+        able = [value for value in costs if value is not None]
+        if not able:
+            return None
+        cheapest = costs.index(min(able))
+        if self._room_at(cheapest, cheapest) >= size_bytes:  # no window costs less
+            return [self._blocks[cheapest][2]]
         best: tuple[float, int, list[int]] | None = None
         for first in range(len(self._blocks)):
             if costs[first] is None:
                 continue
-            start = self._blocks[first - 1][0] + self._blocks[first - 1][1] if first else 0
             highest = float("-inf")
             for last in range(first, len(self._blocks)):
                 value = costs[last]
                 if value is None:
                     break
                 highest = max(highest, value)
-                end = self._blocks[last + 1][0] if last + 1 < len(self._blocks) else self.size_bytes
-                if end - start >= size_bytes:
+                if self._room_at(first, last) >= size_bytes:
                     if best is None or (highest, last - first) < best[:2]:
                         best = (highest, last - first, [b[2] for b in self._blocks[first : last + 1]])
                     break
         return None if best is None else best[2]
+
+    def _room_at(self, first: int, last: int) -> int:
+        """Return the bytes in one piece that there would be without the blocks from number `first` to `last`."""
+        blocks = self._blocks
+        start = blocks[first - 1][0] + blocks[first - 1][1] if first else 0
+        return (blocks[last + 1][0] if last + 1 < len(blocks) else self.size_bytes) - start
 
     def _gaps(self) -> list[tuple[int, int]]:
         gaps, end = [], 0

@@ -21,7 +21,7 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from offload.labels import labelled
-from offload.memory.arena import view_at
+from offload.memory.arena import views_at
 from offload.module.absent import Absent, absent_class
 from offload.planning.partition import UnitTree, Wrapper
 from offload.planning.units import Unit, Where
@@ -59,22 +59,23 @@ class Binding:
         self._lent = [0] * len(tree.units)  # to those who use a unit's parameters now
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
+        self._places = [[(slot.offset_numel, slot.shape) for slot in unit.slots] for unit in tree.units]
         self._bound: dict[int, list[tuple[int, int]]] = {}  # what _look returned when the unit was bound
-        self._away: dict[int, list[int]] = {}  # units whose parameters are stand-ins, with torch's counters since then
+        self._away: dict[int, list[tuple[int, int]]] = {}  # the same of units whose parameters are stand-ins
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
     @labelled("bind")
     def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
         """Let the unit's parameters view `storage`."""
-        dtype = self.dtypes[unit.index]
         with no_functions():
-            versions = self._away.pop(unit.index, None)
-            if versions is not None:
-                self._note_rebound(unit, versions)
-            for slot, parameter in zip(unit.slots, self.tree.parameters[unit.index], strict=True):
-                parameter.data = view_at(storage, dtype, slot.offset_numel, slot.shape)
-        self._bound[unit.index] = self._look(unit.index)
+            away = self._away.pop(unit.index, None)
+            if away is not None and (found := self._seen(unit.index)) != away:
+                self._note_rebound(unit, away, found)
+            views = views_at(storage, self.dtypes[unit.index], self._places[unit.index])
+            for parameter, view in zip(self.tree.parameters[unit.index], views, strict=True):
+                parameter.data = view
+            self._bound[unit.index] = self._seen(unit.index)
         base = storage.data_ptr()
         self._bases[base] = unit.index
         self._base_of[unit.index] = base
@@ -87,17 +88,14 @@ class Binding:
         if base is not None:
             del self._bases[base]
         with no_functions():
-            for index, parameter in enumerate(self.tree.parameters[unit.index]):
-                parameter.data = self._stand_ins[unit.index][index]
-            self._away[unit.index] = [p._version for p in self.tree.parameters[unit.index]]
+            for parameter, own in zip(self.tree.parameters[unit.index], self._stand_ins[unit.index], strict=True):
+                parameter.data = own
+            self._away[unit.index] = self._seen(unit.index)
 
-    def _note_rebound(self, unit: Unit, versions: list[int]) -> None:
+    def _note_rebound(self, unit: Unit, away: list[tuple[int, int]], found: list[tuple[int, int]]) -> None:
         """Note a parameter that is not the stand-in any more, or whose content was written to through an alias."""
-        parameters, stand_ins = self.tree.parameters[unit.index], self._stand_ins[unit.index]
-        for slot, parameter, ours, version in zip(unit.slots, parameters, stand_ins, versions, strict=True):
-            if parameter.data_ptr() != ours.data_ptr() or parameter._version != version:
-                self.rebound[unit.index] = slot.name
-                return
+        changed = [now != then for now, then in zip(found, away, strict=True)]
+        self.rebound[unit.index] = unit.slots[changed.index(True)].name
 
     def replace(self, unit: Unit, tensors: Iterable[torch.Tensor]) -> None:
         """Give the unit's parameters ordinary memory: the engine is being closed."""
@@ -220,17 +218,19 @@ class Binding:
 
     def changes(self, unit: Unit) -> list[int]:
         """Return the slots of parameters that somebody else has written to or rebound since the unit was bound."""
-        if unit.index not in self._bound:
-            return []
-        bound, found, rebound = self._bound[unit.index], self._look(unit.index), self.rebound.get(unit.index)
-        if found == bound and rebound is None:
+        bound, rebound = self._bound.get(unit.index), self.rebound.get(unit.index)
+        if bound is None or ((found := self._look(unit.index)) == bound and rebound is None):
             return []
         return [i for i, slot in enumerate(unit.slots) if found[i] != bound[i] or slot.name == rebound]
 
     def _look(self, index: int) -> list[tuple[int, int]]:
         """Return torch's version counter and the address of each of a unit's parameters."""
         with no_functions():
-            return [(parameter._version, parameter.data_ptr()) for parameter in self.tree.parameters[index]]
+            return self._seen(index)
+
+    def _seen(self, index: int) -> list[tuple[int, int]]:
+        """As :meth:`_look`, where no class of the parameters sees it."""
+        return [(parameter._version, parameter.data_ptr()) for parameter in self.tree.parameters[index]]
 
     def accept_changes(self, unit: Unit) -> None:
         """Take the present content of the unit's parameters as its own."""

@@ -93,14 +93,17 @@ class Schedule:
         return max(self._again[now - 1 : now + limit - 1]) - now
 
     def upcoming(self, limit: int, *, within_step: bool = False) -> Iterator[int]:
-        """Return an iterator over the next distinct units, nearest first, looking at most `limit` uses ahead.
+        """Iterate over the next distinct units, nearest first, looking at most `limit` uses ahead.
 
         With `within_step`, none that are only used after the step.
         """
-        length = len(self._trace)
+        length, seen = len(self._trace), set[int]()
         first = self._position % length if length else 0
         ahead = max(length - self._position, 0) if within_step else length
-        return iter(dict.fromkeys(self._twice[first : first + min(limit, ahead)]))
+        for unit in self._twice[first : first + min(limit, ahead)]:
+            if unit not in seen:
+                seen.add(unit)
+                yield unit
 
     def _adopt(self, trace: list[int]) -> None:
         """Predict `trace`, again and again."""

@@ -268,7 +268,9 @@ class Manager:
         begin = time.perf_counter()
         self.copies.forgive(shard)
         if shard.state is State.FETCHING:
-            counters.stalls += 1
+            late = self.copies.is_late(shard)
+            counters.stalls += late
+            counters.hits += not late and not missed
             self.working.wait_for_prefetch(shard)
         if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:
