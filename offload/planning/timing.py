@@ -73,11 +73,13 @@ class Timing:
         spans: the parts of a step, one behind the other.
         fill_s: in which the busiest lane waits for others.
         moved: bytes.
+        early_units: that are updated during backward.
     """
 
     spans: tuple[Span, ...]
     fill_s: float
     moved: Moved
+    early_units: int = 0
 
     @property
     def bound_s(self) -> float:
@@ -133,11 +135,11 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     bound_s = sum(span.bound_s for span in spans)
     fill_s = max(earlier * alternate_s - bound_s, 0.0)
     there_s = _updates_there_s(plan, hardware)  # of the one forward that comes behind them
-    took_s = 0.0
+    took_s, early_units = 0.0, len(early.done_s) if early else 0
     if not host:
         before_s, (first, last) = bound_s + fill_s, _passes(plan, work, hardware, uses, (forward_s, backward_s), passes)
         played = play(plan, hardware, last, first, clips=clips, adds=earlier > 0, before_s=before_s, there_s=there_s)
-        took_s = played.step_s - before_s
+        took_s, early_units = played.step_s - before_s, played.early_units
         fresh += Moved(drive_read=-played.filled_bytes)
     backward, forward = again + gradients + back, fresh + updates + away
     ahead_s = 0.0
@@ -155,7 +157,7 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         took_s = _in_turn_s(plan, early, forward_s + there_s, backward_s, ahead_s)
     bound_s = sum(span.bound_s for span in found)
     fill_s += max(took_s - bound_s, alternate_s - bound_s, 0.0)
-    return Timing((*spans, *found), fill_s, moved + backward + forward)
+    return Timing((*spans, *found), fill_s, moved + backward + forward, early_units)
 
 
 def _passes(
