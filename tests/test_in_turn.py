@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import offload
 from offload.planning.hardware import Hardware
-from offload.planning.in_turn import InTurn, beside_backward, in_turn_s
+from offload.planning.in_turn import InTurn, at_once, beside_backward, in_turn_s
 from offload.planning.moved import Moved, gradient_of, lane_seconds, update_of
 from offload.planning.plan import Plan
 
@@ -112,8 +112,12 @@ def test_a_step_that_clips_updates_nothing_early(plan: Plan) -> None:
 
 
 def test_a_forward_waits_for_the_updates_that_are_left(plan: Plan) -> None:
-    """Where compute takes nothing, it takes as long as the drive; where it takes long, the first unit is waited for."""
+    """Where compute takes nothing, it takes as long as the drive; where it takes long, the first unit is waited for.
+
+    A unit is one piece here. The drive pauses for one piece of those that it has at once.
+    """
     _, updates_s, drive_s = work_s(plan, MACHINE)
+    drive_s += updates_s / at_once(plan)
     begin = InTurn(frozenset(), 1.0)
     nothing = in_turn_s(plan, MACHINE, ORDER, [], begin, 0.0, 0.0)
     assert nothing == pytest.approx(1 + drive_s + updates_s / LAYERS)
@@ -129,6 +133,21 @@ def test_parameters_that_come_again_are_waited_for(plan: Plan) -> None:
     read_s = sum(unit.param_bytes for unit in units) / MACHINE.drive_read_bytes_s
     found = in_turn_s(plan, MACHINE, ORDER, units, InTurn(frozenset(ORDER), 1.0), 0.0, 0.0)
     assert found == pytest.approx(1 + read_s)
+
+
+def test_parameters_that_come_again_hold_up_an_update(plan: Plan) -> None:
+    """The first unit waits for its update, beside which the drive brings as many bytes of others: 5 x 4 of 5 x 4 here.
+
+    An update reads and writes two moments, and writes parameters: 20 bytes per element. Five units have 4 each.
+    """
+    first, *others = plan.request.units
+    _, updates_s, _ = work_s(plan, MACHINE)
+    pause_s = updates_s / LAYERS / at_once(plan)
+    backward = InTurn(frozenset(unit.index for unit in others), 1.0)
+    found = in_turn_s(plan, MACHINE, ORDER, others, backward, 100.0, 0.0)
+    assert found == pytest.approx(
+        101 + (20 + 5 * 4) * WIDE**2 / MACHINE.drive_mixed_bytes_s + updates_s / LAYERS + pause_s
+    )
 
 
 @pytest.mark.parametrize("numel", [WIDE * WIDE, WIDE * WIDE // 8])

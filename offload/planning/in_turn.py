@@ -8,7 +8,9 @@ Owns the order in which the drive serves updates, and what waits for it:
   more: for half of the slots of staging.
 * A unit with room beside its old content is updated during backward: the one whose gradient came last comes first.
 * When backward has ended, what has begun is finished. All other units follow in the order of the forward, which waits
-  for each.
+  for each. What the drive was asked for together is over at about the same time, so it waits there, too, until the
+  first of these pieces is worked on and more is asked for. Beside an update, parameters that the forward needs later
+  come as fast.
 
 Pure arithmetic over plain values. Next: :mod:`offload.planning.timing`. Beside an accelerator, it is
 :mod:`offload.planning.played` that tells this.
@@ -64,7 +66,7 @@ class _Backward:
         self.at_s = 0.0
         self.begun: set[int] = set()
         self._hardware = hardware
-        self._many = max(plan.staging_slots, STAGING_SLOTS) // 2  # pieces at once, as in Pipeline.ahead
+        self._many = at_once(plan)
         self._free_s = 0.0  # when the drive is over with what it was asked for
         self._waiting: list[_Load] = []
         self._coming: list[_Load] = []  # one for each piece that is read
@@ -110,6 +112,11 @@ class _Backward:
             self._left = self._open.pieces
             self.begun.add(self._open.index)
         return self._left > 0
+
+
+def at_once(plan: Plan) -> int:
+    """Return how many pieces are read together, while as many are written: half of the slots, as in the engine."""
+    return max(plan.staging_slots, STAGING_SLOTS) // 2
 
 
 def beside_backward(
@@ -182,12 +189,22 @@ def in_turn_s(
     coming = {unit.index: unit for unit in fetches}
     clock_s = free_s = backward.end_s
     for index, share, _ in _visits(plan, forward):
-        moved = update_of(plan, late.pop(index)) if index in late else Moved()
+        moved, pause_s = Moved(), 0.0
+        if index in late:
+            unit = late.pop(index)
+            moved, load = update_of(plan, unit), _load(plan, hardware, unit)
+            pause_s = load.piece_s * load.pieces / at_once(plan) if load.read_bytes + load.write_bytes else 0.0
+        beside_bytes = moved.drive_read + moved.drive_write
         if index in coming:
             moved += fetch_of(plan, [coming.pop(index)])
+        while coming and beside_bytes > 0:  # as much of them is on its way as there is in staging
+            fetched = fetch_of(plan, [coming.pop(next(iter(coming)))])
+            moved += fetched
+            beside_bytes -= fetched.drive_read
         lanes = lane_seconds(moved, hardware)
         serve_s = max(lanes["drive"] - ahead_s, 0.0)
         ahead_s -= lanes["drive"] - serve_s
+        serve_s += pause_s if serve_s else 0.0
         free_s += serve_s
         if serve_s:
             clock_s = max(clock_s, free_s)
