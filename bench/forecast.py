@@ -4,9 +4,13 @@ Each round measures the machine anew (``hardware="here"``), predicts all mixes, 
 that both see the same hour of a shared machine. The model is the real one of 135 M parameters (``--model large --host
 13GiB``: a random Llama of 1.1 B) in bf16 on 512 tokens, with checkpoints of activations (``--keep``: without). The
 device is the CPU. Printed are the medians of rounds: seconds predicted and measured, their ratio, the bytes of the
-drive per step as predicted and as counted, and the peaks of tiers beside the plan's: of the device as the resident set
-has it, of the others as the engine's books do. To reach: seconds within 15 %, peaks within 5 %, bytes equal. With
-``--smoke``, what is measured is kept nowhere.
+drive per step as predicted and as counted, units that are updated during backward, and the peaks of tiers beside the
+plan's: of the device as the resident set has it, of the others as the engine's books do. To reach: seconds within 15 %,
+peaks within 5 %, bytes equal. With ``--smoke``, what is measured is kept nowhere.
+
+A step is counted from the end of a forward to the end of the next one, when all updates of the last step are made. So
+whole steps are counted, whichever units were updated during backward. Those before have taught the engine: the order of
+units, and how much of the device budget activations leave to parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import os
 import statistics
 import tempfile
@@ -29,6 +34,7 @@ import offload
 from offload.activations.rss import reset_high_water, status_bytes, trim_heap
 from offload.memory.budget import Tier
 
+LEARNED = 4  # steps; then the order of units is known, and the working region has its size
 MIXES: dict[str, dict[str, Any]] = {
     "all in memory": {"offload_param": "none", "offload_optimizer": "cpu"},
     "parameters and states on NVMe": {"offload_param": "nvme", "offload_optimizer": "nvme"},
@@ -58,25 +64,33 @@ def prepared(name: str, *, keep: bool) -> tuple[torch.nn.Module, int]:
 
 
 def trained(mix: str, arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Return seconds and bytes of the drive per step, and the peaks of tiers."""
+    """Return seconds, bytes of the drive and units updated during backward per step, and the peaks of tiers."""
     model, vocabulary = prepared(arguments.model, keep=arguments.keep)
     torch.manual_seed(0)
     batches = [torch.randint(vocabulary, arguments.batch) for _ in range(arguments.steps)]
     with offload.Engine(model, offload.AdamW(lr=1e-5), **options(mix, path, arguments.host)) as engine:
 
-        def step(tokens: torch.Tensor) -> None:
-            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-            engine.step()
+        def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+            return loss
 
-        for tokens in batches[:2]:  # the order of units is learned
-            step(tokens)
+        for number in range(LEARNED):
+            engine.backward(loss_of(batches[number % len(batches)]))
+            engine.step()
         trim_heap()
         resident = status_bytes("VmRSS")
         reset_high_water()
-        before, begin = engine.stats(), time.perf_counter()
+        loss = loss_of(batches[0])
+        engine.drain()
+        seen, begin = [engine.stats()], time.perf_counter()
         for tokens in batches:
-            step(tokens)
-        took, after = time.perf_counter() - begin, engine.stats()
+            engine.backward(loss)
+            engine.step()
+            loss = loss_of(tokens)
+            seen.append(engine.stats())
+        took = time.perf_counter() - begin
+        engine.drain()
+        before, after = seen[0], engine.stats()
         moved = {link: after.links[link].bytes - before.links[link].bytes for link in ("nvme_read", "nvme_write")}
         peaks = {tier.value: after.peak_bytes[tier.value] for tier in (Tier.HOST, Tier.NVME)}
         peaks["device"] = engine.plan.arena_bytes[Tier.DEVICE] + status_bytes("VmHWM") - resident
@@ -84,6 +98,7 @@ def trained(mix: str, arguments: argparse.Namespace, path: Path) -> dict[str, An
         "seconds": took / arguments.steps,
         "read": moved["nvme_read"] / arguments.steps,
         "written": moved["nvme_write"] / arguments.steps,
+        "early_units": [later.early_units - one.early_units for one, later in itertools.pairwise(seen)],
         "peaks": peaks,
     }
 
@@ -166,6 +181,7 @@ def main() -> None:
                         "predicted": [moved.drive_read, moved.drive_write],
                         "counted": [found["read"], found["written"]],
                     },
+                    "early_units": {"predicted": forecast.timing.early_units, "counted": found["early_units"]},
                     "peak_bytes": {tier.value: [peaks[tier], found["peaks"][tier.value]] for tier in Tier},
                 }
                 print(
@@ -174,15 +190,16 @@ def main() -> None:
                     flush=True,
                 )
     print(
-        f"\n{'mix':32} {'predicted':>9} {'measured':>9} {'ratio':>6}  drive read, written; peaks of device, host, NVMe "
-        "(predicted/counted MB)"
+        f"\n{'mix':32} {'predicted':>9} {'measured':>9} {'ratio':>6}  drive read, written; units updated in backward; "
+        "peaks of device, host, NVMe (predicted/counted MB)"
     )
     for mix, row in results.items():
         (read, write), (was_read, was_written) = row["drive_bytes"]["predicted"], row["drive_bytes"]["counted"]
         peak = ", ".join(f"{ours / 1e6:.1f}/{was / 1e6:.1f}" for ours, was in row["peak_bytes"].values())
         print(
             f"{mix:32} {row['predicted_s']:8.3f}s {row['measured_s']:8.3f}s {row['ratio']:6.2f}  "
-            f"{read / 1e6:.1f}/{was_read / 1e6:.1f}, {write / 1e6:.1f}/{was_written / 1e6:.1f}; {peak}; "
+            f"{read / 1e6:.1f}/{was_read / 1e6:.1f}, {write / 1e6:.1f}/{was_written / 1e6:.1f}; "
+            f"{row['early_units']['predicted']}/{'-'.join(map(str, row['early_units']['counted']))}; {peak}; "
             f"{row['binding']} binds"
         )
     emit(arguments.json, {"model": arguments.model, "batch": arguments.batch, "mixes": results})

@@ -111,8 +111,8 @@ class Forecast:
         Returns:
             ``plan`` as its own, and ``fits``. With a batch: ``flops``, ``activation_bytes`` and ``tokens``. With a
             machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per
-            lane, ``bytes`` per lane, and ``savings``; if steps clip, ``clipping`` with the attributes of
-            :class:`Clipping`.
+            lane, ``bytes`` per lane, ``early_units`` that are updated during backward, and ``savings``; if steps clip,
+            ``clipping`` with the attributes of :class:`Clipping`.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
@@ -126,6 +126,7 @@ class Forecast:
                 "binding": self.timing.binding,
                 "spans": [{"name": span.name, "seconds": dict(span.seconds)} for span in self.timing.spans],
                 "bytes": dataclasses.asdict(self.timing.moved),
+                "early_units": self.timing.early_units,
                 "savings": dict(self.savings),
             }
         if self.clipping is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,17 @@ from harness import host, nvme
 from models import BY_NAME
 
 import offload
+from offload.planning.hardware import Hardware
 from offload.planning.moved import moved_of
+from offload.planning.timing import timing_of
 from swap import SwapStore
 from swap.store import StoreTicket
 
 SPARE_BYTES = 256 << 20
 LEARNED, MEASURED = 4, 3  # steps: the trace is known, and the working region has its size
+PROMPT = dataclasses.replace(
+    Hardware.load("desktop"), drive_read_bytes_s=1e15, drive_write_bytes_s=1e15, drive_mixed_bytes_s=1e15
+)
 MIXES: dict[str, dict[str, Any]] = {
     "all": {},
     "all, more room on the device": {"units": 9},
@@ -78,6 +84,10 @@ def check(model: torch.nn.Module, options: dict[str, Any]) -> offload.Stats:
         "nvme_write": MEASURED * moved.drive_write,
         "h2d": MEASURED * moved.h2d,
     }
+    clips = "max_grad_norm" in options
+    timing = timing_of(forecast.plan, forecast.work, PROMPT, micro_batches=micro_batches, clips=clips)
+    assert timing.early_units == len(early)
+    assert (timing.moved.drive_read, timing.moved.drive_write) == (moved.drive_read, moved.drive_write)
     return after
 
 

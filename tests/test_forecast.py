@@ -251,7 +251,7 @@ def test_a_forecast_prints_itself_and_is_json(forecast: offload.Forecast) -> Non
         assert words in text
     found = json.loads(json.dumps(forecast.to_dict()))
     assert found["step_s"] == pytest.approx(found["bound_s"] + found["fill_s"])
-    assert found["savings"]
+    assert found["savings"] and 0 < found["early_units"] < len(forecast.plan.request.units)
 
 
 class Terminal(io.StringIO):

@@ -1,7 +1,8 @@
 """Bytes that a step moves, by lane, once steps repeat.
 
-Owns the sums over units: of parameters that passes fetch, of gradients, of updates and of activations. Pure arithmetic
-over plain values. Next: :mod:`offload.planning.played` and :mod:`offload.planning.timing` make seconds of them.
+Owns the sums over units: of parameters that passes fetch, of gradients, of updates and of activations; and the seconds
+that lanes take for them, each alone. Pure arithmetic over plain values. Next: :mod:`offload.planning.played`,
+:mod:`offload.planning.in_turn` and :mod:`offload.planning.timing` make a step of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 from collections.abc import Container, Sequence
 
 from offload.memory.budget import Tier
+from offload.planning.hardware import Hardware
 from offload.planning.plan import Plan
 from offload.planning.residency import fetched
 from offload.planning.roles import STATE_ROLES, Role
@@ -33,6 +35,18 @@ class Moved:
 
     def __mul__(self, many: int) -> Moved:
         return Moved(**{field.name: getattr(self, field.name) * many for field in dataclasses.fields(Moved)})
+
+
+def lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
+    """Return the seconds of work per lane."""
+    read, write = moved.drive_read, moved.drive_write
+    alone = max(read / hardware.drive_read_bytes_s, write / hardware.drive_write_bytes_s)
+    return {
+        "h2d": moved.h2d / hardware.h2d_bytes_s,
+        "d2h": moved.d2h / hardware.d2h_bytes_s,
+        "cpu": moved.cpu / hardware.update_bytes_s,
+        "drive": max(alone, (read + write) / hardware.drive_mixed_bytes_s),
+    }
 
 
 def moved_of(plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: Container[int] = ()) -> Moved:

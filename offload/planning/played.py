@@ -84,10 +84,12 @@ class Played:
     Attributes:
         step_s: seconds from one end of the forward to the next one.
         filled_bytes: of parameters at home on NVMe that come to the device from where they were updated.
+        early_units: that were updated during backward.
     """
 
     step_s: float
     filled_bytes: int
+    early_units: int
 
 
 def play(
@@ -179,7 +181,7 @@ class _Play:
         self._lanes.run()
         late = (way for index, way in self._ways.items() if index not in self._early)
         filled = sum(way.unit.param_bytes for way in late if way.home is Tier.NVME and self._is_sent(way))
-        return Played(self._ends[-1] - self._ends[-2], filled)
+        return Played(self._ends[-1] - self._ends[-2], filled, len(self._early))
 
     def _is_sent(self, way: _Way) -> bool:
         """Tell whether a late update brings new parameters to the device by itself: they pass through staging."""

@@ -11,9 +11,8 @@ parameters are needed from the first to the last. If every step clips, updates w
 spans: the drive reads in backward what the first updates need, and writes what the last ones have made. By how much
 this takes longer than the busiest lane is the fill.
 
-Beside an accelerator, :mod:`offload.planning.played` tells it. Where the device is the CPU, units' updates are served
-one behind the other by the drive: as gradients come, and in the order of the forward once backward has ended. Shares of
-compute are those of parameters there.
+Beside an accelerator, :mod:`offload.planning.played` tells it; where the device is the CPU,
+:mod:`offload.planning.in_turn`.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from offload.planning.hardware import Hardware
+from offload.planning.in_turn import InTurn, beside_backward, in_turn_s
 from offload.planning.moved import (
     Moved,
     activations_of,
     fetch_of,
     gradients_of,
+    lane_seconds,
     trained_of,
     update_bytes,
-    update_of,
     updates_of,
 )
 from offload.planning.plan import Plan
@@ -73,11 +73,13 @@ class Timing:
         spans: the parts of a step, one behind the other.
         fill_s: in which the busiest lane waits for others.
         moved: bytes.
+        early_units: that are updated during backward.
     """
 
     spans: tuple[Span, ...]
     fill_s: float
     moved: Moved
+    early_units: int = 0
 
     @property
     def bound_s(self) -> float:
@@ -120,8 +122,14 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     )
     away, back = activations_of(plan)
     alternate_s = _bound_s(forward_s, away, hardware) + _bound_s(backward_s, back, hardware)
-    early = _early(plan, hardware, backward_s, clips=clips) if host else None
-    passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=early.done_s if early else ())
+    early: InTurn | None = None
+    may_be = [unit.index for unit in plan.request.units if host and not clips and plan.updates_early(unit)]
+    passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=may_be)
+    if host:
+        calls = {index: part.calls for index, part in work.parts[1].items()} if work.parts else {}
+        order, adds = uses.forward, micro_batches > 1
+        early = beside_backward(plan, hardware, order, calls, passes[-1], backward_s, clips=clips, adds=adds)
+        passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=early.early)
     fresh, *between, again = (fetch_of(plan, units) for units in passes)
     gradients, updates, earlier = gradients_of(plan, first=True), updates_of(plan), micro_batches - 1
     spans: list[Span] = []
@@ -133,11 +141,11 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     bound_s = sum(span.bound_s for span in spans)
     fill_s = max(earlier * alternate_s - bound_s, 0.0)
     there_s = _updates_there_s(plan, hardware)  # of the one forward that comes behind them
-    took_s = 0.0
+    took_s, early_units = 0.0, len(early.early) if early else 0
     if not host:
         before_s, (first, last) = bound_s + fill_s, _passes(plan, work, hardware, uses, (forward_s, backward_s), passes)
         played = play(plan, hardware, last, first, clips=clips, adds=earlier > 0, before_s=before_s, there_s=there_s)
-        took_s = played.step_s - before_s
+        took_s, early_units = played.step_s - before_s, played.early_units
         fresh += Moved(drive_read=-played.filled_bytes)
     backward, forward = again + gradients + back, fresh + updates + away
     ahead_s = 0.0
@@ -152,10 +160,10 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         name = "backward, updates, forward"
         found = [_span(name, forward_s + there_s + backward_s, backward + forward, hardware, host)]
     if early is not None:
-        took_s = _in_turn_s(plan, early, forward_s + there_s, backward_s, ahead_s)
+        took_s = in_turn_s(plan, hardware, uses.forward, passes[0], early, forward_s + there_s, ahead_s)
     bound_s = sum(span.bound_s for span in found)
     fill_s += max(took_s - bound_s, alternate_s - bound_s, 0.0)
-    return Timing((*spans, *found), fill_s, moved + backward + forward)
+    return Timing((*spans, *found), fill_s, moved + backward + forward, early_units)
 
 
 def _passes(
@@ -205,7 +213,7 @@ def _ahead(plan: Plan, backward: Span, hardware: Hardware) -> tuple[Moved, float
     States of the first ones are read, and those of the last ones written, as far as staging has room for them.
     """
     moved = Moved(drive_read=plan.ahead_bytes, drive_write=plan.ahead_bytes)
-    seconds = _lane_seconds(moved, hardware)["drive"]
+    seconds = lane_seconds(moved, hardware)["drive"]
     share = min((backward.bound_s - backward.seconds["drive"]) / seconds, 1.0) if seconds else 0.0
     room = int(plan.ahead_bytes * share)
     return Moved(drive_read=room, drive_write=room), seconds * share
@@ -213,66 +221,7 @@ def _ahead(plan: Plan, backward: Span, hardware: Hardware) -> tuple[Moved, float
 
 def _bound_s(compute_s: float, moved: Moved, hardware: Hardware) -> float:
     """Return the seconds of a pass that activations go beside: what leaves in it does not leave in another one."""
-    return max(compute_s, *_lane_seconds(moved, hardware).values())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Early:
-    """Updates during backward where the CPU computes, in seconds since it began; per unit.
-
-    Attributes:
-        arrived_s: when its gradient is there.
-        update_s: what its update takes of the CPU.
-        serve_s: what it takes of the drive.
-        done_s: when it is updated; absent where it is left to the next forward.
-        free_s: when the last of these is.
-    """
-
-    arrived_s: Mapping[int, float]
-    update_s: Mapping[int, float]
-    serve_s: Mapping[int, float]
-    done_s: Mapping[int, float]
-    free_s: float
-
-
-def _early(plan: Plan, hardware: Hardware, backward_s: float, *, clips: bool) -> _Early:
-    """Return which units are updated before backward has ended, with units served one by one."""
-    units = plan.request.units
-    total = sum(unit.numel for unit in units)
-    arrived_s, update_s, serve_s, done_s = (dict[int, float]() for _ in range(4))
-    at_s = free_s = 0.0
-    for unit in reversed(units):
-        at_s += backward_s * unit.numel / total
-        if unit.trainable:
-            lanes = _lane_seconds(update_of(plan, unit), hardware)
-            arrived_s[unit.index] = at_s
-            update_s[unit.index], serve_s[unit.index] = lanes["cpu"], lanes["drive"]
-    for unit in reversed(units):
-        begin_s = max(free_s, arrived_s.get(unit.index, 0.0))
-        if unit.index in arrived_s and not clips and plan.updates_early(unit) and begin_s < backward_s:
-            free_s = done_s[unit.index] = begin_s + serve_s[unit.index]
-    return _Early(arrived_s, update_s, serve_s, done_s, free_s)
-
-
-def _in_turn_s(plan: Plan, early: _Early, forward_s: float, backward_s: float, ahead_s: float) -> float:
-    """Return the seconds from the last backward to the end of the next forward, with units served one by one.
-
-    The processor that computes makes the updates, too. The drive has done `ahead_s` of its work for these before.
-    """
-    units = plan.request.units
-    total = sum(unit.numel for unit in units)
-    beside_s = sum(early.update_s[index] for index in early.done_s)
-    forward_s, backward_s = forward_s + sum(early.update_s.values()) - beside_s, backward_s + beside_s
-    done_s, free_s, clock_s = dict(early.done_s), max(early.free_s, backward_s), backward_s
-    for unit in units:
-        if unit.index in early.arrived_s:
-            if unit.index not in done_s:
-                serve_s = max(early.serve_s[unit.index] - ahead_s, 0.0)
-                ahead_s -= early.serve_s[unit.index] - serve_s
-                free_s = done_s[unit.index] = max(free_s, early.arrived_s[unit.index]) + serve_s
-            clock_s = max(clock_s, done_s[unit.index])
-        clock_s += forward_s * unit.numel / total
-    return clock_s
+    return max(compute_s, *lane_seconds(moved, hardware).values())
 
 
 def _device_s(kernels: Mapping[Kernel, int], hardware: Hardware) -> float:
@@ -286,19 +235,8 @@ def _updates_there_s(plan: Plan, hardware: Hardware) -> float:
 
 
 def _span(name: str, compute_s: float, moved: Moved, hardware: Hardware, one_processor: bool) -> Span:
-    seconds = {"compute": compute_s, **_lane_seconds(moved, hardware)}
+    seconds = {"compute": compute_s, **lane_seconds(moved, hardware)}
     if one_processor:  # which computes and updates
         seconds["compute"] += seconds["cpu"]
         seconds["cpu"] = 0.0
     return Span(name, seconds)
-
-
-def _lane_seconds(moved: Moved, hardware: Hardware) -> dict[str, float]:
-    read, write = moved.drive_read, moved.drive_write
-    alone = max(read / hardware.drive_read_bytes_s, write / hardware.drive_write_bytes_s)
-    return {
-        "h2d": moved.h2d / hardware.h2d_bytes_s,
-        "d2h": moved.d2h / hardware.d2h_bytes_s,
-        "cpu": moved.cpu / hardware.update_bytes_s,
-        "drive": max(alone, (read + write) / hardware.drive_mixed_bytes_s),
-    }
