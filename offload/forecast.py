@@ -195,7 +195,7 @@ def plan(
         optimizer: as in :class:`offload.Engine`; None is ``AdamW``.
         batch: of one micro-batch: (rows, length) of token ids for a language model, else what its forward takes, as a
             mapping or a sequence. None: bytes without seconds.
-        hardware: the machine: a preset (``"desktop"``, ``"h200"``, ``"gh200"``), a JSON file with the attributes of
+        hardware: the machine: a preset (``"rtx4090"``, ``"h200"``, ...), a JSON file with the attributes of
             :class:`offload.planning.hardware.Hardware`, or such a value. Its budgets are shares of its memory where
             `max_memory` does not say, and none of NVMe. ``"here"``: this machine, measured once: the operators of the
             model run one by one on the device, and updates, copies and drives (a file in ``nvme_path``) for a few
@@ -296,16 +296,7 @@ def _made(model: Any, asked: Config, *, checkpointing: bool) -> nn.Module:
     import transformers
 
     if isinstance(model, (str, os.PathLike)):
-        if isinstance(model, str) and model in KNOWN:
-            shapes = dict(KNOWN[model])
-            model = transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
-        elif (Path(model) / "config.json").is_file():
-            model = transformers.AutoConfig.from_pretrained(model)
-        else:
-            raise ConfigError(
-                f"model {os.fspath(model)}: expected a folder with config.json or the name of a known model"
-                f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
-            )
+        model = _config_of(model)
     if not isinstance(model, transformers.PretrainedConfig):
         raise ConfigError(f"model: expected a module, a config of transformers, a folder or a name but got {model!r}")
     if getattr(model, "quantization_config", None) is not None:
@@ -317,15 +308,44 @@ def _made(model: Any, asked: Config, *, checkpointing: bool) -> nn.Module:
     with torch.device("meta"):
         try:
             made = transformers.AutoModelForCausalLM.from_config(model, dtype=dtype)
-        except ValueError as error:
+        except Exception as error:  # of each model's own class, too
+            why = " ".join(str(error).split())
+            if isinstance(error, ValueError) and "Unrecognized configuration class" in why:
+                why = "is no causal language model of transformers"
             raise ConfigError(
-                f"model {type(model).__name__}: is no causal language model of transformers; make the module yourself "
-                "on the meta device, and pass it"
+                f"model {type(model).__name__}: {why}; correct the config, or make the module yourself on the meta "
+                "device, and pass it"
             ) from error
     if checkpointing and made.supports_gradient_checkpointing:
         compute_again(made)
     made.config.use_cache = False
     return made.train()  # type: ignore[no-any-return]
+
+
+def _config_of(model: str | os.PathLike[str]) -> Any:
+    """Return the config of transformers that a known name, a folder or a file stands for.
+
+    Raises:
+        ConfigError: it stands for none, or transformers does not know the model.
+    """
+    import transformers
+
+    if isinstance(model, str) and model.lower() in KNOWN:
+        shapes = dict(KNOWN[model.lower()])
+        return transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
+    file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"model {os.fspath(model)}: expected a folder with config.json, such a file, or the name of a known model"
+            f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(file)
+    except Exception as error:  # of each model's own class, too
+        raise ConfigError(
+            f"model {os.fspath(model)}: expected a config that transformers can read but got: "
+            f"{' '.join(str(error).split())}; correct the file"
+        ) from error
 
 
 def compute_again(model: Any) -> None:

@@ -335,6 +335,33 @@ def test_a_config_of_quantized_weights_is_refused(tmp_path: Path) -> None:
             offload.plan(model, hardware="desktop")
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "nothing"}', "expected a config that transformers can read but got: .*nothing"),
+        ("{}", "model_type"),
+        ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "100.*7"),
+        ('{"model_type": "vit"}', "ViTConfig: is no causal language model"),
+    ],
+)
+def test_a_config_that_is_no_model_is_named(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(offload.ConfigError, match=rf"^model .*{words}"):
+        offload.plan(tmp_path, hardware="desktop")
+    assert main(["plan", "--model", str(tmp_path / "config.json")]) == 1
+    assert capsys.readouterr().err.startswith("offload: error: --model ")
+
+
+def test_a_config_may_be_a_file(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "mine.json")
+    found = offload.plan(tmp_path / "mine.json", hardware="rtx4090")
+    assert found.plan.to_dict() == offload.plan(tiny(), hardware="desktop").plan.to_dict()
+
+
 def test_every_known_model_can_be_made() -> None:
     transformers = pytest.importorskip("transformers")
     for name, shapes in KNOWN.items():
