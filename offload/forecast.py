@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.activations.causal_loss import chunk_loss as chunk_loss_of
 from offload.config import Config, tier_named
 from offload.errors import BudgetError, ConfigError, did_you_mean
 from offload.kernels.optimizers import AdamW
@@ -34,7 +35,8 @@ from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
 from offload.planning.timing import Timing, timing_of
 from offload.planning.work import Work
-from offload.rehearsing import Case, case_of, cases_of
+from offload.rehearsing import Case, case_of, cases_of, held_bytes
+from offload.remedies import Change, is_ids, remedies_of
 from offload.request import request_of, unit_bytes_of, units_of
 from offload.sizes import Share, format_bytes
 from offload.spec import OptimizerSpec
@@ -73,6 +75,7 @@ class Forecast:
         tokens: of a step; None where the batch was given as tensors.
         savings: what would make a step shorter, with its seconds, the best first.
         clipping: what clipping takes; None where nothing clips, or there are no seconds.
+        remedies: what would make the batch fit if it does not, each tried, the smallest change first.
     """
 
     plan: Plan
@@ -82,34 +85,34 @@ class Forecast:
     tokens: int | None
     savings: Mapping[str, float]
     clipping: Clipping | None = None
+    remedies: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
         """Whether the activations of the batch fit what the plan leaves them, as far as it is known."""
-        return self.work is None or self.plan.request.device_is_host or self.missing_bytes == 0
+        return self.missing_bytes == 0
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that activations need beyond what the plan leaves them, on the device and where they may go."""
-        request = self.plan.request
-        room = self.plan.activation_bytes + request.host_activation_bytes + request.nvme_activation_bytes
-        return 0 if self.work is None else max(self.work.peak_bytes - room, 0)
+        """Bytes that activations need on the device beyond what the plan leaves them."""
+        return 0 if self.work is None else _missing_bytes(self.plan, self.work)
 
     def remedy(self) -> str:
         """Return what would make a batch fit."""
-        peak = 0 if self.work is None else self.work.peak_bytes
-        return (
-            f"device budget: activations need {format_bytes(peak)} but the plan leaves them "
-            f"{format_bytes(self.plan.activation_bytes)}; take smaller micro-batches, compute activations again in "
-            'backward (checkpointing), move them elsewhere (activations="auto"), or raise activation_memory or the '
-            f"device budget by {format_bytes(self.missing_bytes)}"
-        )
+        ways = f"it fits with {', or with '.join(self.remedies)}" if self.remedies else "take shorter sequences"
+        return f"device budget: {self._refusal()}; {ways}"
+
+    def _refusal(self) -> str:
+        need = 0 if self.work is None else self.work.device_bytes
+        room = format_bytes(_room_bytes(self.plan))
+        return f"activations need {format_bytes(need)} at once but the plan leaves them {room}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON.
 
         Returns:
-            ``plan`` as its own, and ``fits``. With a batch: ``flops``, ``activation_bytes`` and ``tokens``. With a
+            ``plan`` as its own, ``fits``, and ``remedies`` if it does not. With a batch: ``flops``, ``tokens``, and
+            ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device. With a
             machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per
             lane, ``bytes`` per lane, and ``savings``; if steps clip, ``clipping`` with the attributes of
             :class:`Clipping`.
@@ -117,6 +120,9 @@ class Forecast:
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
             found |= {"flops": self.work.flops, "activation_bytes": self.work.peak_bytes, "tokens": self.tokens}
+            found |= {"device_activation_bytes": self.work.device_bytes}
+        if not self.fits:
+            found["remedies"] = list(self.remedies)
         if self.timing is not None and self.hardware is not None:
             found |= {
                 "hardware": self.hardware.name,
@@ -144,14 +150,16 @@ class Forecast:
         if self.work is not None:
             yield (
                 f"a micro-batch: {self.work.flops / 1e12:.4g} TFLOP, {format_bytes(self.work.peak_bytes)} of "
-                "activations at their peak"
+                "activations at their peak" + self._held()
             )
             if self.work.unmeasured:
                 yield f"  by their bytes, for they do not run alone: {', '.join(self.work.unmeasured)}"
             if self.work.assumed:
-                yield f"  assumed: yes, to {self.work.assumed} questions of the model about values of tensors"
+                questions = "a question" if self.work.assumed == 1 else f"{self.work.assumed} questions"
+                yield f"  assumed: yes, to {questions} of the model about values of tensors"
         if not self.fits:
-            yield f"DOES NOT FIT: {self.remedy()}"
+            yield f"DOES NOT FIT: {self._refusal()}"
+            yield from (f"  fits with {remedy}" for remedy in self.remedies)
         if self.timing is None or self.hardware is None:
             return
         timing = self.timing
@@ -165,6 +173,11 @@ class Forecast:
             yield f"  with {what}: {seconds:.3g} s"
         if self.clipping is not None:
             yield f"  every step clips: {self._clips(self.clipping, timing)}"
+
+    def _held(self) -> str:
+        work = self.work
+        held = work is not None and work.held_bytes is not None
+        return f", {format_bytes(work.device_bytes)} of them on the device" if held and work is not None else ""
 
     def _clips(self, clipping: Clipping, timing: Timing) -> str:
         share = timing.step_s / clipping.bound_s
@@ -183,6 +196,7 @@ def plan(
     batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any] | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
     checkpointing: bool | None = None,
+    chunk_loss: bool = False,
     measure_again: bool = False,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **options: Any,
@@ -202,6 +216,7 @@ def plan(
             seconds. None: the memory of this machine, and no seconds.
         checkpointing: of activations, where the model is made here; a module stays as it is. None does so unless
             `activations` is among the options: what these move, or compute again, is counted.
+        chunk_loss: of a language model that is made here, by :func:`offload.ops.chunk_loss`.
         measure_again: forget what was measured of this machine.
         config: options as in :class:`offload.Engine`.
         **options: options of :class:`offload.Config`. A budget of NVMe needs no path.
@@ -222,7 +237,11 @@ def plan(
         logger.info("making the model without its weights")
     if checkpointing is None:
         checkpointing = not _names_activations(config, options, asked)
-    module = model if isinstance(model, nn.Module) else _made(model, asked, checkpointing=checkpointing)
+
+    def make(*, chunked: bool = chunk_loss) -> nn.Module:
+        return _made(model, asked, checkpointing=checkpointing, chunked=chunked)
+
+    module = model if isinstance(model, nn.Module) else make()
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)
@@ -236,20 +255,31 @@ def plan(
         if hardware == HERE:
             logger.info("measuring this machine, as far as it is not known yet")
             machine, cases = _measured(asked, spec, cases, again=measure_again)
-        if machine is None:
-            found, work = _undecided(cases, found)
-            return Forecast(found, None, work, None, _tokens(batch, asked), {})
+        tokens = _tokens(batch, asked)
+        mode, (found, work), timing = _chosen(cases, machine, asked)
+        remedies: tuple[str, ...] = ()
+        if _missing_bytes(found, work):
+            logger.info("looking for what would make the batch fit")
+
+            def fits(change: Change) -> bool:
+                changed = make(chunked=True) if change.chunk_loss else module
+                return _fits(changed, rule, change, here=here)
+
+            start = Change("", asked, found.request.budgets, batch)
+            may_chunk, again = module is not model and not chunk_loss, checkpointing and module is not model
+            room = _room_bytes(found)
+            remedies = tuple(remedies_of(fits, start, work, room, may_chunk=may_chunk, checkpointing=again))
+        if machine is None or timing is None:
+            return Forecast(found, None, work, None, tokens, {}, remedies=remedies)
         logger.info("looking for what would make a step shorter")
-        mode, (found, work), timing = _fastest(cases, machine, asked)
 
         def planned(budgets: Mapping[Tier, int]) -> Case:
             other, cut = _planned(module, asked, rule, budgets, here=here)
-            again = other.near_bytes or cut.units != tree.units
-            return case_of(module, batch, other, mode, cut) if again else (other, work)
+            return case_of(module, batch, other, mode, cut, work if cut.units == tree.units else None)
 
         savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
         clipping = _clipping(planned, asked, machine, (found, work), timing.step_s)
-        return Forecast(found, machine, work, timing, _tokens(batch, asked), savings, clipping)
+        return Forecast(found, machine, work, timing, tokens, savings, clipping, remedies)
 
 
 def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -> bool:
@@ -257,22 +287,41 @@ def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -
     return "activations" in options or "activations" in given or asked.activations != KEEP
 
 
-def _undecided(cases: Mapping[str, Case], found: Plan) -> Case:
-    """Return the case of a machine whose speed is not known; the plan alone where nobody can choose without it."""
-    (mode, (only, work)), *others = cases.items()
-    if others:
-        return found, work
-    return (dataclasses.replace(only, choice=choose({})[1]) if found.request.activations == AUTO else only), work
+def _chosen(cases: Mapping[str, Case], machine: Hardware | None, asked: Config) -> tuple[str, Case, Timing | None]:
+    """Return the mode of activations, its case and its seconds, if the speed of the machine is known.
 
-
-def _fastest(cases: Mapping[str, Case], machine: Hardware, asked: Config) -> tuple[str, Case, Timing]:
-    """Return the mode of activations, its case and its seconds: the one that was asked for, or the faster one."""
+    If ``"auto"`` has to choose, that is the faster one. Its first step lets activations leave: they have to fit then.
+    """
+    first = next(iter(cases))
+    if asked.activations != AUTO or _missing_bytes(*cases[first]):
+        return first, cases[first], None if machine is None else _timed(*cases[first], machine, asked)
+    if machine is None:
+        found, work = cases[first]
+        choice = choose({})[1] if first == KEEP else ""  # else nobody can choose yet
+        return first, (dataclasses.replace(found, choice=choice), work), None
     timings = {mode: _timed(*case, machine, asked) for mode, case in cases.items()}
-    mode, choice = next(iter(cases)), ""
-    if asked.activations == AUTO:
-        mode, choice = choose({} if mode == KEEP else {mode: timing.step_s for mode, timing in timings.items()})
+    mode, choice = choose({} if first == KEEP else {mode: timing.step_s for mode, timing in timings.items()})
     found, work = cases[mode]
     return mode, (dataclasses.replace(found, choice=choice), work), timings[mode]
+
+
+def _room_bytes(found: Plan) -> int:
+    """Return what a plan leaves to activations; where the CPU is the device, parameters give way to them."""
+    return found.request.budgets[Tier.DEVICE] if found.request.device_is_host else found.activation_bytes
+
+
+def _missing_bytes(found: Plan, work: Work) -> int:
+    return max(work.device_bytes - _room_bytes(found), 0)
+
+
+def _fits(module: nn.Module, rule: Rule, change: Change, *, here: bool) -> bool:
+    """Tell whether a batch fits after a change."""
+    asked = change.asked
+    try:
+        found, _ = _planned(module, asked, rule, change.budgets, here=here)
+        return held_bytes(module, change.batch, found, asked.activations) <= _room_bytes(found)
+    except (BudgetError, ConfigError):  # no room for parameters, or no blocks to compute again
+        return False
 
 
 def _without_path(
@@ -291,7 +340,7 @@ def _without_path(
     )
 
 
-def _made(model: Any, asked: Config, *, checkpointing: bool) -> nn.Module:
+def _made(model: Any, asked: Config, *, checkpointing: bool, chunked: bool) -> nn.Module:
     """Return a model of transformers on the meta device, in 16 bits if nothing else is asked for."""
     import transformers
 
@@ -319,6 +368,8 @@ def _made(model: Any, asked: Config, *, checkpointing: bool) -> nn.Module:
     if checkpointing and made.supports_gradient_checkpointing:
         compute_again(made)
     made.config.use_cache = False
+    if chunked:
+        chunk_loss_of(made)
     return made.train()  # type: ignore[no-any-return]
 
 
@@ -407,7 +458,7 @@ def _timed(found: Plan, work: Work, machine: Hardware, asked: Config) -> Timing:
 
 
 def _tokens(batch: Any, asked: Config) -> int | None:
-    if not isinstance(batch, tuple) or not all(isinstance(value, int) for value in batch):
+    if not is_ids(batch):
         return None
     return int(batch[0]) * int(batch[1]) * asked.gradient_accumulation_steps
 

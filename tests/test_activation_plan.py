@@ -189,6 +189,41 @@ def test_the_command_takes_the_mode(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert any("activations: auto: " in note for note in found["auto"]["plan"]["notes"])
 
 
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("device", "host", "drive"), [("1MiB", "8MiB", 0), ("1MiB", "256KiB", 0), ("1MiB", "1MiB", 0)])
+def test_what_the_device_holds_is_what_did_not_leave(device: str, host: str, drive: int, tmp_path: Path) -> None:
+    """Of two plans that differ in the room elsewhere, the one with less of it keeps as much more on the device."""
+    wide = forecast(tmp_path, activation_memory=device, **room("8MiB", 0)).work
+    found = forecast(tmp_path, activation_memory=device, **room(host, drive))
+    assert wide is not None and found.work is not None
+    assert found.work.peak_bytes == wide.peak_bytes > found.work.device_bytes - 1
+    away = found.plan.activation_step_bytes.get("d2h", 0)
+    assert found.work.device_bytes >= wide.device_bytes
+    assert found.work.device_bytes >= found.work.peak_bytes - away - 65536
+
+
+def test_a_batch_that_cannot_leave_does_not_fit_and_each_remedy_does(tmp_path: Path) -> None:
+    """A quarter of host memory passes storages on to the drive: larger ones stay, and the plan says so."""
+    small = {"max_memory": {"device": "704KiB", "cpu": "32MiB", "nvme": "32MiB"}, "activation_memory": "448KiB"}
+    given = {**options(tmp_path, hardware="desktop", **room("128KiB", "8MiB")), **small}
+
+    def planned(**more: Any) -> offload.Forecast:
+        return offload.plan(Loss(False), offload.AdamW(), batch=[rows(0)], **{**given, **more})
+
+    found = planned()
+    assert found.work is not None and not found.fits
+    assert found.missing_bytes == found.work.device_bytes - found.plan.activation_bytes
+    assert found.to_dict()["remedies"] == list(found.remedies)
+    assert all(f"  fits with {remedy}" in str(found) for remedy in found.remedies)
+    *_, last = found.remedies
+    assert last.startswith('max_memory["device"]="')
+    larger = planned(max_memory={**small["max_memory"], "device": last.split('"')[3]})
+    assert larger.fits and not larger.remedies
+    assert planned(**room("1MiB", "8MiB")).fits  # where the storages may pass
+
+
 # --- "auto" -----------------------------------------------------------------------------------------------------------
 
 

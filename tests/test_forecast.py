@@ -286,7 +286,10 @@ def test_activations_that_do_not_fit_are_told_with_what_would_help(capsys: pytes
     assert main(call) == 1
     out, err = capsys.readouterr()
     assert "DOES NOT FIT" in out
-    assert "take smaller micro-batches" in err
+    assert "  fits with --chunk-loss and micro-batches of 1x4096\n" in out
+    assert "it fits with --chunk-loss and micro-batches of 1x4096, or with --device " in err
+    call[call.index("8x4096")] = "1x4096"
+    assert main([*call, "--chunk-loss"]) == 0
 
 
 def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,6 +298,9 @@ def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "the tier needs" in said and "the smallest --cpu that would do is" in said
     assert said.rstrip().endswith("see --nvme, --offload-param and --offload-optimizer")
+    assert main(["plan", "--model", "llama-3.1-70b", "--hardware", "desktop", "--json"]) == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert not plain["fits"] and plain["error"] in said
     call = ["plan", "--model", "llama-3.1-70b", "--hardware", "desktop", "--nvme", "2TB", "--json"]
     assert main(call) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
