@@ -7,6 +7,7 @@ Next: :mod:`offload.planning.timing` has the formula, :mod:`offload.planning.wor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,11 +34,13 @@ from offload.planning.hardware import Hardware
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
+from offload.planning.shared import lanes_of
 from offload.planning.timing import Timing, timing_of
 from offload.planning.work import Work
 from offload.rehearsing import Case, case_of, cases_of, held_bytes
 from offload.remedies import Change, is_ids, remedies_of
 from offload.request import request_of, unit_bytes_of, units_of
+from offload.several import stage_alone
 from offload.sizes import Share, format_bytes
 from offload.spec import OptimizerSpec
 
@@ -76,6 +79,7 @@ class Forecast:
         savings: what would make a step shorter, with its seconds, the best first.
         clipping: what clipping takes; None where nothing clips, or there are no seconds.
         remedies: what would make the batch fit if it does not, each tried, the smallest change first.
+        lanes: of one of several ranks, seconds that each lane takes alone; there is no `timing` then.
     """
 
     plan: Plan
@@ -86,6 +90,7 @@ class Forecast:
     savings: Mapping[str, float]
     clipping: Clipping | None = None
     remedies: tuple[str, ...] = ()
+    lanes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -115,7 +120,7 @@ class Forecast:
             ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device. With a
             machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per
             lane, ``bytes`` per lane, and ``savings``; if steps clip, ``clipping`` with the attributes of
-            :class:`Clipping`.
+            :class:`Clipping`. Of several ranks, there are ``hardware`` and ``lanes`` instead.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
@@ -134,6 +139,8 @@ class Forecast:
                 "bytes": dataclasses.asdict(self.timing.moved),
                 "savings": dict(self.savings),
             }
+        if self.lanes and self.hardware is not None:
+            found |= {"hardware": self.hardware.name, "lanes": dict(self.lanes)}
         if self.clipping is not None:
             found["clipping"] = dataclasses.asdict(self.clipping)
         return found
@@ -160,6 +167,8 @@ class Forecast:
         if not self.fits:
             yield f"DOES NOT FIT: {self._refusal()}"
             yield from (f"  fits with {remedy}" for remedy in self.remedies)
+        if self.lanes and self.hardware is not None:
+            yield from self._shared(self.hardware)
         if self.timing is None or self.hardware is None:
             return
         timing = self.timing
@@ -173,6 +182,13 @@ class Forecast:
             yield f"  with {what}: {seconds:.3g} s"
         if self.clipping is not None:
             yield f"  every step clips: {self._clips(self.clipping, timing)}"
+
+    def _shared(self, hardware: Hardware) -> Iterator[str]:
+        ranks = self.plan.request.world_size
+        lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items() if seconds)
+        yield f"{ranks} ranks on one {hardware.name}, each with such a device: they share host memory and the drive"
+        yield f"  each lane alone, for one micro-batch of each rank: {lanes}"
+        yield "  no step is predicted: no GPUs have exchanged anything yet; offload scale has figures on paper"
 
     def _held(self) -> str:
         work = self.work
@@ -197,6 +213,8 @@ def plan(
     hardware: Hardware | str | os.PathLike[str] | None = None,
     checkpointing: bool | None = None,
     chunk_loss: bool = False,
+    ranks: int = 1,
+    stage: int | str = "auto",
     measure_again: bool = False,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **options: Any,
@@ -217,6 +235,9 @@ def plan(
         checkpointing: of activations, where the model is made here; a module stays as it is. None does so unless
             `activations` is among the options: what these move, or compute again, is counted.
         chunk_loss: of a language model that is made here, by :func:`offload.ops.chunk_loss`.
+        ranks: that train together on one machine, each with a device: the plan is that of the first one, and budgets
+            are each rank's own. There are seconds per lane then, and none of a step.
+        stage: of several ranks, as in :class:`offload.Engine`.
         measure_again: forget what was measured of this machine.
         config: options as in :class:`offload.Engine`.
         **options: options of :class:`offload.Config`. A budget of NVMe needs no path.
@@ -229,6 +250,7 @@ def plan(
         BudgetError: the model cannot be trained within the budgets; names the smallest that would do.
         ImportError: transformers is needed and not installed.
     """
+    _check_ranks(ranks, stage, hardware)
     here = hardware is None or hardware == HERE
     machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
     options = _without_path(config, options)
@@ -247,7 +269,8 @@ def plan(
     rule = rule_of(spec, cast)
     with ready_meanwhile(module, cast):
         logger.info("placing parameters, gradients and states")
-        found, tree = _planned(module, asked, rule, _budgets(asked, machine), here=here)
+        planner = functools.partial(_planned, here=here, ranks=ranks, stage=stage)
+        found, tree = planner(module, asked, rule, _budgets(asked, machine, ranks))
         if batch is None:
             return Forecast(found, machine, None, None, None, {})
         logger.info("running a micro-batch on shapes alone")
@@ -263,7 +286,7 @@ def plan(
 
             def fits(change: Change) -> bool:
                 changed = make(chunked=True) if change.chunk_loss else module
-                return _fits(changed, rule, change, here=here)
+                return _fits(planner, changed, rule, change)
 
             start = Change("", asked, found.request.budgets, batch)
             may_chunk, again = module is not model and not chunk_loss, checkpointing and module is not model
@@ -271,10 +294,13 @@ def plan(
             remedies = tuple(remedies_of(fits, start, work, room, may_chunk=may_chunk, checkpointing=again))
         if machine is None or timing is None:
             return Forecast(found, None, work, None, tokens, {}, remedies=remedies)
+        if ranks > 1:
+            lanes = lanes_of(found, work, machine)
+            return Forecast(found, machine, work, None, tokens, {}, remedies=remedies, lanes=lanes)
         logger.info("looking for what would make a step shorter")
 
         def planned(budgets: Mapping[Tier, int]) -> Case:
-            other, cut = _planned(module, asked, rule, budgets, here=here)
+            other, cut = planner(module, asked, rule, budgets)
             return case_of(module, batch, other, mode, cut, work if cut.units == tree.units else None)
 
         savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
@@ -314,11 +340,11 @@ def _missing_bytes(found: Plan, work: Work) -> int:
     return max(work.device_bytes - _room_bytes(found), 0)
 
 
-def _fits(module: nn.Module, rule: Rule, change: Change, *, here: bool) -> bool:
+def _fits(planner: Callable[..., tuple[Plan, UnitTree]], module: nn.Module, rule: Rule, change: Change) -> bool:
     """Tell whether a batch fits after a change."""
     asked = change.asked
     try:
-        found, _ = _planned(module, asked, rule, change.budgets, here=here)
+        found, _ = planner(module, asked, rule, change.budgets)
         return held_bytes(module, change.batch, found, asked.activations) <= _room_bytes(found)
     except (BudgetError, ConfigError):  # no room for parameters, or no blocks to compute again
         return False
@@ -405,11 +431,24 @@ def compute_again(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _budgets(asked: Config, machine: Hardware | None) -> dict[Tier, int]:
+def _check_ranks(ranks: int, stage: int | str, hardware: object) -> None:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ConfigError(f"ranks: expected a whole number >= 1 but got {ranks!r}")
+    if stage not in (1, 2, 3, "auto") or isinstance(stage, bool):
+        raise ConfigError(f'stage: expected 1, 2, 3 or "auto" but got {stage!r}')
+    if ranks > 1 and hardware == HERE:
+        raise ConfigError(
+            'ranks: expected one with hardware="here", which measures one process, but got several; name '
+            "another machine, or leave hardware out to have bytes"
+        )
+
+
+def _budgets(asked: Config, machine: Hardware | None, ranks: int) -> dict[Tier, int]:
+    """Return the budgets of one rank; those that nobody has named are its part of the machine's."""
     given = asked.budgets()
     if machine is None:
         return resolve_budgets(given, open_device(asked.device), free_bytes(tuple(map(_existing, asked.paths()))))
-    size = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes, Tier.NVME: 0}
+    size = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes / ranks, Tier.NVME: 0}
     share = {Tier.DEVICE: DEVICE_HEADROOM, Tier.HOST: HOST_HEADROOM, Tier.NVME: 0}
     budgets = {}
     for tier in Tier:
@@ -444,12 +483,28 @@ def _measured(
 
 
 def _planned(
-    module: nn.Module, asked: Config, rule: Rule, budgets: Mapping[Tier, int], *, here: bool
+    module: nn.Module,
+    asked: Config,
+    rule: Rule,
+    budgets: Mapping[Tier, int],
+    *,
+    here: bool,
+    ranks: int,
+    stage: int | str,
 ) -> tuple[Plan, UnitTree]:
-    tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]))
+    sliced = stage in (3, "auto")
+    tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]), ranks=ranks, slices_frozen=sliced)
     host = here and open_device(asked.device).addressable
-    request = request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=False)
-    return make_plan(request), tree
+
+    def make(chosen: int) -> Plan:
+        together = {"world_size": ranks, "stage": chosen}
+        return make_plan(
+            request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=False, **together)
+        )
+
+    if ranks > 1 and stage == "auto":
+        stage = stage_alone(make, device_is_host=host)
+    return make(1 if stage == "auto" else int(stage)), tree
 
 
 def _timed(found: Plan, work: Work, machine: Hardware, asked: Config) -> Timing:

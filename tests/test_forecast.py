@@ -8,6 +8,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ import offload
 from offload.cli.main import main
 from offload.known_models import KNOWN
 from offload.memory.budget import Tier
+from offload.memory.limits import HOST_HEADROOM
 from offload.planning.hardware import DESKTOP, H200
 from offload.planning.planner import make_plan
+from offload.planning.roles import Role
 from offload.planning.timing import timing_of
 from offload.planning.work import work_of
 
@@ -339,6 +342,40 @@ def test_a_config_of_quantized_weights_is_refused(tmp_path: Path) -> None:
             offload.ConfigError, match=r"^model LlamaConfig: .* quantization_config; load it with from_"
         ):
             offload.plan(model, hardware="desktop")
+
+
+def test_of_several_ranks_the_plan_is_that_of_one_of_their_engines() -> None:
+    """And lanes are its bytes: of the drive and the host those of all ranks, of a link its own."""
+    model, ranks = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), 4
+    options: dict[str, Any] = {"max_memory": {"device": "8MiB", "cpu": "16MiB", "nvme": "64MiB"}, "hardware": "desktop"}
+    options["offload_optimizer"] = "nvme"
+    found = offload.plan(model, offload.AdamW(), batch=[torch.ones(2, 256)], ranks=ranks, stage=3, **options)
+    request = found.plan.request
+    assert (request.world_size, request.stage, request.rank) == (ranks, 3, 0)
+    owned = sum(request.owned_numel(unit, Role.MASTER) for unit in request.units)
+    assert owned * ranks == sum(unit.numel for unit in request.units)
+    machine, moved = offload.Hardware.load("desktop"), found.plan.step_bytes
+    assert found.timing is None and found.lanes["h2d"] == moved["h2d"] / machine.h2d_bytes_s
+    assert found.lanes["collectives"] == 2 * ranks * moved["collectives"] / machine.host_bytes_s > 0
+    both = ranks * (moved["nvme_read"] + moved["nvme_write"])
+    assert found.lanes["drive"] >= both / machine.drive_mixed_bytes_s > 0
+    assert found.to_dict()["lanes"] == found.lanes and "  each lane alone" in str(found)
+    whole = offload.plan(model, offload.AdamW(), ranks=ranks, hardware="desktop")
+    assert whole.plan.request.stage == 2  # all of the parameters fit, as an engine's "auto" finds out
+    assert whole.plan.request.budgets[Tier.HOST] == int(machine.host_bytes / ranks * HOST_HEADROOM)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"ranks": 0}, "ranks: .* 0"),
+        ({"ranks": 2, "stage": 4}, "stage: .* 4"),
+        ({"ranks": 2, "hardware": "here"}, "ran"),
+    ],
+)
+def test_ranks_that_make_no_sense_are_named(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(offload.ConfigError, match=words):
+        offload.plan(nn.Linear(8, 8), **asked)
 
 
 @pytest.mark.parametrize(

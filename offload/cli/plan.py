@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("-nvme", "the drive, likewise"),
     ):
         parser.add_argument(f"--activation{tier}-memory", metavar="BYTES", help=f"for activations: part of {text}")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train together; budgets are each one's")
+    parser.add_argument("--stage", default="auto", choices=("auto", "1", "2", "3"), help="of several ranks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -104,6 +106,8 @@ def run(arguments: argparse.Namespace) -> None:
                 hardware=arguments.hardware,
                 checkpointing=arguments.checkpointing or not (arguments.keep_activations or arguments.activations),
                 chunk_loss=arguments.chunk_loss,
+                ranks=arguments.ranks,
+                stage=arguments.stage if arguments.stage == "auto" else int(arguments.stage),
                 measure_again=arguments.measure_again,
                 config=Config.load(options),
             )
