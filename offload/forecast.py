@@ -41,7 +41,7 @@ from offload.rehearsing import Case, case_of, cases_of, held_bytes
 from offload.remedies import Change, is_ids, remedies_of
 from offload.request import request_of, unit_bytes_of, units_of
 from offload.several import stage_alone
-from offload.sizes import Share, format_bytes
+from offload.sizes import Share, figures, format_bytes
 from offload.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
@@ -102,6 +102,16 @@ class Forecast:
         """Bytes that activations need on the device beyond what the plan leaves them."""
         return 0 if self.work is None else _missing_bytes(self.plan, self.work)
 
+    @property
+    def peak_bytes(self) -> dict[Tier, int]:
+        """Bytes of each tier at once: those of the plan, and on the device the activations of a micro-batch."""
+        plan, work = self.plan, self.work
+        found = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
+        found[Tier.HOST] += plan.request.own_bytes
+        if work is not None:
+            found[Tier.DEVICE] += work.device_bytes
+        return found
+
     def remedy(self) -> str:
         """Return what would make a batch fit."""
         ways = f"it fits with {', or with '.join(self.remedies)}" if self.remedies else "take shorter sequences"
@@ -117,7 +127,8 @@ class Forecast:
 
         Returns:
             ``plan`` as its own, ``fits``, and ``remedies`` if it does not. With a batch: ``flops``, ``tokens``, and
-            ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device. With a
+            ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device, and
+            ``peak_bytes`` per tier. With a
             machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per
             lane, ``bytes`` per lane, and ``savings``; if steps clip, ``clipping`` with the attributes of
             :class:`Clipping`. Of several ranks, there are ``hardware`` and ``lanes`` instead.
@@ -126,6 +137,7 @@ class Forecast:
         if self.work is not None:
             found |= {"flops": self.work.flops, "activation_bytes": self.work.peak_bytes, "tokens": self.tokens}
             found |= {"device_activation_bytes": self.work.device_bytes}
+            found["peak_bytes"] = {tier.value: size for tier, size in self.peak_bytes.items()}
         if not self.fits:
             found["remedies"] = list(self.remedies)
         if self.timing is not None and self.hardware is not None:
@@ -156,7 +168,7 @@ class Forecast:
             )
         if self.work is not None:
             yield (
-                f"a micro-batch: {self.work.flops / 1e12:.4g} TFLOP, {format_bytes(self.work.peak_bytes)} of "
+                f"a micro-batch: {figures(self.work.flops / 1e12, 4)} TFLOP, {format_bytes(self.work.peak_bytes)} of "
                 "activations at their peak" + self._held()
             )
             if self.work.unmeasured:
@@ -164,6 +176,11 @@ class Forecast:
             if self.work.assumed:
                 questions = "a question" if self.work.assumed == 1 else f"{self.work.assumed} questions"
                 yield f"  assumed: yes, to {questions} of the model about values of tensors"
+            peaks = ", ".join(f"{tier.value} {format_bytes(size)}" for tier, size in self.peak_bytes.items() if size)
+            locked = self.plan.arena_bytes[Tier.HOST]
+            host = "" if self.plan.request.device_is_host else f"; {format_bytes(locked)} of cpu page-locked"
+            yield f"at most at once: {peaks}{host}"
+        yield from self._beyond()
         if not self.fits:
             yield f"DOES NOT FIT: {self._refusal()}"
             yield from (f"  fits with {remedy}" for remedy in self.remedies)
@@ -172,20 +189,32 @@ class Forecast:
         if self.timing is None or self.hardware is None:
             return
         timing = self.timing
-        rate = f", {self.tokens / timing.step_s:.4g} tokens/s" if self.tokens else ""
-        yield f"a step on {self.hardware.name}: {timing.step_s:.3g} s{rate}; {timing.binding} binds"
+        rate = f", {figures(self.tokens / timing.step_s, 4)} tokens/s" if self.tokens else ""
+        yield f"a step on {self.hardware.name}: {figures(timing.step_s)} s{rate}; {timing.binding} binds"
         for span in timing.spans:
-            lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in span.seconds.items() if seconds)
+            lanes = ", ".join(f"{lane} {figures(seconds)} s" for lane, seconds in span.seconds.items() if seconds)
             yield f"  {span.name}: {lanes}"
-        yield f"  bound {timing.bound_s:.3g} s, fill {timing.fill_s:.3g} s"
+        yield f"  bound {figures(timing.bound_s)} s, fill {figures(timing.fill_s)} s"
         for what, seconds in self.savings.items():
-            yield f"  with {what}: {seconds:.3g} s"
+            yield f"  with {what}: {figures(seconds)} s"
         if self.clipping is not None:
             yield f"  every step clips: {self._clips(self.clipping, timing)}"
 
+    def _beyond(self) -> Iterator[str]:
+        """Tell which budgets are larger than what the machine has."""
+        if self.hardware is None:
+            return
+        request, machine = self.plan.request, self.hardware
+        for tier, has in ((Tier.DEVICE, machine.device_bytes), (Tier.HOST, machine.host_bytes)):
+            many = request.world_size if tier is Tier.HOST else 1
+            if request.budgets[tier] * many > has:
+                of = f"{many} times " if many > 1 else ""
+                budget = f'{of}max_memory["{tier.value}"], {format_bytes(request.budgets[tier])}'
+                yield f"NOT OF THIS MACHINE: {budget}, is more than the {format_bytes(has)} of {machine.name}"
+
     def _shared(self, hardware: Hardware) -> Iterator[str]:
         ranks = self.plan.request.world_size
-        lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in self.lanes.items() if seconds)
+        lanes = ", ".join(f"{lane} {figures(seconds)} s" for lane, seconds in self.lanes.items() if seconds)
         yield f"{ranks} ranks on one {hardware.name}, each with such a device: they share host memory and the drive"
         yield f"  each lane alone, for one micro-batch of each rank: {lanes}"
         yield "  no step is predicted: no GPUs have exchanged anything yet; offload scale has figures on paper"
@@ -197,7 +226,7 @@ class Forecast:
 
     def _clips(self, clipping: Clipping, timing: Timing) -> str:
         share = timing.step_s / clipping.bound_s
-        text = f"{share:.2f} of the bound without clipping, {clipping.bound_s:.3g} s"
+        text = f"{share:.2f} of the bound without clipping, {figures(clipping.bound_s)} s"
         if share <= NEAR:
             return text
         if clipping.host_bytes is None:
@@ -284,9 +313,12 @@ def plan(
         if _missing_bytes(found, work):
             logger.info("looking for what would make the batch fit")
 
+            chunked = functools.cache(functools.partial(make, chunked=True))
+
             def fits(change: Change) -> bool:
-                changed = make(chunked=True) if change.chunk_loss else module
-                return _fits(planner, changed, rule, change)
+                same = change.batch is batch and change.asked.activations == asked.activations
+                known = work.device_bytes if same and not change.chunk_loss else None
+                return _fits(planner, chunked() if change.chunk_loss else module, rule, change, known)
 
             start = Change("", asked, found.request.budgets, batch)
             may_chunk, again = module is not model and not chunk_loss, checkpointing and module is not model
@@ -340,12 +372,16 @@ def _missing_bytes(found: Plan, work: Work) -> int:
     return max(work.device_bytes - _room_bytes(found), 0)
 
 
-def _fits(planner: Callable[..., tuple[Plan, UnitTree]], module: nn.Module, rule: Rule, change: Change) -> bool:
-    """Tell whether a batch fits after a change."""
+def _fits(
+    planner: Callable[..., tuple[Plan, UnitTree]], module: nn.Module, rule: Rule, change: Change, known: int | None
+) -> bool:
+    """Tell whether a batch fits after a change; where nothing leaves, it may be `known` what the device holds."""
     asked = change.asked
     try:
         found, _ = planner(module, asked, rule, change.budgets)
-        return held_bytes(module, change.batch, found, asked.activations) <= _room_bytes(found)
+        if known is None or found.near_bytes:
+            known = held_bytes(module, change.batch, found, asked.activations)
+        return known <= _room_bytes(found)
     except (BudgetError, ConfigError):  # no room for parameters, or no blocks to compute again
         return False
 

@@ -27,6 +27,7 @@ from offload.planning.planner import make_plan
 from offload.planning.roles import Role
 from offload.planning.timing import timing_of
 from offload.planning.work import work_of
+from offload.sizes import figures, format_bytes
 
 ROWS, WIDE, INNER = 6, 32, 64
 FLOPS = 2 * ROWS * WIDE * INNER  # of one product
@@ -413,3 +414,28 @@ def test_every_known_model_can_be_made() -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         assert next(model.parameters()).is_meta, name
+
+
+def test_budgets_that_the_machine_does_not_have_are_told(forecast: offload.Forecast) -> None:
+    assert "NOT OF THIS MACHINE" not in str(forecast)
+    model = nn.Linear(8, 8)
+    more = {"device": int(DESKTOP.device_bytes) + 1, "cpu": int(DESKTOP.host_bytes) // 2}
+    said = str(offload.plan(model, hardware="desktop", max_memory=more))
+    assert 'NOT OF THIS MACHINE: max_memory["device"], 24.00 GiB, is more than the 24.00 GiB of desktop' in said
+    assert "cpu" not in said.partition("NOT OF")[2]
+    said = str(offload.plan(model, hardware="desktop", max_memory=more, ranks=3))
+    assert 'NOT OF THIS MACHINE: 3 times max_memory["cpu"], 96.00 GiB, is more than the 192.00 GiB of desktop' in said
+
+
+def test_peaks_are_those_of_the_plan_and_a_micro_batch(forecast: offload.Forecast) -> None:
+    plan, work = forecast.plan, forecast.work
+    assert work is not None
+    assert forecast.peak_bytes[Tier.DEVICE] == plan.arena_bytes[Tier.DEVICE] + work.peak_bytes
+    assert forecast.peak_bytes[Tier.HOST] == plan.arena_bytes[Tier.HOST] + plan.wide_bytes.get(Tier.HOST, 0)
+    assert forecast.to_dict()["peak_bytes"]["device"] == forecast.peak_bytes[Tier.DEVICE]
+    assert f"{format_bytes(plan.arena_bytes[Tier.HOST])} of cpu page-locked" in str(forecast)
+
+
+def test_figures_show_all_that_is_before_the_point() -> None:
+    shown = {0.64249: "0.642", 45.32: "45.3", 999.7: "1,000", 2037.4: "2,037", 5.55e6: "5,550,000", 0.0: "0"}
+    assert {value: figures(value) for value in shown} == shown
