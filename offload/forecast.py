@@ -318,7 +318,7 @@ def plan(
             def fits(change: Change) -> bool:
                 same = change.batch is batch and change.asked.activations == asked.activations
                 known = work.device_bytes if same and not change.chunk_loss else None
-                return _fits(planner, chunked() if change.chunk_loss else module, rule, change, known)
+                return _fits(planner, chunked if change.chunk_loss else lambda: module, rule, change, known)
 
             start = Change("", asked, found.request.budgets, batch)
             may_chunk, again = module is not model and not chunk_loss, checkpointing and module is not model
@@ -373,16 +373,21 @@ def _missing_bytes(found: Plan, work: Work) -> int:
 
 
 def _fits(
-    planner: Callable[..., tuple[Plan, UnitTree]], module: nn.Module, rule: Rule, change: Change, known: int | None
+    planner: Callable[..., tuple[Plan, UnitTree]],
+    made: Callable[[], nn.Module],
+    rule: Rule,
+    change: Change,
+    known: int | None,
 ) -> bool:
     """Tell whether a batch fits after a change; where nothing leaves, it may be `known` what the device holds."""
     asked = change.asked
     try:
+        module = made()
         found, _ = planner(module, asked, rule, change.budgets)
         if known is None or found.near_bytes:
             known = held_bytes(module, change.batch, found, asked.activations)
         return known <= _room_bytes(found)
-    except (BudgetError, ConfigError):  # no room for parameters, or no blocks to compute again
+    except (BudgetError, ConfigError):  # no room for parameters, no blocks to compute again, no such loss
         return False
 
 

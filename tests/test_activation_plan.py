@@ -192,16 +192,15 @@ def test_the_command_takes_the_mode(tmp_path: Path, capsys: pytest.CaptureFixtur
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("device", "host", "drive"), [("1MiB", "8MiB", 0), ("1MiB", "256KiB", 0), ("1MiB", "1MiB", 0)])
-def test_what_the_device_holds_is_what_did_not_leave(device: str, host: str, drive: int, tmp_path: Path) -> None:
-    """Of two plans that differ in the room elsewhere, the one with less of it keeps as much more on the device."""
-    wide = forecast(tmp_path, activation_memory=device, **room("8MiB", 0)).work
-    found = forecast(tmp_path, activation_memory=device, **room(host, drive))
+@pytest.mark.parametrize("host", ["8MiB", "1MiB", "256KiB"])
+def test_what_the_device_holds_is_what_did_not_leave(host: str, tmp_path: Path) -> None:
+    """The less room there is elsewhere, the more stays; what leaves and comes back is not there in between."""
+    wide = forecast(tmp_path, activation_memory="1MiB", **room("8MiB", 0)).work
+    found = forecast(tmp_path, activation_memory="1MiB", **room(host, 0))
     assert wide is not None and found.work is not None
-    assert found.work.peak_bytes == wide.peak_bytes > found.work.device_bytes - 1
+    assert found.work.peak_bytes == wide.peak_bytes >= found.work.device_bytes >= wide.device_bytes
     away = found.plan.activation_step_bytes.get("d2h", 0)
-    assert found.work.device_bytes >= wide.device_bytes
-    assert found.work.device_bytes >= found.work.peak_bytes - away - 65536
+    assert found.work.device_bytes >= found.work.peak_bytes - away
 
 
 def test_a_batch_that_cannot_leave_does_not_fit_and_each_remedy_does(tmp_path: Path) -> None:
