@@ -7,6 +7,7 @@ Next: :mod:`offload.planning.timing` has the formula, :mod:`offload.planning.wor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.activations.causal_loss import chunk_loss as chunk_loss_of
 from offload.config import Config, tier_named
 from offload.errors import BudgetError, ConfigError, did_you_mean
 from offload.kernels.optimizers import AdamW
@@ -32,11 +34,14 @@ from offload.planning.hardware import Hardware
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
+from offload.planning.shared import lanes_of
 from offload.planning.timing import Timing, timing_of
 from offload.planning.work import Work
-from offload.rehearsing import Case, case_of, cases_of
+from offload.rehearsing import Case, case_of, cases_of, held_bytes
+from offload.remedies import Change, is_ids, remedies_of
 from offload.request import request_of, unit_bytes_of, units_of
-from offload.sizes import Share, format_bytes
+from offload.several import stage_alone
+from offload.sizes import Share, figures, format_bytes
 from offload.spec import OptimizerSpec
 
 logger = logging.getLogger(__name__)
@@ -73,6 +78,8 @@ class Forecast:
         tokens: of a step; None where the batch was given as tensors.
         savings: what would make a step shorter, with its seconds, the best first.
         clipping: what clipping takes; None where nothing clips, or there are no seconds.
+        remedies: what would make the batch fit if it does not, each tried, the smallest change first.
+        lanes: of one of several ranks, seconds that each lane takes alone; there is no `timing` then.
     """
 
     plan: Plan
@@ -82,41 +89,57 @@ class Forecast:
     tokens: int | None
     savings: Mapping[str, float]
     clipping: Clipping | None = None
+    remedies: tuple[str, ...] = ()
+    lanes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
         """Whether the activations of the batch fit what the plan leaves them, as far as it is known."""
-        return self.work is None or self.plan.request.device_is_host or self.missing_bytes == 0
+        return self.missing_bytes == 0
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that activations need beyond what the plan leaves them, on the device and where they may go."""
-        request = self.plan.request
-        room = self.plan.activation_bytes + request.host_activation_bytes + request.nvme_activation_bytes
-        return 0 if self.work is None else max(self.work.peak_bytes - room, 0)
+        """Bytes that activations need on the device beyond what the plan leaves them."""
+        return 0 if self.work is None else _missing_bytes(self.plan, self.work)
+
+    @property
+    def peak_bytes(self) -> dict[Tier, int]:
+        """Bytes of each tier at once: those of the plan, and on the device the activations of a micro-batch."""
+        plan, work = self.plan, self.work
+        found = {tier: plan.arena_bytes[tier] + plan.wide_bytes.get(tier, 0) for tier in Tier}
+        found[Tier.HOST] += plan.request.own_bytes
+        if work is not None:
+            found[Tier.DEVICE] += work.device_bytes
+        return found
 
     def remedy(self) -> str:
         """Return what would make a batch fit."""
-        peak = 0 if self.work is None else self.work.peak_bytes
-        return (
-            f"device budget: activations need {format_bytes(peak)} but the plan leaves them "
-            f"{format_bytes(self.plan.activation_bytes)}; take smaller micro-batches, compute activations again in "
-            'backward (checkpointing), move them elsewhere (activations="auto"), or raise activation_memory or the '
-            f"device budget by {format_bytes(self.missing_bytes)}"
-        )
+        ways = f"it fits with {', or with '.join(self.remedies)}" if self.remedies else "take shorter sequences"
+        return f"device budget: {self._refusal()}; {ways}"
+
+    def _refusal(self) -> str:
+        need = 0 if self.work is None else self.work.device_bytes
+        room = format_bytes(_room_bytes(self.plan))
+        return f"activations need {format_bytes(need)} at once but the plan leaves them {room}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON.
 
         Returns:
-            ``plan`` as its own, and ``fits``. With a batch: ``flops``, ``activation_bytes`` and ``tokens``. With a
-            machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per
-            lane, ``bytes`` per lane, ``early_units`` that are updated during backward, and ``savings``; if steps clip,
-            ``clipping`` with the attributes of :class:`Clipping`.
+            ``plan`` as its own, ``fits``, and ``remedies`` if it does not. With a batch: ``flops``, ``tokens``, and
+            ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device, and
+            ``peak_bytes`` per tier. With a machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``,
+            ``binding``, ``spans`` with seconds per lane, ``bytes`` per lane, ``early_units`` that are updated during
+            backward, and ``savings``; if steps clip, ``clipping`` with the attributes of :class:`Clipping`. Of several
+            ranks, there are ``hardware`` and ``lanes`` instead.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
             found |= {"flops": self.work.flops, "activation_bytes": self.work.peak_bytes, "tokens": self.tokens}
+            found |= {"device_activation_bytes": self.work.device_bytes}
+            found["peak_bytes"] = {tier.value: size for tier, size in self.peak_bytes.items()}
+        if not self.fits:
+            found["remedies"] = list(self.remedies)
         if self.timing is not None and self.hardware is not None:
             found |= {
                 "hardware": self.hardware.name,
@@ -129,6 +152,8 @@ class Forecast:
                 "early_units": self.timing.early_units,
                 "savings": dict(self.savings),
             }
+        if self.lanes and self.hardware is not None:
+            found |= {"hardware": self.hardware.name, "lanes": dict(self.lanes)}
         if self.clipping is not None:
             found["clipping"] = dataclasses.asdict(self.clipping)
         return found
@@ -144,32 +169,65 @@ class Forecast:
             )
         if self.work is not None:
             yield (
-                f"a micro-batch: {self.work.flops / 1e12:.4g} TFLOP, {format_bytes(self.work.peak_bytes)} of "
-                "activations at their peak"
+                f"a micro-batch: {figures(self.work.flops / 1e12, 4)} TFLOP, {format_bytes(self.work.peak_bytes)} of "
+                "activations at their peak" + self._held()
             )
             if self.work.unmeasured:
                 yield f"  by their bytes, for they do not run alone: {', '.join(self.work.unmeasured)}"
             if self.work.assumed:
-                yield f"  assumed: yes, to {self.work.assumed} questions of the model about values of tensors"
+                questions = "a question" if self.work.assumed == 1 else f"{self.work.assumed} questions"
+                yield f"  assumed: yes, to {questions} of the model about values of tensors"
+            peaks = ", ".join(f"{tier.value} {format_bytes(size)}" for tier, size in self.peak_bytes.items() if size)
+            locked = self.plan.arena_bytes[Tier.HOST]
+            host = "" if self.plan.request.device_is_host else f"; {format_bytes(locked)} of cpu page-locked"
+            yield f"at most at once: {peaks}{host}"
+        yield from self._beyond()
         if not self.fits:
-            yield f"DOES NOT FIT: {self.remedy()}"
+            yield f"DOES NOT FIT: {self._refusal()}"
+            yield from (f"  fits with {remedy}" for remedy in self.remedies)
+        if self.lanes and self.hardware is not None:
+            yield from self._shared(self.hardware)
         if self.timing is None or self.hardware is None:
             return
         timing = self.timing
-        rate = f", {self.tokens / timing.step_s:.4g} tokens/s" if self.tokens else ""
-        yield f"a step on {self.hardware.name}: {timing.step_s:.3g} s{rate}; {timing.binding} binds"
+        rate = f", {figures(self.tokens / timing.step_s, 4)} tokens/s" if self.tokens else ""
+        yield f"a step on {self.hardware.name}: {figures(timing.step_s)} s{rate}; {timing.binding} binds"
         for span in timing.spans:
-            lanes = ", ".join(f"{lane} {seconds:.3g} s" for lane, seconds in span.seconds.items() if seconds)
+            lanes = ", ".join(f"{lane} {figures(seconds)} s" for lane, seconds in span.seconds.items() if seconds)
             yield f"  {span.name}: {lanes}"
-        yield f"  bound {timing.bound_s:.3g} s, fill {timing.fill_s:.3g} s"
+        yield f"  bound {figures(timing.bound_s)} s, fill {figures(timing.fill_s)} s"
         for what, seconds in self.savings.items():
-            yield f"  with {what}: {seconds:.3g} s"
+            yield f"  with {what}: {figures(seconds)} s"
         if self.clipping is not None:
             yield f"  every step clips: {self._clips(self.clipping, timing)}"
 
+    def _beyond(self) -> Iterator[str]:
+        """Tell which budgets are larger than what the machine has."""
+        if self.hardware is None:
+            return
+        request, machine = self.plan.request, self.hardware
+        for tier, has in ((Tier.DEVICE, machine.device_bytes), (Tier.HOST, machine.host_bytes)):
+            many = request.world_size if tier is Tier.HOST else 1
+            if request.budgets[tier] * many > has:
+                of = f"{many} times " if many > 1 else ""
+                budget = f'{of}max_memory["{tier.value}"], {format_bytes(request.budgets[tier])}'
+                yield f"NOT OF THIS MACHINE: {budget}, is more than the {format_bytes(has)} of {machine.name}"
+
+    def _shared(self, hardware: Hardware) -> Iterator[str]:
+        ranks = self.plan.request.world_size
+        lanes = ", ".join(f"{lane} {figures(seconds)} s" for lane, seconds in self.lanes.items() if seconds)
+        yield f"{ranks} ranks on one {hardware.name}, each with such a device: they share host memory and the drive"
+        yield f"  each lane alone, for one micro-batch of each rank: {lanes}"
+        yield "  no step is predicted: no GPUs have exchanged anything yet; offload scale has figures on paper"
+
+    def _held(self) -> str:
+        work = self.work
+        held = work is not None and work.held_bytes is not None
+        return f", {format_bytes(work.device_bytes)} of them on the device" if held and work is not None else ""
+
     def _clips(self, clipping: Clipping, timing: Timing) -> str:
         share = timing.step_s / clipping.bound_s
-        text = f"{share:.2f} of the bound without clipping, {clipping.bound_s:.3g} s"
+        text = f"{share:.2f} of the bound without clipping, {figures(clipping.bound_s)} s"
         if share <= NEAR:
             return text
         if clipping.host_bytes is None:
@@ -184,6 +242,9 @@ def plan(
     batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any] | None = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
     checkpointing: bool | None = None,
+    chunk_loss: bool = False,
+    ranks: int = 1,
+    stage: int | str = "auto",
     measure_again: bool = False,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **options: Any,
@@ -196,13 +257,17 @@ def plan(
         optimizer: as in :class:`offload.Engine`; None is ``AdamW``.
         batch: of one micro-batch: (rows, length) of token ids for a language model, else what its forward takes, as a
             mapping or a sequence. None: bytes without seconds.
-        hardware: the machine: a preset (``"desktop"``, ``"h200"``, ``"gh200"``), a JSON file with the attributes of
+        hardware: the machine: a preset (``"rtx4090"``, ``"h200"``, ...), a JSON file with the attributes of
             :class:`offload.planning.hardware.Hardware`, or such a value. Its budgets are shares of its memory where
             `max_memory` does not say, and none of NVMe. ``"here"``: this machine, measured once: the operators of the
             model run one by one on the device, and updates, copies and drives (a file in ``nvme_path``) for a few
             seconds. None: the memory of this machine, and no seconds.
         checkpointing: of activations, where the model is made here; a module stays as it is. None does so unless
             `activations` is among the options: what these move, or compute again, is counted.
+        chunk_loss: of a language model that is made here, by :func:`offload.ops.chunk_loss`.
+        ranks: that train together on one machine, each with a device: the plan is that of the first one, and budgets
+            are each rank's own. There are seconds per lane then, and none of a step.
+        stage: of several ranks, as in :class:`offload.Engine`.
         measure_again: forget what was measured of this machine.
         config: options as in :class:`offload.Engine`.
         **options: options of :class:`offload.Config`. A budget of NVMe needs no path.
@@ -215,6 +280,7 @@ def plan(
         BudgetError: the model cannot be trained within the budgets; names the smallest that would do.
         ImportError: transformers is needed and not installed.
     """
+    _check_ranks(ranks, stage, hardware)
     here = hardware is None or hardware == HERE
     machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
     options = _without_path(config, options)
@@ -223,13 +289,18 @@ def plan(
         logger.info("making the model without its weights")
     if checkpointing is None:
         checkpointing = not _names_activations(config, options, asked)
-    module = model if isinstance(model, nn.Module) else _made(model, asked, checkpointing=checkpointing)
+
+    def make(*, chunked: bool = chunk_loss) -> nn.Module:
+        return _made(model, asked, checkpointing=checkpointing, chunked=chunked)
+
+    module = model if isinstance(model, nn.Module) else make()
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)
     with ready_meanwhile(module, cast):
         logger.info("placing parameters, gradients and states")
-        found, tree = _planned(module, asked, rule, _budgets(asked, machine), here=here)
+        planner = functools.partial(_planned, here=here, ranks=ranks, stage=stage)
+        found, tree = planner(module, asked, rule, _budgets(asked, machine, ranks))
         if batch is None:
             return Forecast(found, machine, None, None, None, {})
         logger.info("running a micro-batch on shapes alone")
@@ -237,20 +308,37 @@ def plan(
         if hardware == HERE:
             logger.info("measuring this machine, as far as it is not known yet")
             machine, cases = _measured(asked, spec, cases, again=measure_again)
-        if machine is None:
-            found, work = _undecided(cases, found)
-            return Forecast(found, None, work, None, _tokens(batch, asked), {})
+        tokens = _tokens(batch, asked)
+        mode, (found, work), timing = _chosen(cases, machine, asked)
+        remedies: tuple[str, ...] = ()
+        if _missing_bytes(found, work):
+            logger.info("looking for what would make the batch fit")
+
+            chunked = functools.cache(functools.partial(make, chunked=True))
+
+            def fits(change: Change) -> bool:
+                same = change.batch is batch and change.asked.activations == asked.activations
+                known = work.device_bytes if same and not change.chunk_loss else None
+                return _fits(planner, chunked if change.chunk_loss else lambda: module, rule, change, known)
+
+            start = Change("", asked, found.request.budgets, batch)
+            may_chunk, again = module is not model and not chunk_loss, checkpointing and module is not model
+            room = _room_bytes(found)
+            remedies = tuple(remedies_of(fits, start, work, room, may_chunk=may_chunk, checkpointing=again))
+        if machine is None or timing is None:
+            return Forecast(found, None, work, None, tokens, {}, remedies=remedies)
+        if ranks > 1:
+            lanes = lanes_of(found, work, machine)
+            return Forecast(found, machine, work, None, tokens, {}, remedies=remedies, lanes=lanes)
         logger.info("looking for what would make a step shorter")
-        mode, (found, work), timing = _fastest(cases, machine, asked)
 
         def planned(budgets: Mapping[Tier, int]) -> Case:
-            other, cut = _planned(module, asked, rule, budgets, here=here)
-            again = other.near_bytes or cut.units != tree.units
-            return case_of(module, batch, other, mode, cut) if again else (other, work)
+            other, cut = planner(module, asked, rule, budgets)
+            return case_of(module, batch, other, mode, cut, work if cut.units == tree.units else None)
 
         savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
         clipping = _clipping(planned, asked, machine, (found, work), timing.step_s)
-        return Forecast(found, machine, work, timing, _tokens(batch, asked), savings, clipping)
+        return Forecast(found, machine, work, timing, tokens, savings, clipping, remedies)
 
 
 def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -> bool:
@@ -258,22 +346,50 @@ def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -
     return "activations" in options or "activations" in given or asked.activations != KEEP
 
 
-def _undecided(cases: Mapping[str, Case], found: Plan) -> Case:
-    """Return the case of a machine whose speed is not known; the plan alone where nobody can choose without it."""
-    (mode, (only, work)), *others = cases.items()
-    if others:
-        return found, work
-    return (dataclasses.replace(only, choice=choose({})[1]) if found.request.activations == AUTO else only), work
+def _chosen(cases: Mapping[str, Case], machine: Hardware | None, asked: Config) -> tuple[str, Case, Timing | None]:
+    """Return the mode of activations, its case and its seconds, if the speed of the machine is known.
 
-
-def _fastest(cases: Mapping[str, Case], machine: Hardware, asked: Config) -> tuple[str, Case, Timing]:
-    """Return the mode of activations, its case and its seconds: the one that was asked for, or the faster one."""
+    If ``"auto"`` has to choose, that is the faster one. Its first step lets activations leave: they have to fit then.
+    """
+    first = next(iter(cases))
+    if asked.activations != AUTO or _missing_bytes(*cases[first]):
+        return first, cases[first], None if machine is None else _timed(*cases[first], machine, asked)
+    if machine is None:
+        found, work = cases[first]
+        choice = choose({})[1] if first == KEEP else ""  # else nobody can choose yet
+        return first, (dataclasses.replace(found, choice=choice), work), None
     timings = {mode: _timed(*case, machine, asked) for mode, case in cases.items()}
-    mode, choice = next(iter(cases)), ""
-    if asked.activations == AUTO:
-        mode, choice = choose({} if mode == KEEP else {mode: timing.step_s for mode, timing in timings.items()})
+    mode, choice = choose({} if first == KEEP else {mode: timing.step_s for mode, timing in timings.items()})
     found, work = cases[mode]
     return mode, (dataclasses.replace(found, choice=choice), work), timings[mode]
+
+
+def _room_bytes(found: Plan) -> int:
+    """Return what a plan leaves to activations; where the CPU is the device, parameters give way to them."""
+    return found.request.budgets[Tier.DEVICE] if found.request.device_is_host else found.activation_bytes
+
+
+def _missing_bytes(found: Plan, work: Work) -> int:
+    return max(work.device_bytes - _room_bytes(found), 0)
+
+
+def _fits(
+    planner: Callable[..., tuple[Plan, UnitTree]],
+    made: Callable[[], nn.Module],
+    rule: Rule,
+    change: Change,
+    known: int | None,
+) -> bool:
+    """Tell whether a batch fits after a change; where nothing leaves, it may be `known` what the device holds."""
+    asked = change.asked
+    try:
+        module = made()
+        found, _ = planner(module, asked, rule, change.budgets)
+        if known is None or found.near_bytes:
+            known = held_bytes(module, change.batch, found, asked.activations)
+        return known <= _room_bytes(found)
+    except (BudgetError, ConfigError):  # no room for parameters, no blocks to compute again, no such loss
+        return False
 
 
 def _without_path(
@@ -292,21 +408,12 @@ def _without_path(
     )
 
 
-def _made(model: Any, asked: Config, *, checkpointing: bool) -> nn.Module:
+def _made(model: Any, asked: Config, *, checkpointing: bool, chunked: bool) -> nn.Module:
     """Return a model of transformers on the meta device, in 16 bits if nothing else is asked for."""
     import transformers
 
     if isinstance(model, (str, os.PathLike)):
-        if isinstance(model, str) and model in KNOWN:
-            shapes = dict(KNOWN[model])
-            model = transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
-        elif (Path(model) / "config.json").is_file():
-            model = transformers.AutoConfig.from_pretrained(model)
-        else:
-            raise ConfigError(
-                f"model {os.fspath(model)}: expected a folder with config.json or the name of a known model"
-                f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
-            )
+        model = _config_of(model)
     if not isinstance(model, transformers.PretrainedConfig):
         raise ConfigError(f"model: expected a module, a config of transformers, a folder or a name but got {model!r}")
     if getattr(model, "quantization_config", None) is not None:
@@ -318,15 +425,46 @@ def _made(model: Any, asked: Config, *, checkpointing: bool) -> nn.Module:
     with torch.device("meta"):
         try:
             made = transformers.AutoModelForCausalLM.from_config(model, dtype=dtype)
-        except ValueError as error:
+        except Exception as error:  # of each model's own class, too
+            why = " ".join(str(error).split())
+            if isinstance(error, ValueError) and "Unrecognized configuration class" in why:
+                why = "is no causal language model of transformers"
             raise ConfigError(
-                f"model {type(model).__name__}: is no causal language model of transformers; make the module yourself "
-                "on the meta device, and pass it"
+                f"model {type(model).__name__}: {why}; correct the config, or make the module yourself on the meta "
+                "device, and pass it"
             ) from error
     if checkpointing and made.supports_gradient_checkpointing:
         compute_again(made)
     made.config.use_cache = False
+    if chunked:
+        chunk_loss_of(made)
     return made.train()  # type: ignore[no-any-return]
+
+
+def _config_of(model: str | os.PathLike[str]) -> Any:
+    """Return the config of transformers that a known name, a folder or a file stands for.
+
+    Raises:
+        ConfigError: it stands for none, or transformers does not know the model.
+    """
+    import transformers
+
+    if isinstance(model, str) and model.lower() in KNOWN:
+        shapes = dict(KNOWN[model.lower()])
+        return transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
+    file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"model {os.fspath(model)}: expected a folder with config.json, such a file, or the name of a known model"
+            f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(file)
+    except Exception as error:  # of each model's own class, too
+        raise ConfigError(
+            f"model {os.fspath(model)}: expected a config that transformers can read but got: "
+            f"{' '.join(str(error).split())}; correct the file"
+        ) from error
 
 
 def compute_again(model: Any) -> None:
@@ -335,11 +473,24 @@ def compute_again(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _budgets(asked: Config, machine: Hardware | None) -> dict[Tier, int]:
+def _check_ranks(ranks: int, stage: int | str, hardware: object) -> None:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise ConfigError(f"ranks: expected a whole number >= 1 but got {ranks!r}")
+    if stage not in (1, 2, 3, "auto") or isinstance(stage, bool):
+        raise ConfigError(f'stage: expected 1, 2, 3 or "auto" but got {stage!r}')
+    if ranks > 1 and hardware == HERE:
+        raise ConfigError(
+            'ranks: expected one with hardware="here", which measures one process, but got several; name '
+            "another machine, or leave hardware out to have bytes"
+        )
+
+
+def _budgets(asked: Config, machine: Hardware | None, ranks: int) -> dict[Tier, int]:
+    """Return the budgets of one rank; those that nobody has named are its part of the machine's."""
     given = asked.budgets()
     if machine is None:
         return resolve_budgets(given, open_device(asked.device), free_bytes(tuple(map(_existing, asked.paths()))))
-    size = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes, Tier.NVME: 0}
+    size = {Tier.DEVICE: machine.device_bytes, Tier.HOST: machine.host_bytes / ranks, Tier.NVME: 0}
     share = {Tier.DEVICE: DEVICE_HEADROOM, Tier.HOST: HOST_HEADROOM, Tier.NVME: 0}
     budgets = {}
     for tier in Tier:
@@ -374,12 +525,28 @@ def _measured(
 
 
 def _planned(
-    module: nn.Module, asked: Config, rule: Rule, budgets: Mapping[Tier, int], *, here: bool
+    module: nn.Module,
+    asked: Config,
+    rule: Rule,
+    budgets: Mapping[Tier, int],
+    *,
+    here: bool,
+    ranks: int,
+    stage: int | str,
 ) -> tuple[Plan, UnitTree]:
-    tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]))
+    sliced = stage in (3, "auto")
+    tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]), ranks=ranks, slices_frozen=sliced)
     host = here and open_device(asked.device).addressable
-    request = request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=False)
-    return make_plan(request), tree
+
+    def make(chosen: int) -> Plan:
+        together = {"world_size": ranks, "stage": chosen}
+        return make_plan(
+            request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=False, **together)
+        )
+
+    if ranks > 1 and stage == "auto":
+        stage = stage_alone(make, device_is_host=host)
+    return make(1 if stage == "auto" else int(stage)), tree
 
 
 def _timed(found: Plan, work: Work, machine: Hardware, asked: Config) -> Timing:
@@ -388,7 +555,7 @@ def _timed(found: Plan, work: Work, machine: Hardware, asked: Config) -> Timing:
 
 
 def _tokens(batch: Any, asked: Config) -> int | None:
-    if not isinstance(batch, tuple) or not all(isinstance(value, int) for value in batch):
+    if not is_ids(batch):
         return None
     return int(batch[0]) * int(batch[1]) * asked.gradient_accumulation_steps
 

@@ -7,6 +7,7 @@ Owns how a model is brought into a mode for that, and out of it again. Next: :mo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,21 +21,6 @@ from offload.planning.plan import Plan
 from offload.planning.work import Work, work_of
 
 Case = tuple[Plan, Work]
-
-
-def moved_by(module: nn.Module, batch: Any, plan: Plan) -> Mapping[str, int]:
-    """Return the bytes of activations that a micro-batch moves per link where a plan lets them leave, none else."""
-    request = plan.request
-    if not plan.near_bytes:
-        return {}
-    rehearsal = Rehearsal(
-        near_bytes=plan.near_bytes,
-        last_bytes=plan.last_bytes,
-        host_bytes=request.host_activation_bytes,
-        drive_bytes=request.nvme_activation_bytes,
-    )
-    work_of(module, batch, rehearsal.watch)
-    return rehearsal.moved()
 
 
 def cases_of(module: nn.Module, batch: Any, plan: Plan, tree: UnitTree) -> dict[str, Case]:
@@ -59,14 +45,45 @@ def cases_of(module: nn.Module, batch: Any, plan: Plan, tree: UnitTree) -> dict[
     return cases
 
 
-def case_of(module: nn.Module, batch: Any, plan: Plan, mode: str, tree: UnitTree) -> Case:
-    """Return a plan with what a micro-batch moves in a mode, and what it computes.
+def case_of(module: nn.Module, batch: Any, plan: Plan, mode: str, tree: UnitTree, known: Work | None = None) -> Case:
+    """Return a plan with what a micro-batch moves in a mode, and what it computes; this may be `known`.
 
     Raises:
         ConfigError: as :func:`cases_of`.
     """
     with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
-        return plan.with_activations(moved_by(module, batch, plan)), work_of(module, batch, tree=tree)
+        work = known or work_of(module, batch, tree=tree)
+        if not plan.near_bytes:
+            return plan.with_activations({}), work
+        moved, held = _rehearsed(module, batch, plan, plan.near_bytes, plan.last_bytes)
+        if held > plan.activation_bytes:  # then an engine lets go of all that may leave
+            _, held = _rehearsed(module, batch, plan, 0, 0)
+        return plan.with_activations(moved), dataclasses.replace(work, held_bytes=held)
+
+
+def held_bytes(module: nn.Module, batch: Any, plan: Plan, mode: str) -> int:
+    """Return the activations that a micro-batch in a mode has on the device at once, if all leave that may.
+
+    Raises:
+        ConfigError: as :func:`cases_of`.
+    """
+    with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
+        return _rehearsed(module, batch, plan, 0, 0)[1] if plan.near_bytes else work_of(module, batch).peak_bytes
+
+
+def _rehearsed(
+    module: nn.Module, batch: Any, plan: Plan, near_bytes: int, last_bytes: int
+) -> tuple[Mapping[str, int], int]:
+    """Return the bytes of activations that a micro-batch moves per link, and those that are on the device at once."""
+    request = plan.request
+    rehearsal = Rehearsal(
+        near_bytes=near_bytes,
+        last_bytes=last_bytes,
+        host_bytes=request.host_activation_bytes,
+        drive_bytes=request.nvme_activation_bytes,
+    )
+    held = work_of(module, batch, rehearsal.watch).peak_bytes
+    return rehearsal.moved(), held
 
 
 @contextlib.contextmanager

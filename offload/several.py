@@ -184,19 +184,27 @@ def agree_on_plan(ranks: Ranks, tree: UnitTree, make: Callable[[int], Plan], sta
 
 
 def _choose_stage(ranks: Ranks, make: Callable[[int], Plan], device: Device) -> int:
-    """Return a stage with whole parameters if the memory of all ranks holds them, else 3.
+    """Return the stage that one rank would take alone if all of them can take it, else 3."""
+    mine = stage_alone(make, device_is_host=device.addressable)
+    return int(max(stage for (stage,) in ranks.agree("choosing a stage", numbers=[mine]).numbers))
+
+
+def stage_alone(make: Callable[[int], Plan], *, device_is_host: bool) -> int:
+    """Return a stage with whole parameters if the memory of a rank holds them, else 3.
 
     Beside an accelerator that is 2, for gradients go to other ranks while it computes backward. On the CPU it is 1:
     there, what goes beside backward takes its cores.
+
+    Args:
+        make: makes the rank's plan for a stage.
+        device_is_host: the CPU computes.
     """
-    whole = 1 if device.addressable else 2
+    whole = 1 if device_is_host else 2
     try:
         plan = make(whole)
-        fits = all(plan.home(unit, Role.PARAM) is not Tier.NVME for unit in plan.request.units)
     except BudgetError:
-        fits = False
-    numbers = ranks.agree("choosing a stage", numbers=[fits]).numbers
-    return whole if all(fits for (fits,) in numbers) else 3
+        return 3
+    return whole if all(plan.home(unit, Role.PARAM) is not Tier.NVME for unit in plan.request.units) else 3
 
 
 def _facts_of_model(tree: UnitTree) -> dict[str, Fact]:

@@ -83,6 +83,12 @@ def short_bytes(size_bytes: float) -> str:
     return f"{size:.3g} TiB"
 
 
+def figures(value: float, many: int = 3) -> str:
+    """Return a number for people in so many figures, those before the point all: ``0.642``, ``45.3``, ``2,037``."""
+    text = f"{value:.{many}g}"
+    return f"{value:,.0f}" if "e+" in text else text
+
+
 def round_up(value: int, multiple: int) -> int:
     """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

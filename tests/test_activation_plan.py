@@ -189,6 +189,40 @@ def test_the_command_takes_the_mode(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert any("activations: auto: " in note for note in found["auto"]["plan"]["notes"])
 
 
+# --- what does not fit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["8MiB", "1MiB", "256KiB"])
+def test_what_the_device_holds_is_what_did_not_leave(host: str, tmp_path: Path) -> None:
+    """The less room there is elsewhere, the more stays; what leaves and comes back is not there in between."""
+    wide = forecast(tmp_path, activation_memory="1MiB", **room("8MiB", 0)).work
+    found = forecast(tmp_path, activation_memory="1MiB", **room(host, 0))
+    assert wide is not None and found.work is not None
+    assert found.work.peak_bytes == wide.peak_bytes >= found.work.device_bytes >= wide.device_bytes
+    away = found.plan.activation_step_bytes.get("d2h", 0)
+    assert found.work.device_bytes >= found.work.peak_bytes - away
+
+
+def test_a_batch_that_cannot_leave_does_not_fit_and_each_remedy_does(tmp_path: Path) -> None:
+    """A quarter of host memory passes storages on to the drive: larger ones stay, and the plan says so."""
+    small = {"max_memory": {"device": "704KiB", "cpu": "32MiB", "nvme": "32MiB"}, "activation_memory": "448KiB"}
+    given = {**options(tmp_path, hardware="desktop", **room("128KiB", "8MiB")), **small}
+
+    def planned(**more: Any) -> offload.Forecast:
+        return offload.plan(Loss(False), offload.AdamW(), batch=[rows(0)], **{**given, **more})
+
+    found = planned()
+    assert found.work is not None and not found.fits
+    assert found.missing_bytes == found.work.device_bytes - found.plan.activation_bytes
+    assert found.to_dict()["remedies"] == list(found.remedies)
+    assert all(f"  fits with {remedy}" in str(found) for remedy in found.remedies)
+    *_, last = found.remedies
+    assert last.startswith('max_memory["device"]="')
+    larger = planned(max_memory={**small["max_memory"], "device": last.split('"')[3]})
+    assert larger.fits and not larger.remedies
+    assert planned(**room("1MiB", "8MiB")).fits  # where the storages may pass
+
+
 # --- "auto" -----------------------------------------------------------------------------------------------------------
 
 

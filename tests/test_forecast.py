@@ -8,6 +8,7 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ import offload
 from offload.cli.main import main
 from offload.known_models import KNOWN
 from offload.memory.budget import Tier
+from offload.memory.limits import HOST_HEADROOM
 from offload.planning.hardware import DESKTOP, H200
 from offload.planning.planner import make_plan
+from offload.planning.roles import Role
 from offload.planning.timing import timing_of
 from offload.planning.work import work_of
+from offload.sizes import figures, format_bytes
 
 ROWS, WIDE, INNER = 6, 32, 64
 FLOPS = 2 * ROWS * WIDE * INNER  # of one product
@@ -286,7 +290,10 @@ def test_activations_that_do_not_fit_are_told_with_what_would_help(capsys: pytes
     assert main(call) == 1
     out, err = capsys.readouterr()
     assert "DOES NOT FIT" in out
-    assert "take smaller micro-batches" in err
+    assert "  fits with --chunk-loss and micro-batches of 1x4096\n" in out
+    assert "it fits with --chunk-loss and micro-batches of 1x4096, or with --device " in err
+    call[call.index("8x4096")] = "1x4096"
+    assert main([*call, "--chunk-loss"]) == 0
 
 
 def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,6 +302,9 @@ def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.Ca
     said = capsys.readouterr().err
     assert "the tier needs" in said and "the smallest --cpu that would do is" in said
     assert said.rstrip().endswith("see --nvme, --offload-param and --offload-optimizer")
+    assert main(["plan", "--model", "llama-3.1-70b", "--hardware", "desktop", "--json"]) == 1
+    plain = json.loads(capsys.readouterr().out)
+    assert not plain["fits"] and plain["error"] in said
     call = ["plan", "--model", "llama-3.1-70b", "--hardware", "desktop", "--nvme", "2TB", "--json"]
     assert main(call) == 0
     assert json.loads(capsys.readouterr().out)["fits"]
@@ -335,6 +345,67 @@ def test_a_config_of_quantized_weights_is_refused(tmp_path: Path) -> None:
             offload.plan(model, hardware="desktop")
 
 
+def test_of_several_ranks_the_plan_is_that_of_one_of_their_engines() -> None:
+    """And lanes are its bytes: of the drive and the host those of all ranks, of a link its own."""
+    model, ranks = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), 4
+    options: dict[str, Any] = {"max_memory": {"device": "8MiB", "cpu": "16MiB", "nvme": "64MiB"}, "hardware": "desktop"}
+    options["offload_optimizer"] = "nvme"
+    found = offload.plan(model, offload.AdamW(), batch=[torch.ones(2, 256)], ranks=ranks, stage=3, **options)
+    request = found.plan.request
+    assert (request.world_size, request.stage, request.rank) == (ranks, 3, 0)
+    owned = sum(request.owned_numel(unit, Role.MASTER) for unit in request.units)
+    assert owned * ranks == sum(unit.numel for unit in request.units)
+    machine, moved = offload.Hardware.load("desktop"), found.plan.step_bytes
+    assert found.timing is None and found.lanes["h2d"] == moved["h2d"] / machine.h2d_bytes_s
+    assert found.lanes["collectives"] == 2 * ranks * moved["collectives"] / machine.host_bytes_s > 0
+    both = ranks * (moved["nvme_read"] + moved["nvme_write"])
+    assert found.lanes["drive"] >= both / machine.drive_mixed_bytes_s > 0
+    assert found.to_dict()["lanes"] == found.lanes and "  each lane alone" in str(found)
+    whole = offload.plan(model, offload.AdamW(), ranks=ranks, hardware="desktop")
+    assert whole.plan.request.stage == 2  # all of the parameters fit, as an engine's "auto" finds out
+    assert whole.plan.request.budgets[Tier.HOST] == int(machine.host_bytes / ranks * HOST_HEADROOM)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"ranks": 0}, "ranks: .* 0"),
+        ({"ranks": 2, "stage": 4}, "stage: .* 4"),
+        ({"ranks": 2, "hardware": "here"}, "ran"),
+    ],
+)
+def test_ranks_that_make_no_sense_are_named(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(offload.ConfigError, match=words):
+        offload.plan(nn.Linear(8, 8), **asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "nothing"}', "expected a config that transformers can read but got: .*nothing"),
+        ("{}", "model_type"),
+        ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "100.*7"),
+        ('{"model_type": "vit"}', "ViTConfig: is no causal language model"),
+    ],
+)
+def test_a_config_that_is_no_model_is_named(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(offload.ConfigError, match=rf"^model .*{words}"):
+        offload.plan(tmp_path, hardware="desktop")
+    assert main(["plan", "--model", str(tmp_path / "config.json")]) == 1
+    assert capsys.readouterr().err.startswith("offload: error: --model ")
+
+
+def test_a_config_may_be_a_file(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "mine.json")
+    found = offload.plan(tmp_path / "mine.json", hardware="rtx4090")
+    assert found.plan.to_dict() == offload.plan(tiny(), hardware="desktop").plan.to_dict()
+
+
 def test_every_known_model_can_be_made() -> None:
     transformers = pytest.importorskip("transformers")
     for name, shapes in KNOWN.items():
@@ -343,3 +414,28 @@ def test_every_known_model_can_be_made() -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         assert next(model.parameters()).is_meta, name
+
+
+def test_budgets_that_the_machine_does_not_have_are_told(forecast: offload.Forecast) -> None:
+    assert "NOT OF THIS MACHINE" not in str(forecast)
+    model = nn.Linear(8, 8)
+    more = {"device": int(DESKTOP.device_bytes) + 1, "cpu": int(DESKTOP.host_bytes) // 2}
+    said = str(offload.plan(model, hardware="desktop", max_memory=more))
+    assert 'NOT OF THIS MACHINE: max_memory["device"], 24.00 GiB, is more than the 24.00 GiB of desktop' in said
+    assert "cpu" not in said.partition("NOT OF")[2]
+    said = str(offload.plan(model, hardware="desktop", max_memory=more, ranks=3))
+    assert 'NOT OF THIS MACHINE: 3 times max_memory["cpu"], 96.00 GiB, is more than the 192.00 GiB of desktop' in said
+
+
+def test_peaks_are_those_of_the_plan_and_a_micro_batch(forecast: offload.Forecast) -> None:
+    plan, work = forecast.plan, forecast.work
+    assert work is not None
+    assert forecast.peak_bytes[Tier.DEVICE] == plan.arena_bytes[Tier.DEVICE] + work.peak_bytes
+    assert forecast.peak_bytes[Tier.HOST] == plan.arena_bytes[Tier.HOST] + plan.wide_bytes.get(Tier.HOST, 0)
+    assert forecast.to_dict()["peak_bytes"]["device"] == forecast.peak_bytes[Tier.DEVICE]
+    assert f"{format_bytes(plan.arena_bytes[Tier.HOST])} of cpu page-locked" in str(forecast)
+
+
+def test_figures_show_all_that_is_before_the_point() -> None:
+    shown = {0.64249: "0.642", 45.32: "45.3", 999.7: "1,000", 2037.4: "2,037", 5.55e6: "5,550,000", 0.0: "0"}
+    assert {value: figures(value) for value in shown} == shown

@@ -32,6 +32,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_names(name: str) -> None:
     assert Hardware.load(name).name == name
+    assert Hardware.load(name.upper()) == Hardware.load(name)
+
+
+def test_what_is_in_the_desktop_has_a_name_of_its_own() -> None:
+    assert dataclasses.replace(Hardware.load("rtx4090"), name="desktop") == DESKTOP
+    with pytest.raises(ConfigError, match=r"did you mean 'rtx4090'\?"):
+        Hardware.load("rtx4080")
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -43,7 +50,9 @@ def test_a_missing_number_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [-1.0, 1e18, True, "fast", float("nan")])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_an_absurd_number_is_named(name: str, value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"hardware desktop: {name}: expected .* from .* to .* but got"):
+    with pytest.raises(
+        ConfigError, match=rf"hardware .*machine.json: desktop: {name}: expected .* from .* to .* but got"
+    ):
         Hardware.load(written(tmp_path, **{name: value}))
 
 
@@ -64,7 +73,7 @@ def test_what_is_no_description_is_refused(tmp_path: Path) -> None:
         Hardware.load(written(tmp_path, h2d_byte_s=1e9))
     with pytest.raises(ConfigError, match=r"hardware desk: expected one of desktop.*\(did you mean 'desktop'\?\)"):
         Hardware.load("desk")
-    with pytest.raises(ConfigError, match=r"hardware: expected the name .* but got 3; pass one of desktop, h200"):
+    with pytest.raises(ConfigError, match=r"hardware: expected the name .* but got 3; pass one of desktop, rtx3090"):
         Hardware.load(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot be read as JSON: .*; name a file, or one of desktop"):
         Hardware.load(tmp_path)

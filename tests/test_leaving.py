@@ -355,6 +355,24 @@ def test_what_has_no_room_is_refused_with_the_remedy(bench: Make) -> None:
     made.assert_empty()
 
 
+def test_what_is_too_large_to_pass_is_told_with_the_room_that_it_needs(bench: Make) -> None:
+    """A quarter of host memory passes storages on to the drive: a page does not pass a quarter of three pages."""
+    made = bench(near=2, host=3, drive=64, device=12)
+    with made.hooks():
+        loss = chain(page().requires_grad_())
+        wanted = 4 * PAGE >> 10
+        with pytest.raises(BudgetError, match=rf'stays unless activation_cpu_memory="{wanted}KiB" or more'):
+            made.ledger.balance()
+    del loss
+    made.assert_empty()
+    passing = bench(near=2, host=4, drive=64, device=12)
+    with passing.hooks():
+        loss = chain(page().requires_grad_())
+        passing.ledger.balance()
+    del loss
+    passing.assert_empty()
+
+
 def test_room_is_made_where_the_budget_is_short(bench: Make) -> None:
     """What would have stayed for a while leaves at once."""
     made = bench(near=40, host=64, device=24)

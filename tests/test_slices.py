@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,3 +80,12 @@ def test_a_small_unit_leaves_ranks_without_a_slice() -> None:
 def test_a_rank_outside_its_world_is_a_mistake(rank: int, world_size: int) -> None:
     with pytest.raises(AssertionError, match=f"rank {rank} of {world_size}"):
         owned_range(PAD_NUMEL, rank, world_size)
+
+
+@given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 70), st.data())
+def test_lengths_of_chunks_are_counted_as_chunks_lie(length: int, ranks: int, chunk: int, data: st.DataObject) -> None:
+    unit = Unit(0, "unit", "float32", 4, True, length * ranks, (), ranks=ranks)
+    begin = data.draw(st.integers(0, unit.numel))
+    end = data.draw(st.integers(begin, unit.numel))
+    lengths = [min(last, end) - max(first, begin) for first, last in unit.chunks(chunk)]
+    assert unit.chunk_lengths(chunk, begin, end) == Counter(one for one in lengths if one > 0)

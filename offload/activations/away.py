@@ -50,6 +50,7 @@ class Away:
 
     Attributes:
         drive_read_bytes, drive_written_bytes: of transfers, begun so far.
+        refused_bytes: of the largest storage that stays on the device, for it is larger than what may pass here.
     """
 
     def __init__(self, host: Buffer, store: SwapStore | None, drive_bytes: int, *, apart: bool = False) -> None:
@@ -62,7 +63,7 @@ class Away:
             apart: nobody else uses the store: it is closed with this.
         """
         self._apart = store if apart else None
-        self.drive_read_bytes = self.drive_written_bytes = 0
+        self.drive_read_bytes = self.drive_written_bytes = self.refused_bytes = 0
         self._host = host
         self._store = store if drive_bytes else None
         self._gaps = Gaps(host.size_bytes)
@@ -89,6 +90,7 @@ class Away:
             swap.SwapError: what was there before could not be written.
         """
         if room.size_bytes > self._largest_bytes:
+            self.refused_bytes = max(self.refused_bytes, room.size_bytes)
             return False
         room.offset = self._gaps.take(room.size_bytes)
         while room.offset is None and self._free_some():
@@ -225,6 +227,11 @@ class Away:
     def apart(self) -> SwapStore | None:
         """The store that nobody else uses; None where others do, or there is none."""
         return self._apart
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The smallest part of host memory that storages could all pass which have stayed; 0 where none has."""
+        return self.refused_bytes * (PASSING_SHARE if self._store is not None else 1)
 
     @property
     def used_bytes(self) -> int:

@@ -382,13 +382,15 @@ class LeavingActivations(Activations):
         self._collect()
         if self._owed_bytes > self._budget.free_bytes:
             self._go_away()
-        try:
-            super().balance()
-        except BudgetError as error:
-            raise BudgetError(
-                f"{error}, or activation_cpu_memory and activation_nvme_memory, which say how much of the activations "
-                "may leave the device"
-            ) from None
+        super().balance()
+
+    def _way_out(self) -> str:
+        text = "activation_cpu_memory and activation_nvme_memory, which say how much of the activations may leave"
+        stayed = self._away.refused_bytes
+        if not stayed:
+            return text
+        wanted = f'activation_cpu_memory="{self._away.wanted_bytes >> 10}KiB"'
+        return f"{text}; what has up to {format_bytes(stayed)} stays unless {wanted} or more"
 
     def _go_away(self) -> None:
         """Let all leave that may, and wait until they have."""

@@ -283,9 +283,9 @@ class Activations:
             owed, self._owed_bytes = self._owed_bytes, 0
             try:
                 self._claim.resize(self._claim.size_bytes + owed)
-            except BudgetError:
+            except BudgetError as error:
                 self._owed_bytes = owed
-                raise
+                raise BudgetError(f"{error}, or {self._way_out()}") from None
         now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return
@@ -301,6 +301,10 @@ class Activations:
             if used - max(self._claim.size_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
                 self._meter.trim()
                 self._trimmed_bytes = self._used(self._meter.now_bytes())
+
+    def _way_out(self) -> str:
+        """Return what helps beside a larger budget, in words."""
+        return 'activations="auto", with which they leave the device or are computed again'
 
     def open_pass(self) -> None:
         """Note that a forward begins. What has been resident before it is no concern of the engine."""

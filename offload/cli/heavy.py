@@ -31,13 +31,17 @@ def leave_out_quantizers(parsed: argparse.Namespace) -> None:
 
 
 def is_quantized(folder: Path) -> bool:
-    """Tell whether the weights of a model of transformers are; False for a folder that cannot be read.
+    """Tell whether the weights of a model of transformers are; False for what cannot be read.
+
+    Args:
+        folder: of the model, or its config.json.
 
     Raises:
         ConfigError: its config.json is no JSON object.
     """
     try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        file = folder if folder.is_file() else folder / "config.json"
+        values = json.loads(file.read_text(encoding="utf-8"))
         return values.get("quantization_config") is not None
     except OSError:
         return False

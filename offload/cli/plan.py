@@ -50,13 +50,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dtype", default="float32", help="float32, bfloat16 or int8")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
     parser.add_argument("--clip", action="store_true", help="every step clips the norm of its gradient")
-    parser.add_argument("--keep-activations", action="store_true", help="instead of computing them again in backward")
+    again = parser.add_mutually_exclusive_group()
+    again.add_argument("--keep-activations", action="store_true", help="instead of computing them again in backward")
+    again.add_argument(
+        "--checkpointing", action="store_true", help="transformers compute them again, beside --activations, too"
+    )
+    parser.add_argument("--chunk-loss", action="store_true", help="without the logits of all tokens at once")
     parser.add_argument(
         "--activations",
         choices=get_args(ActivationMode),
         help="what the engine makes of them; if nothing is said, transformers compute them again",
     )
-    parser.add_argument("--activation-memory", metavar="BYTES", help="of the device; half of it if nothing is said")
+    for tier, text in (
+        ("", "the device"),
+        ("-cpu", "host memory, if they leave the device"),
+        ("-nvme", "the drive, likewise"),
+    ):
+        parser.add_argument(f"--activation{tier}-memory", metavar="BYTES", help=f"for activations: part of {text}")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="that train together; budgets are each one's")
+    parser.add_argument("--stage", default="auto", choices=("auto", "1", "2", "3"), help="of several ranks")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -76,6 +88,8 @@ def run(arguments: argparse.Namespace) -> None:
         "gradient_accumulation_steps": arguments.accumulate,
         "max_grad_norm": 1.0 if arguments.clip else None,
         "activation_memory": arguments.activation_memory,
+        "activation_cpu_memory": arguments.activation_cpu_memory,
+        "activation_nvme_memory": arguments.activation_nvme_memory,
         "offload_param": arguments.offload_param,
         "offload_optimizer": arguments.offload_optimizer,
     }
@@ -83,16 +97,24 @@ def run(arguments: argparse.Namespace) -> None:
         options["activations"] = arguments.activations
     if "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer):
         options["nvme_path"] = arguments.drive
-    with telling(sys.stderr):
-        found = plan(
-            arguments.model,
-            getattr(optimizers, arguments.optimizer)(lr=1e-4),
-            batch=arguments.batch,
-            hardware=arguments.hardware,
-            checkpointing=not (arguments.keep_activations or arguments.activations),
-            measure_again=arguments.measure_again,
-            config=Config.load(options),
-        )
+    try:
+        with telling(sys.stderr):
+            found = plan(
+                arguments.model,
+                getattr(optimizers, arguments.optimizer)(lr=1e-4),
+                batch=arguments.batch,
+                hardware=arguments.hardware,
+                checkpointing=arguments.checkpointing or not (arguments.keep_activations or arguments.activations),
+                chunk_loss=arguments.chunk_loss,
+                ranks=arguments.ranks,
+                stage=arguments.stage if arguments.stage == "auto" else int(arguments.stage),
+                measure_again=arguments.measure_again,
+                config=Config.load(options),
+            )
+    except BudgetError as error:
+        if arguments.json:
+            print(json.dumps({"fits": False, "error": in_options(str(error), vars(arguments))}, indent=1))
+        raise
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else in_options(str(found), vars(arguments)))
     if not found.fits:
         raise BudgetError(found.remedy())

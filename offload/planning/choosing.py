@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from offload.sizes import figures
+
 AUTO, KEEP, OFFLOAD, RECOMPUTE = "auto", "keep", "offload", "recompute"
 
 
@@ -23,4 +25,4 @@ def choose(seconds: Mapping[str, float]) -> tuple[str, str]:
         return OFFLOAD, f"{OFFLOAD}, for no block can be computed again"
     mode = OFFLOAD if seconds[OFFLOAD] <= seconds[RECOMPUTE] else RECOMPUTE
     other = RECOMPUTE if mode == OFFLOAD else OFFLOAD
-    return mode, f"{mode}, {seconds[mode]:.3g} s per step by the plan; {other} {seconds[other]:.3g} s"
+    return mode, f"{mode}, {figures(seconds[mode])} s per step by the plan; {other} {figures(seconds[other])} s"

@@ -74,7 +74,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"hardware: expected a name as text but got {self.name!r}")
+            raise ConfigError(f"hardware: expected a name as text but got {self.name!r}; name the machine")
         for field in dataclasses.fields(self)[1:]:
             self._check(field.name)
         _in_order(self, "update_bytes_s", "host_bytes_s")
@@ -111,8 +111,8 @@ class Hardware:
                 f"hardware: expected the name of a machine, a JSON file or an offload.Hardware but got {source!r}; "
                 f"pass one of {names}, or a file"
             )
-        if isinstance(source, str) and source in PRESETS:
-            return PRESETS[source]
+        if isinstance(source, str) and source.lower() in PRESETS:
+            return PRESETS[source.lower()]
         if not Path(source).exists():
             raise ConfigError(
                 f"hardware {os.fspath(source)}: expected one of {names}, or a JSON file, but there is neither"
@@ -137,7 +137,12 @@ class Hardware:
             raise ConfigError(
                 f"hardware {os.fspath(source)}: expected all numbers but {', '.join(missing)} are missing"
             )
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(
+                f"hardware {os.fspath(source)}: {str(error).removeprefix('hardware').lstrip(': ')}"
+            ) from error
 
 
 def _range_of(name: str) -> tuple[float, float, str]:
@@ -241,4 +246,58 @@ Data sheet: NVIDIA GH200 Grace Hopper (96 GB of HBM3 at 4 TB/s, 450 GB/s in each
 LPDDR5X at 512 GB/s). Assumed: shares of 0.8, 0.85 and 0.7 of them, the drive of :data:`H200`.
 """
 
-PRESETS = {machine.name: machine for machine in (DESKTOP, H200, GH200)}
+RTX3090 = dataclasses.replace(
+    DESKTOP, name="rtx3090", flops_16=71.2e12, flops_32=35.6e12, device_bytes_s=0.85 * 936 * _GB
+)
+"""A GeForce RTX 3090 in place of that of :data:`DESKTOP`.
+
+Data sheet: NVIDIA GA102 whitepaper (71.2 TFLOPS dense in 16 bits with fp32 sums, 35.6 in fp32, 24 GB, 936 GB/s).
+"""
+
+RTX4090 = dataclasses.replace(DESKTOP, name="rtx4090")
+"""By another name, :data:`DESKTOP`."""
+
+RTX5090 = dataclasses.replace(
+    DESKTOP,
+    name="rtx5090",
+    flops_16=209.5e12,
+    flops_32=104.8e12,
+    device_bytes=32 * 2**30,
+    device_bytes_s=0.85 * 1792 * _GB,
+    h2d_bytes_s=52 * _GB,
+    d2h_bytes_s=52 * _GB,
+)
+"""A GeForce RTX 5090 in place of that of :data:`DESKTOP`.
+
+Data sheet: NVIDIA Blackwell whitepaper (209.5 TFLOPS dense in 16 bits with fp32 sums, 104.8 in fp32, 32 GB, 1792 GB/s,
+PCIe 5.0 x16). Assumed: copies as fast as those of :data:`H200`.
+"""
+
+A100 = dataclasses.replace(
+    H200,
+    name="a100",
+    flops_16=312e12,
+    flops_32=19.5e12,
+    device_bytes=80e9,
+    device_bytes_s=0.85 * 2039 * _GB,
+    h2d_bytes_s=25 * _GB,
+    d2h_bytes_s=25 * _GB,
+    host_bytes_s=0.8 * 204.8 * _GB,
+    update_bytes_s=0.7 * 204.8 * _GB,
+    drive_read_bytes_s=7 * _GB,
+    drive_write_bytes_s=5 * _GB,
+    drive_mixed_bytes_s=6 * _GB,
+)
+"""An A100 SXM of 80 GB beside one socket with eight channels of DDR4-3200.
+
+Data sheets: NVIDIA A100 (312 TFLOPS dense in bf16, 19.5 in fp32, 80 GB, 2039 GB/s, PCIe 4.0 x16); JEDEC DDR4
+(204.8 GB/s). Assumed: copies and the drive of :data:`DESKTOP`.
+"""
+
+H100 = dataclasses.replace(H200, name="h100", device_bytes=80e9, device_bytes_s=0.85 * 3350 * _GB)
+"""An H100 SXM in place of the device of :data:`H200`.
+
+Data sheet: NVIDIA H100 (80 GB at 3.35 TB/s; products as an H200).
+"""
+
+PRESETS = {machine.name: machine for machine in (DESKTOP, RTX3090, RTX4090, RTX5090, A100, H100, H200, GH200)}

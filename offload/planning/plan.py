@@ -17,7 +17,7 @@ from offload.memory.budget import Tier
 from offload.planning.asked import Homes, Request
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
-from offload.sizes import PAGE_BYTES, format_bytes, whole_pages
+from offload.sizes import PAGE_BYTES, figures, format_bytes, whole_pages
 
 STAGING_SLOTS = 4  # at least: reading, reading, computing, writing
 NVME_SLACK_CHUNKS = 16  # versions in flight: copy-on-write needs room for them
@@ -316,7 +316,7 @@ class Plan:
         if self.held_bytes:
             yield f"checkpoints in the background: {format_bytes(self.held_bytes)} of the nvme buffers, to copy from"
         if self.step_bytes["nvme_write"]:
-            yield f"drive wear: {self.step_bytes['nvme_write'] * 1000 / 1e12:.3g} TB written per 1000 steps"
+            yield f"drive wear: {figures(self.step_bytes['nvme_write'] * 1000 / 1e12)} TB written per 1000 steps"
 
 
 def _listed(sizes: Mapping[str, int]) -> str:

@@ -95,10 +95,18 @@ class Unit:
 
     def chunk_lengths(self, chunk_numel: int, begin: int, end: int) -> Mapping[int, int]:
         """Return how many chunks have how many elements in [begin, end): of thousands, most are of one length."""
-        if (begin, end) == (0, self.numel) and self.ranks == 1 and not self.whole:
-            many, rest = divmod(self.numel, chunk_numel)
-            return {chunk_numel: many, rest: 1}
-        return Counter(max(min(last, end) - max(first, begin), 0) for first, last in self.chunks(chunk_numel))
+        found: Counter[int] = Counter()
+        if self.whole:
+            found.update(max(min(last, end) - max(first, begin), 0) for first, last in self.chunks(chunk_numel))
+        else:
+            length = max(self.numel // self.ranks, 1)
+            for start in range(begin // length * length, end, length):
+                first, last = max(begin, start), min(end, start + length)
+                head = min((start - first) % chunk_numel, last - first)  # the rest of a chunk that begins before
+                many, rest = divmod(last - first - head, chunk_numel)
+                found.update({head: 1, chunk_numel: many})
+                found[rest] += 1
+        return {numel: many for numel, many in found.items() if numel and many}
 
     def chunk_limit(self, chunk_numel: int) -> int:
         """Return the most elements that a chunk has room for."""

@@ -113,6 +113,7 @@ class Work:
         unmeasured: operators among them that could not be.
         uses: of units, in their order; None where the units are not known.
         parts: of forward and of backward, by unit, likewise.
+        held_bytes: what the device holds at once of `peak_bytes` where activations leave it; None where none does.
     """
 
     forward: Mapping[Kernel, int]
@@ -124,6 +125,12 @@ class Work:
     unmeasured: tuple[str, ...] = ()
     uses: Uses | None = None
     parts: tuple[Mapping[int, Part], Mapping[int, Part]] | None = None
+    held_bytes: int | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Activations that the device has to hold at once."""
+        return self.peak_bytes if self.held_bytes is None else self.held_bytes
 
     def twice_as_fast(self) -> Work:
         """Return it as measured on a device of twice the speed; as it is where it was not measured."""

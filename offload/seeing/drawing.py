@@ -12,6 +12,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from offload.sizes import figures
+
 WIDTH = 960.0
 LEFT, RIGHT, TOP, BOTTOM = 84.0, 20.0, 10.0, 32.0
 PIXELS = 800  # of a timeline that are told apart, so a lane has hardly more shapes
@@ -218,7 +220,7 @@ def seconds_text(seconds: float) -> str:
     """Return a duration in three figures: ``0 s``, ``250 us``, ``13.4 ms``, ``2.5 s``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds == 0 or abs(seconds) * factor >= 0.9995:
-            return f"{seconds * factor:.3g} {unit}"
+            return f"{figures(seconds * factor)} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
 
