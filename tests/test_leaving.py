@@ -164,6 +164,16 @@ def test_what_leaves_comes_back(bench: Make, host: int, drive: int) -> None:
     made.assert_empty()
 
 
+@pytest.mark.parametrize(("numel", "left"), [(PAGE // 4, 20 - 3), (PAGE // 4 - 1, 0)])
+def test_only_what_is_worth_a_copy_leaves(numel: int, left: int, bench: Make) -> None:
+    """Of 20 pages those leave behind which more than two were saved: two of four are for the last ones."""
+    made = bench(near=4)
+    saved = [made.ledger.keep(torch.zeros(numel)) for _ in range(20)]
+    assert made.moved("d2h") == left
+    del saved
+    made.assert_empty()
+
+
 def test_every_byte_moves_once(bench: Make) -> None:
     """Of a storage that is saved several times, in any shape; and nothing else that is near is touched."""
     made = bench(near=2)

@@ -30,7 +30,7 @@ from offload.stats import Counters
 from offload.torch_private import no_dispatch, no_functions, storage_place, storage_use_count
 from swap import SwapStore
 
-LEAST_BYTES = 256 << 10  # of a storage that is worth a copy
+LEAST_BYTES = 128 << 10  # of a storage that is worth a copy
 LONGEST_START_S = 1e-3  # that beginning a few copies takes; what takes longer has waited
 AHEAD = 64  # storages that are looked at to bring them back
 _ALONE = 2  # uses of a storage that one tensor has, while one asks

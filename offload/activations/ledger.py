@@ -350,7 +350,7 @@ class Activations:
                 return  # the next pass tells what it takes with holes
         self._tight = self._tight or excess > 0
         self._peaks.append(peak)
-        spare = self.room_bytes - _with_margin(max(self._peaks)) - self._gradient_bytes
+        spare = self.room_bytes - with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
 
@@ -382,7 +382,7 @@ class Activations:
 
     def _refusal(self, peak_bytes: int) -> str:
         arena_bytes = self._budget.limit_bytes - self.room_bytes
-        wanted_bytes = _with_margin(peak_bytes)
+        wanted_bytes = with_margin(peak_bytes)
         need_bytes = wanted_bytes + self._region.smallest_arena_bytes
         if need_bytes <= self._budget.limit_bytes:
             remedy = f"set activation_memory to {format_bytes(wanted_bytes)}, so that parameters leave the device"
@@ -395,5 +395,6 @@ class Activations:
         )
 
 
-def _with_margin(peak_bytes: int) -> int:
+def with_margin(peak_bytes: int) -> int:
+    """Return the room that an engine leaves to activations whose highest peak this was."""
     return peak_bytes + max(MARGIN_BYTES, int(peak_bytes * MARGIN_SHARE))
