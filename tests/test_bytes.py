@@ -13,8 +13,7 @@ from models import BY_NAME
 
 import offload
 from offload.planning.moved import moved_of
-from swap import SwapStore
-from swap.store import StoreTicket
+from swap import SwapStore, wait_all
 
 SPARE_BYTES = 256 << 20
 LEARNED, MEASURED = 4, 3  # steps: the trace is known, and the working region has its size
@@ -33,16 +32,16 @@ MIXES: dict[str, dict[str, Any]] = {
 def prompt_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drive that is over with what it is asked for at once: no copy stays because it is not home yet."""
 
-    def prompt(start: Callable[..., StoreTicket]) -> Callable[..., StoreTicket]:
-        def wait(*arguments: Any, **named: Any) -> StoreTicket:
-            ticket = start(*arguments, **named)
-            ticket.wait()
-            return ticket
+    def prompt(start: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*arguments: Any, **named: Any) -> Any:
+            started = start(*arguments, **named)
+            wait_all(started if isinstance(started, list) else [started])
+            return started
 
         return wait
 
-    monkeypatch.setattr(SwapStore, "get", prompt(SwapStore.get))
-    monkeypatch.setattr(SwapStore, "put", prompt(SwapStore.put))
+    for name in ("get", "put", "get_many", "put_many"):
+        monkeypatch.setattr(SwapStore, name, prompt(getattr(SwapStore, name)))
 
 
 def check(model: torch.nn.Module, options: dict[str, Any]) -> offload.Stats:
