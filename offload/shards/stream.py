@@ -216,11 +216,12 @@ class Pipeline:
         self._free = deque(address for address in self._free if address in self._staging)
         self._taken = deque((chunk, address) for chunk, address in self._taken if address in self._staging)
 
-    def give(self) -> int | None:
-        """Give a slot of staging away, if nothing is on its way from one; no chunk is started after that."""
-        if self._tiers.copies.is_any_late():
+    def give(self, *, keep: int = 0) -> int | None:
+        """Give a slot of staging away, if nothing is on its way from one; chunks have at least `keep` others."""
+        if self._slots <= keep or self._tiers.copies.is_any_late():
             return None
-        if not self._free and self._taken and all(ticket.done() for ticket in self._taken[0][0].writing):
+        leaving = self.leaving()
+        if leaving and all(ticket.done() for ticket in leaving):
             self._free.append(self._taken.popleft()[1])
         return self._free.popleft() if self._free else None
 
