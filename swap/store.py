@@ -193,7 +193,9 @@ class SwapStore:
             SwapDeadlineError: no room because transfers in flight do not finish.
             SwapError: the store is closed or belongs to the parent process.
         """
-        return self.put_many([(key, address, length)], urgent=urgent)[0]
+        if self.mode is Mode.DURABLE:
+            encode_key(key)
+        return self._objects.put([(key, address, length)], urgent=urgent)[0]
 
     def put_many(self, items: Sequence[Item], *, urgent: bool = False) -> list[StoreTicket]:
         """Start several puts: for many small objects, cheaper than one call each.

@@ -51,7 +51,10 @@ class StoreTicket:
 
     def done(self) -> bool:
         """Tell whether the transfer is over, well or badly. A put that went well has taken effect then."""
-        if not self._reaped and all(io.done() for io in self._ios):
+        if not self._reaped:
+            for io in self._ios:
+                if not io.done():
+                    return False
             self._transfers.reap(self)
         return self._reaped
 

@@ -285,6 +285,12 @@ class FakeStore:
         self.urgent += [key] * urgent
         return self._start("get", key, address, length)
 
+    def put_many(self, items: Sequence[tuple[Hashable, int, int]], *, urgent: bool = False) -> list[FakeTicket]:
+        return [self.put(*item, urgent=urgent) for item in items]
+
+    def get_many(self, items: Sequence[tuple[Hashable, int, int]], *, urgent: bool = False) -> list[FakeTicket]:
+        return [self.get(*item, urgent=urgent) for item in items]
+
     def delete(self, key: Hashable) -> None:
         del self.objects[key]
 

@@ -111,6 +111,13 @@ class Bench:
             self.manager.advance_updates(self.guess)
         self.arrive()
 
+    def make_step(self) -> None:
+        """Keep what was guessed, and let the forward make the rest."""
+        taken = self.early.reconcile(self.recipe)
+        left = [unit for unit in self.manager.units if unit.index not in taken]
+        self.manager.forward.begin(left, self.recipe.visit, self.manager.ahead)
+        self.manager.forward.finish()
+
     def happened(self, what: str) -> list[Any]:
         return [key for kind, key in self.store.events if kind == what]
 
@@ -125,11 +132,13 @@ def watching(
     *,
     room: Callable[[Plan, Unit], int] = lambda plan, unit: UNITS * plan.aside_bytes(unit),
     more: int = 0,
+    slots: int = 4,
 ) -> Iterator[Bench]:
     """Three units that are on the device, and `more` for which there is no room beside them."""
     units = [make_unit(index, [2 * CHUNK]) for index in range(UNITS + more)]
     store = FakeStore()
-    plan = make_plan_with(units, [home] * len(units), chunk_numel=CHUNK, working_bytes=UNITS * units[0].param_bytes)
+    working = UNITS * units[0].param_bytes
+    plan = make_plan_with(units, [home] * len(units), chunk_numel=CHUNK, working_bytes=working, staging_slots=slots)
     plan = dataclasses.replace(plan, early_bytes=room(plan, units[0]))
     manager = make_manager(plan, store)
     try:
@@ -188,7 +197,7 @@ def test_nothing_is_begun_before_the_last_micro_batch() -> None:
 
 
 def test_what_was_guessed_right_becomes_the_content() -> None:
-    with watching() as bench:
+    with watching(more=1) as bench:
         before = bench.content()
         for index in (2, 1, 0):
             bench.add(index)
@@ -196,12 +205,13 @@ def test_what_was_guessed_right_becomes_the_content() -> None:
         used = bench.store.used_bytes
         counted = versions(bench.manager)
         assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
-        assert bench.store.used_bytes == used / 2, "the old content is deleted"
+        deleted = UNITS * bench.manager.tiers.plan.aside_bytes(bench.manager.units[0])
+        assert used - bench.store.used_bytes == deleted, "the old content"
         after = bench.content()
         assert after.keys() == before.keys()
         for key, data in after.items():
-            assert data[0] == before[key][0] + 1 and data[1:2048] == before[key][1:2048]
-        assert [now - then for now, then in zip(versions(bench.manager), counted, strict=True)] == [1, 1, 1]
+            assert data[0] == before[key][0] + (key[0] < UNITS) and data[1:2048] == before[key][1:2048]
+        assert [now - then for now, then in zip(versions(bench.manager), counted, strict=True)] == [1, 1, 1, 0]
         assert all(shard.readers == 0 for shard in bench.manager.copies)
         assert bench.manager.tiers.counters.early_units == 3 and bench.manager.tiers.counters.early_units_dropped == 0
         bench.manager.check()
@@ -209,7 +219,7 @@ def test_what_was_guessed_right_becomes_the_content() -> None:
 
 def test_the_content_goes_on_from_there() -> None:
     """Names change with every step that is taken, and reads follow."""
-    with watching() as bench:
+    with watching(more=1) as bench:
         first = bench.content()[0, "param", 0][0]
         for step in range(1, 4):
             for index in (2, 1, 0):
@@ -228,7 +238,7 @@ def test_the_content_goes_on_from_there() -> None:
 
 
 def test_what_was_guessed_wrong_changes_nothing() -> None:
-    with watching() as bench:
+    with watching(more=1) as bench:
         before = dict(bench.store.objects)
         for index in (2, 1, 0):
             bench.add(index)
@@ -251,11 +261,83 @@ def test_what_is_under_way_at_the_step_is_finished_and_what_waits_is_left() -> N
 
 
 def test_the_unit_whose_gradient_came_last_is_next() -> None:
-    with watching() as bench:
+    with watching(more=1) as bench:
         for index in (2, 1, 0):
             bench.add(index)
         bench.make_all()
         assert [index for index, _ in bench.happened("visit")] == [2, 2, 0, 0, 1, 1]
+
+
+def test_what_has_no_backward_left_to_go_beside_is_left_to_the_forward() -> None:
+    """The last gradient ends it, for its own unit and for those that wait."""
+    with watching() as bench:
+        bench.add(2)
+        bench.make_all()
+        bench.add(1)
+        bench.add(0)
+        bench.make_all()
+        assert bench.happened("visit") == [(2, 0), (2, 1), (1, 0), (1, 1)]
+        assert bench.early.reconcile(bench.recipe) == {1, 2}
+        bench.manager.check()
+
+
+def test_states_of_a_unit_that_is_left_are_read_while_the_last_gradient_is_missing() -> None:
+    """Into slots that those under way do not need; the forward takes them over."""
+    with watching(slots=12) as bench:
+        before, counters = bench.content(), bench.manager.tiers.counters
+        ahead = [(0, "master", 0), (0, "master", 1)]
+        bench.add(2)
+        bench.make_all()
+        assert bench.happened("get") == [(2, "master", 0), (2, "master", 1)]
+        bench.add(1)
+        assert bench.happened("get")[-2:] == ahead
+        bench.add(0)
+        bench.make_all()
+        bench.make_step()
+        assert [key for key in bench.happened("get") if key[0] == 0] == ahead, "nothing is read again"
+        assert counters.update_chunks_ahead == len(ahead) and counters.early_units == 2
+        assert {key: data[0] for key, data in bench.content().items()} == {
+            key: data[0] + 1 for key, data in before.items()
+        }
+
+
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("who", ["stream", "keep early", "drop", "reset", "finish_updates"])
+def test_whoever_needs_slots_that_were_read_to_has_them(who: str, error: bool) -> None:
+    with watching(slots=12) as bench:
+        manager, before = bench.manager, bench.content()
+        bench.add(2)
+        bench.make_all()
+        if error:
+            bench.store.fail = lambda what, key, count: SwapError("injected", errno=5) if key[0] == 1 else None
+        bench.add(1)
+        assert any(ticket.key[0] == 0 for ticket in bench.store.flying), "read ahead"
+        if error:
+            bench.arrive()
+            manager.advance_updates(bench.guess)
+            bench.store.fail = lambda what, key, count: None
+        if who == "stream":
+            manager.stream(manager.units, lambda chunk: None, reads=frozenset({Role.PARAM}))
+        elif who == "keep early":
+            manager.stream(manager.units, lambda chunk: None, reads=ROLES, keep_early=True)
+        elif who == "drop":
+            manager.drop_gradients()
+        elif who == "reset":
+            manager.reset()
+        else:
+            manager.finish_updates()
+        assert not [ticket for ticket in bench.store.flying if ticket.kind == "get"]
+        manager.drop_gradients()
+        assert not manager.ahead._slots, "they are the pipeline's again"
+        bench.fetch(0, 1, 2)
+        for index in (2, 1, 0):
+            bench.add(index)
+            bench.make_all()
+        bench.make_step()
+        assert {key: data[0] for key, data in bench.content().items()} == {
+            key: data[0] + 1 for key, data in before.items()
+        }
+        manager.check()
 
 
 def test_what_is_under_way_is_given_up_where_the_guess_was_wrong() -> None:
@@ -309,7 +391,7 @@ def test_whoever_looks_or_drops_withdraws_all(who: str) -> None:
 
 
 def test_a_reader_that_disturbs_nothing_finds_staging_free_and_the_updates_go_on() -> None:
-    with watching() as bench:
+    with watching(more=1) as bench:
         for index in (2, 1, 0):
             bench.add(index)
         waiting = [update.unit.index for update in bench.early._waiting]
@@ -325,7 +407,7 @@ def test_a_reader_that_disturbs_nothing_finds_staging_free_and_the_updates_go_on
                 assert peek(chunk.addresses[role], size) == before[key][:size], "of before the step"
 
         bench.manager.stream(bench.manager.units, visit, reads=ROLES | {Role.GRAD}, keep_early=True)
-        assert seen == [(index, number) for index in range(UNITS) for number in range(2)]
+        assert seen == [(index, number) for index in range(UNITS + 1) for number in range(2)]
         assert [update.unit.index for update in bench.early._waiting] == waiting, "nothing more was begun"
         bench.make_all()
         assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
@@ -372,7 +454,7 @@ def test_room_is_never_exceeded() -> None:
 
 
 def test_a_unit_that_somebody_looks_at_is_updated_in_place() -> None:
-    with watching() as bench:
+    with watching(more=1) as bench:
         kept = bench.manager.working.storage(1)
         view = torch.empty(0, dtype=torch.uint8).set_(kept)
         for index in (2, 1, 0):
@@ -385,7 +467,7 @@ def test_a_unit_that_somebody_looks_at_is_updated_in_place() -> None:
 
 def test_parameters_that_have_left_are_left_to_the_forward() -> None:
     """It reads them in any case, and updates them in place."""
-    with watching() as bench:
+    with watching(more=1) as bench:
         bench.manager.discard_working_copy(1)
         for index in (2, 1, 0):
             bench.add(index)

@@ -273,6 +273,9 @@ def test_a_failed_way_back_leaves_nothing_open(tmp_path: Path, monkeypatch: pyte
                 self.inject(Fault(forever=True))
             return super().put(*args, **options)
 
+        def put_many(self, items: Any, **options: Any) -> Any:
+            return [self.put(*item, **options) for item in items]
+
     monkeypatch.setattr(offload.checkpoint.loading, "SwapStore", Dying)
     model = net()
     with pytest.raises(SwapError, match="EIO"):

@@ -12,7 +12,7 @@ import gc
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -74,6 +74,12 @@ class FaultyStore(SwapStore):
 
     def get(self, key: Any, address: int, length: int, *, offset: int = 0, urgent: bool = False) -> StoreTicket:
         return self._count(FaultTarget.READS, lambda: SwapStore.get(self, key, address, length, urgent=urgent))
+
+    def put_many(self, items: Sequence[tuple[Any, int, int]], *, urgent: bool = False) -> list[StoreTicket]:
+        return [self.put(*item, urgent=urgent) for item in items]
+
+    def get_many(self, items: Sequence[tuple[Any, int, int]], *, urgent: bool = False) -> list[StoreTicket]:
+        return [self.get(*item, urgent=urgent) for item in items]
 
     def _count(self, kind: FaultTarget, start: Callable[[], StoreTicket]) -> StoreTicket:
         self.planned[kind] = self.planned.get(kind, 0) - 1
@@ -725,16 +731,14 @@ def test_a_gradient_that_cannot_be_read_back_is_lost_until_it_is_dropped() -> No
 
 
 def test_a_refused_write_leaves_nothing_in_flight() -> None:
-    """The store refuses the second chunk of a gradient: the first chunk's write is waited for."""
+    """The store refuses the chunks of a gradient, of which it has begun none: it stays where it is."""
     with managing([make_unit(0, [2 * CHUNK])], [Homes(H, N, H)]) as (manager, store):
-        put = store.put
 
-        def refuse(key: Any, address: int, length: int) -> FakeTicket:
-            if key[2] == 1:
-                raise SwapError("full", errno=28)
-            return put(key, address, length)
+        def refuse(items: Sequence[tuple[Any, int, int]], *, urgent: bool = False) -> list[FakeTicket]:
+            assert len(items) == 2
+            raise SwapError("full", errno=28)
 
-        store.put = refuse  # type: ignore[method-assign]
+        store.put_many = refuse  # type: ignore[method-assign]
         with pytest.raises(SwapError, match="full"):
             gradient(manager, 0, 1.0)
         assert not store.flying

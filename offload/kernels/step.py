@@ -128,6 +128,7 @@ def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | 
     if not _checked_count(arrays, hyper, *extra):
         return
     written = pending_hyper or hyper
+    constants = hyper.constants()
     first, second = (*arrays.states, 0, 0)[:2]
     _cpu_adam.step(
         rule=hyper.spec.kernel,
@@ -144,8 +145,8 @@ def _run(arrays: StepArrays, hyper: Hyper, pending: int, pending_hyper: Hyper | 
         state1=second,
         units=arrays.units,
         emit=arrays.emit,
-        constants=hyper.constants(),
-        pending_constants=written.constants(),
+        constants=constants,
+        pending_constants=constants if pending_hyper is None else written.constants(),
         seed=arrays.seed,
         number=written.step,
         offset=arrays.offset,

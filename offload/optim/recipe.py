@@ -219,10 +219,7 @@ class Recipe:
                 done += stop - start
         if tiers.plan.on_device(chunk.unit):
             return
-        size = sum(
-            tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.begin + done)
-            for role in (Role.PARAM, Role.GRAD, *ALL_STATES)
-        )
+        size = tiers.update_bytes(chunk.unit, chunk.begin, chunk.begin + done)
         end = time.perf_counter()
         tiers.counters.add("cpu_adam", size_bytes=size, seconds=end - begin)
         tiers.counters.spans.add(CPU_ADAM, chunk.unit.name, begin, end, size)

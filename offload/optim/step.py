@@ -243,6 +243,7 @@ class Step:
             manager.on_device.make(here, recipe.visit)
             manager.forward.begin(left, recipe.visit, manager.ahead)
         except BaseException as error:
+            manager.ahead.drop(keep_slots=False)
             if taken or here:
                 manager.forward.lose(error)
             raise

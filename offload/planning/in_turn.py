@@ -7,6 +7,7 @@ Owns the order in which the drive serves updates, and what waits for it:
   come. If the drive is over with what it was asked for, the thread works on what was read, has it written, and asks for
   more: for half of the slots of staging.
 * A unit with room beside its old content is updated during backward: the one whose gradient came last comes first.
+  Nothing begins once all gradients have come.
 * When backward has ended, what has begun is finished. All other units follow in the order of the forward, which waits
   for each. What the drive was asked for together is over at about the same time, so it waits there, too, until the
   first of these pieces is worked on and more is asked for. Beside an update, parameters that the forward needs later
@@ -144,7 +145,7 @@ def beside_backward(
     """
     trained = {unit.index: unit for unit in trained_of(plan)}
     coming = {unit.index: unit for unit in fetches}
-    played, room = _Backward(plan, hardware), plan.early_bytes
+    played, room, complete = _Backward(plan, hardware), plan.early_bytes, 0
     for index, share, left in reversed(_visits(plan, forward)):
         if index in coming:
             played.read(fetch_of(plan, [coming.pop(index)]))
@@ -155,12 +156,13 @@ def beside_backward(
             compute_s += lane_seconds(gradient_of(plan, unit, first=not adds), hardware)["cpu"]
         for number in range(max(passes, 1)):
             played.at_s += compute_s / max(passes, 1)
-            is_ready = unit is not None and number + 1 == passes and not clips and plan.updates_early(unit)
-            if unit is not None and is_ready and plan.aside_bytes(unit) <= room:
-                room -= plan.aside_bytes(unit)
-                played.offer(_load(plan, hardware, unit))
+            if unit is not None and number + 1 == passes:
+                complete += 1
+                if not clips and plan.updates_early(unit) and plan.aside_bytes(unit) <= room:
+                    room -= plan.aside_bytes(unit)
+                    played.offer(_load(plan, hardware, unit))
             if passes:
-                played.pass_by()
+                played.pass_by(begins=complete < len(trained))
     played.close()
     return InTurn(frozenset(played.begun), played.at_s)
 

@@ -25,6 +25,7 @@ from typing import Protocol
 from offload.errors import ConfigError
 from offload.memory.budget import Tier
 from offload.memory.transfer import TicketGroup
+from offload.planning.plan import STAGING_SLOTS
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
@@ -78,6 +79,7 @@ class BackwardUpdates(Updates[_Guess]):
 
     Attributes:
         completed: units whose gradients have become complete for the step under way.
+        has_lent: whether somebody has slots of :meth:`idle_slot`.
     """
 
     def __init__(self, tiers: Tiers, safe_point: contextlib.AbstractContextManager[object]) -> None:
@@ -87,8 +89,10 @@ class BackwardUpdates(Updates[_Guess]):
         self._refused = False  # whether no guess is worth its while
         self._begun = False  # whether anything was begun for this step
         self.completed = 0
+        self.has_lent = False
         away = (unit for unit in tiers.units if unit.trainable and not tiers.plan.on_device(unit))
         self._some_stay = any(tiers.plan.home(unit, Role.PARAM) is Tier.DEVICE for unit in away)
+        self._trained = sum(unit.trainable for unit in tiers.units)
         self._has_room = bool(tiers.plan.early_bytes or tiers.plan.spare_units)
         self._room_bytes = tiers.plan.early_bytes
         self._waiting: list[_Guess] = []
@@ -103,6 +107,21 @@ class BackwardUpdates(Updates[_Guess]):
     def rests(self) -> bool:
         """Whether nothing is updated early in the backward that is under way: staging is free."""
         return self.completed > 0 and (self._refused or not self._has_room)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether one gradient is missing at most: what is not begun soon is left to the forward."""
+        return self._begun and not self._worker.apart and self.completed >= self._trained - 1
+
+    def has_begun(self, index: int) -> bool:
+        """Tell whether the update of unit `index` was begun."""
+        return any(update.unit.index == index for update in (*self._open, *self._done))
+
+    def idle_slot(self) -> int | None:
+        """Give a slot of staging away until the step, or :meth:`withdraw_all`, if those that are begun have others."""
+        slot = self._pipeline.give(keep=STAGING_SLOTS)
+        self.has_lent |= slot is not None
+        return slot
 
     # --- during backward --------------------------------------------------------------------------------------------
 
@@ -146,6 +165,10 @@ class BackwardUpdates(Updates[_Guess]):
 
     def withdraw_all(self) -> None:
         """Undo everything: somebody is about to read or write parameters or states, or to drop the gradients."""
+        self._undo_all()
+        self.has_lent = False
+
+    def _undo_all(self) -> None:
         self._tiers.gradients.completed.clear()
         for update in reversed(self._all()):  # the worker must not begin with the next one while one is awaited
             self._drop(update)
@@ -180,7 +203,7 @@ class BackwardUpdates(Updates[_Guess]):
 
     def _give_up(self, error: OSError) -> None:
         logger.warning("early updates: %s", str(error))
-        self.withdraw_all()
+        self._undo_all()
         self._asked = True  # and no recipe: nothing more in this step
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -214,6 +237,7 @@ class BackwardUpdates(Updates[_Guess]):
             else:
                 self._drop(update)
         self._close()
+        self.has_lent = False
         return taken
 
     def _is_left(self, update: _Guess) -> bool:
@@ -290,9 +314,13 @@ class BackwardUpdates(Updates[_Guess]):
     def _begin_next(self, pace: Pace, *, waits: bool) -> bool:
         """Begin the unit that came last, whose parameters are most likely still there.
 
-        One whose parameters the next forward reads in any case is passed over.
+        One whose parameters the next forward reads in any case is passed over. Where whoever passes by makes updates,
+        nobody does any more once all gradients have come: the forward makes what is left, in place, and need not wait
+        until it is written.
         """
         tiers = self._tiers
+        if not self._worker.apart and self.completed >= self._trained:
+            return False
         queued = sum(not update.takes_slots and not update.is_over for update in self._open)
         while self._waiting and pace is not Pace.OPEN:
             if queued >= MOST_QUEUED and not self._pipeline.takes_slots(self._waiting[-1].unit):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
@@ -191,8 +190,7 @@ class Copies:
         """
         for shard in shards:  # the states have one record: all names first
             self.change(shard, Event.OVERWRITE_HOME)
-            if shard.home is Tier.NVME:
-                self._delete_chunks(shard, aside=False)
+        self._delete_records(shards, aside=False)
         for shard in shards:
             if shard.home is Tier.NVME:
                 shard.side = not shard.side
@@ -202,9 +200,13 @@ class Copies:
 
     def drop_aside(self, shards: Sequence[Shard]) -> None:
         """Delete what was written aside."""
-        for shard in shards:
-            if shard.home is Tier.NVME:
-                self._delete_chunks(shard, aside=True)
+        self._delete_records(shards, aside=True)
+
+    def _delete_records(self, shards: Sequence[Shard], *, aside: bool) -> None:
+        """Delete what the store has of a unit's `shards`, whose states have one record together."""
+        named = {chunk_key(shard, 0): shard for shard in shards if shard.home is Tier.NVME}
+        for shard in named.values():
+            self._delete_chunks(shard, aside=aside)
 
     def _delete_chunks(self, shard: Shard, *, aside: bool) -> None:
         store = self.require_store()
@@ -368,7 +370,7 @@ class Copies:
         self.change(shard, Event.FLUSH)
         assert shard.work_buffer is not None
         try:
-            tickets = self._tickets(shard, shard.work_buffer.address, self.require_store().put)
+            tickets = self.require_store().put_many(self._pieces(shard, shard.work_buffer.address))
         except BaseException:
             self.change(shard, Event.FLUSH_FAILED)
             raise
@@ -442,7 +444,7 @@ class Copies:
 
     def start_reads(self, shard: Shard, address: int, *, urgent: bool) -> list[Ticket]:
         """Start to read a shard from NVMe to host `address`, chunk by chunk."""
-        return self._tickets(shard, address, functools.partial(self.require_store().get, urgent=urgent))
+        return list(self.require_store().get_many(self._pieces(shard, address), urgent=urgent))
 
     def read_sizes(self, shard: Shard) -> list[int]:
         """Return the bytes of each of :meth:`start_reads`."""
@@ -486,19 +488,10 @@ class Copies:
         # It may only have been late: then it still writes to the buffer.
         self.leave(shard, lambda: transfer is not None and not transfer.done())
 
-    def _tickets(
-        self, shard: Shard, address: int, start: Callable[[tuple[int, str, int], int, int], Ticket]
-    ) -> list[Ticket]:
-        """Call `start` with key, address and bytes of each of a shard's chunks; all or nothing."""
-        tickets: list[Ticket] = []
-        try:
-            for number, begin, end in self._parts(shard):
-                tickets.append(start(chunk_key(shard, number), address + begin, end - begin))
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first error is on its way up
-                TicketGroup(tickets).wait(self._deadline_s)
-            raise
-        return tickets
+    def _pieces(self, shard: Shard, address: int) -> list[tuple[tuple[int, str, int], int, int]]:
+        """Return key, address and bytes of each of a shard's chunks, which is at host `address` as a whole."""
+        parts = self._parts(shard)
+        return [(chunk_key(shard, number), address + begin, end - begin) for number, begin, end in parts]
 
     def _parts(self, shard: Shard) -> list[tuple[int, int, int]]:
         """Return the number of each of a shard's chunks, and its bytes from the shard's start."""

@@ -269,6 +269,24 @@ class Leases:
             chunk_key(shard, number, aside=aside), address, size_bytes, urgent=urgent
         )
 
+    def write_pieces(
+        self, unit: Unit, number: int, pieces: Sequence[tuple[Role, int, int]], *, aside: bool
+    ) -> list[Ticket]:
+        """Start writing parts of chunk `number` to their homes on NVMe, as :meth:`write_chunk`: all or none.
+
+        Args:
+            unit: of the chunk.
+            number: of the chunk.
+            pieces: role, host address and bytes of each.
+            aside: beside what it has there.
+
+        Returns:
+            A ticket per piece.
+        """
+        keys = [chunk_key(self._record(unit, role), number, aside=aside) for role, _, _ in pieces]
+        items = [(key, address, size) for key, (_, address, size) in zip(keys, pieces, strict=True)]
+        return list(self._copies.require_store().put_many(items))
+
     def _record(self, unit: Unit, role: Role) -> Shard:
         if role is not Role.MASTER:
             return self._copies.of(unit.index, role)

@@ -373,8 +373,12 @@ class Manager:
         if self.forward.active and self.gradients.completed and guess() is not None:
             self.forward.finish()  # staging is needed
         self.backward.advance(guess)
+        order, completed = self._schedules.training.order, self.backward.completed
         if self.backward.rests:
-            self.ahead.advance(self._schedules.training.order, self.backward.completed, self.forward.idle_slot)
+            self.ahead.advance(order, completed, self.forward.idle_slot)
+        elif self.backward.is_ending:
+            left = (index for index in order if not self.backward.has_begun(index))
+            self.ahead.advance(left, completed, self.backward.idle_slot)
 
     def await_gradients(self, guess: Callable[[], Recipe | None]) -> None:
         """Wait for gradients on their way, and let updates go on with what has come."""
@@ -427,8 +431,8 @@ class Manager:
 
     def _withdraw_early(self) -> None:
         """Undo what was done before the step."""
+        self.ahead.drop(keep_slots=not self.backward.has_lent)
         self.backward.withdraw_all()
-        self.ahead.drop()
 
     def stream(
         self,

@@ -3,7 +3,8 @@
 If a step clips, its factor is known only when backward has ended: no update can be made before. Nobody uses the staging
 buffers in such a backward, and the drive has little to do. So records of states are read into them, in the order in
 which the next forward uses their units. The step's pipeline then takes these buffers over as slots. Nothing is changed
-by it: what is read is content, which stays as it is until its update.
+by it: what is read is content, which stays as it is until its update. Where updates are made during backward, the same
+is done at its end for units that are left.
 
 Owns which records are on their way or here, and in which buffers, until somebody takes them over or they are dropped.
 It knows neither norms nor hyper-parameters. Next: :mod:`offload.shards.manager` says when, :mod:`offload.shards.stream`
@@ -114,17 +115,18 @@ class ReadAhead:
         taken = {key: record for key, record in self._records.items() if key[0] in indices}
         for key in taken:
             del self._records[key]
-        self.drop()
-        self._slots.clear()
+        self.drop(keep_slots=False)
         return taken
 
-    def drop(self) -> None:
-        """Forget everything: somebody needs the slots, or is about to change content."""
+    def drop(self, *, keep_slots: bool = True) -> None:
+        """Forget everything: somebody is about to change content, or needs the slots, for good or for a while."""
         self._coming = None
         while self._records:  # one is forgotten once nothing comes to its slot
             key = next(reversed(self._records))
             self._records[key].settle(self._tiers.deadline_s)
             self._slots.append(self._records.pop(key).slot)
+        if not keep_slots:
+            self._slots.clear()
 
     def _start(self, wanted: _Wanted, slot: int) -> None:
         store, address = self._tiers.copies.require_store(), slot + wanted.offset

@@ -78,10 +78,14 @@ class Chunk:
 def copy_sources(tiers: Tiers, chunk: Chunk) -> None:
     """Copy what lies elsewhere to the chunk's addresses, to be worked on in place."""
     for role, source in chunk.sources.items():
-        size = tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end)
-        word = cpu_adam.Dtype.FLOAT32
-        cpu_adam.convert(source, word, chunk.addresses[role], word, size // word.itemsize)
+        _copy(source, chunk.addresses[role], tiers.chunk_bytes(chunk.unit, role, chunk.begin, chunk.end))
     chunk.sources = {}
+
+
+def _copy(source: int, target: int, size_bytes: int) -> None:
+    """Copy whole words between host addresses, in the threads of the kernels."""
+    word = cpu_adam.Dtype.FLOAT32
+    cpu_adam.convert(source, word, target, word, size_bytes // word.itemsize)
 
 
 def stream(
@@ -194,8 +198,8 @@ class Pipeline:
         """Use host memory that is idle as further slots, as many as there may be."""
         plan = self._tiers.plan
         size = plan.staging_slot_bytes
-        for buffer in buffers if size else ():
-            for address in range(buffer.address, buffer.address + buffer.size_bytes - size + 1, size):
+        for begin, end in _joined(buffers) if size else ():
+            for address in range(begin, end - size + 1, size):
                 if self._slots < plan.most_slots:
                     self._free.append(address)
                     self._is_wide = True
@@ -212,11 +216,12 @@ class Pipeline:
         self._free = deque(address for address in self._free if address in self._staging)
         self._taken = deque((chunk, address) for chunk, address in self._taken if address in self._staging)
 
-    def give(self) -> int | None:
-        """Give a slot of staging away, if nothing is on its way from one; no chunk is started after that."""
-        if self._tiers.copies.is_any_late():
+    def give(self, *, keep: int = 0) -> int | None:
+        """Give a slot of staging away, if nothing is on its way from one; chunks have at least `keep` others."""
+        if self._slots <= keep or self._tiers.copies.is_any_late():
             return None
-        if not self._free and self._taken and all(ticket.done() for ticket in self._taken[0][0].writing):
+        leaving = self.leaving()
+        if leaving and all(ticket.done() for ticket in leaving):
             self._free.append(self._taken.popleft()[1])
         return self._free.popleft() if self._free else None
 
@@ -370,7 +375,7 @@ class Pipeline:
                 size = tiers.chunk_bytes(unit, role, chunk.begin, chunk.end)
                 here = tiers.working_address(unit.index) if self._aside and role is Role.PARAM else None
                 if here is not None:
-                    ctypes.memmove(chunk.addresses[role], here + tiers.chunk_bytes(unit, role, 0, chunk.begin), size)
+                    _copy(here + tiers.chunk_bytes(unit, role, 0, chunk.begin), chunk.addresses[role], size)
                     continue
                 asked = (unit, role, chunk.number, chunk.addresses[role], size)
                 ticket = chunk.leases.read_chunk(*asked, urgent=urgent, settled=self._updates)
@@ -423,6 +428,7 @@ class Pipeline:
     def write(self, chunk: Chunk) -> None:
         """Start the writes of a chunk that was worked on."""
         tiers, unit, writes = self._tiers, chunk.unit, self._writes - chunk.spare
+        together: list[tuple[Role, int, int]] = []  # to NVMe
         for role in (Role.PARAM, Role.GRAD):
             if role not in writes or role not in chunk.addresses:
                 continue
@@ -432,6 +438,9 @@ class Pipeline:
                 chunk.leases.send_spare(unit)
             elif role in chunk.staged or (role is Role.PARAM and shard.home_buffer is None):
                 urgent = role is Role.PARAM and role in chunk.staged and not self._aside  # somebody waits to use it
+                if shard.home is Tier.NVME and not urgent:
+                    together.append((role, chunk.addresses[role], size))
+                    continue
                 ticket = chunk.leases.write_chunk(
                     unit, role, chunk.number, chunk.addresses[role], size, aside=self._aside, urgent=urgent
                 )
@@ -447,9 +456,30 @@ class Pipeline:
             elif role is Role.PARAM and chunk.access.write_through:
                 target = chunk.access.write_through + tiers.chunk_bytes(unit, role, 0, chunk.begin)
                 ctypes.memmove(target, chunk.addresses[role], size)
-        for role, size in self._records(chunk, writes):
-            name, address = role if tiers.plan.on_device(unit) else Role.MASTER, chunk.addresses[role]
-            chunk.writing.append(chunk.leases.write_chunk(unit, name, chunk.number, address, size, aside=self._aside))
+        records = [(role, chunk.addresses[role], size) for role, size in self._records(chunk, writes)]
+        if tiers.plan.on_device(unit):
+            for role, address, size in records:
+                chunk.writing.append(chunk.leases.write_chunk(unit, role, chunk.number, address, size))
+        else:
+            together += [(Role.MASTER, address, size) for _, address, size in records]
+        if together:
+            tickets = chunk.leases.write_pieces(unit, chunk.number, together, aside=self._aside)
+            for (role, _, _), ticket in zip(together, tickets, strict=True):
+                chunk.writing.append(ticket)
+                if role is Role.PARAM:
+                    chunk.writing_param.append(ticket)
+
+
+def _joined(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
+    """Return the addresses [begin, end) of the fewest ranges that have all buffers, in order."""
+    ranges: list[tuple[int, int]] = []
+    for buffer in sorted(buffers, key=lambda buffer: buffer.address):
+        end = buffer.address + buffer.size_bytes
+        if ranges and ranges[-1][1] == buffer.address:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((buffer.address, end))
+    return ranges
 
 
 def _roles(tiers: Tiers, unit: Unit, wanted: frozenset[Role]) -> list[Role]:

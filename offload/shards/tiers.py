@@ -22,7 +22,7 @@ from offload.memory.device import Device
 from offload.memory.transfer import Mover, MoverNeeds
 from offload.planning.asked import PASSING_UNITS
 from offload.planning.plan import Plan
-from offload.planning.roles import Role
+from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.conductor import Conductor
 from offload.shards.copies import Copies, touch
@@ -117,6 +117,7 @@ class Tiers:
                 )
             self.ranks = self._conductor or ranks
             self._sizes: dict[tuple[int, Role, int], int] = {}  # of ranges, as they have been asked for
+            self._kept_sizes: dict[tuple[int, int], int] = {}  # of ranges, in all roles but GRAD
             self.staging = [host.take(plan.staging_slot_bytes) for _ in range(plan.staging_slots)]
             self.activations = host.take(plan.request.host_activation_bytes)
             for buffer in (*self.staging, self.activations):
@@ -183,6 +184,15 @@ class Tiers:
         if size_bytes is None:
             size_bytes = self._sizes[key] = self.plan.chunk_bytes(unit, role, end - begin)
         return size_bytes
+
+    def update_bytes(self, unit: Unit, begin: int, end: int) -> int:
+        """Return the bytes of elements [begin, end) in all roles, as :meth:`chunk_bytes`."""
+        key = (unit.index, end - begin)
+        kept = self._kept_sizes.get(key)
+        if kept is None:
+            roles = (Role.PARAM, *STATE_ROLES)
+            kept = self._kept_sizes[key] = sum(self.plan.chunk_bytes(unit, role, end - begin) for role in roles)
+        return kept + self.chunk_bytes(unit, Role.GRAD, begin, end)
 
     def offset_bytes(self, unit: Unit, role: Role, element: int) -> int:
         """Return where a unit's `element` lies in its shard of `role`, in bytes from the shard's start."""

@@ -16,7 +16,7 @@ import pkgutil
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -140,6 +140,14 @@ class VirtualStore:
 
         self._done.append((key, self._drive.start("read", length, urgent=urgent, ended=deliver)))
         return self._done[-1][1]
+
+    def put_many(self, items: Sequence[tuple[Hashable, int, int]], *, urgent: bool = False) -> list[VirtualTicket]:
+        """Begin to write several objects."""
+        return [self.put(*item, urgent=urgent) for item in items]
+
+    def get_many(self, items: Sequence[tuple[Hashable, int, int]], *, urgent: bool = False) -> list[VirtualTicket]:
+        """Begin to read several objects."""
+        return [self.get(*item, urgent=urgent) for item in items]
 
     def delete(self, key: Hashable) -> None:
         """Forget an object."""
