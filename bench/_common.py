@@ -81,6 +81,14 @@ def load_model(name: str) -> tuple[torch.nn.Module, int]:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), vocabulary
 
 
+def call_vector_functions() -> None:
+    """Call one of MKL's vector functions in one thread, as making an engine does; see docs/numerics.md.
+
+    Threads that share the first call of a process may get values with fewer digits.
+    """
+    torch.ones(1).cos()
+
+
 def emit(path: str | None, result: dict[str, Any]) -> None:
     """Write `result` as JSON with machine and commit."""
     if path is None:

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 import torch
-from _common import emit, load_model
+from _common import call_vector_functions, emit, load_model
 
 PAGE = 4096
 BUSY = "while True: pass"
@@ -30,6 +30,7 @@ CIRCUMSTANCES: dict[str, tuple[dict[str, str | None], list[str], int]] = {
     "weights at an odd multiple of 2 bytes": ({}, ["--offset", "2"], 0),
     "activations at other addresses each time": ({}, ["--shuffle"], 0),
     "memory filled with 0x55 before use": ({"MALLOC_PERTURB_": "170"}, [], 0),
+    "threads share the first call of a vector function": ({}, ["--cold"], 0),
     "one thread of torch": ({}, ["--threads", "1"], 0),
     "three threads on two cores": ({}, ["--threads", "3"], 0),
     "another number of threads each time": ({}, ["--threads", "0"], 0),
@@ -74,6 +75,8 @@ def run_one(arguments: argparse.Namespace) -> list[list[Any]]:
     """Return per repetition the loss and the digest of the gradients."""
     model, vocabulary = load_model("tiny" if arguments.smoke else arguments.model)
     model.train()
+    if not arguments.cold:
+        call_vector_functions()
     if arguments.offset is not None:
         move_weights(model, arguments.offset)
     if arguments.shuffle:
@@ -128,6 +131,7 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--offset", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shuffle", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.smoke:

@@ -27,7 +27,15 @@ from typing import Any
 
 import _deepspeed_step
 import torch
-from _common import emit, load_model, model_directory, text_file, text_windows, vocabulary_size
+from _common import (
+    call_vector_functions,
+    emit,
+    load_model,
+    model_directory,
+    text_file,
+    text_windows,
+    vocabulary_size,
+)
 
 from offload.activations.rss import reset_high_water, status_bytes
 from offload.cli.drive.measure import Ours, Pattern, Settings, Workload, Workspace
@@ -132,6 +140,7 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
     import offload
 
     torch.ones(2, 2) @ torch.ones(2, 2)
+    call_vector_functions()
     model, _ = load_model(name)
     model.train()
     data = [{"input_ids": row, "labels": row, "use_cache": False} for row in torch.load(windows)[:, None]]

@@ -22,6 +22,7 @@ from offload.memory.budget import Tier
 from offload.memory.transfer import Brought, FutureTransfer, MoverNeeds, Ticket, TicketGroup, Transfer
 from offload.spans import D2H, H2D
 from offload.stats import Counters
+from offload.torch_private import no_dispatch, no_functions
 
 AT_ONCE_BYTES = 256 << 10  # copied in the time, 65 us on a virtual machine, that handing a copy to a thread takes
 
@@ -34,6 +35,9 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.place = HOST
+        with no_functions(), no_dispatch():
+            # MKL's vector functions lose digits in a process's first call of one, if several threads share that call.
+            torch.ones(1, dtype=torch.float32, device=HOST).cos()
 
     def name(self) -> str:
         """Return the processor's name."""
