@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.activations.causal_loss import chunk_loss as chunk_loss_of
 from offload.config import Config, tier_named
-from offload.errors import BudgetError, ConfigError, did_you_mean
+from offload.errors import BudgetError, ConfigError
 from offload.kernels.optimizers import AdamW
-from offload.known_models import KNOWN
 from offload.measuring import Here
 from offload.memory.budget import Tier
 from offload.memory.devices import open_device
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
 from offload.memory.machine import free_bytes
+from offload.meta_models import made_on_meta
 from offload.module.quantized import ready_meanwhile
 from offload.optim.rules import Rule, rule_of
 from offload.planning.choosing import AUTO, KEEP, choose
@@ -291,7 +290,7 @@ def plan(
         checkpointing = not _names_activations(config, options, asked)
 
     def make(*, chunked: bool = chunk_loss) -> nn.Module:
-        return _made(model, asked, checkpointing=checkpointing, chunked=chunked)
+        return made_on_meta(model, checkpointing=checkpointing, chunked=chunked)
 
     module = model if isinstance(model, nn.Module) else make()
     cast = getattr(torch, asked.dtype) if asked.dtype else None
@@ -406,71 +405,6 @@ def _without_path(
         if named or not wants or isinstance(config, (Config, str, os.PathLike))
         else options | {"nvme_path": "."}
     )
-
-
-def _made(model: Any, asked: Config, *, checkpointing: bool, chunked: bool) -> nn.Module:
-    """Return a model of transformers on the meta device, in 16 bits if nothing else is asked for."""
-    import transformers
-
-    if isinstance(model, (str, os.PathLike)):
-        model = _config_of(model)
-    if not isinstance(model, transformers.PretrainedConfig):
-        raise ConfigError(f"model: expected a module, a config of transformers, a folder or a name but got {model!r}")
-    if getattr(model, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"model {type(model).__name__}: expected weights that are not quantized but it has a quantization_config; "
-            "load it with from_pretrained, and pass the module"
-        )
-    dtype = getattr(model, "dtype", None) or torch.bfloat16
-    with torch.device("meta"):
-        try:
-            made = transformers.AutoModelForCausalLM.from_config(model, dtype=dtype)
-        except Exception as error:  # of each model's own class, too
-            why = " ".join(str(error).split())
-            if isinstance(error, ValueError) and "Unrecognized configuration class" in why:
-                why = "is no causal language model of transformers"
-            raise ConfigError(
-                f"model {type(model).__name__}: {why}; correct the config, or make the module yourself on the meta "
-                "device, and pass it"
-            ) from error
-    if checkpointing and made.supports_gradient_checkpointing:
-        compute_again(made)
-    made.config.use_cache = False
-    if chunked:
-        chunk_loss_of(made)
-    return made.train()  # type: ignore[no-any-return]
-
-
-def _config_of(model: str | os.PathLike[str]) -> Any:
-    """Return the config of transformers that a known name, a folder or a file stands for.
-
-    Raises:
-        ConfigError: it stands for none, or transformers does not know the model.
-    """
-    import transformers
-
-    if isinstance(model, str) and model.lower() in KNOWN:
-        shapes = dict(KNOWN[model.lower()])
-        return transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
-    file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
-    if not file.is_file():
-        raise ConfigError(
-            f"model {os.fspath(model)}: expected a folder with config.json, such a file, or the name of a known model"
-            f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
-        )
-    try:
-        return transformers.AutoConfig.from_pretrained(file)
-    except Exception as error:  # of each model's own class, too
-        raise ConfigError(
-            f"model {os.fspath(model)}: expected a config that transformers can read but got: "
-            f"{' '.join(str(error).split())}; correct the file"
-        ) from error
-
-
-def compute_again(model: Any) -> None:
-    """Let a model of transformers compute activations again in backward; older versions have another name for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def _check_ranks(ranks: int, stage: int | str, hardware: object) -> None:

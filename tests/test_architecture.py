@@ -64,7 +64,7 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("checkpoints",),
     ("engine", "engine_runs", "engine_tensors"),
-    ("pretrained", "initialisation", "measuring", "ops", "rehearsing", "remedies"),
+    ("pretrained", "initialisation", "measuring", "meta_models", "ops", "rehearsing", "remedies"),
     ("forecast",),
     ("integrations",),
     ("deepspeed",),

@@ -34,10 +34,10 @@ from offload.cli.finetune.sequences import Batch, Sequences, orders
 from offload.cli.finetune.settings import Settings
 from offload.cli.finetune.stopping import Stop, Stopped
 from offload.cli.models import load_tokenizer, quiet_transformers, read_causal_model, require_model
-from offload.forecast import compute_again
 from offload.memory import machine
 from offload.memory.device import Device
 from offload.memory.devices import open_device
+from offload.meta_models import compute_again
 
 if TYPE_CHECKING:
     from offload.checkpoint.pretrained import Weights

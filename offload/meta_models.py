@@ -1,0 +1,92 @@
+"""Language models of transformers without weights: of a name, a folder, a file or a config.
+
+Owns what such words stand for, and the errors where they stand for nothing. Next: :mod:`offload.forecast` plans for
+these models; :mod:`offload.known_models` has the shapes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.activations.causal_loss import chunk_loss
+from offload.errors import ConfigError, did_you_mean
+from offload.known_models import KNOWN
+
+
+def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module:
+    """Return a model of transformers on the meta device, in 16 bits if its config names nothing else.
+
+    Args:
+        model: a known name, a folder with config.json, that file, or a config of transformers.
+        checkpointing: it computes activations again in backward, if it can.
+        chunked: its loss forms the logits by chunks.
+
+    Raises:
+        ConfigError: it is none of these, or transformers cannot make a causal language model of it.
+    """
+    import transformers
+
+    if isinstance(model, (str, os.PathLike)):
+        model = _config_of(model)
+    if not isinstance(model, transformers.PretrainedConfig):
+        raise ConfigError(f"model: expected a module, a config of transformers, a folder or a name but got {model!r}")
+    if getattr(model, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model {type(model).__name__}: expected weights that are not quantized but it has a quantization_config; "
+            "load it with from_pretrained, and pass the module"
+        )
+    dtype = getattr(model, "dtype", None) or torch.bfloat16
+    with torch.device("meta"):
+        try:
+            made = transformers.AutoModelForCausalLM.from_config(model, dtype=dtype)
+        except Exception as error:  # of each model's own class, too
+            why = " ".join(str(error).split())
+            if isinstance(error, ValueError) and "Unrecognized configuration class" in why:
+                why = "is no causal language model of transformers"
+            raise ConfigError(
+                f"model {type(model).__name__}: {why}; correct the config, or make the module yourself on the meta "
+                "device, and pass it"
+            ) from error
+    if checkpointing and made.supports_gradient_checkpointing:
+        compute_again(made)
+    made.config.use_cache = False
+    if chunked:
+        chunk_loss(made)
+    return made.train()  # type: ignore[no-any-return]
+
+
+def _config_of(model: str | os.PathLike[str]) -> Any:
+    """Return the config of transformers that a known name, a folder or a file stands for.
+
+    Raises:
+        ConfigError: it stands for none, or transformers does not know the model.
+    """
+    import transformers
+
+    if isinstance(model, str) and model.lower() in KNOWN:
+        shapes = dict(KNOWN[model.lower()])
+        return transformers.AutoConfig.for_model(shapes.pop("model_type"), **shapes)
+    file = Path(model) if Path(model).is_file() else Path(model) / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"model {os.fspath(model)}: expected a folder with config.json, such a file, or the name of a known model"
+            f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
+        )
+    try:
+        return transformers.AutoConfig.from_pretrained(file)
+    except Exception as error:  # of each model's own class, too
+        raise ConfigError(
+            f"model {os.fspath(model)}: expected a config that transformers can read but got: "
+            f"{' '.join(str(error).split())}; correct the file"
+        ) from error
+
+
+def compute_again(model: Any) -> None:
+    """Let a model of transformers compute activations again in backward; older versions have another name for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
