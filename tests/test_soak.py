@@ -27,10 +27,10 @@ def soak(
 
 @pytest.mark.slow
 def test_a_few_steps_without_a_difference(tmp_path: Path) -> None:
-    done, result = soak(tmp_path, "--smoke", "--seed", "1", "--steps", "12")
+    done, result = soak(tmp_path, "--smoke", "--seed", "4", "--steps", "12")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     counts = result["counts"]
-    assert result["seed"] == 1 and result["difference"] is None
+    assert result["seed"] == 4 and result["difference"] is None
     assert counts["steps"] == 12 and counts["digests"] > 0
     for disturbance in ("clipped steps", "late I/Os drawn", "steps beside a busy process", "steps with ballast"):
         assert counts[disturbance] > 0, disturbance
