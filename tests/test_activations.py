@@ -240,10 +240,11 @@ def test_holes_in_the_heap_are_given_back_where_room_is_short(trims: list[None])
         bench.activations.close_pass()
         return done
 
+    worth = activations.WORTH_TRIMMING_BYTES
     roomy = Bench()
     assert holes(roomy, 100 * MIB) == 0  # the first micro-batch has told that there is room
     assert holes(roomy, 901 * MIB) == 1  # over the room beside the smallest region; a second trim could give nothing
-    assert holes(roomy, 100 * MIB) == 0  # there is room for that
+    assert holes(roomy, worth + 1) == 1  # so much in one go must fit on top from now on
     before = len(trims)
     roomy.meter.resident += 901 * MIB  # left over from outside
     roomy.activations.open_pass()
@@ -255,7 +256,6 @@ def test_holes_in_the_heap_are_given_back_where_room_is_short(trims: list[None])
         bench.activations = Activations(bench.budget, bench.region, bench.meter)
         return bench
 
-    worth = activations.WORTH_TRIMMING_BYTES
     assert holes(fresh(10 * MIB), worth) == 0  # a first micro-batch, which may have anything ahead
     assert holes(fresh(10 * MIB), worth + 1) == 1
     tight = fresh(200 * MIB)
@@ -265,6 +265,34 @@ def test_holes_in_the_heap_are_given_back_where_room_is_short(trims: list[None])
     tight.run(spike=190 * MIB)
     assert holes(tight, worth + 1) == 0  # it does
     assert holes(tight, 26 * MIB + 1) == 1
+
+
+def test_a_spike_is_what_comes_on_top_of_the_moment_before_it(trims: list[None]) -> None:
+    """The loss needs 700 MiB when little else is there, which a later 500 MiB, at another time, have no part in."""
+    bench = Bench()
+    bench.activations = Activations(bench.budget, bench.region, bench.meter)  # of which no micro-batch is known
+
+    def run(left: int) -> list[int]:
+        """Return how often holes were given back before each of three moments; `left` are holes of the loss's time."""
+        done = []
+        bench.activations.open_pass()
+        for resident, spike in ((left, 700 * MIB), (500 * MIB, 0), (0, 0)):
+            before = len(trims)
+            bench.meter.resident += resident
+            bench.activations.balance()
+            done.append(len(trims) - before)
+            if done[-1]:
+                bench.meter.resident -= resident  # they were holes
+                resident = 0
+            bench.meter.spike(spike)
+            bench.meter.resident -= resident
+        bench.activations.close_pass()
+        return done
+
+    assert run(0) == [0, 1, 0]  # the first micro-batch may have anything ahead
+    room = bench.activations.room_bytes
+    assert run(room - 700 * MIB)[0] == 0
+    assert run(room - 700 * MIB + 1)[0] == 1
 
 
 def test_a_pass_ends_when_nothing_of_it_is_kept() -> None:

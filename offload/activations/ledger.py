@@ -178,8 +178,9 @@ class Activations:
         self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
-        self._calm_bytes = 0  # the same, at the moments when nothing was under way
-        self._spikes: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)  # peaks above that
+        self._calm_bytes = 0  # the same, when nothing was under way the last time
+        self._spike_bytes = 0  # the most above that moment, in this pass
+        self._spikes: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)
         self._peaks: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)
         self._tight: bool | None = None  # holes in the heap are given back before they add up; None: so far
         self._trimmed_bytes = 0  # what was resident after the last trim in this pass
@@ -264,8 +265,7 @@ class Activations:
         if self._meter is None or self._meter.notes_peaks:
             return 0
         used_bytes = self._used(self._meter.now_bytes())
-        if used_bytes > self._peak_bytes:
-            self._peak_bytes = used_bytes
+        self._note_used(used_bytes)
         return used_bytes - self.room_bytes
 
     def balance(self) -> None:
@@ -293,14 +293,13 @@ class Activations:
         excess = self.sample()
         if excess > 0:
             excess -= self._shrink(excess)
-        used = excess + self.room_bytes
-        self._calm_bytes = max(self._calm_bytes, used)
-        if self._tight is not None:  # a spike must still fit; in the first pass, nobody knows how high it will be
-            excess += max(self._spikes, default=0) if self._tight else 0
+        self._calm_bytes = used = excess + self.room_bytes
+        if self._tight:  # a spike must still fit; in the first pass, nobody knows how high it will be
+            excess += max(self._spike_bytes, *self._spikes)
         if (excess > 0 or self._tight is None) and self._meter is not None and not self._meter.notes_peaks:
             if used - max(self._claim.size_bytes, self._trimmed_bytes) > WORTH_TRIMMING_BYTES:
                 self._meter.trim()
-                self._trimmed_bytes = self._used(self._meter.now_bytes())
+                self._calm_bytes = self._trimmed_bytes = self._used(self._meter.now_bytes())
 
     def _way_out(self) -> str:
         """Return what helps beside a larger budget, in words."""
@@ -313,7 +312,8 @@ class Activations:
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
                 self._meter.trim()
             self._high_water_bytes = self._meter.high_water_bytes()
-            self._peak_bytes, self._calm_bytes, self._trimmed_bytes, self._open = 0, 0, 0, True
+            self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = 0
+            self._open = True
 
     def abandon_pass(self) -> None:
         """Note that a micro-batch has failed: what it took says nothing of those that will not."""
@@ -338,7 +338,7 @@ class Activations:
             if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
                 self._floor_bytes += grown
                 peak -= grown
-        self._spikes.append(max(0, peak - self._calm_bytes))
+        self._spikes.append(self._spike_bytes)
         excess = peak - self.room_bytes
         if excess > 0:
             excess -= self._shrink(excess)
@@ -362,6 +362,10 @@ class Activations:
         self.last_pass = passed
         self.first_pass = self.first_pass or passed
 
+    def _note_used(self, used_bytes: int) -> None:
+        self._peak_bytes = max(self._peak_bytes, used_bytes)
+        self._spike_bytes = max(self._spike_bytes, used_bytes - self._calm_bytes)
+
     def _used(self, resident_bytes: int) -> int:
         return resident_bytes - self._floor_bytes - self._region.size_bytes
 
@@ -371,7 +375,7 @@ class Activations:
             high_water = self._meter.high_water_bytes()
             if high_water > self._high_water_bytes:
                 self._high_water_bytes = high_water
-                self._peak_bytes = max(self._peak_bytes, self._used(high_water))
+                self._note_used(self._used(high_water))
 
     def _shrink(self, by_bytes: int) -> int:
         self._note_high_water()  # what was seen so far belongs to the region so far
