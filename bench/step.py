@@ -40,30 +40,31 @@ from _common import (
 from offload.activations.rss import reset_high_water, status_bytes
 from offload.cli.drive.measure import Ours, Pattern, Settings, Workload, Workspace
 from offload.cli.finetune.settings import Settings as TextSettings
-from offload.sizes import MIB
+from offload.sizes import GIB, MIB
 
 IN_TURN = "nvme, in turn"
 OURS = ("device", "cpu", "nvme", IN_TURN)
+TOKEN_BYTES = {False: 3 * MIB // 2, True: 5 * MIB}  # of activations, for one token more; of the large model
 PEERS = tuple(_deepspeed_step.PLACEMENTS)
 
 
-def options(placement: str, *, large: bool) -> dict[str, Any]:
-    """Return the engine's options for a placement."""
+def options(placement: str, *, large: bool, tokens: int) -> dict[str, Any]:
+    """Return the engine's options for a placement; more than 512 tokens add to the device what they take there."""
+    more = max(tokens - 512, 0) * TOKEN_BYTES[large]
     if placement == "device":
-        return {"max_memory": {"device": "20GiB" if large else "4GiB", "cpu": "256MiB"}}
+        return {"max_memory": {"device": (20 * GIB if large else 4 * GIB) + more, "cpu": 256 * MIB}}
     if placement == "cpu":
-        budgets = {"device": "4GiB", "cpu": "16GiB"} if large else {"device": "1.5GiB", "cpu": "2GiB"}
-        activations = "3GiB" if large else "1.25GiB"
+        device, host = (4 * GIB, 16 * GIB) if large else (1536 * MIB, 2 * GIB)
+        activations = 3 * GIB if large else 1280 * MIB
     else:  # as little as the step is made in
-        budgets = {"device": "3GiB", "cpu": "3GiB"} if large else {"device": "900MiB", "cpu": "400MiB"}
-        budgets["nvme"] = "40GiB" if large else "4GiB"
-        activations = "2.25GiB" if large else "700MiB"
-    tier = "cpu" if placement == "cpu" else "nvme"
+        device, host = (3 * GIB, 3 * GIB) if large else (900 * MIB, 400 * MIB)
+        activations = 2304 * MIB if large else 700 * MIB
+    tier, nvme = ("cpu", 0) if placement == "cpu" else ("nvme", (40 if large else 4) * GIB)
     return {
-        "max_memory": budgets,
+        "max_memory": {"device": device + more, "cpu": host, "nvme": nvme},
         "offload_param": tier,
         "offload_optimizer": tier,
-        "activation_memory": activations,
+        "activation_memory": activations + more,
     }
 
 
@@ -161,7 +162,7 @@ def run_one(placement: str, path: str, *, windows: str, max_grad_norm: float, na
             device="cpu",
             nvme_path=path,
             max_grad_norm=max_grad_norm,
-            **options(placement, large=name == "large"),
+            **options(placement, large=name == "large", tokens=data[0]["input_ids"].numel()),
         )
         engine._step.overlap = placement != IN_TURN
         seconds, losses, work, back, back_moved = [], [], [], [], []
