@@ -265,12 +265,15 @@ class Manager:
         if index in self.working:
             counters.hits += not missed
             return
-        begin = time.perf_counter()
         self.copies.forgive(shard)
+        if shard.state is State.FETCHING and not self.copies.is_late(shard):
+            counters.hits += not missed
+            self.working.wait_for_prefetch(shard)
+            if index in self.working:
+                return
+        begin = time.perf_counter()
         if shard.state is State.FETCHING:
-            late = self.copies.is_late(shard)
-            counters.stalls += late
-            counters.hits += not late and not missed
+            counters.stalls += 1
             self.working.wait_for_prefetch(shard)
         if shard.state is not State.RESIDENT:
             if shard.state is not State.STORED:

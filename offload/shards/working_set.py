@@ -150,6 +150,8 @@ class WorkingSet:
             buffer = self._require_room(shard, schedule)
         elif buffer is None:
             later = self._gives_way(shard, schedule)
+            if not later and not self._is_free(shard.work_bytes):
+                return Fetch.NO_ROOM
             buffer = self._find_room(shard, schedule, later, wanted)
             if buffer is None:
                 return Fetch.HELD_UP if self._is_held_up(shard, schedule, later) else Fetch.NO_ROOM
@@ -473,8 +475,13 @@ class WorkingSet:
             )
 
     def _gives_way(self, shard: Shard, schedule: Schedule) -> list[int]:
-        """Return who is used later than a unit for which there is no room."""
-        return who_gives_way(self._copies.regions[Role.PARAM], schedule, shard.unit.index, required=False)
+        """Return who is used later than a unit for which there is no room, and not by anybody now."""
+        later = who_gives_way(self._copies.regions[Role.PARAM], schedule, shard.unit.index, required=False)
+        return [owner for owner in later if owner >= 0 and not self._copies.params[owner].readers]
+
+    def _is_free(self, size_bytes: int) -> bool:
+        """Tell whether so much is free, in however many pieces."""
+        return self._copies.regions[Role.PARAM].free_bytes_without(()) >= size_bytes
 
     def _find_room(
         self, shard: Shard, schedule: Schedule, later: Collection[int], wanted: Container[int]
