@@ -22,7 +22,7 @@ and are compared.
 model's own loss and `keep` take for `--tokens` tokens, or of `--device`. The other modes, and `chunked`, which is
 `keep`, have `offload.ops.chunk_loss`. Trials of `--json` are not repeated.
 
-`--grid` compares instead, in ten configurations, what ``activations="auto"`` has chosen in its first step with the
+`--grid` compares instead, in ten configurations, what ``activations="auto"`` has chosen in its second step with the
 seconds of both ways, by turns: activations leave the device, or blocks are computed again. It has picked the faster
 one if the other takes at least 0.98 of its seconds. To reach: 9 of 10.
 """

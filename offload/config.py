@@ -92,8 +92,8 @@ class Config:
         activations: what becomes of what autograd keeps between forward and backward. ``"keep"`` leaves it on the
             device. ``"offload"`` moves it to host memory, and from there to NVMe, and brings it back in time.
             ``"recompute"`` computes blocks that repeat again in backward, or asks a model of transformers to do so.
-            ``"auto"`` leaves on the device what fits. If not all fits, the first step chooses the faster of the two.
-            The bits are the same.
+            ``"auto"`` leaves on the device what fits. If not all fits, the second micro-batch tells which of the two is
+            faster. The bits are the same.
         activation_cpu_memory: part of the host budget for activations that leave the device, bytes as int or text;
             None: a quarter of it. What does not fit stays on the device.
         activation_nvme_memory: part of the NVMe budget for those that do not fit there, bytes as int or text; None:

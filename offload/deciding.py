@@ -1,8 +1,8 @@
-"""What an engine makes of ``activations="auto"``, decided once: in its first step, by what the step has shown.
+"""What an engine makes of ``activations="auto"``, decided once: in the step that has its second micro-batch.
 
 Owns when that is, and the seconds: a step's by the plan's formula, with the rates of copies, drive and compute that
-were measured in the last micro-batch before. Until then, and later on, what does not fit leaves the device. Next:
-:mod:`offload.planning.choosing` has the rule.
+were measured in the last micro-batch before. The first one of a process takes longer than others. Until the choice, and
+later on, what does not fit leaves the device. Next: :mod:`offload.planning.choosing` has the rule.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from offload.stats import LinkStats
 
 logger = logging.getLogger(__name__)
 
+PASSES_SEEN = 2  # micro-batches, before the choice
 _SLOWEST, _FASTEST = 1e6, 1e15  # bytes per second that a machine may have
 _FORWARD_SHARE = 1 / 3  # of a micro-batch: backward has two products for each of forward's
 
@@ -46,6 +47,7 @@ class Decision:
         self._config = config
         self._life = life
         self._is_open = config.activations == "auto"
+        self._passes = 0  # that were seen, on all ranks alike
         self._buffers = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
 
     def plan(self) -> Plan:
@@ -57,7 +59,8 @@ class Decision:
 
     def decide(self) -> None:
         """Decide if that is still to be done, and a micro-batch has been seen; all ranks call this in one order."""
-        if not self._is_open:
+        self._passes += self._config.gradient_accumulation_steps
+        if not self._is_open or self._passes < PASSES_SEEN:
             return
         activations = self._parts.activations
         passed, ranks = activations.last_pass, self._parts.ranks
@@ -83,7 +86,7 @@ class Decision:
     def _seconds(self, passed: Passed) -> dict[str, float]:
         """Return those of a step, by mode."""
         plan, config = self._parts.plan, self._config
-        computed_s = max(passed.seconds - passed.waited_s, 0.0)
+        computed_s = max(passed.seconds - passed.moving_s - passed.waited_s, 0.0)
         forward_s, backward_s = computed_s * _FORWARD_SHARE, computed_s * (1 - _FORWARD_SHARE)
         repeated_s = forward_s * share_of_blocks(self._model)
         hardware = self._hardware()
@@ -95,7 +98,7 @@ class Decision:
             return timing_of(plan, work, hardware, micro_batches=steps, clips=clips).step_s
 
         return {
-            OFFLOAD: step_s(plan.with_activations(passed.moved), backward_s),
+            OFFLOAD: step_s(plan.with_activations(passed.moved), backward_s + passed.moving_s),
             RECOMPUTE: step_s(plan, backward_s + repeated_s),
         }
 

@@ -348,7 +348,7 @@ def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -
 def _chosen(cases: Mapping[str, Case], machine: Hardware | None, asked: Config) -> tuple[str, Case, Timing | None]:
     """Return the mode of activations, its case and its seconds, if the speed of the machine is known.
 
-    If ``"auto"`` has to choose, that is the faster one. Its first step lets activations leave: they have to fit then.
+    If ``"auto"`` has to choose, that is the faster one. Its first steps let activations leave: they have to fit then.
     """
     first = next(iter(cases))
     if asked.activations != AUTO or _missing_bytes(*cases[first]):

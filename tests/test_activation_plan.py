@@ -248,28 +248,31 @@ def test_a_forecast_chooses_the_faster_one(drive_bytes_s: float, tmp_path: Path)
     roomy = forecast(tmp_path, activations="auto", hardware=machine, activation_memory="8MiB")
     assert "activations: auto: keep, for they fit the device" in str(roomy)
     nobody_knows = forecast(tmp_path, activations="auto", **given)
-    assert "activations: auto: the first step decides" in str(nobody_knows)
+    assert "activations: auto: the second micro-batch decides" in str(nobody_knows)
 
 
 def auto(path: Path, **more: Any) -> dict[str, Any]:
     return options(path, activations="auto", **{**SMALL, **room("512KiB", "8MiB"), **more})
 
 
-@pytest.mark.parametrize(("rate", "mode"), [(1e6, "recompute"), (1e15, "offload")])
-def test_the_first_step_chooses_and_bits_stay(
-    rate: float, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("rate", "share", "mode"), [(1e6, 0.0, "recompute"), (1e15, 1e6, "offload")])
+def test_the_second_micro_batch_chooses_and_bits_stay(
+    rate: float, share: float, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deciding, "_rate", lambda link, otherwise: rate)
+    monkeypatch.setattr(deciding, "share_of_blocks", lambda model: share)
     truth = run(net(), **everything_on_device())
     assert_equal(run(net(), **auto(tmp_path)), truth)
     model = Loss()
     with offload.Engine(model, offload.AdamW(lr=1e-2), **auto(tmp_path)) as engine:
-        assert "activations: auto: the first step decides" in str(engine.plan)
-        assert micro_batch(engine)["nvme_write"] > 0
-        engine.step()
+        assert "activations: auto: the second micro-batch decides" in str(engine.plan)
+        for number in range(2):
+            assert "activations: auto: the second micro-batch decides" in str(engine.plan)
+            assert micro_batch(engine, number)["nvme_write"] > 0
+            engine.step()
         assert f"activations: auto: {mode}, " in str(engine.plan)
         assert f"activations: auto: {mode}, " in str(engine.report())
-        later = micro_batch(engine, 1)
+        later = micro_batch(engine, 2)
         engine.step()
         assert ("forward" in vars(model.net.blocks[0])) == (mode == "recompute")
         if mode == "recompute":  # inputs of blocks are left, and they fit

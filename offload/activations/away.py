@@ -76,6 +76,11 @@ class Away:
         self._flying: deque[Room] = deque()  # with transfers of the drive, in the order in which they began
         self._back: dict[int, Room] = {}  # by key: in host memory although the drive has them
 
+    @property
+    def has_drive(self) -> bool:
+        """Whether there is a drive for what host memory has no room for."""
+        return self._store is not None
+
     def address(self, room: Room) -> int:
         """Return where the bytes are in host memory."""
         assert room.offset is not None, room

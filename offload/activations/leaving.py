@@ -156,7 +156,10 @@ class LeavingActivations(Activations):
         self._used_up: list[weakref.ref[Leaver]] = []  # all of whose tensors were asked for since it has come back
         self._prefetching = LeftToWhoNeedsIt("prefetch of activations")
         self._moved_bytes = {"d2h": 0, "h2d": 0}
-        self._began: tuple[int, Mapping[str, int], float, float] | None = None  # a pass: what there was then
+        self._copying_s = 0.0  # that beginning copies has taken, or making them
+        self._moving_s = 0.0  # that keeping and bringing has taken as a whole
+        self._waited_s = 0.0  # of it
+        self._began: tuple[int, Mapping[str, int], float, float, float] | None = None  # a pass: what there was then
 
     # --- going ------------------------------------------------------------------------------------------------------
 
@@ -190,12 +193,15 @@ class LeavingActivations(Activations):
         self._saved_bytes += size_bytes
         self._near_bytes += size_bytes
         self._waiting.append((self._saved_bytes, leaver.record.leaver))
-        start = time.perf_counter()
+        start, copying_s = time.perf_counter(), self._copying_s
         self._let_go(self._kept_bytes)
         while self._going and self._near_bytes > self._most_near_bytes:
             self._end_going(self._going.popleft())
-        if time.perf_counter() - start > LONGEST_START_S:  # for room in host memory, or a copy
-            self._note_wait(start)
+        end = time.perf_counter()
+        self._moving_s += end - start
+        start += self._copying_s - copying_s
+        if end - start > LONGEST_START_S:  # for room in host memory, or a copy
+            self._note_wait(start, end)
         return leaver
 
     def _let_go(self, kept_bytes: int) -> None:
@@ -217,7 +223,9 @@ class LeavingActivations(Activations):
     def _begin_going(self, leaver: Leaver, held: SavedActivation) -> None:
         record = leaver.record
         source = held.tensor.untyped_storage().data_ptr()
+        begin = time.perf_counter()
         ticket = self._mover.save(source, self._away.address(record.room), record.size_bytes)
+        self._copying_s += time.perf_counter() - begin
         self._moved_bytes["d2h"] += record.size_bytes
         record.going = ticket, held
         self._going.append(record)
@@ -248,6 +256,7 @@ class LeavingActivations(Activations):
             StateError: it was changed in place since, or the engine is closed.
             swap.SwapError: the drive could not be read.
         """
+        start = time.perf_counter()
         self._collect()
         leaver = saved.leaver
         record = leaver.record
@@ -265,13 +274,14 @@ class LeavingActivations(Activations):
         if record.coming is not None:
             begin = time.perf_counter()
             record.coming[0].use(self._deadline_s)
-            self._note_wait(begin)
+            self._note_wait(begin, time.perf_counter())
         whole = held.get()
         if saved.time != record.time:
             saved.time = record.time
             record.unpacked += 1
             if record.unpacked >= record.handles and self._has_copy(record):
                 self._used_up.append(record.leaver)
+        self._moving_s += time.perf_counter() - start
         return view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _bring_now(self, leaver: Leaver) -> None:
@@ -287,14 +297,15 @@ class LeavingActivations(Activations):
                         "but what is set aside for them is in use; raise activation_cpu_memory"
                     )
             away.wait(room)
-            self._note_wait(begin)
+            self._note_wait(begin, time.perf_counter())
         held = SavedActivation(self._memory(leaver.record.size_bytes), self)
         self.balance()
         self._begin_coming(leaver, held)
 
     def _bring_ahead(self, key: int) -> None:
         """Begin to bring what was saved before `key`, the last one first, as far as there is room."""
-        away, looked, reads = self._away, 0, True
+        away, looked = self._away, 0
+        copies, reads = True, away.has_drive
         for record in reversed(self._records.values()):
             room, leaver = record.room, record.leaver()
             if room.key >= key or leaver is None or leaver.held is not None or record.going is not None:
@@ -302,14 +313,14 @@ class LeavingActivations(Activations):
             looked += 1
             if looked > AHEAD:
                 return
-            fits = record.size_bytes <= min(self._most_near_bytes - self._near_bytes, self._budget.free_bytes)
             if away.is_here(room):
-                if fits:
+                room_bytes = min(self._most_near_bytes - self._near_bytes, self._budget.free_bytes)
+                copies = copies and record.size_bytes <= room_bytes
+                if copies:
                     self._begin_coming(leaver, SavedActivation(self._memory(record.size_bytes), self))
-                continue
-            if room.ticket is None and reads:
+            elif room.ticket is None and reads:
                 reads = away.begin_read(room, urgent=False)
-            if not reads and not fits:
+            if not copies and not reads:
                 return
 
     def _begin_coming(self, leaver: Leaver, held: SavedActivation) -> None:
@@ -345,7 +356,8 @@ class LeavingActivations(Activations):
         """See :meth:`Activations.open_pass`."""
         super().open_pass()
         if not self._records:
-            self._began = self._last_key, self.moved(), time.perf_counter(), self._counters.waits_seconds
+            begin, waited_s = time.perf_counter(), self._counters.waits_seconds - self._waited_s
+            self._began = self._last_key, self.moved(), begin, self._moving_s, waited_s
 
     def close_pass(self) -> None:
         """See :meth:`Activations.close_pass`.
@@ -356,10 +368,10 @@ class LeavingActivations(Activations):
         super().close_pass()
         if self._began is None or self._last_key == self._began[0] or not self.is_empty():
             return
-        _, moved, begin, waited = self._began
-        self._began, now = None, self.moved()
-        seconds, waited = time.perf_counter() - begin, self._counters.waits_seconds - waited
-        self._note_pass(Passed({link: now[link] - moved[link] for link in now}, seconds, waited))
+        _, moved, begin, moving_s, waited_s = self._began
+        self._began, now, seconds = None, self.moved(), time.perf_counter() - begin
+        moving_s, waited_s = self._moving_s - moving_s, self._counters.waits_seconds - self._waited_s - waited_s
+        self._note_pass(Passed({link: now[link] - moved[link] for link in now}, seconds, moving_s, waited_s))
 
     def abandon_pass(self) -> None:
         """See :meth:`Activations.abandon_pass`."""
@@ -488,8 +500,8 @@ class LeavingActivations(Activations):
             record.near = False
             self._near_bytes -= record.size_bytes
 
-    def _note_wait(self, begin: float) -> None:
-        end = time.perf_counter()
+    def _note_wait(self, begin: float, end: float) -> None:
+        self._waited_s += end - begin
         self._counters.stall_seconds += end - begin
         self._counters.spans.add_wait("activations", begin, end)
 

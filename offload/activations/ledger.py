@@ -138,11 +138,14 @@ class Passed:
     Attributes:
         moved: bytes of activations per link, as in ``engine.stats()``.
         seconds: from the beginning of the one to the end of the other.
-        waited_s: of these, for anything.
+        moving_s: of these, of the thread that computes, for activations that leave and come back: beginning copies, or
+            making them, and waiting.
+        waited_s: of these, for anything else.
     """
 
     moved: Mapping[str, int]
     seconds: float
+    moving_s: float
     waited_s: float
 
 

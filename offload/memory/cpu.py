@@ -1,6 +1,6 @@
 """The CPU as the device: host and device share one memory.
 
-Owns the thread that copies, and direct reads from NVMe. Next: :mod:`offload.memory.devices`.
+Owns the thread that copies parameters, and direct reads from NVMe. Next: :mod:`offload.memory.devices`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from offload.kernels.on_device import DeviceKernels
 from offload.memory import machine
-from offload.memory.arena import HOST, Arena, Buffer, HostArena
+from offload.memory.arena import HOST, Arena, Buffer, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.transfer import Brought, FutureTransfer, MoverNeeds, Ticket, TicketGroup, Transfer
 from offload.spans import D2H, H2D
@@ -88,12 +88,11 @@ class Past:
         """Wait for nothing."""
 
 
-class CpuArriving(FutureTransfer):
-    """A copy that is complete when compute may see it."""
+class Arrived(TicketGroup):
+    """A copy that is over."""
 
     def use(self, timeout_s: float) -> None:
-        """Wait for it."""
-        self.wait(timeout_s)
+        """Wait for nothing."""
 
 
 class CpuMover:
@@ -102,7 +101,6 @@ class CpuMover:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="offload-h2d")
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="offload-saved")  # of activations; begins when used
 
     def use(self, buffer: Buffer) -> None:
         """Nothing to note: compute on the CPU is synchronous."""
@@ -156,14 +154,14 @@ class CpuMover:
         return TicketGroup(())
 
     def save(self, source: int, target: int, size_bytes: int) -> Ticket:
-        """Copy in a thread of its own, beside fetches."""
-        copy = self._saver.submit(self._copy, target, source, size_bytes, D2H)
-        return FutureTransfer(copy, f"copy of {size_bytes} bytes of activations to the host")
+        """Copy at once, in all threads of compute: a copy beside them would take a core of one, and the others wait."""
+        self._copy(target, source, size_bytes, D2H, move=_move_in_parallel)
+        return TicketGroup(())
 
-    def restore(self, source: int, target: int, size_bytes: int) -> CpuArriving:
-        """Copy in the same thread."""
-        copy = self._saver.submit(self._copy, target, source, size_bytes)
-        return CpuArriving(copy, f"copy of {size_bytes} bytes of activations to the device")
+    def restore(self, source: int, target: int, size_bytes: int) -> Arrived:
+        """Copy as :meth:`save`."""
+        self._copy(target, source, size_bytes, move=_move_in_parallel)
+        return Arrived(())
 
     def await_compute(self, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -199,13 +197,27 @@ class CpuMover:
         """They are counted already."""
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker."""
         self._worker.shutdown(wait=True)
-        self._saver.shutdown(wait=True)
 
-    def _copy(self, target: int, source: int, size_bytes: int, lane: str = H2D) -> None:
+    def _copy(
+        self,
+        target: int,
+        source: int,
+        size_bytes: int,
+        lane: str = H2D,
+        *,
+        move: Callable[[int, int, int], object] = ctypes.memmove,
+    ) -> None:
         begin = time.perf_counter()
-        ctypes.memmove(target, source, size_bytes)
+        move(target, source, size_bytes)
         end = time.perf_counter()
         self._counters.add(lane, size_bytes=size_bytes, seconds=end - begin)
         self._counters.spans.add(lane, "copy", begin, end, size_bytes)
+
+
+def _move_in_parallel(target: int, source: int, size_bytes: int) -> None:
+    """Copy bytes that do not overlap, in as many threads as torch computes with."""
+    into, out_of = bytes_at(target, size_bytes, HOST), bytes_at(source, size_bytes, HOST)
+    with no_functions(), no_dispatch():
+        into.copy_(out_of)

@@ -83,7 +83,8 @@ class SavedTensors:
             StateError: the engine is closed, or the parameters have changed since.
         """
         if isinstance(saved, SavedActivation):
-            return saved.get()
+            with no_functions():  # the mode that sees uses of parameters need not see these
+                return saved.get()
         if isinstance(saved, SavedElsewhere):
             assert self._leaving is not None
             return self._deferral.around(self._bring, self._leaving, saved)
@@ -97,7 +98,8 @@ class SavedTensors:
 
     def _bring(self, leaving: LeavingActivations, saved: SavedElsewhere) -> torch.Tensor:
         self._deferral.check()
-        return leaving.bring(saved)
+        with no_functions():
+            return leaving.bring(saved)
 
     def _fetch(self, manager: Manager, saved: SavedView) -> torch.Tensor:
         self._deferral.check()

@@ -259,7 +259,7 @@ class Plan:
             if request.nvme_activation_bytes:
                 away += f", {format_bytes(request.nvme_activation_bytes)} of the nvme buffers"
             if request.activations == "auto":
-                yield f"activations: auto: {self.choice or 'the first step decides'}"
+                yield f"activations: auto: {self.choice or 'the second micro-batch decides'}"
                 yield f"activations beyond {format_bytes(self.last_bytes)} on the device: {away}"
             else:
                 near = format_bytes(self.near_bytes)
