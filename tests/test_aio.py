@@ -275,11 +275,12 @@ def test_targets_count_separately(engine: str, fd: int) -> None:
 
 
 def test_operation_that_never_completes_meets_the_deadline(engine: str, fd: int) -> None:
-    memory = Memory(BLOCK)
-    aio = faulty_aio(engine=engine, deadline_s=0.05, faults=[Fault(action=FaultAction.HANG)])
+    memory, beside = Memory(BLOCK), Memory(BLOCK)
+    os.pwrite(fd, bytes(BLOCK), 0)
+    hang = Fault(action=FaultAction.HANG, target=FaultTarget.WRITES)  # any thread may come to a fault first
+    aio = faulty_aio(engine=engine, deadline_s=0.05, faults=[hang])
     stuck = aio.write(fd, 8192, memory.address, BLOCK)
-    other = aio.write(fd, 0, memory.address, BLOCK)  # the others go on
-    other.wait(10)
+    aio.read(fd, 0, beside.address, BLOCK).wait(10)  # the others go on
     for _ in range(2):  # it may be waited for again
         with pytest.raises(SwapDeadlineError, match="0.05 s") as caught:
             stuck.wait()
