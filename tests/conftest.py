@@ -2,7 +2,8 @@
 
 Profiles (environment variable HYPOTHESIS_PROFILE): `quick` on a developer's machine, `ci` where CI is set,
 `nightly` with at least 10 000 examples per test, which also selects the tests marked `nightly`, and all cases of those
-marked `few`; `sweep` selects them, too, with the examples of `quick`.
+marked `few`; `sweep` selects them, too, with as many examples as `quick`. `quick` and `ci` have the same examples in
+every run, so that a change is judged by itself; the others draw new ones.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _COMMON = {
     "deadline": None,  # two cores shared with a build: wall time says nothing
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("quick", max_examples=30, **_COMMON)
+settings.register_profile("quick", max_examples=30, derandomize=True, **_COMMON)
 settings.register_profile("sweep", max_examples=30, **_COMMON)
-settings.register_profile("ci", max_examples=60, print_blob=True, **_COMMON)
+settings.register_profile("ci", max_examples=60, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("nightly", max_examples=NIGHTLY_EXAMPLES, print_blob=True, **_COMMON)
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick")

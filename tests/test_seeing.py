@@ -102,6 +102,8 @@ def test_ticks_are_round() -> None:
     assert drawing.ticks(0, 9) == [0, 5] and drawing.ticks(0, 0.1) == pytest.approx([0, 0.05, 0.1])
     assert drawing.ticks(0, 70 << 20, base=2) == [0, 32 << 20, 64 << 20]
     assert drawing.ticks(3, 3) == [3]
+    low, high = 122244824876.0, 122244824876.0 + 2**-14  # four floats apart
+    assert all(low <= value <= high for value in drawing.ticks(low, high))
 
 
 SPANS = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.2)).map(lambda at: (at[0], at[0] + at[1], "x")), max_size=30)

@@ -51,8 +51,9 @@ def ticks(low: float, high: float, count: int = 4, *, base: float = 10.0) -> lis
     step = next((power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999), power * 10)
     if base == 2:
         step = power if power >= rough * 0.999 else power * 2
-    first = math.ceil(low / step - 1e-9)
-    return [step * number for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    first, slack = math.ceil(low / step - 1e-9), (high - low) * 1e-6
+    found = [step * number for number in range(first, math.floor(high / step + 1e-9) + 1)]
+    return [value for value in found if low - slack <= value <= high + slack] or [low]
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
