@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -393,6 +394,30 @@ def test_urgent_reads_come_first() -> None:
         spend(10.0)
         assert [ticket.end for ticket in tickets] == [2.25, 3.25, 1.25]
         disk.close()
+
+
+def test_a_thread_that_begins_behind_the_clocks_end_acts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, late, acted = threading.Event(), list[threading.Thread](), list[str]()
+
+    class Late(threading.Thread):
+        def start(self) -> None:
+            late.append(self)
+            super().start()
+
+        def run(self) -> None:
+            begin.wait(60.0)
+            super().run()
+
+    with clock(COSTS, dry=True), monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Late)
+        Actor("late", lambda actor: acted.append(actor.name))
+    with clock(COSTS, dry=True):
+        other = Actor("other", lambda actor: acted.append(actor.name))
+        begin.set()
+        late[0].join(60.0)
+        assert not late[0].is_alive() and not acted
+        other.join()
+    assert acted == ["other"]
 
 
 def test_an_actor_sleeps_until_it_is_woken() -> None:

@@ -71,9 +71,9 @@ void Clock::start(const Costs& costs, bool dry) {
     dry_ = dry;
     on_ = true;
     static auto* former = new std::vector<std::unique_ptr<Actor>>;  // a thread may still wait in one
-    for (auto& actor : actors_) former->push_back(std::move(actor));
+    for (auto& [number, actor] : actors_) former->push_back(std::move(actor));
     actors_.clear();
-    actors_.push_back(std::make_unique<Actor>());
+    actors_[0] = std::make_unique<Actor>();
     actors_[0]->name = "host";
     actors_[0]->wakes = 0;
     running_ = 0;
@@ -91,8 +91,8 @@ Clock::Actor& Clock::self() { return *actors_.at(simulated::acting); }
 
 int Clock::earliest() const {
     int found = simulated::acting;
-    for (int i = 0; i < int(actors_.size()); ++i)
-        if (actors_[i]->wakes < actors_[found]->wakes) found = i;
+    for (auto& [number, actor] : actors_)
+        if (actor->wakes < actors_.at(found)->wakes) found = number;
     return found;
 }
 
@@ -101,7 +101,7 @@ void Clock::hand_on(std::unique_lock<std::mutex>& lock) {
     if (next == me && actors_[me]->wakes < NEVER) return;
     if (actors_[next]->wakes == NEVER) {
         std::string text = "clock: everybody waits:";
-        for (auto& actor : actors_)
+        for (auto& [number, actor] : actors_)
             if (!actor->ended && !actor->segments.empty())
                 text += " " + actor->name + " for " + actor->segments.back().what + ";";
         throw std::runtime_error(text);
@@ -157,26 +157,29 @@ double Clock::sleep(double until, const std::string& what) {
     return actor.now;
 }
 
-void Clock::wake(int index) {
+void Clock::wake(int number) {
     std::lock_guard lock(mutex_);
-    Actor& actor = *actors_.at(index);
+    Actor& actor = *actors_.at(number);
     actor.wakes = std::max(actor.now, std::min(actor.wakes, self().now));
 }
 
 int Clock::add_actor(const std::string& name) {
     std::lock_guard lock(mutex_);
-    actors_.push_back(std::make_unique<Actor>());
-    actors_.back()->name = name;
-    actors_.back()->now = self().now;
-    return int(actors_.size()) - 1;
+    auto& added = actors_[++last_number_] = std::make_unique<Actor>();
+    added->name = name;
+    added->now = self().now;
+    return last_number_;
 }
 
-void Clock::enter(int index) {
+bool Clock::enter(int number) {
     Unlocked unlocked;
     std::unique_lock lock(mutex_);
-    simulated::acting = index;
-    actors_[index]->turn.wait(lock, [&] { return running_ == index; });
+    auto found = actors_.find(number);
+    if (found == actors_.end()) return false;
+    simulated::acting = number;
+    found->second->turn.wait(lock, [&] { return running_ == number; });
     self().now = self().wakes;
+    return true;
 }
 
 void Clock::leave() {

@@ -73,8 +73,10 @@ class Clock {
     void wake(int actor);                                 // at the caller's time
 
     int add_actor(const std::string& name);  // asleep; 0 is the host
-    void enter(int actor);                   // the calling thread is that one from now on; waits for its turn
-    void leave();                            // it has ended
+    // The calling thread is that one from now on; waits for its turn.  False where the clock has started anew
+    // since.
+    bool enter(int actor);
+    void leave();  // it has ended
 
     double now();
     int acting() const;
@@ -106,7 +108,9 @@ class Clock {
     std::mutex mutex_;
     bool on_ = false, dry_ = false, keep_ = false;
     Costs costs_;
-    std::vector<std::unique_ptr<Actor>> actors_;
+    std::map<int, std::unique_ptr<Actor>>
+        actors_;  // by number, which none of a former clock has, but for the host
+    int last_number_ = 0;
     int running_ = 0;
     std::vector<Record> records_;
     Seconds waits_;

@@ -285,7 +285,8 @@ class Actor:
         self._thread.join()
 
     def _run(self) -> None:
-        self._core.enter(self._number)
+        if not self._core.enter(self._number):
+            return  # the thread has begun behind the clock's end
         try:
             self._work(self)
         finally:

@@ -71,7 +71,7 @@ void add_clock(py::module_& m) {
     m.def("wake", [](int actor) { the_clock().wake(actor); });
     m.def("acting", [] { return the_clock().acting(); });
     m.def("add_actor", [](const std::string& name) { return the_clock().add_actor(name); });
-    m.def("enter", [](int actor) { the_clock().enter(actor); });
+    m.def("enter", [](int actor) { return the_clock().enter(actor); });
     m.def("leave", [] { the_clock().leave(); });
     m.def("is_dry", [] { return the_clock().dry(); });
     m.def("note", [](const std::string& lane, const std::string& name, uint64_t bytes, double begin,
