@@ -47,7 +47,7 @@ class Decision:
         self._config = config
         self._life = life
         self._is_open = config.activations == "auto"
-        self._passes = 0  # that were seen, on all ranks alike
+        self._passes = 0  # micro-batches of the steps that were made, on all ranks alike
         self._buffers = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
 
     def plan(self) -> Plan:
@@ -58,7 +58,7 @@ class Decision:
         return plan.with_activations(None if first is None else first.moved, self.told)
 
     def decide(self) -> None:
-        """Decide if that is still to be done, and a micro-batch has been seen; all ranks call this in one order."""
+        """Decide if that is still to be done, and enough micro-batches were seen; all ranks call this in one order."""
         self._passes += self._config.gradient_accumulation_steps
         if not self._is_open or self._passes < PASSES_SEEN:
             return
