@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.memory.arena import Arena, HostArena, view_at
+from offload.memory.arena import Arena, HostArena
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuDevice
 from offload.planning.asked import Homes, Request
@@ -104,10 +104,11 @@ class FakeBinder:
         self.bound: dict[int, torch.UntypedStorage] = {}
         self._views: dict[int, list[torch.Tensor]] = {}
 
-    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
+    def bind(self, unit: Unit, address: int, views: Sequence[torch.Tensor]) -> None:
         assert unit.index not in self.bound
-        self.bound[unit.index] = storage
-        self._views[unit.index] = [view_at(storage, torch.uint8, 0, (1,)) for _ in unit.slots]
+        self.bound[unit.index] = views[0].untyped_storage()
+        assert self.bound[unit.index].data_ptr() == address
+        self._views[unit.index] = [view.detach() for view in views]
 
     def unbind(self, unit: Unit) -> None:
         del self.bound[unit.index], self._views[unit.index]

@@ -40,7 +40,7 @@ from offload.shards.backward_updates import BackwardUpdates
 from offload.shards.manager import Manager
 from offload.shards.shard import State
 from offload.shards.stream import ALL_STATES, Chunk
-from offload.shards.working_set import Fetch
+from offload.shards.working_set import Came
 from swap import SwapError
 from swap.io.faults import Fault, FaultTarget
 
@@ -178,7 +178,7 @@ def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other
         fourth = bench.manager.copies.of(3, Role.PARAM)
         wanted = () if required else bench.early.wanted_here()
         found = bench.manager.working.start_fetch(fourth, uses, required=required, wanted=wanted)
-        assert found is Fetch.STARTED
+        assert found.came is Came.STARTED
         assert [index for index in range(UNITS) if index not in bench.manager.working] == [gone]
         bench.manager.copies.wait(fourth)
         bench.manager.working.wait_for_fetch(fourth)

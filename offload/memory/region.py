@@ -23,12 +23,14 @@ class Region:
     Attributes:
         size_bytes: present size, at most the buffer's.
         used_bytes: handed out now.
+        layout: a number that is the same where the same owners have the same blocks, in a region of the same size.
     """
 
     def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
         self.size_bytes = buffer.size_bytes
         self.used_bytes = 0
+        self.layout = hash(buffer.size_bytes)
         self._blocks: list[tuple[int, int, int]] = []  # offset, size, owner
         self._block_of: dict[int, tuple[int, int, int]] = {}  # the same by owner
 
@@ -60,6 +62,7 @@ class Region:
         """Let the region end at `size_bytes`; returns the part by which it has grown or shrunk."""
         assert self.end_bytes <= size_bytes <= self.largest_bytes, (self.end_bytes, size_bytes, self.largest_bytes)
         before, self.size_bytes = self.size_bytes, size_bytes
+        self.layout ^= hash(before) ^ hash(size_bytes)
         return self._part(min(before, size_bytes), abs(size_bytes - before))
 
     def owners(self) -> list[int]:
@@ -89,9 +92,10 @@ class Region:
             offset = gaps[-1][1] - size_bytes
         else:
             offset = gaps[0][0]
-        self._block_of[owner] = offset, size_bytes, owner
-        bisect.insort(self._blocks, self._block_of[owner])
+        self._block_of[owner] = block = offset, size_bytes, owner
+        bisect.insort(self._blocks, block)
         self.used_bytes += size_bytes
+        self.layout ^= hash(block)
         return self._part(offset, size_bytes)
 
     def free(self, owner: int) -> None:
@@ -100,12 +104,14 @@ class Region:
         block = self._block_of.pop(owner)
         self._blocks.remove(block)
         self.used_bytes -= block[1]
+        self.layout ^= hash(block)
 
     def hand_over(self, owner: int, heir: int) -> None:
         """Let the buffer of `owner` belong to `heir` from now on."""
         assert heir not in self._block_of, heir
         offset, size, _ = block = self._block_of.pop(owner)
-        self._block_of[heir] = self._blocks[self._blocks.index(block)] = offset, size, heir
+        self._block_of[heir] = self._blocks[self._blocks.index(block)] = inherited = offset, size, heir
+        self.layout ^= hash(block) ^ hash(inherited)
 
     def pack(self, movable: Callable[[int], bool]) -> list[tuple[int, Buffer, Buffer]]:
         """Move blocks to the low end, in address order, so that the gaps become one as far as possible.
@@ -124,6 +130,8 @@ class Region:
                 offset = end
             blocks.append((offset, size, owner))
             end = offset + size
+        for block in (*self._blocks, *blocks):
+            self.layout ^= hash(block)
         self._blocks = blocks
         self._block_of = {block[2]: block for block in blocks}
         return moves

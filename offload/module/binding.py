@@ -13,7 +13,7 @@ Asks nobody: :mod:`offload.shards.working_set` says when a unit comes and goes. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import nn
 
 from offload.errors import ConfigError, StateError
 from offload.labels import labelled
-from offload.memory.arena import views_at
 from offload.module.absent import Absent, absent_class
 from offload.planning.partition import UnitTree, Wrapper
 from offload.planning.units import Unit, Where
@@ -59,38 +58,37 @@ class Binding:
         self._lent = [0] * len(tree.units)  # to those who use a unit's parameters now
         self._bases: dict[int, int] = {}
         self._base_of: dict[int, int] = {}
-        self._places = [[(slot.offset_numel, slot.shape) for slot in unit.slots] for unit in tree.units]
         self._bound: dict[int, list[tuple[int, int]]] = {}  # what _look returned when the unit was bound
         self._away: dict[int, list[tuple[int, int]]] = {}  # the same of units whose parameters are stand-ins
 
     # --- coming and going -------------------------------------------------------------------------------------------
 
     @labelled("bind")
-    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
-        """Let the unit's parameters view `storage`."""
+    def bind(self, unit: Unit, address: int, views: Sequence[torch.Tensor]) -> None:
+        """Let the unit's parameters be what `views` view, one each: the unit's bytes begin at `address`."""
+        index, away = unit.index, self._away.pop(unit.index, None)
         with no_functions():
-            away = self._away.pop(unit.index, None)
-            if away is not None and (found := self._seen(unit.index)) != away:
-                self._note_rebound(unit, away, found)
-            views = views_at(storage, self.dtypes[unit.index], self._places[unit.index])
-            for parameter, view in zip(self.tree.parameters[unit.index], views, strict=True):
-                parameter.data = view
-            self._bound[unit.index] = self._seen(unit.index)
-        base = storage.data_ptr()
-        self._bases[base] = unit.index
-        self._base_of[unit.index] = base
+            found = self._seen(index)
+            for parameter, view in zip(self.tree.parameters[index], views, strict=True):
+                parameter.data = view  # which does not count as a change
+            self._bound[index] = [(seen[0], view.data_ptr()) for seen, view in zip(found, views, strict=True)]
+        if away is not None and found != away:
+            self._note_rebound(unit, away, found)
+        self._bases[address] = index
+        self._base_of[index] = address
 
     def unbind(self, unit: Unit) -> None:
         """Let the unit's parameters be stand-ins."""
-        base = self._base_of.pop(unit.index, None)
-        self._bound.pop(unit.index, None)
-        self.rebound.pop(unit.index, None)
+        index, own = unit.index, self._stand_ins[unit.index]
+        base = self._base_of.pop(index, None)
+        self._bound.pop(index, None)
+        self.rebound.pop(index, None)
         if base is not None:
             del self._bases[base]
         with no_functions():
-            for parameter, own in zip(self.tree.parameters[unit.index], self._stand_ins[unit.index], strict=True):
-                parameter.data = own
-            self._away[unit.index] = self._seen(unit.index)
+            for parameter, stand in zip(self.tree.parameters[index], own, strict=True):
+                parameter.data = stand
+            self._away[index] = self._seen(index)
 
     def _note_rebound(self, unit: Unit, away: list[tuple[int, int]], found: list[tuple[int, int]]) -> None:
         """Note a parameter that is not the stand-in any more, or whose content was written to through an alias."""

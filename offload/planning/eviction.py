@@ -24,19 +24,16 @@ def who_gives_way(region: Region, schedule: Schedule, unit: int, *, required: bo
     return region.owners() if required else schedule.used_later(region.owners(), schedule.distance(unit))
 
 
-def who_may_leave(
-    region: Region, schedule: Schedule, later: Iterable[int], wanted_bytes: int, may_leave: Callable[[int], bool]
-) -> dict[int, int] | None:
+def who_may_leave(region: Region, schedule: Schedule, idle: Iterable[int], wanted_bytes: int) -> dict[int, int] | None:
     """Return the owners in `region` that may leave for a unit, the cheapest with the least number; None if too few may.
 
     Args:
         region: where working copies are; no gap in it is large enough.
         schedule: tells when units are used.
-        later: what :func:`who_gives_way` has returned.
+        idle: those of what :func:`who_gives_way` has returned that can be evicted now.
         wanted_bytes: of the unit's working copy.
-        may_leave: whether the working copy of an owner in the region can be evicted now; of no unit, it cannot.
     """
-    costs = {owner: -schedule.distance(owner) for owner in later if may_leave(owner)}
+    costs = {owner: -schedule.distance(owner) for owner in idle}
     return costs if region.free_bytes_without(costs) >= wanted_bytes else None
 
 

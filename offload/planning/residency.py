@@ -101,7 +101,7 @@ class _WorkingRegion:
         if placed is None:
             asked = (self._region, self._schedule, index)
             later = who_gives_way(*asked, required=required)
-            costs = who_may_leave(self._region, self._schedule, later, size, self._may_leave)
+            costs = who_may_leave(self._region, self._schedule, filter(self._may_leave, later), size)
             known = (*asked, self._sizes.__getitem__, costs)
             leaving = who_leaves(*known, required=required)
             packs = leaving is None

@@ -22,10 +22,12 @@ class Schedule:
 
     Attributes:
         order: the units of a step in the order in which it uses each first.
+        edition: another number whenever another trace is predicted.
     """
 
     def __init__(self, first_guess: list[int]) -> None:
         """Start from a guess, normally the units in model order and back."""
+        self.edition = 0
         self._recorded: list[int] = []
         self._position = 0  # grows beyond the trace, if nobody restarts
         self._next: dict[int, int] = {}  # per unit, the position of its next use
@@ -44,6 +46,11 @@ class Schedule:
     def coming(self, distance: int) -> int:
         """Return the unit that is used after `distance` further uses."""
         return self._trace[(self._position + distance) % len(self._trace)]
+
+    @property
+    def turn(self) -> int:
+        """Which use of the trace comes next: while the same trace is predicted, all distances follow from it."""
+        return self._position % len(self._trace) if self._trace else 0
 
     @property
     def position(self) -> int:
@@ -108,6 +115,7 @@ class Schedule:
     def _adopt(self, trace: list[int]) -> None:
         """Predict `trace`, again and again."""
         length = len(trace)
+        self.edition += 1
         self._trace = list(trace)
         self.order = tuple(dict.fromkeys(trace))
         self._twice = trace * 2

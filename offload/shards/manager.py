@@ -23,7 +23,6 @@ from offload.errors import ASLEEP, PARTS, BudgetError, RanksError, StateError
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import LeftToWhoNeedsIt
-from offload.planning.asked import LOOK_AHEAD
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
 from offload.planning.schedule import PREFETCH_WINDOW, Schedule, Schedules
@@ -35,20 +34,18 @@ from offload.shards.device_updates import DeviceUpdates
 from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.held import Held
 from offload.shards.leases import Access, Leases
+from offload.shards.prefetching import Prefetching
 from offload.shards.read_ahead import ReadAhead
 from offload.shards.rewritten import Rewritten
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, stream
 from offload.shards.tiers import Tiers
-from offload.shards.working_set import Binder, Fetch
+from offload.shards.working_set import Binder
 from offload.sizes import format_bytes
 from offload.stats import Counters
 from swap import SwapStore
 
 logger = logging.getLogger(__name__)
-
-FETCHES_AHEAD = 2  # from host memory, while the processor has updates to make
-PATIENCE = 4  # acquisitions of one unit after which room for a prefetch is looked for again
 
 
 class Manager:
@@ -127,13 +124,9 @@ class Manager:
         waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
         self.hides_parameters = streams_parameters or waits_for_updates
         self._is_asynchronous = not device.addressable  # compute: it uses a unit later than the host asks for it
-        self._prefetches = prefetch and streams_parameters
         self._is_sliced = plan.request.slices_parameters
         self._prefetching = LeftToWhoNeedsIt("prefetch")
-        self._no_room_at = (self.schedule, -1)  # where in which schedule a prefetch found no room
-        self._patience = 0
-        self._held_up: int | None = None  # a unit without room as long as others are on their way
-        self._staging_bytes = plan.staging_slots * plan.staging_slot_bytes
+        self._ahead_of_use = Prefetching(self.tiers, self.forward, self.backward, wanted=prefetch)
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -152,7 +145,7 @@ class Manager:
         if self._is_asynchronous:
             self.working.use(shard)
         lease = self.copies.lease(shard)  # prefetching must not evict what was asked for
-        if self._prefetches:
+        if self._ahead_of_use.active:
             try:
                 with self._prefetching:
                     self.prefetch()
@@ -200,7 +193,7 @@ class Manager:
         """Note that a training step has ended: what was used in it predicts the next one."""
         self._schedules.begin(training=True)
         self.schedule.restart()
-        self._patience = 0
+        self._ahead_of_use.try_again()
 
     def order_of_use(self) -> list[int]:
         """Return per unit its turn in the training step that begins next, as far as is known."""
@@ -211,48 +204,7 @@ class Manager:
 
     def prefetch(self, uses: int = PREFETCH_WINDOW) -> None:
         """Start fetching the units of the next `uses`, as far as units used later give way."""
-        if not self._prefetches:
-            return
-        schedule, params, start_fetch = self.schedule, self.copies.params, self.working.start_fetch
-        here = (schedule, schedule.position)
-        if here == self._no_room_at and self._patience:  # a unit has many modules: little has changed since the last
-            self._patience -= 1
-            return
-        last, wanted = schedule.last, self.backward.wanted_here()
-        in_use = [] if last is None else [last]
-        for index in schedule.upcoming(uses, within_step=self._is_sliced):
-            shard = params[index]
-            if shard.state is not State.STORED or shard.stays:
-                continue
-            if self._is_sliced and len(self.copies.in_flight(Role.PARAM)) >= LOOK_AHEAD:
-                return  # nothing else can be asked of the ranks before these have come
-            if not self._may_fetch(shard):
-                continue
-            if self.forward.active and self._is_far_ahead(shard):
-                return
-            found = start_fetch(shard, schedule, required=False, wanted=in_use + wanted)
-            if found is not Fetch.STARTED and wanted and schedule.distance(index) == 0:
-                found = start_fetch(shard, schedule, required=False, wanted=in_use)
-            if found is Fetch.STARTED:
-                continue
-            self._no_room_at, self._patience = here, PATIENCE - 1
-            self._held_up = index if found is Fetch.HELD_UP else None
-            return
-
-    def _is_far_ahead(self, shard: Shard) -> bool:
-        """Tell whether so much is on its way to the device that a unit can wait while updates are left to do.
-
-        The drive has to bring what they need, and copies from host memory leave the processor less of its bandwidth.
-        """
-        copies = self.copies
-        fetched = [other for other in copies.in_flight(Role.PARAM) if other.state is State.FETCHING]
-        if shard.home is Tier.NVME:
-            return sum(other.size_bytes for other in fetched if copies.is_late(other)) >= self._staging_bytes
-        return self._is_asynchronous and sum(copies.is_late(other) for other in fetched) >= FETCHES_AHEAD
-
-    def _may_fetch(self, shard: Shard) -> bool:
-        """Tell whether the home's content is of use on the device."""
-        return not shard.writing and (shard.unit.index not in self.forward or self.tiers.comes_before_update(shard))
+        self._ahead_of_use.look_ahead(self.schedule, uses)
 
     def _make_resident(self, shard: Shard) -> None:
         self.schedule.use(shard.unit.index)
@@ -288,7 +240,7 @@ class Manager:
 
     def _count_fetch(self, index: int) -> None:
         """Count a fetch that starts where the unit is used: a miss, unless one was asked for and had no room yet."""
-        if index == self._held_up:
+        if index == self._ahead_of_use.held_up:
             self.tiers.counters.stalls += 1
         else:
             self.tiers.counters.misses += 1
@@ -314,7 +266,7 @@ class Manager:
         """Make a unit's update, if it is due; returns whether a fetch had to be started for it, which is a miss."""
         index = shard.unit.index
         absent = shard.state is State.STORED and not shard.stays
-        missed = index in self.forward and absent and self._may_fetch(shard)
+        missed = index in self.forward and absent and self._ahead_of_use.may_fetch(shard)
         if missed:
             self._count_fetch(index)
             self.working.start_fetch(shard, self.schedule, required=True)
@@ -363,8 +315,8 @@ class Manager:
         """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
         settled = self.forward.settled
         self.forward.advance()
-        if self.forward.settled != settled and self._prefetches:
-            self._patience = 0  # what is home can leave, and what is updated can come
+        if self.forward.settled != settled and self._ahead_of_use.active:
+            self._ahead_of_use.try_again()  # what is home can leave, and what is updated can come
             with self._prefetching:
                 self.prefetch()
         if self.commits is not None:

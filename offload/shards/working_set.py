@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from offload.errors import BudgetError, InternalError, StateError
-from offload.memory.arena import Arena, Buffer
+from offload.memory.arena import Arena, Buffer, views_at
 from offload.memory.budget import Claim
 from offload.memory.region import Region
 from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
@@ -35,7 +35,7 @@ from offload.torch_private import storage_use_count
 _FILLED = (State.DIRTY, State.FLUSHING)  # what cannot leave before it is home
 
 
-class Fetch(Enum):
+class Came(Enum):
     """What became of a fetch that was asked for."""
 
     STARTED = "started"
@@ -43,11 +43,27 @@ class Fetch(Enum):
     NO_ROOM = "no room"
 
 
+class Fetch(NamedTuple):
+    """What became of a fetch, who has left for it, and whether that follows from the schedule and the places alone."""
+
+    came: Came
+    left: tuple[int, ...] = ()
+    certain: bool = False
+
+
+class Room(NamedTuple):
+    """A buffer for a working copy, None where there is none; the rest as of :class:`Fetch`."""
+
+    buffer: Buffer | None
+    left: tuple[int, ...] = ()
+    certain: bool = False
+
+
 class Binder(Protocol):
     """Makes parameters see their bytes."""
 
-    def bind(self, unit: Unit, storage: torch.UntypedStorage) -> None:
-        """Let the unit's parameters view `storage`."""
+    def bind(self, unit: Unit, address: int, views: Sequence[torch.Tensor]) -> None:
+        """Let the unit's parameters be what `views` view, one each: the unit's bytes begin at `address`."""
 
     def unbind(self, unit: Unit) -> None:
         """Let the unit's parameters be stand-ins without memory."""
@@ -58,14 +74,38 @@ class Binder(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class Residency:
-    """A unit's parameters on the device: their storage, and how many references are its own and the binding's."""
+    """A unit's parameters on the device.
 
+    Attributes:
+        address: of the bytes.
+        storage: over them.
+        views: of the storage, one for each parameter.
+        own_references: how many of the storage's are its own, those of the views, and the binding's.
+    """
+
+    address: int
     storage: torch.UntypedStorage
-    own_references: int
+    views: list[torch.Tensor]
+    own_references: int = 0
+
+    @classmethod
+    def at(cls, buffer: Buffer, arena: Arena, unit: Unit) -> Residency:
+        """Return that of a unit whose bytes are in a buffer of an arena."""
+        storage = arena.storage(buffer)
+        places = [(slot.offset_numel, slot.shape) for slot in unit.slots]
+        return cls(buffer.address, storage, views_at(storage, getattr(torch, unit.dtype), places))
 
     def borrowed(self) -> bool:
         """Tell whether a tensor other than the parameters still views the bytes."""
         return storage_use_count(self.storage) > self.own_references
+
+    def note_bound(self, borrowers: int = 0) -> None:
+        """Note that the parameters view the bytes, beside references of others."""
+        self.own_references = storage_use_count(self.storage) - borrowers
+
+    def note_unbound(self) -> None:
+        """Note that the parameters view them no more."""
+        self.own_references = 1 + len(self.views)
 
 
 class WorkingSet:
@@ -105,6 +145,7 @@ class WorkingSet:
         self._mover = mover
         self._binder = binder
         self._residency: dict[int, Residency] = {}
+        self._last: dict[int, Residency] = {}  # of units that have left: most come to the same place again
         self._used: set[int] = set()  # units of which somebody may still have a lease or a view
         self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
         self._reclaim = reclaim
@@ -139,24 +180,41 @@ class WorkingSet:
             wanted: units that must not leave for one that is not.
 
         Returns:
-            Whether it was started: it was where it is `required`.
+            What became of it: it was started where it is `required`.
 
         Raises:
             BudgetError: there is no room and it is `required`.
             swap.SwapError: an I/O error.
         """
-        buffer = self._copies.allocate(shard)
-        if buffer is None and required:
-            buffer = self._require_room(shard, schedule)
-        elif buffer is None:
-            later = self._gives_way(shard, schedule)
+        room = Room(self._copies.allocate(shard), certain=True)
+        if room.buffer is None and required:
+            room = Room(self._require_room(shard, schedule))
+        elif room.buffer is None:
+            later, certain = self._gives_way(shard, schedule, wanted)
             if not later and not self._is_free(shard.work_bytes):
-                return Fetch.NO_ROOM
-            buffer = self._find_room(shard, schedule, later, wanted)
-            if buffer is None:
-                return Fetch.HELD_UP if self._is_held_up(shard, schedule, later) else Fetch.NO_ROOM
-        self._copies.start_fetch(shard, buffer, functools.partial(self._start, shard, buffer, urgent=required))
-        return Fetch.STARTED
+                return Fetch(Came.NO_ROOM, certain=certain)
+            room = self._find_room(shard, schedule, later, wanted)
+            if room.buffer is None:
+                held_up = self._is_held_up(shard, schedule, later)
+                return Fetch(Came.HELD_UP if held_up else Came.NO_ROOM, certain=certain and room.certain)
+            room = room._replace(certain=certain and room.certain)
+        assert room.buffer is not None
+        self._start_in(shard, room.buffer, urgent=required)
+        return Fetch(Came.STARTED, room.left, room.certain)
+
+    def fetch_again(self, shard: Shard, left: Sequence[int]) -> bool:
+        """Start to bring PARAM to where it came before, when the same units were here: for it, the same ones leave.
+
+        Returns:
+            Whether it was started: they may leave.
+        """
+        if not all(map(self._is_idle, left)):
+            return False
+        self._start_in(shard, self._evict_for(shard, left), urgent=False)
+        return True
+
+    def _start_in(self, shard: Shard, buffer: Buffer, *, urgent: bool) -> None:
+        self._copies.start_fetch(shard, buffer, functools.partial(self._start, shard, buffer, urgent=urgent))
 
     def _start(self, shard: Shard, buffer: Buffer, *, urgent: bool) -> Transfer:
         """Start to bring a unit to `buffer` on the device: from its home, or from all ranks."""
@@ -184,7 +242,8 @@ class WorkingSet:
             return False
         buffer = self._copies.allocate(shard)
         if buffer is None:
-            buffer = self._find_room(shard, schedule, self._gives_way(shard, schedule), ())
+            later, _ = self._gives_way(shard, schedule, ())
+            buffer = self._find_room(shard, schedule, later, ()).buffer
         if buffer is None:
             return False
         self._copies.begin_in(shard, buffer)
@@ -231,10 +290,14 @@ class WorkingSet:
 
     def bind(self, shard: Shard, buffer: Buffer) -> None:
         """Let the unit's parameters view `buffer`."""
-        storage = self._arena.storage(buffer)
-        if shard.unit.index not in self._hidden:
-            self._binder.bind(shard.unit, storage)
-        self._residency[shard.unit.index] = Residency(storage, storage_use_count(storage))
+        index = shard.unit.index
+        residency = self._last.pop(index, None)
+        if residency is None or residency.address != buffer.address or residency.borrowed():
+            residency = Residency.at(buffer, self._arena, shard.unit)
+        if index not in self._hidden:
+            self._binder.bind(shard.unit, residency.address, residency.views)
+        residency.note_bound()
+        self._residency[index] = residency
 
     def hide(self, shard: Shard) -> None:
         """Let the unit's parameters be stand-ins until :meth:`show`: what is on the device is of before a step.
@@ -250,7 +313,7 @@ class WorkingSet:
         residency = self._residency.get(index)
         if residency is not None:
             self._binder.unbind(shard.unit)
-            residency.own_references = 1
+            residency.note_unbound()
         self._hidden.add(index)
 
     def hides(self, index: int) -> bool:
@@ -262,9 +325,9 @@ class WorkingSet:
         self._hidden.discard(shard.unit.index)
         residency = self._residency.get(shard.unit.index)
         if residency is not None:
-            borrowed = storage_use_count(residency.storage) - residency.own_references
-            self._binder.bind(shard.unit, residency.storage)
-            residency.own_references = storage_use_count(residency.storage) - borrowed
+            borrowers = storage_use_count(residency.storage) - residency.own_references
+            self._binder.bind(shard.unit, residency.address, residency.views)
+            residency.note_bound(borrowers)
 
     def read_again(self, shard: Shard, deadline_s: float) -> None:
         """Let a working copy be what its home holds, whatever somebody has written to it."""
@@ -315,6 +378,7 @@ class WorkingSet:
     def close(self) -> list[Callable[[], bool]]:
         """Unbind everything; returns what tells of each unit that somebody still views whether that is so."""
         left = [self._unbind(self._copies.params[index]) for index in list(self._residency)]
+        self._last.clear()
         return [residency.borrowed for residency in left if residency.borrowed()]
 
     def check(self) -> None:
@@ -376,6 +440,7 @@ class WorkingSet:
                 self.evict(copies.params[index])
         if Role.PARAM in copies.regions:
             copies.sweep(Role.PARAM)
+        self._last.clear()
         return at_home
 
     def come_back(self, at_home: Iterable[int]) -> None:
@@ -462,8 +527,8 @@ class WorkingSet:
         if shard.unit.index not in self._hidden:
             self._binder.unbind(shard.unit)
         self._used.discard(shard.unit.index)
-        residency = self._residency.pop(shard.unit.index)
-        residency.own_references = 1  # its own
+        residency = self._last[shard.unit.index] = self._residency.pop(shard.unit.index)
+        residency.note_unbound()
         return residency
 
     def _refuse_change(self, unit: Unit) -> None:
@@ -474,36 +539,42 @@ class WorkingSet:
                 "inside engine.gather(parameter, modify=True)"
             )
 
-    def _gives_way(self, shard: Shard, schedule: Schedule) -> list[int]:
-        """Return who is used later than a unit for which there is no room, and not by anybody now."""
+    def _gives_way(self, shard: Shard, schedule: Schedule, wanted: Container[int]) -> tuple[list[int], bool]:
+        """Return who is used later than a unit for which there is no room, and not by anybody now.
+
+        And whether all those who are in use are `wanted`.
+        """
+        params = self._copies.params
         later = who_gives_way(self._copies.regions[Role.PARAM], schedule, shard.unit.index, required=False)
-        return [owner for owner in later if owner >= 0 and not self._copies.params[owner].readers]
+        free = [owner for owner in later if owner >= 0 and not params[owner].readers]
+        certain = len(free) == len(later) or all(owner in wanted for owner in later if owner not in free)
+        return free, certain
 
     def _is_free(self, size_bytes: int) -> bool:
         """Tell whether so much is free, in however many pieces."""
         return self._copies.regions[Role.PARAM].free_bytes_without(()) >= size_bytes
 
-    def _find_room(
-        self, shard: Shard, schedule: Schedule, later: Collection[int], wanted: Container[int]
-    ) -> Buffer | None:
-        """Find a working buffer, evicting what is used `later` and not `wanted`; None where that is not possible."""
+    def _find_room(self, shard: Shard, schedule: Schedule, later: Collection[int], wanted: Container[int]) -> Room:
+        """Find a working buffer, evicting what is used `later` and not `wanted`."""
         region = self._copies.regions[Role.PARAM]
         choose = functools.partial(who_leaves, region, schedule, shard.unit.index, self._work_bytes, required=False)
-
-        def may_leave(owner: int) -> bool:
-            return owner not in wanted and self._is_idle(owner)
-
-        window = choose(able := who_may_leave(region, schedule, later, shard.work_bytes, may_leave))
+        rest = [owner for owner in later if owner not in wanted]
+        idle = [owner for owner in rest if self._is_idle(owner)]
+        certain = len(idle) == len(rest)
+        window = choose(able := who_may_leave(region, schedule, idle, shard.work_bytes))
         if window is None:
             arrived = [] if shard.is_sliced else self._bind_arrived()
             if any(owner in later for owner in arrived):
-                window = choose(able := who_may_leave(region, schedule, later, shard.work_bytes, may_leave))
+                idle = [owner for owner in rest if self._is_idle(owner)]
+                window = choose(able := who_may_leave(region, schedule, idle, shard.work_bytes))
         if window is not None:
-            return self._evict_for(shard, window)
-        if able is None or not all(map(self._is_movable, region.owners())):
-            return None
+            return Room(self._evict_for(shard, window), tuple(window), certain)
         leaving = choose(able, packs=True)
-        return None if leaving is None else self._compact(region, shard, leaving)
+        if leaving is None:
+            return Room(None, certain=certain)
+        if not all(map(self._is_movable, region.owners())):
+            return Room(None)
+        return Room(self._compact(region, shard, leaving))
 
     def _require_room(self, shard: Shard, schedule: Schedule) -> Buffer:
         """Find a working buffer, evicting anything that may leave.
@@ -516,7 +587,7 @@ class WorkingSet:
         choose = functools.partial(who_leaves, region, schedule, shard.unit.index, self._work_bytes, required=True)
 
         def costs() -> dict[int, int] | None:
-            return who_may_leave(region, schedule, region.owners(), shard.work_bytes, self._is_idle)
+            return who_may_leave(region, schedule, filter(self._is_idle, region.owners()), shard.work_bytes)
 
         window = choose(able := costs())
         if window is None:
@@ -560,7 +631,7 @@ class WorkingSet:
             return self._copies.params[owner].state in (*_FILLED, State.FETCHING)
 
         region = self._copies.regions[Role.PARAM]
-        costs = who_may_leave(region, schedule, later, shard.work_bytes, may_leave)
+        costs = who_may_leave(region, schedule, filter(may_leave, later), shard.work_bytes)
         known = (region, schedule, shard.unit.index, self._work_bytes, costs)
         return who_leaves(*known, required=False, packs=True) is not None
 
