@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from typing import Any
 
@@ -297,13 +298,18 @@ class RegionMachine(RuleBasedStateMachine):
         super().__init__()
         self.region = Region(Buffer(Tier.DEVICE, 1 << 30, 5 * PAGE, self.PAGES * PAGE))
         self.held: dict[int, Buffer] = {}
-        self.next = 0
         self.pages = self.PAGES
+        self.layouts: dict[int, object] = {}
+        self.numbers: dict[object, int] = {}
+
+    @property
+    def next(self) -> int:
+        """The least number that owns nothing: layouts come back."""
+        return next(owner for owner in itertools.count() if owner not in self.held)
 
     def _taken(self, buffer: Buffer, size: int) -> None:
         assert buffer.size_bytes == -(-size // PAGE) * PAGE
         self.held[self.next] = buffer
-        self.next += 1
 
     def _pages(self, buffer: Buffer) -> set[int]:
         first = (buffer.offset_bytes - 5 * PAGE) // PAGE
@@ -363,6 +369,19 @@ class RegionMachine(RuleBasedStateMachine):
         assert buffer is not None
         self._taken(buffer, size)
 
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def hand_over(self, data: st.DataObject) -> None:
+        owner, heir = data.draw(st.sampled_from(sorted(self.held))), self.next
+        self.region.hand_over(owner, heir)
+        self.held[heir] = self.held.pop(owner)
+
+    @rule(fixed=st.sets(st.integers(0, 9), max_size=2))
+    def pack(self, fixed: set[int]) -> None:
+        for owner, source, target in self.region.pack(lambda owner: owner not in fixed):
+            assert owner not in fixed and self.held[owner] == source and target.address < source.address
+            self.held[owner] = target
+
     @rule(pages=st.integers(9, 16))
     def resize(self, pages: int) -> None:
         """What lies beyond the new end must have gone; all room below it is still found."""
@@ -382,6 +401,12 @@ class RegionMachine(RuleBasedStateMachine):
     def free_nothing(self, owner: int) -> None:
         with pytest.raises(AssertionError, match=str(owner)):
             self.region.free(owner)
+
+    @invariant()
+    def a_layout_has_one_number(self) -> None:
+        now = self.pages, tuple(sorted((owner, b.address, b.size_bytes) for owner, b in self.held.items()))
+        assert self.layouts.setdefault(self.region.layout, now) == now
+        assert self.numbers.setdefault(now, self.region.layout) == self.region.layout
 
     @invariant()
     def blocks_are_disjoint_sorted_and_inside(self) -> None:

@@ -32,11 +32,13 @@ class _Choice:
     Attributes:
         fetches: units that were fetched, each with those that left for it.
         ended: one more had no room.
+        bound: what had arrived was bound, in search of it.
         certain: the same would be done wherever the same use finds the same units in the same places.
     """
 
     fetches: list[tuple[Shard, tuple[int, ...]]] = dataclasses.field(default_factory=list)
     ended: bool = False
+    bound: bool = False
     certain: bool = True
 
 
@@ -111,7 +113,10 @@ class Prefetching:
         key = (schedule.turn, schedule.last, self._copies.regions[Role.PARAM].layout, uses)
         known = choices.made.get(key)
         if known is not None and all(self._fetches_again(shard, left) for shard, left in known.fetches):
-            self.held_up = None
+            if known.bound:
+                self._working.bind_arrived()
+            if known.ended:
+                self.held_up = None
             return known.ended
         choice = self._choose(schedule, uses, [])
         if known is not None:  # it does not fit any more, or a part of it was done just now
@@ -147,7 +152,7 @@ class Prefetching:
                 choice.fetches.append((shard, found.left))
                 continue
             self.held_up = index if found.came is Came.HELD_UP else None
-            choice.ended = True
+            choice.ended, choice.bound = True, found.bound
             break
         return choice
 

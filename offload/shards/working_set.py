@@ -44,11 +44,19 @@ class Came(Enum):
 
 
 class Fetch(NamedTuple):
-    """What became of a fetch, who has left for it, and whether that follows from the schedule and the places alone."""
+    """What became of a fetch.
+
+    Attributes:
+        came: whether it was started.
+        left: units that have left for it.
+        certain: this follows from the schedule and the places alone.
+        bound: what had arrived was bound, in search of room.
+    """
 
     came: Came
     left: tuple[int, ...] = ()
     certain: bool = False
+    bound: bool = False
 
 
 class Room(NamedTuple):
@@ -196,7 +204,8 @@ class WorkingSet:
             room = self._find_room(shard, schedule, later, wanted)
             if room.buffer is None:
                 held_up = self._is_held_up(shard, schedule, later)
-                return Fetch(Came.HELD_UP if held_up else Came.NO_ROOM, certain=certain and room.certain)
+                came = Came.HELD_UP if held_up else Came.NO_ROOM
+                return Fetch(came, certain=certain and room.certain, bound=True)
             room = room._replace(certain=certain and room.certain)
         assert room.buffer is not None
         self._start_in(shard, room.buffer, urgent=required)
@@ -287,6 +296,15 @@ class WorkingSet:
         with LeftToWhoNeedsIt("prefetch"):
             self.wait_for_fetch(shard)
         self._copies.forgive(shard)
+
+    def bind_arrived(self) -> list[int]:
+        """Bind the copies that nobody has waited for and that have arrived, so that they can leave; return which."""
+        copies = self._copies
+        fetched = [shard for shard in copies.in_flight(Role.PARAM) if shard.state is State.FETCHING]
+        arrived = [shard for shard in fetched if not copies.is_late(shard)]
+        for shard in arrived:
+            self.wait_for_prefetch(shard)
+        return [shard.unit.index for shard in arrived]
 
     def bind(self, shard: Shard, buffer: Buffer) -> None:
         """Let the unit's parameters view `buffer`."""
@@ -563,7 +581,7 @@ class WorkingSet:
         certain = len(idle) == len(rest)
         window = choose(able := who_may_leave(region, schedule, idle, shard.work_bytes))
         if window is None:
-            arrived = [] if shard.is_sliced else self._bind_arrived()
+            arrived = [] if shard.is_sliced else self.bind_arrived()
             if any(owner in later for owner in arrived):
                 idle = [owner for owner in rest if self._is_idle(owner)]
                 window = choose(able := who_may_leave(region, schedule, idle, shard.work_bytes))
@@ -649,15 +667,6 @@ class WorkingSet:
         if residency is None or residency.borrowed():
             return False
         return self._copies.params[owner].state is State.RESIDENT
-
-    def _bind_arrived(self) -> list[int]:
-        """Bind the copies that nobody has waited for and that have arrived, so that they can leave; return which."""
-        copies = self._copies
-        fetched = [shard for shard in copies.in_flight(Role.PARAM) if shard.state is State.FETCHING]
-        arrived = [shard for shard in fetched if not copies.is_late(shard)]
-        for shard in arrived:
-            self.wait_for_prefetch(shard)
-        return [shard.unit.index for shard in arrived]
 
     def _compact(self, region: Region, shard: Shard, leaving: Iterable[int]) -> Buffer | None:
         """Make one gap: evict those that are `leaving`, and move the rest together, leased ones, too."""
