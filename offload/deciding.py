@@ -89,7 +89,9 @@ class Decision:
         computed_s = max(passed.seconds - passed.moving_s - passed.waited_s, 0.0)
         forward_s, backward_s = computed_s * _FORWARD_SHARE, computed_s * (1 - _FORWARD_SHARE)
         repeated_s = forward_s * share_of_blocks(self._model)
-        hardware = self._hardware()
+        hardware, moved = self._hardware(), passed.moved
+        if plan.request.device_is_host:  # copies have taken a part of `moving_s`
+            moved = {link: size for link, size in moved.items() if link.startswith("nvme")}
 
         def step_s(plan: Plan, backward_s: float) -> float:
             work = Work({}, {}, 0, 0, 0, (forward_s, backward_s))
@@ -98,7 +100,7 @@ class Decision:
             return timing_of(plan, work, hardware, micro_batches=steps, clips=clips).step_s
 
         return {
-            OFFLOAD: step_s(plan.with_activations(passed.moved), backward_s + passed.moving_s),
+            OFFLOAD: step_s(plan.with_activations(moved), backward_s + passed.moving_s),
             RECOMPUTE: step_s(plan, backward_s + repeated_s),
         }
 

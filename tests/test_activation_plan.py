@@ -141,6 +141,19 @@ def test_seconds_of_links_count_what_leaves_and_comes_back(tmp_path: Path) -> No
     assert seconds == pytest.approx(added["d2h"] / DESKTOP.d2h_bytes_s)
 
 
+def test_the_threads_of_a_cpu_copy_instead_of_computing(tmp_path: Path) -> None:
+    found = forecast(tmp_path, **room("512KiB", "8MiB"))
+    assert found.work is not None and found.plan.request.device_is_host
+    added = found.plan.activation_step_bytes
+    work = dataclasses.replace(found.work, measured_s=(1.0, 2.0))
+    kept = dataclasses.replace(found.plan, activation_step_bytes={})
+    kept_s, moving_s = (
+        timing_of(plan, work, DESKTOP, micro_batches=2, clips=False).seconds["compute"] for plan in (kept, found.plan)
+    )
+    copied = 2 * (added["d2h"] + added["h2d"])  # of both micro-batches
+    assert copied > 0 and moving_s - kept_s == pytest.approx(2 * copied / DESKTOP.host_bytes_s)  # read, and written
+
+
 def test_every_micro_batch_moves_them(tmp_path: Path) -> None:
     found = forecast(tmp_path, hardware="desktop", **room("512KiB", "8MiB"))
     assert found.work is not None
@@ -350,7 +363,7 @@ def on_rank(rank: int, stage: int, path: Path) -> tuple[list[str], dict[str, byt
     deciding._rate = lambda link, otherwise: 1e6  # type: ignore[assignment]
     told, found = [], []
     for mode in ("keep", "auto"):
-        given = auto(path) | {"activations": mode, "threads": 1, "activation_memory": "2MiB"}
+        given = auto(path) | room("64KiB", "8MiB") | {"activations": mode, "threads": 1, "activation_memory": "2MiB"}
         if mode == "keep":
             given = {name: value for name, value in given.items() if not name.startswith("activation_")}
         with offload.Engine(Loss(), offload.AdamW(lr=1e-2), stage=stage, **given) as engine:

@@ -3,7 +3,8 @@
 Owns the formula, max(compute, links, CPU) + fill: seconds per lane, and in which spans of a step they are spent. Pure
 arithmetic over plain values. Next: :mod:`offload.forecast` shows it.
 
-Activations that leave the device go beside the forward that makes them, and come back beside its backward.
+Activations that leave the device go beside the forward that makes them, and come back beside its backward. Where the
+device is the CPU, its threads copy them meanwhile, instead of computing.
 
 A step has two spans. While micro-batches but the last are computed, parameters come and gradients go. From the last
 backward to the end of the next forward, updates are made as well: gradients come from the last unit to the first, and
@@ -121,6 +122,8 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         _device_s(work.backward, hardware),
     )
     away, back = activations_of(plan)
+    if host:
+        forward_s, backward_s = forward_s + _copies_s(away, hardware), backward_s + _copies_s(back, hardware)
     alternate_s = _bound_s(forward_s, away, hardware) + _bound_s(backward_s, back, hardware)
     early: InTurn | None = None
     may_be = [unit.index for unit in plan.request.units if host and not clips and plan.updates_early(unit)]
@@ -222,6 +225,11 @@ def _ahead(plan: Plan, backward: Span, hardware: Hardware) -> tuple[Moved, float
 def _bound_s(compute_s: float, moved: Moved, hardware: Hardware) -> float:
     """Return the seconds of a pass that activations go beside: what leaves in it does not leave in another one."""
     return max(compute_s, *lane_seconds(moved, hardware).values())
+
+
+def _copies_s(moved: Moved, hardware: Hardware) -> float:
+    """Return the seconds in which all threads of a CPU copy what leaves it, or comes back."""
+    return 2 * (moved.d2h + moved.h2d) / hardware.host_bytes_s
 
 
 def _device_s(kernels: Mapping[Kernel, int], hardware: Hardware) -> float:
