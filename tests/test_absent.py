@@ -11,7 +11,7 @@ import pickle
 import re
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from torch.nn.utils import prune
 import offload
 from offload import SGD, AdamW, Engine
 from offload.memory.budget import Tier
-from offload.module import binding
 from offload.module.absent import AbsentParameter
+from offload.module.binding import Binding
 from offload.planning.roles import Role
+from offload.planning.units import Unit
 
 pytestmark = [
     pytest.mark.usefixtures("single_torch_thread"),
@@ -679,21 +680,27 @@ def test_an_interrupt_leaves_no_parameter_half_bound(
 ) -> None:
     """Where no call of the engine is around: in a notebook, the loop is begun anew after Ctrl-C."""
     left = 0
-    real = binding.views_at
+    real = Binding.bind
 
-    def interrupt(*args: Any) -> Iterator[torch.Tensor]:
-        nonlocal left
-        for view in real(*args):
-            left -= 1
-            if not left:
-                signal.raise_signal(signal.SIGINT)
-            yield view
+    class Interrupting(list[torch.Tensor]):
+        """Views, one of which is reached when Ctrl-C is pressed."""
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            nonlocal left
+            for view in super().__iter__():
+                left -= 1
+                if not left:
+                    signal.raise_signal(signal.SIGINT)
+                yield view
+
+    def interrupt(bound: Binding, unit: Unit, address: int, views: Sequence[torch.Tensor]) -> None:
+        real(bound, unit, address, Interrupting(views))
 
     model = net()
     with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
         truth = engine(batch(0)).detach()
         displace(engine, 0)
-        monkeypatch.setattr(binding, "views_at", interrupt)
+        monkeypatch.setattr(Binding, "bind", interrupt)
         left = nth
         with contextlib.suppress(KeyboardInterrupt):
             INTERRUPTED[use](engine, model)

@@ -28,7 +28,9 @@ std::vector<OperationPtr> Engine::submit(std::vector<Job> jobs) {
             operation->id = next_id_++;
             live_.emplace_hint(live_.end(), operation->id, operation);
             Busy& b = busy(operation->kind);
-            if (b.in_flight++ == 0) b.since_s = operation->submitted_s;
+            // Others may have ended, or begun, since this one was made.
+            const double from_s = std::max(operation->submitted_s, b.until_s);
+            if (b.in_flight++ == 0 || from_s < b.since_s) b.since_s = from_s;
         }
         if (live_.size() > peak_in_flight_) peak_in_flight_ = live_.size();
     }
@@ -65,7 +67,10 @@ void Engine::publish(const OperationPtr& operation) {
     std::lock_guard<std::mutex> guard(mutex_);
     Busy& b = busy(operation->kind);
     const double now_s = monotonic_s();
-    if (--b.in_flight == 0) b.counters.busy_s += now_s - b.since_s;
+    if (--b.in_flight == 0) {
+        b.counters.busy_s += now_s - b.since_s;
+        b.until_s = now_s;
+    }
     if (operation->error == 0) {
         ++b.counters.operations;
         b.counters.bytes += operation->length;

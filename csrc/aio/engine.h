@@ -126,6 +126,7 @@ class Engine {
         LatencyHistogram latencies;
         std::uint64_t in_flight = 0;
         double since_s = 0;
+        double until_s = 0;  // before which all is counted
     };
 
     Busy& busy(Kind kind) { return kind == Kind::kRead ? reads_ : writes_; }
