@@ -233,6 +233,14 @@ class Request:
             self._known[key] = sum(map(whole_pages, sizes))
         return self._known[key]
 
+    def kept_bytes(self, unit: Unit, roles: tuple[Role, ...]) -> int:
+        """Return the bytes of the elements that this rank keeps, as they are; worked out once, too."""
+        key = unit.index, roles, "as they are"
+        if key not in self._known:
+            numel = self.owned_numel(unit, roles[0])
+            self._known[key] = sum(self.chunk_bytes(unit, role, numel) for role in roles)
+        return self._known[key]
+
     def wide_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's gradients in fp32, whole pages."""
         numel = self.owned_numel(unit, Role.GRAD)
