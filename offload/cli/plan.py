@@ -1,6 +1,6 @@
 """``offload plan``: where a model would live and what a step would take, for models and machines that are not here.
 
-Owns the options of the command, and what it shows while it works. Next: :mod:`offload.forecast`.
+Owns the options of the command, and what it shows while it works. Next: :mod:`offload.predicting`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
         BudgetError: it does not fit; after the forecast, if only activations do not.
         ConfigError: an option makes no sense.
     """
-    from offload.forecast import plan
+    from offload.predicting import plan
 
     memory = {tier: getattr(arguments, tier) for tier in ("device", "cpu", "nvme") if getattr(arguments, tier)}
     options: dict[str, Any] = {
@@ -146,7 +146,7 @@ def telling(stream: TextIO) -> Iterator[None]:
     if not stream.isatty():
         yield
         return
-    logger, line = logging.getLogger("offload.forecast"), _OneLine(stream)
+    logger, line = logging.getLogger("offload.predicting"), _OneLine(stream)
     before = logger.level
     logger.setLevel(logging.INFO)
     logger.addHandler(line)

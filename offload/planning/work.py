@@ -147,14 +147,10 @@ class Work:
 Watch = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[Any]]
 
 
-def _unwatched(parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
 def work_of(
     model: nn.Module,
     batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any],
-    watch: Watch = _unwatched,
+    watch: Watch | None = None,
     tree: UnitTree | None = None,
 ) -> Work:
     """Count what a forward and a backward pass take.
@@ -163,8 +159,8 @@ def work_of(
         model: any module; it is not changed, and may be on the meta device.
         batch: (rows, length) of token ids, for a model that takes ``input_ids`` and ``labels``; else what its forward
             takes, by name or in order, with tensors of any device. Their values are not looked at.
-        watch: is entered around each module's forward, with the parameters.
-        tree: the model's units, whose uses are noted; None where nobody asks.
+        watch: is entered around each module's forward, with the parameters; None where nobody looks.
+        tree: the model's units, whose uses are noted; None where nobody asks. There is no `watch` then.
 
     Raises:
         ConfigError: weights are quantized, or the passes need values of tensors, or fail for another reason; names it.
@@ -180,8 +176,9 @@ def work_of(
         for parameter in parameters:
             if parameter.requires_grad:
                 undo.enter_context(contextlib.closing(_Dropped(parameter, counter)))
-        enter = (lambda _: watch(parameters)) if recording is None else recording.enter
-        undo.enter_context(contextlib.closing(_Inside(model, enter, watch is not _unwatched)))
+        watched = watch or (lambda _: contextlib.nullcontext())
+        enter = (lambda _: watched(parameters)) if recording is None else recording.enter
+        undo.enter_context(contextlib.closing(_Inside(model, enter, watch is not None)))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(counter)
         try:
@@ -245,6 +242,11 @@ def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise ConfigError(f"batch: expected (rows, length), two numbers >= 1, but got {batch!r}")
     ids = torch.empty(tuple(batch), dtype=torch.int64, device="meta")
     return (), {"input_ids": ids, "labels": ids}
+
+
+def is_ids(batch: Any) -> bool:
+    """Tell whether a batch is given as (rows, length)."""
+    return isinstance(batch, tuple) and all(isinstance(value, int) for value in batch)
 
 
 def _on_meta(value: Any) -> Any:
