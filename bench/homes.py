@@ -137,7 +137,7 @@ def _homes(request: Request, chance: random.Random) -> list[Homes]:
     spread, kept = 2 * chance.random() ** 2, chance.random()
     roles = {"param": (Role.PARAM,), "grad": (Role.GRAD,), "states": STATE_ROLES}
     sizes = {
-        (unit.index, kind): sum(request.role_bytes(unit, role) for role in roles[kind])
+        (unit.index, kind): request.shard_bytes(unit, roles[kind])
         for unit in request.units
         for kind in roles
         if unit.trainable or kind == "param"
@@ -210,7 +210,7 @@ def described(plan: Plan, figures: Figures) -> dict[str, Any]:
         for unit in request.units:
             home = plan.home(unit, roles[0])
             if home is not None:
-                size[home] += sum(request.role_bytes(unit, role) for role in roles)
+                size[home] += request.shard_bytes(unit, roles)
         shares[kind] = {tier.value: round(size[tier] / sum(size.values()), 3) for tier in Tier}
     return {
         "step_s": figures.step_s,

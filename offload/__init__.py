@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         RanksError,
         StateError,
     )
-    from offload.forecast import Forecast, plan
+    from offload.forecast import Forecast
     from offload.initialisation import init
     from offload.integrations import accelerate as accelerate
     from offload.integrations import deepspeed as deepspeed
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from offload.kernels.optimizers import LAMB, SGD, Adagrad, Adam, AdamW, Lion
     from offload.planning.hardware import Hardware
     from offload.planning.plan import Plan
+    from offload.predicting import plan
     from offload.pretrained import load_pretrained
     from offload.report import Report
     from offload.stats import LinkStats, Stats
@@ -57,7 +58,7 @@ _HOMES = {
     "RanksError": "errors",
     "StateError": "errors",
     "Forecast": "forecast",
-    "plan": "forecast",
+    "plan": "predicting",
     "Hardware": "planning.hardware",
     "Plan": "planning.plan",
     "Report": "report",

@@ -3,7 +3,7 @@
 Owns how each is measured, and the file in the user's cache folder that keeps it, per machine and version of torch.
 Operators run one by one, on tensors of the shapes that a pass over the meta device has seen: no model is loaded.
 Updates and copies are those of an engine with a small model, and drives are reached through a store as engines have
-one. Next: :mod:`offload.forecast` makes seconds of a step of them.
+one. Next: :mod:`offload.predicting` makes seconds of a step of them.
 """
 
 from __future__ import annotations

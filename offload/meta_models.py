@@ -1,6 +1,6 @@
 """Language models of transformers without weights: of a name, a folder, a file or a config.
 
-Owns what such words stand for, and the errors where they stand for nothing. Next: :mod:`offload.forecast` plans for
+Owns what such words stand for, and the errors where they stand for nothing. Next: :mod:`offload.predicting` plans for
 these models; :mod:`offload.known_models` has the shapes.
 """
 
@@ -16,6 +16,9 @@ from torch import nn
 from offload.activations.causal_loss import chunk_loss
 from offload.errors import ConfigError, did_you_mean
 from offload.known_models import KNOWN
+from offload.module.recomputing import blocks_of
+
+KEPT_BLOCKS = 2  # of a model that is shortened
 
 
 def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module:
@@ -58,6 +61,19 @@ def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module
     if chunked:
         chunk_loss(made)
     return made.train()  # type: ignore[no-any-return]
+
+
+def shortened(model: nn.Module) -> nn.Module:
+    """Return a model with the first few of the blocks that repeat: a batch holds no more at once than with all of them.
+
+    Args:
+        model: of :func:`made_on_meta`; it is changed.
+    """
+    blocks = {id(block) for _, block in blocks_of(model)}
+    for inner in list(model.modules()):
+        if isinstance(inner, nn.ModuleList) and any(id(block) in blocks for block in inner):
+            del inner[KEPT_BLOCKS:]
+    return model
 
 
 def _config_of(model: str | os.PathLike[str]) -> Any:

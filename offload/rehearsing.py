@@ -18,72 +18,89 @@ from offload.module.recomputing import Recomputing, can_recompute
 from offload.planning.choosing import AUTO, KEEP, OFFLOAD, RECOMPUTE
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
-from offload.planning.work import Work, work_of
+from offload.planning.work import Work, is_ids, work_of
 
 Case = tuple[Plan, Work]
 
 
-def cases_of(module: nn.Module, batch: Any, plan: Plan, tree: UnitTree) -> dict[str, Case]:
-    """Return the plan and the work of a micro-batch per mode that is possible; arguments as of :func:`work_of`.
+class Rehearsals:
+    """Micro-batches on the meta device. None runs twice, and modules do not change in between."""
 
-    There is one mode, unless ``activations="auto"`` has to choose.
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._held: dict[tuple[object, ...], tuple[Mapping[str, int], int]] = {}
 
-    Raises:
-        ConfigError: as :func:`work_of`, or the module has no blocks that could be computed again.
-    """
-    asked = plan.request.activations
-    if asked == RECOMPUTE:
-        return {asked: case_of(module, batch, plan, asked, tree)}
-    case = case_of(module, batch, plan, OFFLOAD, tree)
-    if asked != AUTO:
-        return {asked: case}
-    if not case[0].activation_step_bytes:
-        return {KEEP: case}
-    cases = {OFFLOAD: case}
-    if can_recompute(module):
-        cases[RECOMPUTE] = case_of(module, batch, plan, RECOMPUTE, tree)
-    return cases
+    def cases(self, module: nn.Module, batch: Any, plan: Plan, tree: UnitTree) -> dict[str, Case]:
+        """Return the plan and the work of a micro-batch per mode that is possible; arguments as of :func:`work_of`.
 
+        There is one mode, unless ``activations="auto"`` has to choose.
 
-def case_of(module: nn.Module, batch: Any, plan: Plan, mode: str, tree: UnitTree, known: Work | None = None) -> Case:
-    """Return a plan with what a micro-batch moves in a mode, and what it computes; this may be `known`.
+        Raises:
+            ConfigError: as :func:`work_of`, or the module has no blocks that could be computed again.
+        """
+        asked = plan.request.activations
+        if asked == RECOMPUTE:
+            return {asked: self.case(module, batch, plan, asked, tree)}
+        case = self.case(module, batch, plan, OFFLOAD, tree)
+        if asked != AUTO:
+            return {asked: case}
+        if not case[0].activation_step_bytes:
+            return {KEEP: case}
+        cases = {OFFLOAD: case}
+        if can_recompute(module):
+            cases[RECOMPUTE] = self.case(module, batch, plan, RECOMPUTE, tree)
+        return cases
 
-    Raises:
-        ConfigError: as :func:`cases_of`.
-    """
-    with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
-        work = known or work_of(module, batch, tree=tree)
+    def case(
+        self, module: nn.Module, batch: Any, plan: Plan, mode: str, tree: UnitTree, known: Work | None = None
+    ) -> Case:
+        """Return a plan with what a micro-batch moves in a mode, and what it computes.
+
+        The latter may be `known`: then it is for seconds, and what the device holds at once is not looked for.
+
+        Raises:
+            ConfigError: as :meth:`cases`.
+        """
+        with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
+            work = known or work_of(module, batch, tree=tree)
         if not plan.near_bytes:
+            self._held[_key(module, batch, mode)] = {}, work.peak_bytes
             return plan.with_activations({}), work
-        moved, held = _rehearsed(module, batch, plan, plan.near_bytes, plan.last_bytes)
-        if held > plan.activation_bytes:  # then an engine lets go of all that may leave
-            _, held = _rehearsed(module, batch, plan, 0, 0)
+        moved, held = self._rehearsed(module, batch, plan, mode, plan.near_bytes, plan.last_bytes)
+        if known is None and held > plan.activation_bytes:  # then an engine lets go of all that may leave
+            held = self.held_bytes(module, batch, plan, mode)
         return plan.with_activations(moved), dataclasses.replace(work, held_bytes=held)
 
+    def held_bytes(self, module: nn.Module, batch: Any, plan: Plan, mode: str) -> int:
+        """Return the activations that a micro-batch in a mode has on the device at once, if all leave that may.
 
-def held_bytes(module: nn.Module, batch: Any, plan: Plan, mode: str) -> int:
-    """Return the activations that a micro-batch in a mode has on the device at once, if all leave that may.
+        Raises:
+            ConfigError: as :meth:`cases`.
+        """
+        return self._rehearsed(module, batch, plan, mode, 0, 0)[1]
 
-    Raises:
-        ConfigError: as :func:`cases_of`.
-    """
-    with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
-        return _rehearsed(module, batch, plan, 0, 0)[1] if plan.near_bytes else work_of(module, batch).peak_bytes
+    def _rehearsed(
+        self, module: nn.Module, batch: Any, plan: Plan, mode: str, near_bytes: int, last_bytes: int
+    ) -> tuple[Mapping[str, int], int]:
+        """Return the bytes of activations that a micro-batch moves per link, and those on the device at once."""
+        rooms = {
+            "near_bytes": near_bytes,
+            "last_bytes": last_bytes,
+            "host_bytes": plan.request.host_activation_bytes,
+            "drive_bytes": plan.request.nvme_activation_bytes,
+        }
+        key = _key(module, batch, mode, *(rooms.values() if plan.near_bytes else ()))
+        if key not in self._held:
+            rehearsal = Rehearsal(**rooms) if plan.near_bytes else None
+            with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
+                work = work_of(module, batch, rehearsal.watch if rehearsal else None)
+            self._held[key] = rehearsal.moved() if rehearsal else {}, work.peak_bytes
+        return self._held[key]
 
 
-def _rehearsed(
-    module: nn.Module, batch: Any, plan: Plan, near_bytes: int, last_bytes: int
-) -> tuple[Mapping[str, int], int]:
-    """Return the bytes of activations that a micro-batch moves per link, and those that are on the device at once."""
-    request = plan.request
-    rehearsal = Rehearsal(
-        near_bytes=near_bytes,
-        last_bytes=last_bytes,
-        host_bytes=request.host_activation_bytes,
-        drive_bytes=request.nvme_activation_bytes,
-    )
-    held = work_of(module, batch, rehearsal.watch).peak_bytes
-    return rehearsal.moved(), held
+def _key(module: nn.Module, batch: Any, mode: str, *rooms: int) -> tuple[object, ...]:
+    """Return what tells a micro-batch from others; of those that are no sizes of ids, there is one."""
+    return module, batch if is_ids(batch) else None, mode == RECOMPUTE, rooms
 
 
 @contextlib.contextmanager

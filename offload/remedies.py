@@ -1,31 +1,37 @@
 """What would make a batch fit whose activations do not: each change is tried, none is guessed.
 
-Owns which changes there are, and their order: first what costs no memory, then few of these together, then the device
-that would do. Knows no model: whoever asks tells whether a change does. Next: :mod:`offload.forecast` asks.
+Owns which changes there are, and their order: first what costs no memory, then few of these together, then shorter
+sequences with all that saves most, then the device that would do. Knows no model: whoever asks tells whether a change
+does. Next: :mod:`offload.trials` tells it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from offload.config import Config
 from offload.memory.budget import Tier
 from offload.planning.choosing import AUTO, OFFLOAD, RECOMPUTE
-from offload.planning.work import Work
+from offload.planning.work import Work, is_ids
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """What may be asked for instead; `text` says how, in Python's names."""
+    """What may be asked for instead; `text` says how, in Python's names.
+
+    `chunk_loss` and `checkpointing` are of the model that is made: it has them beside those that were asked for.
+    """
 
     text: str
     asked: Config
     budgets: Mapping[Tier, int]
     batch: Any
     chunk_loss: bool = False
+    checkpointing: bool = False
 
     def and_(self, text: str, **values: Any) -> Change:
         """Return a further change."""
@@ -46,6 +52,7 @@ def remedies_of(
     room_bytes: int,
     *,
     may_chunk: bool,
+    may_checkpoint: bool,
     checkpointing: bool,
 ) -> Iterator[str]:
     """Yield what would make a batch fit, in Python's names.
@@ -56,7 +63,8 @@ def remedies_of(
         work: of the batch.
         room_bytes: what the plan leaves to activations on the device.
         may_chunk: the loss is one whose logits may be formed by chunks.
-        checkpointing: the model computes activations again by itself.
+        may_checkpoint: the model may be made so that it computes activations again by itself.
+        checkpointing: it does so.
     """
     asked, batch, need = start.asked, start.batch, _whole_mib(work.device_bytes)
     moving = asked.activations in (OFFLOAD, AUTO)
@@ -73,51 +81,58 @@ def remedies_of(
         return change.with_options(f'activation_memory="{need >> 20}MiB"', activation_memory=need)
 
     def drive(change: Change) -> Change:
-        size = _whole_mib(work.peak_bytes)
-        return change.with_options(f'activation_nvme_memory="{size >> 20}MiB"', activation_nvme_memory=size)
+        peak = _whole_mib(work.peak_bytes)
+        return change.with_options(f'activation_nvme_memory="{peak >> 20}MiB"', activation_nvme_memory=peak)
 
     def chunk(change: Change) -> Change:
         return change.and_("chunk_loss=True", chunk_loss=True)
 
-    def rows(many: int) -> Way:
-        return lambda change: change.and_(f"micro-batches of {many}x{batch[1]}", batch=(many, batch[1]))
+    def again(change: Change) -> Change:
+        return change.and_("checkpointing=True", checkpointing=True)
 
+    def size(rows: int, length: int) -> Way:
+        return lambda change: change.and_(f"micro-batches of {rows}x{length}", batch=(rows, length))
+
+    ids = is_ids(batch)
+    chunks: list[Way] = [chunk] if may_chunk and ids else []
     memory: list[list[Way]] = [[wider]] if need < start.budgets[Tier.DEVICE] else []
     memory += [[drive]] if moving and start.budgets[Tier.NVME] else []
-    ways: list[list[Way]] = [[chunk]] if may_chunk and is_ids(batch) else []
     modes: list[Way] = [leave] if not moving else []
     if not checkpointing and asked.activations != RECOMPUTE:
         modes = [recompute, *modes]
-    ways += [modes] if modes else []
-    if is_ids(batch) and batch[0] > 1:
+    ways = [each for each in (chunks, modes) if each]
+    if ids and batch[0] > 1:
         likely = max(int(batch[0] * room_bytes / work.device_bytes), 1)
-        ways.append([rows(many) for many in dict.fromkeys((likely, max(likely // 2, 1), 1))])
+        ways.append([size(many, batch[1]) for many in dict.fromkeys((likely, max(likely // 2, 1), 1))])
     alone = [next((change for way in each if fits(change := way(start))), None) for each in (*memory, *ways)]
     yield from (change.text for change in alone if change is not None)
     if not any(alone):
-        yield from _together(fits, start, ways)
-    more = _whole_mib(start.budgets[Tier.DEVICE] + work.device_bytes - room_bytes)
-    larger = start.and_(f'max_memory["device"]="{more >> 20}MiB"', budgets={**start.budgets, Tier.DEVICE: more})
+        found = _together(fits, start, ways)
+        if found is None and ids:
+            more: list[Way] = [again] if may_checkpoint else []
+            most = [more] if moving else [[leave, *more], more]
+            most += [[recompute]] if recompute in modes else []
+            sizes = [size(1, batch[1] >> halved) for halved in range(1, batch[1].bit_length())]
+            most += [[*some, chunk] for some in most if chunks]  # which takes more where the head has more than logits
+            found = _first(fits, start, ([each, *some] for each in sizes for some in most))
+        yield from (change.text for change in (found,) if change is not None)
+    enough = _whole_mib(start.budgets[Tier.DEVICE] + work.device_bytes - room_bytes)
+    larger = start.and_(f'max_memory["device"]="{enough >> 20}MiB"', budgets={**start.budgets, Tier.DEVICE: enough})
     bought = next((change for change in (larger, wider(larger)) if fits(change)), None)
     if bought is not None:
         yield bought.text
 
 
-def _together(fits: Callable[[Change], bool], start: Change, ways: Sequence[Sequence[Way]]) -> Iterator[str]:
-    """Yield the first of few changes together that do, of each way the most that it can."""
-    for many in range(2, len(ways) + 1):
-        for chosen in itertools.combinations(ways, many):
-            change = start
-            for way in chosen:
-                change = way[-1](change)
-            if fits(change):
-                yield change.text
-                return
+def _together(fits: Callable[[Change], bool], start: Change, ways: Sequence[Sequence[Way]]) -> Change | None:
+    """Return the first of few changes together that do, of each way the most that it can."""
+    chosen = (some for many in range(2, len(ways) + 1) for some in itertools.combinations(ways, many))
+    return _first(fits, start, ([way[-1] for way in some] for some in chosen))
 
 
-def is_ids(batch: Any) -> bool:
-    """Tell whether a batch is given as (rows, length)."""
-    return isinstance(batch, tuple) and all(isinstance(value, int) for value in batch)
+def _first(fits: Callable[[Change], bool], start: Change, tried: Iterable[Sequence[Way]]) -> Change | None:
+    """Return the first of the changes that do, each of some ways together."""
+    changes = (functools.reduce(lambda change, way: way(change), ways, start) for ways in tried)
+    return next((change for change in changes if fits(change)), None)
 
 
 def _whole_mib(size_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """What the planner is asked, for a model, an optimizer and options: with a device, or without one.
 
-Owns how options become a request. Next: :mod:`offload.build` makes an engine of the plan, :mod:`offload.forecast` tells
-what a step would take.
+Owns how options become a request. Next: :mod:`offload.build` makes an engine of the plan, :mod:`offload.predicting`
+tells what a step would take.
 """
 
 from __future__ import annotations

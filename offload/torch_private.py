@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -27,6 +26,19 @@ REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
 REBUILD_TYPED_TENSOR = "torch._utils._rebuild_tensor_v3"
 REBUILD_PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 REBUILD_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees each operator of eager torch.
+
+    ``torch.compile`` is not told to leave it alone: later versions would do so in each call, for more time than most
+    operators take on the meta device.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009 - untyped

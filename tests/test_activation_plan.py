@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from test_leaving import small_ones_leave as small_ones_leave  # a fixture
 from torch import nn
 
 import offload
-from offload import deciding
+from offload import deciding, predicting, rehearsing
 from offload.activations import leaving
+from offload.activations.away import Away
 from offload.cli.main import main
+from offload.meta_models import made_on_meta, shortened
+from offload.module.recomputing import can_recompute
 from offload.planning.choosing import choose
 from offload.planning.hardware import DESKTOP
 from offload.planning.timing import timing_of
+from offload.planning.work import work_of
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread", "small_ones_leave")
 
@@ -234,6 +239,106 @@ def test_a_batch_that_cannot_leave_does_not_fit_and_each_remedy_does(tmp_path: P
     larger = planned(max_memory={**small["max_memory"], "device": last.split('"')[3]})
     assert larger.fits and not larger.remedies
     assert planned(**room("1MiB", "8MiB")).fits  # where the storages may pass
+
+
+LAST = {"max_memory": {"device": "3MiB", "cpu": "64MiB"}, "hardware": "desktop", "activation_memory": "1500KiB"}
+
+
+@pytest.mark.parametrize("asked", ["keep", "offload"])
+def test_where_nothing_else_does_the_longest_sequence_that_fits_is_named(asked: str) -> None:
+    """With one row and what saves most; the one of twice the length was tried, and does not fit."""
+    config = pytest.importorskip("transformers").LlamaConfig(**{**LLAMA, "num_hidden_layers": 6})
+    given = {**LAST, "activations": asked}
+    found = offload.plan(config, batch=(2, 8192), checkpointing=asked == "keep", **given)
+    assert not found.fits
+    sizes = [match for text in found.remedies if (match := re.match(r"micro-batches of 1x(\d+) and (.*)", text))]
+    assert len(sizes) == 1, found.remedies
+    length, options = int(sizes[0][1]), sizes[0][2].split(" and ")
+    assert 1 < length < 8192 and "checkpointing=True" in options
+    assert asked == "offload" or 'activations="offload"' in options
+    given["activations"], chunks = "offload", "chunk_loss=True" in options
+
+    def fits(size: int, *, chunk_loss: bool) -> bool:
+        return offload.plan(config, batch=(1, size), checkpointing=True, chunk_loss=chunk_loss, **given).fits
+
+    assert fits(length, chunk_loss=chunks)
+    assert not fits(2 * length, chunk_loss=False) and not fits(2 * length, chunk_loss=True)
+
+
+@pytest.mark.parametrize("asked", ["keep", "offload"])
+def test_a_model_of_few_blocks_never_needs_more(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what it has no room for need not be tried with all blocks, and no answer changes."""
+    config = pytest.importorskip("transformers").LlamaConfig(**{**LLAMA, "num_hidden_layers": 6})
+    given = {**LAST, "activations": asked, "checkpointing": asked == "keep"}
+    for batch in ((2, 8192), (4, 256), (2, 64)):
+        found = offload.plan(config, batch=batch, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr(predicting, "shortened", lambda model: model)
+            assert offload.plan(config, batch=batch, **given).to_dict() == found.to_dict()
+    whole = made_on_meta(config, checkpointing=False, chunked=False)
+    few = shortened(made_on_meta(config, checkpointing=False, chunked=False))
+    assert 0 < work_of(few, (2, 64)).peak_bytes < work_of(whole, (2, 64)).peak_bytes
+    assert work_of(few, (2, 64)).flops < work_of(whole, (2, 64)).flops
+
+
+def test_nothing_is_planned_or_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No micro-batch of a model in a mode, with the same room elsewhere; and no homes for the same budgets."""
+    ran: list[tuple[object, ...]] = []
+    planned: list[tuple[object, ...]] = []
+    inner, make = rehearsing.work_of, predicting.make_plan
+
+    class Noting(rehearsing.Rehearsal):
+        def __init__(self, **rooms: int) -> None:
+            super().__init__(**rooms)
+            self.rooms = tuple(rooms.values())
+
+    def work(module: nn.Module, batch: Any, watch: Any = None, tree: Any = None) -> Any:
+        ran.append((module, batch, can_recompute(module), watch and watch.__self__.rooms))
+        return inner(module, batch, watch, tree)
+
+    def plan(request: Any) -> Any:
+        planned.append((*request.budgets.values(), request.activations, request.activation_bytes))
+        return make(request)
+
+    monkeypatch.setattr(rehearsing, "work_of", work)
+    monkeypatch.setattr(rehearsing, "Rehearsal", Noting)
+    monkeypatch.setattr(predicting, "make_plan", plan)
+    config = pytest.importorskip("transformers").LlamaConfig(**LLAMA)
+    assert not offload.plan(config, batch=(2, 8192), checkpointing=True, activations="offload", **LAST).fits
+    assert len(ran) == len(set(ran)) > 10
+    assert len(planned) == len(set(planned)) > 3
+
+
+def test_where_not_even_one_token_fits_that_is_said() -> None:
+    """The gradient of the embedding, 16384 x 64 in 16 bits, is larger than what there is for activations."""
+    config = pytest.importorskip("transformers").LlamaConfig(**{**LLAMA, "vocab_size": 16384})
+    given = {**LAST, "max_memory": {"device": "6MiB", "cpu": "64MiB"}}
+    found = offload.plan(config, batch=(1, 64), **given)
+    assert found.plan.activation_bytes < 16384 * 64 * 2
+    assert [remedy.partition("=")[0] for remedy in found.remedies] == ['max_memory["device"]']
+    alone = dataclasses.replace(found, remedies=())
+    assert alone.remedy().endswith("; no change that was tried does, sequences of one token included")
+
+
+def test_what_has_no_room_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that finds none speaks for all that wait and are as large: with hundreds, asking each took seconds."""
+    asked = {"storages": 0, "rooms": 0}
+
+    def counted(of: Any, name: str, what: str) -> None:
+        inner = getattr(of, name)
+
+        def call(*args: Any) -> Any:
+            asked[what] += 1
+            return inner(*args)
+
+        monkeypatch.setattr(of, name, call)
+
+    counted(leaving.LeavingActivations, "_begin", "storages")
+    counted(Away, "take", "rooms")
+    config = pytest.importorskip("transformers").LlamaConfig(**{**LLAMA, "num_hidden_layers": 16})
+    given = {**LAST, "activation_cpu_memory": "1MiB", "activation_nvme_memory": 0}
+    offload.plan(config, batch=(1, 512), activations="offload", chunk_loss=True, **given)
+    assert 200 < asked["storages"] < asked["rooms"] < 6 * asked["storages"]
 
 
 # --- "auto" -----------------------------------------------------------------------------------------------------------

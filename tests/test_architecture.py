@@ -66,6 +66,8 @@ OFFLOAD_LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine", "engine_runs", "engine_tensors"),
     ("pretrained", "initialisation", "measuring", "meta_models", "ops", "rehearsing", "remedies"),
     ("forecast",),
+    ("trials",),
+    ("predicting",),
     ("integrations",),
     ("deepspeed",),
     ("cli",),

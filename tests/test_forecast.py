@@ -115,6 +115,34 @@ def test_counting_leaves_the_module_as_it_was() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+class Alike(nn.Module):
+    """Calls operators again with what looks like their arguments, and changes, views and shares what they made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (rows, wide)."""
+        counts = torch.ones_like(x, dtype=torch.int64)
+        kept = [counts * 2, counts * 2.0, counts * True, x * 2, x * 2.0]  # of two dtypes
+        for _ in range(3):
+            kept += [x.t().contiguous(), x.clone().relu_(), x[:, ::2] + 1, x.t() + 1, x.to(torch.float64)]
+            kept += [*x.split(4, 1), *torch.max(x, 1, keepdim=True), x.expand(2, *x.shape).contiguous()]
+        return x + sum(tensor.sum() for tensor in kept)
+
+
+@pytest.mark.parametrize("of", ["llama", "alike"])
+def test_what_repeats_counts_as_if_each_operator_ran(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kernel, and each byte of the peak."""
+    model: nn.Module = nn.Sequential(nn.Linear(WIDE, WIDE), Alike())
+    batch: Any = [torch.ones(ROWS, WIDE)]
+    if of == "llama":
+        with torch.device("meta"):
+            model = pytest.importorskip("transformers").AutoModelForCausalLM.from_config(tiny(layers=3))
+        batch = (2, 64)
+    found = work_of(model, batch)
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.planning.work._is_told", lambda part: False)
+        assert work_of(model, batch) == found
+
+
 class Asks(nn.Module):
     """Needs a value."""
 

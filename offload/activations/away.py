@@ -50,6 +50,7 @@ class Away:
 
     Attributes:
         drive_read_bytes, drive_written_bytes: of transfers, begun so far.
+        largest_bytes: of a storage that may pass here.
         refused_bytes: of the largest storage that stays on the device, for it is larger than what may pass here.
     """
 
@@ -70,7 +71,7 @@ class Away:
         self._drive_free_bytes = drive_bytes
         passing_bytes = host.size_bytes // PASSING_SHARE if self._store is not None else 0
         self._most_resting_bytes = host.size_bytes - passing_bytes
-        self._largest_bytes = passing_bytes or host.size_bytes
+        self.largest_bytes = passing_bytes or host.size_bytes
         self._resting: dict[int, Room] = {}  # by key, in the order in which they came
         self._resting_bytes = 0
         self._flying: deque[Room] = deque()  # with transfers of the drive, in the order in which they began
@@ -94,7 +95,7 @@ class Away:
         Raises:
             swap.SwapError: what was there before could not be written.
         """
-        if room.size_bytes > self._largest_bytes:
+        if room.size_bytes > self.largest_bytes:
             self.refused_bytes = max(self.refused_bytes, room.size_bytes)
             return False
         room.offset = self._gaps.take(room.size_bytes)

@@ -205,20 +205,31 @@ class LeavingActivations(Activations):
         return leaver
 
     def _let_go(self, kept_bytes: int) -> None:
-        """Let storages leave after which more than `kept_bytes` were saved; those in use wait once more as long."""
+        """Let storages leave after which more than `kept_bytes` were saved; those in use wait once more as long.
+
+        Where one finds no room, others of its size find none, either: thousands may be waiting for it.
+        """
+        away = self._away
+        least, most = away.largest_bytes + 1, max(away.largest_bytes, away.refused_bytes)  # that find none, as is known
         for _ in range(len(self._waiting)):
             saved_bytes, reference = self._waiting[0]
             if self._saved_bytes - saved_bytes <= kept_bytes:
                 return
             self._waiting.popleft()
             leaver = reference()
-            held = leaver.held if leaver is not None else None
-            if leaver is None or held is None or held.changed:
+            if leaver is None:
                 continue
-            if storage_use_count(held.tensor.untyped_storage()) > _ALONE or not self._away.take(leaver.record.room):
-                self._waiting.append((self._saved_bytes, reference))
-            else:
-                self._begin_going(leaver, held)
+            room = leaver.record.room
+            if not least <= room.size_bytes <= most:
+                held = leaver.held
+                if held is None or held.changed:
+                    continue
+                if storage_use_count(held.tensor.untyped_storage()) <= _ALONE:
+                    if away.take(room):
+                        self._begin_going(leaver, held)
+                        continue
+                    least, most = min(least, room.size_bytes), max(most, room.size_bytes)
+            self._waiting.append((self._saved_bytes, reference))
 
     def _begin_going(self, leaver: Leaver, held: SavedActivation) -> None:
         record = leaver.record

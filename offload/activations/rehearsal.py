@@ -2,7 +2,7 @@
 
 Owns the rehearsal: the same :class:`LeavingActivations` decides, over tensors without content, and nothing is moved.
 Copies and transfers are over as soon as they begin, and the device's budget is not looked at. Next:
-:mod:`offload.forecast` asks.
+:mod:`offload.predicting` asks.
 """
 
 from __future__ import annotations

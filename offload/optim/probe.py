@@ -26,7 +26,7 @@ from offload.nested import tensors_in
 from offload.optim.takeover import GIVEN
 from offload.planning.asked import OwnBytes
 from offload.planning.roles import MOMENTS
-from offload.torch_private import TorchDispatchMode, no_functions, no_modes
+from offload.torch_private import DispatchMode, no_functions, no_modes
 
 Options = Mapping[str, Any]  # of a param group, without its parameters
 
@@ -397,7 +397,7 @@ def _placed(found: Sequence[tuple[_Memory, int]]) -> tuple[str, ...]:
 # --- temporaries ------------------------------------------------------------------------------------------------------
 
 
-class _LiveBytes(TorchDispatchMode):
+class _LiveBytes(DispatchMode):
     """Measures the most bytes of tensors that operations have made and that are alive at once."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:

@@ -33,7 +33,7 @@ class Homes:
     grad: Tier | None
     states: Tier | None
 
-    def updated(self) -> tuple[tuple[Tier | None, Sequence[Role]], ...]:
+    def updated(self) -> tuple[tuple[Tier | None, tuple[Role, ...]], ...]:
         """Return what an update writes, with its home: on NVMe, each is a record."""
         return (self.param, (Role.PARAM,)), (self.states, STATE_ROLES)
 
@@ -132,6 +132,7 @@ class Request:
     nodes: int = 1
     stage: int = 1
     clips: bool = False
+    _known: dict[object, int] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def slices(self) -> int:
@@ -222,7 +223,23 @@ class Request:
 
     def role_bytes(self, unit: Unit, role: Role) -> int:
         """Return the bytes of a shard, whole pages."""
-        return whole_pages(self.chunk_bytes(unit, role, self.owned_numel(unit, role)))
+        return self.shard_bytes(unit, (role,))
+
+    def shard_bytes(self, unit: Unit, roles: tuple[Role, ...]) -> int:
+        """Return the bytes of the shards of `roles`, whole pages each; worked out once, for many homes are compared."""
+        key = unit.index, roles
+        if key not in self._known:
+            sizes = (self.chunk_bytes(unit, role, self.owned_numel(unit, role)) for role in roles)
+            self._known[key] = sum(map(whole_pages, sizes))
+        return self._known[key]
+
+    def kept_bytes(self, unit: Unit, roles: tuple[Role, ...]) -> int:
+        """Return the bytes of the elements that this rank keeps, as they are; worked out once, too."""
+        key = unit.index, roles, "as they are"
+        if key not in self._known:
+            numel = self.owned_numel(unit, roles[0])
+            self._known[key] = sum(self.chunk_bytes(unit, role, numel) for role in roles)
+        return self._known[key]
 
     def wide_bytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's gradients in fp32, whole pages."""
@@ -233,16 +250,19 @@ class Request:
         """Return the bytes of `numel` elements of a shard, from the start of a chunk on."""
         return role_bytes(unit, role, numel, accumulate=self.accumulate, states=self.states)
 
-    def record_bytes(self, unit: Unit, roles: Sequence[Role], chunk_numel: int) -> int:
+    def record_bytes(self, unit: Unit, roles: tuple[Role, ...], chunk_numel: int) -> int:
         """Return the bytes of a unit in the swap files: a record of `roles` per chunk, padded to their granularity.
 
-        The roles of a record have one slice.
+        The roles of a record have one slice. It is worked out once.
         """
-        begin, end = self.owned(unit, roles[0])
-        return sum(
-            many * whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
-            for numel, many in unit.chunk_lengths(chunk_numel, begin, end).items()
-        )
+        key = unit.index, roles, chunk_numel
+        if key not in self._known:
+            begin, end = self.owned(unit, roles[0])
+            self._known[key] = sum(
+                many * whole_pages(sum(self.chunk_bytes(unit, role, numel) for role in roles))
+                for numel, many in unit.chunk_lengths(chunk_numel, begin, end).items()
+            )
+        return self._known[key]
 
     def manifest_bytes(self, chunk_numel: int) -> int:
         """Return about how many bytes a commit adds to the store's manifest: a line per chunk that a step writes."""
@@ -250,7 +270,7 @@ class Request:
         for unit in self.units:
             if unit.trainable:
                 lines = 2 * len(unit.chunks(chunk_numel)) * MANIFEST_LINE_BYTES
-                size = sum(self.role_bytes(unit, role) for role in (Role.PARAM, *STATE_ROLES))
+                size = self.shard_bytes(unit, (Role.PARAM, *STATE_ROLES))
                 total += lines + size // GRANULE_BYTES * CHECKSUM_DIGITS
         return total
 
@@ -265,8 +285,7 @@ class Request:
         """Return the host memory of a unit's update beside the old content; 0 where it needs none."""
         if not self._updates_early(unit, homes):
             return 0
-        in_memory = [role for tier, roles in homes.updated() if tier is not Tier.NVME for role in roles]
-        return sum(self.role_bytes(unit, role) for role in in_memory)
+        return sum(self.shard_bytes(unit, roles) for tier, roles in homes.updated() if tier is not Tier.NVME)
 
     def _updates_early(self, unit: Unit, homes: Homes) -> bool:
         """Tell whether a unit may be updated beside the old content: its gradient waits for the step in memory.

@@ -1,7 +1,7 @@
 """What ``activations="auto"`` chooses, and in which words.
 
 Owns the rule: what fits stays; else the faster of moving it away and computing it again. Pure Python over plain values.
-Next: :mod:`offload.forecast` and :mod:`offload.deciding` have the seconds.
+Next: :mod:`offload.predicting` and :mod:`offload.deciding` have the seconds.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class _Filling:
             if home.states is not None and (request.optimizer_tier is not None or home.states is Tier.DEVICE):
                 self._states[unit.index] = home.states
         self._sizes: dict[tuple[Role, ...], dict[int, int]] = {
-            roles: {unit.index: sum(request.role_bytes(unit, role) for role in roles) for unit in request.units}
+            roles: {unit.index: request.shard_bytes(unit, roles) for unit in request.units}
             for roles in ((Role.PARAM,), (Role.GRAD,), STATE_ROLES)
         }
         self._left = 0

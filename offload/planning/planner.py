@@ -117,7 +117,7 @@ class Planner:
         trained = [unit for unit in request.units if unit.trainable]
         params = {unit.index: request.role_bytes(unit, Role.PARAM) for unit in request.units}
         grads = {unit.index: request.role_bytes(unit, Role.GRAD) for unit in trained}
-        states = {unit.index: sum(request.role_bytes(unit, role) for role in STATE_ROLES) for unit in trained}
+        states = {unit.index: request.shard_bytes(unit, STATE_ROLES) for unit in trained}
         self._request = request
         self._params = _Shards("parameters", params, request.param_tier)
         self._grads = _Shards("gradients", grads)

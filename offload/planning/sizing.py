@@ -84,7 +84,7 @@ def bytes_at(request: Request, homes: Sequence[Homes], tier: Tier) -> int:
     for unit, home in zip(request.units, homes, strict=True):
         for where, roles in ((home.param, (Role.PARAM,)), (home.grad, (Role.GRAD,)), (home.states, STATE_ROLES)):
             if where is tier:
-                total += sum(request.role_bytes(unit, role) for role in roles)
+                total += request.shard_bytes(unit, roles)
     return total
 
 
@@ -340,7 +340,7 @@ class _Sizes:
             worth = int(_trainable_numel(request) * APART_STAGING_SHARE)
         if early and request.clips:
             on_drive = (u for u in request.units if self._homes[u.index].states is Tier.NVME)
-            states = sum(request.role_bytes(unit, role) for unit in on_drive for role in STATE_ROLES)
+            states = sum(request.shard_bytes(unit, STATE_ROLES) for unit in on_drive)
             worth = max(worth, int(states * CLIPPED_STAGING_SHARE))
         size = buffers.slot_bytes
         if not worth or not size:

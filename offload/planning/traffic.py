@@ -37,7 +37,7 @@ def step_bytes(request: Request, homes: Sequence[Homes], chunk_numel: int, worki
     read = write = h2d = adam = d2h = sent = between = 0
     for unit, home in zip(request.units, homes, strict=True):
         own = request.owned_numel(unit, Role.MASTER)
-        states = sum(request.chunk_bytes(unit, role, own) for role in STATE_ROLES)
+        states = request.kept_bytes(unit, STATE_ROLES)
         grad = request.role_bytes(unit, Role.GRAD)
         passes = 2 if unit.trainable else 1
         kept = request.role_bytes(unit, Role.PARAM)

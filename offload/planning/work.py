@@ -24,10 +24,11 @@ from offload.nested import tensors_in
 from offload.planning.hardware import Hardware
 from offload.planning.partition import UnitTree
 from offload.planning.uses import Recording, Uses
-from offload.torch_private import TorchDispatchMode, storage_place
+from offload.torch_private import DispatchMode, storage_place
 from offload.wrappers import is_wrapper
 
 _aten = torch.ops.aten
+_META = torch.device("meta")
 _CAUSAL = {
     _aten._scaled_dot_product_flash_attention: 4,
     _aten._scaled_dot_product_flash_attention_backward: 11,
@@ -146,14 +147,10 @@ class Work:
 Watch = Callable[[Sequence[torch.Tensor]], contextlib.AbstractContextManager[Any]]
 
 
-def _unwatched(parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext()
-
-
 def work_of(
     model: nn.Module,
     batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any],
-    watch: Watch = _unwatched,
+    watch: Watch | None = None,
     tree: UnitTree | None = None,
 ) -> Work:
     """Count what a forward and a backward pass take.
@@ -162,8 +159,8 @@ def work_of(
         model: any module; it is not changed, and may be on the meta device.
         batch: (rows, length) of token ids, for a model that takes ``input_ids`` and ``labels``; else what its forward
             takes, by name or in order, with tensors of any device. Their values are not looked at.
-        watch: is entered around each module's forward, with the parameters.
-        tree: the model's units, whose uses are noted; None where nobody asks.
+        watch: is entered around each module's forward, with the parameters; None where nobody looks.
+        tree: the model's units, whose uses are noted; None where nobody asks. There is no `watch` then.
 
     Raises:
         ConfigError: weights are quantized, or the passes need values of tensors, or fail for another reason; names it.
@@ -179,8 +176,9 @@ def work_of(
         for parameter in parameters:
             if parameter.requires_grad:
                 undo.enter_context(contextlib.closing(_Dropped(parameter, counter)))
-        enter = (lambda _: watch(parameters)) if recording is None else recording.enter
-        undo.enter_context(contextlib.closing(_Inside(model, enter, watch is not _unwatched)))
+        watched = watch or (lambda _: contextlib.nullcontext())
+        enter = (lambda _: watched(parameters)) if recording is None else recording.enter
+        undo.enter_context(contextlib.closing(_Inside(model, enter, watch is not None)))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(counter)
         try:
@@ -244,6 +242,11 @@ def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         raise ConfigError(f"batch: expected (rows, length), two numbers >= 1, but got {batch!r}")
     ids = torch.empty(tuple(batch), dtype=torch.int64, device="meta")
     return (), {"input_ids": ids, "labels": ids}
+
+
+def is_ids(batch: Any) -> bool:
+    """Tell whether a batch is given as (rows, length)."""
+    return isinstance(batch, tuple) and all(isinstance(value, int) for value in batch)
 
 
 def _on_meta(value: Any) -> Any:
@@ -356,13 +359,31 @@ class _Grouped(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
-class _Counter(TorchDispatchMode):
-    """Counts kernels, per unit where there is a recording, and bytes that are alive."""
+@dataclasses.dataclass(slots=True, eq=False)
+class _Known:
+    """What is known of an operator on arguments of one form.
+
+    Attributes:
+        kernel: that does it.
+        output: of it, with :class:`Blank` for tensors; None where it has to be asked for each time.
+    """
+
+    kernel: Kernel
+    output: Any
+
+
+class _Counter(DispatchMode):
+    """Counts kernels, per unit where there is a recording, and bytes that are alive.
+
+    An operator runs once for each form of its arguments, for its output's form follows from theirs. Most of a model
+    repeats, and torch takes more time to find out a form than to make a tensor of it.
+    """
 
     def __init__(self, parameters: Sequence[torch.Tensor], recording: Recording | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
-        self._kernels: collections.defaultdict[int, collections.Counter[Kernel]] = collections.defaultdict(
+        self._known: dict[object, _Known] = {}
+        self._made: collections.defaultdict[int, collections.Counter[_Known]] = collections.defaultdict(
             collections.Counter
         )
         self._alive: dict[int, weakref.ref[Any] | None] = {storage_place(tensor): None for tensor in parameters}
@@ -374,10 +395,16 @@ class _Counter(TorchDispatchMode):
     def next_pass(self) -> dict[int, Part]:
         """Return what was counted since the last pass, by unit."""
         calls = self._recording.calls if self._recording is not None else collections.Counter[int]()
-        found = {unit: Part(self._kernels[unit], self._operators[unit], calls[unit]) for unit in self._operators}
-        for counted in (self._kernels, self._operators, calls):
+        found = {unit: Part(self._kernels(unit), self._operators[unit], calls[unit]) for unit in self._operators}
+        for counted in (self._made, self._operators, calls):
             counted.clear()
         return found
+
+    def _kernels(self, unit: int) -> collections.Counter[Kernel]:
+        kernels: collections.Counter[Kernel] = collections.Counter()
+        for known, many in self._made[unit].items():
+            kernels[known.kernel] += many
+        return kernels
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Count a tensor as gone."""
@@ -390,13 +417,23 @@ class _Counter(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             self.assumed += 1
             return True
-        output = func(*args, **kwargs)
-        made = list(tensors_in(output))
-        given = list(tensors_in((args, kwargs)))
-        if not func.is_view:
-            self._kernels[unit][_kernel(func, args, kwargs, output, [*given, *made])] += 1
-        for tensor in made:
-            self._begin(tensor)
+        if func.is_view:
+            output = func(*args, **kwargs)
+        else:
+            form = func, _form(args), _form(tuple(kwargs.items()))
+            known = self._known.get(form)
+            if known is not None and known.output is not None:
+                output = _filled(known.output)
+            else:
+                output = func(*args, **kwargs)
+            if known is None:
+                known = self._known[form] = _known(func, args, kwargs, output)
+            self._made[unit][known] += 1
+        if isinstance(output, torch.Tensor):
+            self._begin(output)
+        else:
+            for tensor in tensors_in(output):
+                self._begin(tensor)
         return output
 
     def _begin(self, tensor: torch.Tensor) -> None:
@@ -410,6 +447,42 @@ class _Counter(TorchDispatchMode):
     def _end(self, place: int, size: int) -> None:
         if self._alive.pop(place, None) is not None:
             self._alive_bytes -= size
+
+
+def _form(value: Any) -> Any:
+    """Return all that the form of an operator's output depends on, hashable; numbers that are equal differ by type."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.device
+    if isinstance(value, (list, tuple)):
+        return tuple(_form(one) for one in value)
+    return type(value), value
+
+
+def _known(func: Any, args: Any, kwargs: Any, output: Any) -> _Known:
+    """Return what is known once an operator has run.
+
+    Nothing of the output is, if it shares memory with an argument, or if the operator changes one.
+    """
+    given, made = list(tensors_in((args, kwargs))), list(tensors_in(output))
+    new = {storage_place(tensor) for tensor in made}.difference(map(storage_place, given))
+    parts = output if isinstance(output, tuple) else (output,)
+    same = len(new) == len(made) and all(map(_is_told, parts)) and not func._schema.is_mutable
+    return _Known(_kernel(func, args, kwargs, output, [*given, *made]), _blank(output) if same else None)
+
+
+def _is_told(part: Any) -> bool:
+    """Tell whether the form of an output's part is all of it: if it is a tensor, no other one has its storage."""
+    if not isinstance(part, torch.Tensor):
+        return part is None or type(part) is int
+    whole = type(part) is torch.Tensor and part.is_meta and part.layout is torch.strided
+    return whole and part.untyped_storage().nbytes() == _filled(Blank.of(part)).untyped_storage().nbytes()
+
+
+def _filled(form: Any) -> Any:
+    """Return an operator's output, with new tensors."""
+    if isinstance(form, Blank):
+        return torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device=_META)
+    return tuple(map(_filled, form)) if isinstance(form, tuple) else form
 
 
 def _kernel(func: Any, args: Any, kwargs: Any, output: Any, tensors: Sequence[torch.Tensor]) -> Kernel:
