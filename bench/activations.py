@@ -5,6 +5,8 @@ A bf16 Llama (the real one of 135 M, or a random one) trains in each mode by tur
 * keep: activations stay on the device.
 * host: they go to host memory.
 * nvme: a small part of host memory, and the drive behind it.
+* keep, drive: as keep, while another process moves the drive's bytes of nvme, in the same time: what they take of the
+  machine.
 * recompute: the model's own gradient checkpointing, non-reentrant.
 * recompute, host: the same, and what its blocks are given goes to host memory.
 * save_on_cpu: torch's hooks around the forward. On a CPU they have nothing to do, as their memory is the same.
@@ -35,6 +37,7 @@ import dataclasses
 import itertools
 import json
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,7 +57,8 @@ from offload.sizes import MIB, format_bytes, parse_bytes
 
 BOTH = "recompute, host"
 DEEPSPEED = "deepspeed"
-MODES = ("keep", "host", "nvme", "recompute", BOTH, "save_on_cpu", DEEPSPEED)
+BESIDE = "keep, drive"
+MODES = ("keep", "host", "nvme", BESIDE, "recompute", BOTH, "save_on_cpu", DEEPSPEED)
 SPARE = 1.1  # of what a step takes, for holes of the heap
 FIRST_SHORT = ("keep", "chunked")
 CONTEXT_MODES = ("keep", "chunked", "recompute", "host", "nvme")
@@ -154,10 +158,29 @@ def run_mode(mode: str, name: str, path: str, room: dict[str, str | int], tokens
     }
 
 
+@contextlib.contextmanager
+def busy_drive(path: str, bytes_per_second: float) -> Iterator[None]:
+    """Have another process read and write files below `path` meanwhile."""
+    script = Path(__file__).with_name("_drive_load.py")
+    command = [sys.executable, str(script), path, str(bytes_per_second)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                sys.exit(f"{script.name}: expected it to begin but it has ended")
+            yield
+        finally:
+            process.terminate()
+
+
+def on_drive_bytes(run: dict[str, Any]) -> int:
+    """Return what a step has moved from and to the drive."""
+    return int(run["moved"]["nvme_read"] + run["moved"]["nvme_write"])
+
+
 def bound_s(run: dict[str, Any], keep_s: float, drive: float) -> float:
     """Return the most of computing, copying, and what the drive needs at `drive` GB/s."""
-    on_drive = run["moved"]["nvme_read"] + run["moved"]["nvme_write"]
-    return max(keep_s, run["busy"]["d2h"] + run["busy"]["h2d"], on_drive / drive / 1e9)
+    return max(keep_s, run["busy"]["d2h"] + run["busy"]["h2d"], on_drive_bytes(run) / drive / 1e9)
 
 
 def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[str, Any]:
@@ -167,7 +190,12 @@ def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[s
     for _ in range(arguments.rounds):
         drives.append(drive_gb_s(arguments.path, (64 if arguments.smoke else 512) * MIB))
         for mode in arguments.modes:
-            run = run_mode(mode, arguments.model, arguments.path, room, arguments.tokens, arguments.steps)
+            beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if mode == BESIDE:
+                other = runs["nvme"][-1]
+                beside = busy_drive(arguments.path, on_drive_bytes(other) / other["seconds"])
+            with beside:
+                run = run_mode(mode, arguments.model, arguments.path, room, arguments.tokens, arguments.steps)
             runs[mode].append(run)
     drive = statistics.median(drives)
     keep_s = statistics.median(run["seconds"] for run in runs["keep"])
@@ -188,7 +216,7 @@ def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[s
         booked = max(run["booked_bytes"] for run in results)
         resident = max(run["resident_bytes"] for run in results)
         copied = (last["moved"]["d2h"] + last["moved"]["h2d"]) / MIB
-        on_drive = (last["moved"]["nvme_read"] + last["moved"]["nvme_write"]) / MIB
+        on_drive = on_drive_bytes(last) / MIB
         alive = max(run["alive_bytes"] for run in results)
         counts = mode not in ("save_on_cpu", DEEPSPEED)  # what they keep is in no book of ours
         print(f"{mode:<16}{seconds:>8.3f}{ratio:>7.2f}{bound:>8.3f}{seconds / bound:>8.2f}{busy:>11.2f}", end="")
@@ -428,6 +456,8 @@ def main() -> None:
     arguments = parser.parse_args()
     modes = [mode for mode in MODES if mode != DEEPSPEED or _deepspeed_step.available()]
     arguments.modes = arguments.modes or list(CONTEXT_MODES if arguments.context else modes)
+    if BESIDE in arguments.modes and "nvme" not in arguments.modes[: arguments.modes.index(BESIDE)]:
+        parser.error(f'--modes: expected nvme before "{BESIDE}", which does as much with the drive')
     if arguments.smoke:
         arguments.model, arguments.rounds, arguments.steps = "tiny", 1, 2
         arguments.tokens, arguments.most_tokens = (1024, 8192) if arguments.context else (2048, 2048)
