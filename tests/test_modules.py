@@ -594,6 +594,37 @@ def test_hooks_that_the_user_registers_on_a_wrapped_model(tmp_path: Path) -> Non
             assert torch.equal(states[position]["exp_avg"], parameter.grad), name
 
 
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("through", ["engine", "model"])
+def test_saved_tensor_hooks_of_the_user_see_all_but_parameters(through: str, activations: str, tmp_path: Path) -> None:
+    """As torch's ``save_on_cpu`` does: what they keep is theirs, wherever the call comes from."""
+    torch.manual_seed(0)
+    plain, seen = Stack(), list[list[torch.Size]]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen[-1].append(tensor.shape)
+        return tensor.clone()
+
+    model = copy.deepcopy(plain)
+    shapes = {parameter.shape for parameter in plain.parameters()} | {plain.blocks[0].weight.t().shape}
+    seen.append([])
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.clone):
+        loss = plain(batch(0)).pow(2).mean()
+    loss.backward()
+    options = tight(model, tmp_path, activations=activations)
+    with offload.Engine(model, offload.AdamW(betas=(0.0, 0.9)), **options) as engine:
+        seen.append([])
+        with torch.autograd.graph.saved_tensors_hooks(pack, torch.Tensor.clone):
+            ours = (engine if through == "engine" else model)(batch(0)).pow(2).mean()
+        engine.backward(ours)
+        engine.step()
+        theirs, others = ([shape for shape in shapes_seen if shape not in shapes] for shapes_seen in seen)
+        assert theirs == others and len(others) > 6 and others == seen[1]
+        states = engine.optimizer.state_dict()["state"]  # type: ignore[union-attr]
+        for position, (name, parameter) in enumerate(plain.named_parameters()):
+            assert torch.equal(states[position]["exp_avg"], parameter.grad), name
+
+
 @pytest.mark.parametrize("make", ["attention", "encoder"])
 def test_evaluation_of_attention_is_the_same_for_every_placement(make: str, tmp_path: Path) -> None:
     """In evaluation torch takes other operators, but only where no mode and no hook is in force."""
