@@ -120,4 +120,8 @@ def test_a_step_that_repeats_itself_is_not_thought_over() -> None:
         found = come_and_go(2, [1] * UNITS, steps)
     per_step = len(found) // 6
     assert found[-per_step:] == found[-2 * per_step : -per_step] and any(events for events, *_ in found[-per_step:])
-    assert len(chosen) < 4 * per_step, "the last steps have asked nobody"
+    learned = len(chosen)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prefetching, "_choose", counted)
+        come_and_go(2, [1] * UNITS, steps + steps)
+    assert len(chosen) == 2 * learned, "more steps ask no more"

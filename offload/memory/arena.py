@@ -90,7 +90,7 @@ class Arena:
     def storage(self, buffer: Buffer) -> torch.UntypedStorage:
         """Return a new torch storage over `buffer`.
 
-        Its reference count tells who still uses the bytes: that is why each residency gets a storage of its own.
+        Its reference count tells who still uses the bytes: that is why each unit has a storage of its own.
         """
         return storage_at(buffer.address, buffer.size_bytes, self.place)
 

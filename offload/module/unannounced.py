@@ -94,7 +94,8 @@ class UnannouncedUses:
         """Serve parameters that are used outside any module's forward.
 
         That is in a backward pass that repeats a part of the forward, where the user has gathered parameters, and in
-        hooks of the user around the outermost module's forward. Saved-tensor hooks of the user stay in force below ours.
+        hooks of the user around the outermost module's forward. Below ours, saved-tensor hooks of the user stay in
+        force.
         """
         with self._saved.missing_hooks() or contextlib.nullcontext(), self.seeing():
             self.watching += 1

@@ -113,7 +113,7 @@ class Copies:
         self._late: list[Ticket] = []  # of no shard: see leave_late
         self._known_parts: dict[Shard, list[tuple[int, int, int]]] = {}
         self._strays: list[Stray] = []
-        self._stray_names = itertools.count(-1, -1)
+        self._stray_names = itertools.count(-2, -1)  # -1 has the hash of -2: layouts would be alike
         for unit in plan.request.units:
             for role in (Role.PARAM, Role.GRAD, *STATE_ROLES):
                 size = plan.role_bytes(unit, role)

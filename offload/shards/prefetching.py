@@ -33,7 +33,8 @@ class _Choice:
         fetches: units that were fetched, each with those that left for it.
         ended: one more had no room.
         bound: what had arrived was bound, in search of it.
-        certain: the same would be done wherever the same use finds the same units in the same places.
+        certain: the same would be done wherever the same use finds the same units in the same places, and the unit used
+            last as much in use.
     """
 
     fetches: list[tuple[Shard, tuple[int, ...]]] = dataclasses.field(default_factory=list)
@@ -43,7 +44,7 @@ class _Choice:
 
 
 class _Choices:
-    """Those that are certain, while a schedule predicts the same uses."""
+    """Those that are certain, while a schedule predicts the same uses. If they become too many, all are forgotten."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.edition = schedule.edition
@@ -106,15 +107,20 @@ class Prefetching:
 
     def _choose_as_before(self, schedule: Schedule, uses: int) -> bool:
         """Do what was done where this use found the same units in the same places; returns whether one has no room."""
-        self._copies.sweep(Role.PARAM)
+        copies, last = self._copies, schedule.last
+        copies.sweep(Role.PARAM)
+        region = copies.regions[Role.PARAM]
         choices = self._chosen.get(schedule)
         if choices is None or choices.edition != schedule.edition or len(choices.made) > choices.most:
             choices = self._chosen[schedule] = _Choices(schedule)
-        key = (schedule.turn, schedule.last, self._copies.regions[Role.PARAM].layout, uses)
+        key = (schedule.turn, last, last is None or copies.params[last].readers > 0, region.layout, uses)
         known = choices.made.get(key)
         if known is not None and all(self._fetches_again(shard, left) for shard, left in known.fetches):
+            before = region.layout
             if known.bound:
                 self._working.bind_arrived()
+            if region.layout != before:  # what should have arrived has failed
+                return self._choose(schedule, uses, []).ended
             if known.ended:
                 self.held_up = None
             return known.ended

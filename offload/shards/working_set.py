@@ -49,8 +49,8 @@ class Fetch(NamedTuple):
     Attributes:
         came: whether it was started.
         left: units that have left for it.
-        certain: this follows from the schedule and the places alone.
-        bound: what had arrived was bound, in search of room.
+        certain: this follows from the schedule, the places, and the readers of the unit used last.
+        bound: it was not started although what had arrived was bound, in search of room.
     """
 
     came: Came
@@ -85,13 +85,11 @@ class Residency:
     """A unit's parameters on the device.
 
     Attributes:
-        address: of the bytes.
-        storage: over them.
+        storage: over the bytes.
         views: of the storage, one for each parameter.
         own_references: how many of the storage's are its own, those of the views, and the binding's.
     """
 
-    address: int
     storage: torch.UntypedStorage
     views: list[torch.Tensor]
     own_references: int = 0
@@ -101,7 +99,12 @@ class Residency:
         """Return that of a unit whose bytes are in a buffer of an arena."""
         storage = arena.storage(buffer)
         places = [(slot.offset_numel, slot.shape) for slot in unit.slots]
-        return cls(buffer.address, storage, views_at(storage, getattr(torch, unit.dtype), places))
+        return cls(storage, views_at(storage, getattr(torch, unit.dtype), places))
+
+    @property
+    def address(self) -> int:
+        """Where the bytes are: others may have moved them elsewhere, as ``share_memory_`` does."""
+        return self.storage.data_ptr()
 
     def borrowed(self) -> bool:
         """Tell whether a tensor other than the parameters still views the bytes."""
@@ -203,9 +206,9 @@ class WorkingSet:
                 return Fetch(Came.NO_ROOM, certain=certain)
             room = self._find_room(shard, schedule, later, wanted)
             if room.buffer is None:
-                held_up = self._is_held_up(shard, schedule, later)
-                came = Came.HELD_UP if held_up else Came.NO_ROOM
-                return Fetch(came, certain=certain and room.certain, bound=True)
+                if self._is_held_up(shard, schedule, later):
+                    return Fetch(Came.HELD_UP)
+                return Fetch(Came.NO_ROOM, certain=certain and room.certain, bound=True)
             room = room._replace(certain=certain and room.certain)
         assert room.buffer is not None
         self._start_in(shard, room.buffer, urgent=required)
@@ -215,12 +218,16 @@ class WorkingSet:
         """Start to bring PARAM to where it came before, when the same units were here: for it, the same ones leave.
 
         Returns:
-            Whether it was started: they may leave.
+            Whether it was started: they may leave, and there is room then.
         """
         if not all(map(self._is_idle, left)):
             return False
-        self._start_in(shard, self._evict_for(shard, left), urgent=False)
-        return True
+        for owner in left:
+            self.evict(self._copies.params[owner])
+        buffer = self._copies.allocate(shard)
+        if buffer is not None:
+            self._start_in(shard, buffer, urgent=False)
+        return buffer is not None
 
     def _start_in(self, shard: Shard, buffer: Buffer, *, urgent: bool) -> None:
         self._copies.start_fetch(shard, buffer, functools.partial(self._start, shard, buffer, urgent=urgent))
@@ -558,9 +565,10 @@ class WorkingSet:
             )
 
     def _gives_way(self, shard: Shard, schedule: Schedule, wanted: Container[int]) -> tuple[list[int], bool]:
-        """Return who is used later than a unit for which there is no room, and not by anybody now.
+        """Tell who gives way to a unit for which there is no room.
 
-        And whether all those who are in use are `wanted`.
+        Returns:
+            Who is used later, and not by anybody now; and whether all others who are used later are `wanted`.
         """
         params = self._copies.params
         later = who_gives_way(self._copies.regions[Role.PARAM], schedule, shard.unit.index, required=False)
