@@ -193,6 +193,8 @@ class BackwardUpdates(Updates[_Guess]):
 
         Those would not be made early else. The last ones come first, and most of the room is for what backward uses.
         """
+        if not (self._open or self._waiting):  # as at most uses
+            return []
         tiers, wanted = self._tiers, []
         left = int((tiers.working.size_bytes or tiers.plan.working_bytes) * LARGEST_SHARE_KEPT)
         for update in (*self._open, *reversed(self._waiting)):
