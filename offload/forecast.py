@@ -82,8 +82,9 @@ class Forecast:
 
     def remedy(self) -> str:
         """Return what would make a batch fit, or that nothing would which was tried."""
-        shortest = "a smaller batch" if self.tokens is None else "sequences of one token"
-        nothing = f"no change that was tried does, {shortest} included"
+        tokens = self.tokens is not None  # else nobody knows what a smaller batch is
+        tried = ", sequences of one token included" if tokens else "; take a smaller batch"
+        nothing = f"no change that was tried does{tried}"
         ways = f"it fits with {', or with '.join(self.remedies)}" if self.remedies else nothing
         return f"device budget: {self._refusal()}; {ways}"
 

@@ -318,6 +318,8 @@ def test_where_not_even_one_token_fits_that_is_said() -> None:
     assert [remedy.partition("=")[0] for remedy in found.remedies] == ['max_memory["device"]']
     alone = dataclasses.replace(found, remedies=())
     assert alone.remedy().endswith("; no change that was tried does, sequences of one token included")
+    of_tensors = dataclasses.replace(alone, tokens=None)  # nobody could try a smaller batch of them
+    assert of_tensors.remedy().endswith("; no change that was tried does; take a smaller batch")
 
 
 def test_what_has_no_room_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
