@@ -125,8 +125,8 @@ class Manager:
         self.hides_parameters = streams_parameters or waits_for_updates
         self._is_asynchronous = not device.addressable  # compute: it uses a unit later than the host asks for it
         self._is_sliced = plan.request.slices_parameters
-        self._prefetching = LeftToWhoNeedsIt("prefetch")
-        self._ahead_of_use = Prefetching(self.tiers, self.forward, self.backward, wanted=prefetch)
+        self._tolerant = LeftToWhoNeedsIt("prefetch")
+        self._prefetching = Prefetching(self.tiers, self.forward, self.backward, wanted=prefetch)
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -145,9 +145,9 @@ class Manager:
         if self._is_asynchronous:
             self.working.use(shard)
         lease = self.copies.lease(shard)  # prefetching must not evict what was asked for
-        if self._ahead_of_use.active:
+        if self._prefetching.active:
             try:
-                with self._prefetching:
+                with self._tolerant:
                     self.prefetch()
             except BaseException:
                 lease.close()
@@ -193,7 +193,7 @@ class Manager:
         """Note that a training step has ended: what was used in it predicts the next one."""
         self._schedules.begin(training=True)
         self.schedule.restart()
-        self._ahead_of_use.try_again()
+        self._prefetching.try_again()
 
     def order_of_use(self) -> list[int]:
         """Return per unit its turn in the training step that begins next, as far as is known."""
@@ -204,7 +204,7 @@ class Manager:
 
     def prefetch(self, uses: int = PREFETCH_WINDOW) -> None:
         """Start fetching the units of the next `uses`, as far as units used later give way."""
-        self._ahead_of_use.look_ahead(self.schedule, uses)
+        self._prefetching.look_ahead(self.schedule, uses)
 
     def _make_resident(self, shard: Shard) -> None:
         self.schedule.use(shard.unit.index)
@@ -240,7 +240,7 @@ class Manager:
 
     def _count_fetch(self, index: int) -> None:
         """Count a fetch that starts where the unit is used: a miss, unless one was asked for and had no room yet."""
-        if index == self._ahead_of_use.held_up:
+        if index == self._prefetching.held_up:
             self.tiers.counters.stalls += 1
         else:
             self.tiers.counters.misses += 1
@@ -266,7 +266,7 @@ class Manager:
         """Make a unit's update, if it is due; returns whether a fetch had to be started for it, which is a miss."""
         index = shard.unit.index
         absent = shard.state is State.STORED and not shard.stays
-        missed = index in self.forward and absent and self._ahead_of_use.may_fetch(shard)
+        missed = index in self.forward and absent and self._prefetching.may_fetch(shard)
         if missed:
             self._count_fetch(index)
             self.working.start_fetch(shard, self.schedule, required=True)
@@ -315,9 +315,9 @@ class Manager:
         """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
         settled = self.forward.settled
         self.forward.advance()
-        if self.forward.settled != settled and self._ahead_of_use.active:
-            self._ahead_of_use.try_again()  # what is home can leave, and what is updated can come
-            with self._prefetching:
+        if self.forward.settled != settled and self._prefetching.active:
+            self._prefetching.try_again()  # what is home can leave, and what is updated can come
+            with self._tolerant:
                 self.prefetch()
         if self.commits is not None:
             self._try_commit()
