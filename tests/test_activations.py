@@ -25,11 +25,31 @@ MIB = 1 << 20
 
 
 class FakeRegion:
-    """A working region of `working_bytes`, between `smallest` and `largest`, that keeps the ledger as the real one."""
+    """A working region of `working_bytes`, between `smallest` and `largest`, that keeps the ledger as the real one.
+
+    Gradients on their way have `leaving_bytes`, and can leave `leavable` more to others.
+    """
+
+    leavable = 0
 
     def __init__(self, budget: Budget, working: int, smallest: int, largest: int) -> None:
         self.budget, self.size_bytes, self.smallest, self.largest = budget, working, smallest, largest
         self.claim = budget.claim("arena", working)
+        self.gradients = budget.claim("gradients on their way")
+
+    @property
+    def leaving_bytes(self) -> int:
+        return self.gradients.size_bytes
+
+    def make_room(self, by_bytes: int) -> int:
+        given = min(by_bytes, self.leaving_bytes)
+        self.gradients.resize(self.leaving_bytes - given)
+        return given
+
+    def leave_more(self, by_bytes: int) -> int:
+        given = min(by_bytes, self.leavable)
+        self.leavable -= given
+        return given
 
     @property
     def smallest_arena_bytes(self) -> int:
@@ -339,6 +359,45 @@ def test_a_meter_that_notes_peaks_is_asked_where_passes_begin_and_end(trims: lis
     meter.spike(901 * MIB + TOLERANCE_BYTES)
     with pytest.raises(BudgetError, match="a micro-batch took 965.00 MiB of activations and temporaries as measured"):
         ledger.close_pass()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_gradients_on_their_way_leave_more_where_they_were_in_the_way(early: bool, trims: list[None]) -> None:
+    """Of 900 MiB: 600 as they leave, and temporaries of 500; not where a loss has taken 1000 before the first."""
+    budget = Budget(Tier.DEVICE, 1000 * MIB)
+    region = FakeRegion(budget, 100 * MIB, 100 * MIB, 100 * MIB)
+    ledger = Activations(budget, region, meter := PeakMeter(region, trims))
+    region.leavable = 600 * MIB
+    ledger.open_pass()
+    meter.spike((1000 if early else 300) * MIB)
+    ledger.await_gradient()
+    region.gradients.resize(600 * MIB)
+    meter.resident += 600 * MIB
+    meter.spike(500 * MIB)
+    ledger.await_gradient()
+    if not early:
+        ledger.close_pass()
+        assert region.leavable == 600 * MIB - (1100 - 900) * MIB
+        ledger.open_pass()  # what is still on its way when a pass ends is no data of the user
+        meter.spike(300 * MIB)
+        ledger.close_pass()
+        assert region.leavable == 400 * MIB
+        return
+    with pytest.raises(BudgetError, match=r"took 1000.00 MiB .* but 900.00 MiB are left beside 100.00 MiB"):
+        ledger.close_pass()
+    assert region.leavable == 600 * MIB
+
+
+def test_gradients_on_their_way_make_room_for_what_is_owed() -> None:
+    budget = Budget(Tier.DEVICE, 10 * MIB)
+    region = FakeRegion(budget, 4 * MIB, 3 * MIB, 4 * MIB)
+    plain = Activations(budget, region, None)
+    region.gradients.resize(3 * MIB)
+    kept = SavedActivation(tensor(6 * MIB), plain)
+    plain.balance()
+    assert region.size_bytes == 3 * MIB and region.leaving_bytes == MIB
+    assert plain.room_bytes == 6 * MIB
+    del kept
 
 
 def test_without_a_meter_only_the_ledger_counts() -> None:

@@ -211,6 +211,132 @@ def test_the_next_ones_come_ahead(bench: Make, monkeypatch: pytest.MonkeyPatch) 
     made.assert_empty()
 
 
+class Late:
+    """A copy that is over once somebody waits for it."""
+
+    def __init__(self, late: list[Late]) -> None:
+        self.is_over = False
+        late.append(self)
+
+    def done(self) -> bool:
+        return self.is_over
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self.is_over = True
+
+
+class LateUse(Late):
+    """One that compute waits for, and the host does not."""
+
+    is_used = False
+
+    def use(self, timeout_s: float) -> None:
+        """By compute alone."""
+        self.is_used = True
+
+
+def test_what_is_still_leaving_stays_and_nothing_comes_before_it(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that lag behind: those of what backward wants first would queue behind all that it wants later."""
+    made, going, back = bench(near=16), list[Late](), list[int]()
+    save, restore = made.mover.save, made.mover.restore
+    monkeypatch.setattr(made.mover, "save", lambda *place: (save(*place), Late(going))[1])
+    monkeypatch.setattr(made.mover, "restore", lambda source, *place: (back.append(source), restore(source, *place))[1])
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = chain(x)
+    under_way = sum(not copy.is_over for copy in going)
+    assert made.moved("d2h") == 40 - 9  # half of the near ones are for the last, which stay, and one is being saved
+    assert under_way == 16 - 9
+    asked, bring = list[int](), made.ledger.bring
+
+    def brought(saved: SavedElsewhere) -> torch.Tensor:
+        asked.append(0)
+        if len(asked) == 4:  # now they have left
+            for copy in going:
+                copy.wait()
+        return bring(saved)
+
+    monkeypatch.setattr(made.ledger, "bring", brought)
+    loss.backward()
+    truth = page().requires_grad_()
+    chain(truth).backward()
+    assert torch.equal(x.grad, truth.grad)
+    assert len(back) == 40 - 9 - under_way
+    assert back == sorted(back, reverse=True)  # rooms were given one behind the other
+    del loss
+    made.assert_empty()
+
+
+def test_a_host_that_is_ahead_of_copies_takes_no_more_of_the_device(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What compute waits for need not be waited for by the host, which gives its memory to the next ones."""
+    made, late = bench(near=4), list[Late]()
+    restore = made.mover.restore
+    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = chain(x)
+    most = []
+    bring = made.ledger.bring
+    monkeypatch.setattr(
+        made.ledger,
+        "bring",
+        lambda saved: (bring(saved), most.append((made.ledger._near_bytes, sum(not copy.is_over for copy in late))))[0],
+    )
+    loss.backward()
+    near, under_way = (max(values) for values in zip(*most, strict=True))
+    assert near <= (4 + 1) * PAGE
+    assert 4 <= under_way <= 4 + 4 + 2  # of twice as many: what is near, and what compute is behind
+    del loss
+    made.assert_empty()
+
+
+def test_what_has_just_come_may_be_wanted_again(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another pass of the graph, while the copy for the first one is under way."""
+    made, late = bench(near=4), list[Late]()
+    restore = made.mover.restore
+    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    x, y = page().requires_grad_(), page().requires_grad_()
+    with made.hooks():
+        loss = chain(x, 3)
+    truth = chain(y, 3)
+    for _ in range(3):
+        loss.backward(retain_graph=True)
+        truth.backward(retain_graph=True)
+        assert torch.equal(x.grad, y.grad)
+    assert any(not copy.is_over for copy in late)
+    del loss
+    made.assert_empty()
+
+
+def test_memory_of_what_compute_does_not_wait_for_stays_until_its_copy_is_over(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is dropped while storages of it come back ahead."""
+    made, late, middle = bench(near=8), list[Late](), list[torch.Tensor]()
+    restore = made.mover.restore
+    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+
+    def through(x: torch.Tensor) -> torch.Tensor:
+        middle.append(x.exp().tanh().exp().tanh().exp().tanh())
+        return chain(middle[0])
+
+    with made.hooks():
+        loss = through(page().requires_grad_())
+    torch.autograd.grad(loss, middle.pop())
+    del loss
+    collect()
+    made.ledger.balance()
+    unasked = sum(not copy.is_used for copy in late)
+    assert unasked and made.budget.used_bytes == unasked * PAGE
+    for copy in late:
+        copy.wait()
+    made.ledger.balance()
+    assert made.budget.used_bytes == 0
+    made.assert_empty()
+
+
 def test_a_graph_may_be_used_again(bench: Make) -> None:
     made = bench(host=16, drive=64)
     x, y = page().requires_grad_(), page().requires_grad_()

@@ -325,6 +325,27 @@ def test_whoever_needs_the_room_waits_for_gradients(make_bench: Callable[..., Be
         assert bench.claim.size_bytes == 0 and bench.mover.make_room(2 * PAGE) == 0
 
 
+def test_gradients_on_their_way_leave_what_they_are_told_to(make_bench: Callable[..., Bench]) -> None:
+    def most(bench: Bench) -> int:
+        pages = list[int]()
+        for number in range(8):  # of a group that may have more
+            bench.mover.read_tensor(gradient(number), lambda address: None, group=0, last=False)
+            pages.append(bench.mover.leaving_bytes // PAGE)
+        bench.mover.make_room(9 * PAGE)
+        return max(pages)
+
+    with running(LAZY):
+        bench = make_bench(ring_pages=12, budget_pages=9)
+        assert bench.mover.leave_more(PAGE) == 0  # there were none
+        assert most(bench) == 8  # room for one is left to the next
+        assert bench.mover.leave_more(3 * PAGE) == 3 * PAGE
+        assert most(bench) == 5
+        assert bench.mover.leave_more(100 * PAGE) == 5 * PAGE
+        assert most(bench) == 0  # each is waited for
+        assert bench.mover.leave_more(PAGE) == 0
+        bench.mover.wait(DEADLINE_S)
+
+
 def test_a_gradient_that_is_late_is_told_and_not_used_any_more(make_bench: Callable[..., Bench]) -> None:
     """It may have been dropped meanwhile: what comes then must not be added to the next one."""
     may_end, used = threading.Event(), []

@@ -68,7 +68,8 @@ class _Record:
         size_bytes: of it.
         handles: tensors of it that were saved.
         time: it has come back so many times; `unpacked` tensors of it were asked for since.
-        going, coming: a copy under way, with what keeps the device's memory meanwhile.
+        going, coming: a copy under way, with what keeps the device's memory meanwhile; None where compute follows a
+            copy that is coming, and so does whoever has the memory next.
         near: it counts as one that is on the device.
         dead: nobody wants it any more.
     """
@@ -81,7 +82,7 @@ class _Record:
     time: int = 0
     unpacked: int = 0
     going: tuple[Ticket, SavedActivation] | None = None
-    coming: tuple[Arriving, SavedActivation] | None = None
+    coming: tuple[Arriving, SavedActivation | None] | None = None
     near: bool = True
     dead: bool = False
 
@@ -153,6 +154,7 @@ class LeavingActivations(Activations):
         self._near_bytes = 0
         self._going: deque[_Record] = deque()
         self._coming: deque[_Record] = deque()
+        self._behind_bytes = 0  # of copies under way that compute is behind: their memory has been given back
         self._used_up: list[weakref.ref[Leaver]] = []  # all of whose tensors were asked for since it has come back
         self._prefetching = LeftToWhoNeedsIt("prefetch of activations")
         self._moved_bytes = {"d2h": 0, "h2d": 0}
@@ -269,6 +271,7 @@ class LeavingActivations(Activations):
         """
         start = time.perf_counter()
         self._collect()
+        self._keep_pace()
         leaver = saved.leaver
         record = leaver.record
         if leaver.held is None:
@@ -295,9 +298,17 @@ class LeavingActivations(Activations):
         self._moving_s += time.perf_counter() - start
         return view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
 
+    def _keep_pace(self) -> None:
+        """Let the host wait where it is too far ahead of copies: gradients of what it runs through would pile up."""
+        begin = time.perf_counter()
+        while self._coming and self._behind_bytes > self._most_near_bytes:
+            self._end_coming(self._coming.popleft())
+            self._note_wait(begin, begin := time.perf_counter())
+
     def _bring_now(self, leaver: Leaver) -> None:
         """Begin to bring a storage that is asked for: its place in host memory, and on the device."""
         away, room, begin = self._away, leaver.record.room, time.perf_counter()
+        self._end_earlier(leaver.record)
         if not away.is_here(room):
             while room.ticket is None and not away.begin_read(room, urgent=True):
                 if self._coming:
@@ -319,11 +330,15 @@ class LeavingActivations(Activations):
         copies, reads = True, away.has_drive
         for record in reversed(self._records.values()):
             room, leaver = record.room, record.leaver()
-            if room.key >= key or leaver is None or leaver.held is not None or record.going is not None:
+            if room.key >= key or leaver is None or leaver.held is not None:
                 continue
             looked += 1
             if looked > AHEAD:
                 return
+            if record.going is not None:  # it need not leave: nor must it queue behind what is needed later
+                leaver.held = record.going[1]
+                continue
+            self._end_earlier(record)
             if away.is_here(room):
                 room_bytes = min(self._most_near_bytes - self._near_bytes, self._budget.free_bytes)
                 copies = copies and record.size_bytes <= room_bytes
@@ -333,6 +348,12 @@ class LeavingActivations(Activations):
                 reads = away.begin_read(room, urgent=False)
             if not copies and not reads:
                 return
+
+    def _end_earlier(self, record: _Record) -> None:
+        """Wait for the copy that an earlier backward pass of the same graph has wanted, if it is still under way."""
+        if record.coming is not None:
+            self._coming.remove(record)
+            self._end_coming(record)
 
     def _begin_coming(self, leaver: Leaver, held: SavedActivation) -> None:
         record, away = leaver.record, self._away
@@ -349,8 +370,11 @@ class LeavingActivations(Activations):
     def _end_coming(self, record: _Record) -> None:
         """Wait for a copy that is no longer among those under way; nobody reads the host's memory then."""
         assert record.coming is not None
-        record.coming[0].wait(self._deadline_s)
+        copy, held = record.coming
+        copy.wait(self._deadline_s)
         record.coming = None
+        if held is None:
+            self._behind_bytes -= record.size_bytes
         self._away.vacate(record.room)
         if record.dead:
             self._note_far(record)
@@ -482,6 +506,8 @@ class LeavingActivations(Activations):
         found = self._by_number.get(record.number)
         if found is record.leaver:
             del self._by_number[record.number]
+        if record.coming is not None and record.unpacked:
+            self._leave_to_compute(record)
         if record.going is not None or record.coming is not None:
             record.dead = True
             return
@@ -494,14 +520,21 @@ class LeavingActivations(Activations):
         if leaver is None or leaver.held is None:
             return True
         record = leaver.record
-        if record.going is not None or record.coming is not None:
+        if record.going is not None:
             return False
         if storage_use_count(leaver.held.tensor.untyped_storage()) > _ALONE:
             return False
+        self._leave_to_compute(record)
         leaver.held = None
         record.time, record.unpacked = record.time + 1, 0
-        self._note_far(record)
         return True
+
+    def _leave_to_compute(self, record: _Record) -> None:
+        """Free the device's memory of what was asked for: who has it next follows compute, which follows the copy."""
+        if record.coming is not None and record.coming[1] is not None:
+            record.coming = record.coming[0], None
+            self._behind_bytes += record.size_bytes
+        self._note_far(record)
 
     def _has_copy(self, record: _Record) -> bool:
         return record.room.stored or record.room.offset is not None

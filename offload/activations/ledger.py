@@ -63,13 +63,23 @@ class Meter(Protocol):
 
 
 class Elastic(Protocol):
-    """The working region: memory of the device that parameters can do without."""
+    """What gives way: the working region, which parameters can do without, and gradients on their way to the host."""
 
     def shrink(self, by_bytes: int) -> int:
         """Give memory and its reservation back, `by_bytes` or as much as can be spared; returns how much."""
 
     def grow(self, by_bytes: int) -> int:
         """Take memory and its reservation, at most `by_bytes`; returns how much."""
+
+    def make_room(self, by_bytes: int) -> int:
+        """Wait until gradients on their way take `by_bytes` less, or all have left; returns how many less."""
+
+    def leave_more(self, by_bytes: int) -> int:
+        """Let gradients on their way leave so many bytes more to others from now on; returns how many they can."""
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the budget that gradients on their way have now."""
 
     @property
     def size_bytes(self) -> int:
@@ -181,6 +191,7 @@ class Activations:
         self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
+        self._early_bytes: int | None = None  # the same, before any gradient was on its way to the host; None: not yet
         self._calm_bytes = 0  # the same, when nothing was under way the last time
         self._spike_bytes = 0  # the most above that moment, in this pass
         self._spikes: collections.deque[int] = collections.deque(maxlen=PASSES_REMEMBERED)
@@ -282,7 +293,9 @@ class Activations:
         if self._owed_bytes:
             missing = self._owed_bytes - self._budget.free_bytes
             if missing > 0:
-                self._shrink(missing)
+                missing -= self._shrink(missing)
+            if missing > 0:
+                self._region.make_room(missing)
             owed, self._owed_bytes = self._owed_bytes, 0
             try:
                 self._claim.resize(self._claim.size_bytes + owed)
@@ -304,6 +317,17 @@ class Activations:
                 self._meter.trim()
                 self._calm_bytes = self._trimmed_bytes = self._used(self._meter.now_bytes())
 
+    def await_gradient(self) -> None:
+        """Balance before a gradient is given away: no other will have taken room so far, if it is the first.
+
+        Raises:
+            BudgetError: see :meth:`balance`.
+        """
+        self.balance()
+        if self._early_bytes is None and self._meter is not None and self._meter.notes_peaks:
+            self._note_high_water()
+            self._early_bytes = self._peak_bytes
+
     def _way_out(self) -> str:
         """Return what helps beside a larger budget, in words."""
         return 'activations="auto", with which they leave the device or are computed again'
@@ -316,6 +340,7 @@ class Activations:
                 self._meter.trim()
             self._high_water_bytes = self._meter.high_water_bytes()
             self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = 0
+            self._early_bytes = None
             self._open = True
 
     def abandon_pass(self) -> None:
@@ -334,26 +359,29 @@ class Activations:
         self._open = False
         self.sample()
         self._note_high_water()
-        peak = self._peak_bytes
-        if peak > self.room_bytes:
+        peak, early, leaving = self._peak_bytes, self._early_bytes or 0, self._region.leaving_bytes
+        if peak > self.room_bytes + leaving:
             self._meter.trim()
-            grown = self._used(self._meter.now_bytes())
+            grown = self._used(self._meter.now_bytes()) - leaving
             if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
                 self._floor_bytes += grown
-                peak -= grown
+                peak, early = peak - grown, early - grown
         self._spikes.append(self._spike_bytes)
-        excess = peak - self.room_bytes
+        excess = peak - self.room_bytes - leaving
         if excess > 0:
             excess -= self._shrink(excess)
+        is_early = early > self.room_bytes + leaving
+        if excess > 0 and not is_early:
+            excess -= self._region.leave_more(excess)
         if excess > TOLERANCE_BYTES:
-            raise BudgetError(self._refusal(peak))
+            raise BudgetError(self._refusal(early if is_early else peak, self.room_bytes + leaving))
         if self._tight is None:
-            self._tight = peak * HOLES_FACTOR + MARGIN_BYTES > self.room_bytes
+            self._tight = peak * HOLES_FACTOR + MARGIN_BYTES > self.room_bytes + leaving
             if not self._tight:
                 return  # the next pass tells what it takes with holes
         self._tight = self._tight or excess > 0
         self._peaks.append(peak)
-        spare = self.room_bytes - with_margin(max(self._peaks)) - self._gradient_bytes
+        spare = self.room_bytes + leaving - with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
 
@@ -387,8 +415,8 @@ class Activations:
             logger.debug("working region: gave %s to activations", format_bytes(given))
         return given
 
-    def _refusal(self, peak_bytes: int) -> str:
-        arena_bytes = self._budget.limit_bytes - self.room_bytes
+    def _refusal(self, peak_bytes: int, room_bytes: int) -> str:
+        arena_bytes = self._budget.limit_bytes - room_bytes
         wanted_bytes = with_margin(peak_bytes)
         need_bytes = wanted_bytes + self._region.smallest_arena_bytes
         if need_bytes <= self._budget.limit_bytes:
@@ -397,7 +425,7 @@ class Activations:
             remedy = f'raise max_memory["device"] to {format_bytes(need_bytes)}'
         return (
             f"device budget: a micro-batch took {format_bytes(peak_bytes)} of activations and temporaries as measured "
-            f"but {format_bytes(self.room_bytes)} are left beside {format_bytes(arena_bytes)} of parameters; {remedy}, "
+            f"but {format_bytes(room_bytes)} are left beside {format_bytes(arena_bytes)} of parameters; {remedy}, "
             "use gradient checkpointing, or take smaller micro-batches"
         )
 

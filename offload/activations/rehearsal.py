@@ -65,13 +65,13 @@ class _Nowhere:
 class _Region:
     """A working region that gives nothing."""
 
-    size_bytes = smallest_arena_bytes = 0
+    size_bytes = smallest_arena_bytes = leaving_bytes = 0
 
     def shrink(self, by_bytes: int) -> int:
         """See :class:`offload.activations.ledger.Elastic`."""
         return 0
 
-    grow = shrink
+    grow = make_room = leave_more = shrink
 
 
 class _Uncharged(LeavingActivations):

@@ -430,6 +430,15 @@ class AcceleratorMover:
         """Wait for gradients on their way until they take `wanted_bytes` less of the device; returns how many less."""
         return self._gradients.make_room(wanted_bytes, self._deadline_s)
 
+    def leave_more(self, by_bytes: int) -> int:
+        """Let gradients on their way wait for more room than so far."""
+        return self._gradients.leave_more(by_bytes)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the budget that gradients on their way have."""
+        return self._gradients.leaving_bytes
+
     def await_next(self, timeout_s: float, *, room_for: int | None = None) -> bool:
         """Wait for the copies of the next group; its use may still be under way."""
         while self._leaving:

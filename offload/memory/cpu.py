@@ -178,9 +178,13 @@ class CpuMover:
         """Use the tensor where it is."""
         use(tensor.data_ptr())
 
+    leaving_bytes = 0  # nothing is ever on its way
+
     def make_room(self, wanted_bytes: int) -> int:
         """Nothing is ever on its way."""
         return 0
+
+    leave_more = make_room
 
     def await_next(self, timeout_s: float, *, room_for: int | None = None) -> bool:
         """Nothing is ever on its way."""

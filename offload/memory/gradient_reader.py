@@ -83,7 +83,8 @@ class GradientReader:
         self._ring = Ring(ring.size_bytes)
         self._claim = claim
         self._watch = watch
-        self._largest_bytes = largest_bytes
+        self._left_bytes = largest_bytes  # of the budget: so much is left to others
+        self._most_bytes = self._free_bytes = 0  # that they had at once since that was said; the least that was free
         self._stream = torch.Stream(place)
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="offload-d2h")
         self._consumer = ThreadPoolExecutor(1, thread_name_prefix="offload-gradients")
@@ -125,7 +126,10 @@ class GradientReader:
         self._claim.resize(self._claim.size_bytes + min(size, self._claim.budget.free_bytes))
         if last:
             self._send()
-        self._leave(self._largest_bytes, deadline_s)
+        self._leave(self._left_bytes, deadline_s)
+        held_bytes, free_bytes = self._claim.size_bytes, self._claim.budget.free_bytes
+        self._free_bytes = min(free_bytes, self._free_bytes) if self._most_bytes else free_bytes
+        self._most_bytes = max(self._most_bytes, held_bytes)
 
     def _copy(self, tensor: torch.Tensor, address: int, size: int, ready: torch.Event) -> None:
         with no_functions(), no_dispatch(), self._stream:  # modes of the user, which come with a backward
@@ -150,6 +154,20 @@ class GradientReader:
         before = self._claim.size_bytes
         self._leave(self._claim.budget.free_bytes + wanted_bytes, timeout_s)
         return before - self._claim.size_bytes
+
+    def leave_more(self, by_bytes: int) -> int:
+        """Leave `by_bytes` more to others than ever since the last call, at most what was there; returns how much."""
+        more_bytes = min(by_bytes, self._most_bytes)
+        if more_bytes:
+            self._left_bytes = max(self._left_bytes, self._free_bytes) + more_bytes
+        self._most_bytes = 0
+        return more_bytes
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the budget that gradients on their way have now."""
+        self._reap()
+        return self._claim.size_bytes
 
     def close(self) -> None:
         """Let everything be used, and end the threads: also where a lost device takes nothing any more."""

@@ -277,6 +277,16 @@ class Mover(Protocol):
     def make_room(self, wanted_bytes: int) -> int:
         """Have tensors on their way to the host take `wanted_bytes` less of the device; returns how many less."""
 
+    def leave_more(self, by_bytes: int) -> int:
+        """Have tensors on their way to the host leave `by_bytes` more of the device's budget to others from now on.
+
+        That is more than ever since the last call. Returns how many more: at most what they had at once.
+        """
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of the device's budget that tensors on their way to the host have now."""
+
     def await_next(self, timeout_s: float, *, room_for: int | None = None) -> bool:
         """Wait until the next group of :meth:`read_tensor` has left the device; returns False where all have.
 

@@ -124,7 +124,7 @@ class GradientHooks:
             if gradient.layout is not torch.strided:
                 gradient = gradient.to_dense()
             if gradient.nbytes >= WORTH_SAMPLING_BYTES:
-                self._activations.balance()
+                self._activations.await_gradient()
             shape = self._units[unit].slots[slot].shape
             if gradient.dtype != self._binding.dtypes[unit] or tuple(gradient.shape) != shape:
                 raise StateError(self._misfit(gradient, unit, slot))

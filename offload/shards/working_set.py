@@ -490,15 +490,14 @@ class WorkingSet:
     def shrink(self, by_bytes: int) -> int:
         """Give memory of the working region and its reservation back; returns how much was possible.
 
-        It stays as large as the largest units that must be there together. Where it cannot change, gradients on their
-        way make room.
+        It stays as large as the largest units that must be there together.
 
         Raises:
             StateError: somebody has changed a unit that would have to leave.
         """
         region, copies = self._elastic, self._copies
         if region is None:
-            return self._mover.make_room(by_bytes)
+            return 0
         copies.sweep(Role.PARAM)
         by_bytes = round_up(by_bytes, HUGE_PAGE_BYTES)
         streamed = [s.unit for s in copies.params if not s.stays]
@@ -520,6 +519,19 @@ class WorkingSet:
             self._arena.discard(part)
             self._claim.resize(self._claim.size_bytes - part.size_bytes)
         return part.size_bytes
+
+    def make_room(self, by_bytes: int) -> int:
+        """See :meth:`offload.memory.transfer.Mover.make_room`."""
+        return self._mover.make_room(by_bytes)
+
+    def leave_more(self, by_bytes: int) -> int:
+        """See :meth:`offload.memory.transfer.Mover.leave_more`."""
+        return self._mover.leave_more(by_bytes)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """See :attr:`offload.memory.transfer.Mover.leaving_bytes`."""
+        return self._mover.leaving_bytes
 
     def grow(self, by_bytes: int) -> int:
         """Take memory for the working region, at most `by_bytes` and what the plan gave it; returns how much."""
