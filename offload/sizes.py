@@ -15,6 +15,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 PAGE_BYTES = 4096  # buffers begin at such addresses and records on NVMe have such lengths
 HUGE_PAGE_BYTES = 2 << 20
+PASSING_SHARE = 4  # this part of host memory for activations is for what passes through to the drive, and back
 
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):

@@ -590,6 +590,32 @@ def test_memory_that_a_late_read_may_write_to_is_given_to_nobody(tmp_path: Path,
         assert not away.used_bytes and not len(store)
 
 
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_what_is_wanted_while_it_is_written_need_not_be_read(is_wanted: bool, tmp_path: Path) -> None:
+    """Nobody lacks its place."""
+    arena = HostArena(Tier.HOST, 8 * PAGE)
+    with SwapStore(tmp_path, 64 * PAGE) as store:
+        away = Away(arena.take(8 * PAGE), store, 32 * PAGE)
+        rooms = [room_for(key, PAGE) for key in range(7)]
+        for room in rooms:  # six may rest
+            assert away.take(room)
+            away.rest(room)
+        assert rooms[0].ticket is not None and rooms[1].ticket is None
+        if is_wanted:
+            for room in rooms[:2]:
+                away.want(room)
+        away.settle()
+        assert away.is_here(rooms[0]) == is_wanted
+        more = [room_for(key, PAGE) for key in range(7, 27)]
+        for room in more:
+            assert away.take(room)
+            away.rest(room)
+        for room in (*rooms, *more):
+            away.release(room)
+        away.settle()
+        assert not away.used_bytes and not len(store)
+
+
 def test_a_closed_ledger_brings_nothing_back(bench: Make) -> None:
     made = bench(host=8, drive=64)
     with made.hooks():

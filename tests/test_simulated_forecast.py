@@ -11,11 +11,14 @@ import torch
 from simulated.engine import engine_clock, untouched
 from simulated.figures import watched
 from test_simulated_clock_engine import llama
+from torch import nn
 
+import offload
 from offload import AdamW, Config, Engine
 from offload.planning.hardware import DESKTOP, H200, Hardware
 from offload.planning.lanes import COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
 from offload.planning.partition import find_units
+from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.timing import timing_of
 from offload.planning.work import work_of
 from offload.request import unit_bytes_of
@@ -25,7 +28,11 @@ SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Homes of parameters and states on a machine, and tokens of one of so many micro-batches."""
+    """Homes of parameters and states on a machine, and tokens of one of so many micro-batches.
+
+    With `rooms`, activations leave: bytes of the device, of host memory and of the drive for them. Nothing is
+    checkpointed then.
+    """
 
     machine: Hardware
     param: str
@@ -34,10 +41,12 @@ class Case:
     micro_batches: int = 1
     clips: bool = False
     host: float = 0.9  # of host memory
+    rooms: tuple[str, str, str] | None = None
 
     def __str__(self) -> str:
         text = f"{self.machine.name} {self.param} {self.states} {self.micro_batches}x{self.tokens}"
-        return text + " clips" * self.clips + (f" {self.host:g}" if self.host < 0.9 else "")
+        text += " clips" * self.clips + (f" {self.host:g}" if self.host < 0.9 else "")
+        return text + ("" if self.rooms is None else " ".join((" activations", *self.rooms)))
 
 
 CASES = [
@@ -51,7 +60,28 @@ CASES = [
     Case(DESKTOP, "cpu", "nvme", 8192, micro_batches=3),
     Case(DESKTOP, "cpu", "nvme", 24576, clips=True),
     Case(H200, "none", "none", 8192),
+    Case(H200, "none", "cpu", 16384, rooms=("60GiB", "100GiB", "0")),
+    Case(H200, "none", "cpu", 8192, clips=True, rooms=("16GiB", "100GiB", "0")),
+    Case(DESKTOP, "none", "cpu", 4096, rooms=("10GiB", "60GiB", "0")),
+    Case(DESKTOP, "cpu", "cpu", 8192, rooms=("14GiB", "60GiB", "0")),
+    Case(DESKTOP, "cpu", "nvme", 8192, rooms=("10GiB", "30GiB", "0")),
+    Case(DESKTOP, "cpu", "cpu", 4096, rooms=("10GiB", "4GiB", "100GB")),
+    Case(DESKTOP, "nvme", "nvme", 8192, rooms=("10GiB", "8GiB", "100GB")),
 ]
+
+
+def net(case: Case) -> nn.Module:
+    model = llama(**SIZES)
+    if case.rooms:
+        model.gradient_checkpointing_disable()
+    return model
+
+
+def activations_of(case: Case) -> dict[str, Any]:
+    if case.rooms is None:
+        return {}
+    names = ("activation_memory", "activation_cpu_memory", "activation_nvme_memory")
+    return {"activations": "offload", **dict(zip(names, case.rooms, strict=True))}
 
 
 def by_clock_and_by_formula(case: Case) -> tuple[float, float]:
@@ -63,10 +93,11 @@ def by_clock_and_by_formula(case: Case) -> tuple[float, float]:
     with engine_clock(machine, dry=True, updates=case.states == "none") as watch, tempfile.TemporaryDirectory() as path:
         options: dict[str, Any] = {"device": "sim", "max_memory": memory, "offload_param": case.param}
         options |= {"gradient_accumulation_steps": case.micro_batches, "max_grad_norm": 1e-3 if case.clips else None}
-        if case.states == "nvme":
+        if "nvme" in case.states or (case.rooms and case.rooms[2] != "0"):
             memory["nvme"] = "400GB"
             options |= {"nvme_path": path}
-        with Engine(untouched(llama(**SIZES)), AdamW(lr=1e-3), offload_optimizer=case.states, **options) as engine:
+        options |= activations_of(case)
+        with Engine(untouched(net(case)), AdamW(lr=1e-3), offload_optimizer=case.states, **options) as engine:
             ids = torch.zeros(1, case.tokens, dtype=torch.int64, device="sim")
 
             def step() -> None:
@@ -76,9 +107,13 @@ def by_clock_and_by_formula(case: Case) -> tuple[float, float]:
 
             took_s, plan = watched(watch, machine, step).step_s, engine.plan
             engine.close(restore=False)
-    model = llama(**SIZES)
-    tree = find_units(model, max_unit_bytes=unit_bytes_of(Config(), memory["device"]))
+    model = net(case)
     model.config.use_cache = False
+    if case.rooms:  # which are rehearsed
+        options |= {"offload_param": case.param, "offload_optimizer": case.states, "nvme_path": None, "device": "cuda"}
+        told = offload.plan(model, optimizer=AdamW(lr=1e-3), batch=(1, case.tokens), hardware=machine, **options)
+        return took_s, told.timing.step_s
+    tree = find_units(model, max_unit_bytes=unit_bytes_of(Config(), memory["device"]))
     work = work_of(model, (1, case.tokens), tree=tree)
     told = timing_of(plan, work, machine, micro_batches=case.micro_batches, clips=case.clips)
     return took_s, told.step_s
@@ -123,6 +158,48 @@ def test_reads_and_writes_share_the_drive() -> None:
     assert played(job(READ, 7e9), lanes=Lanes(DESKTOP)) == pytest.approx(1.0)
     assert played(job(READ, 3.5e9), job(WRITE, 2.5e9), lanes=Lanes(DESKTOP)) == pytest.approx(1.0)
     assert played(job(READ, 7e9), job(WRITE, 2.5e9), lanes=Lanes(DESKTOP)) == pytest.approx(1.5)
+
+
+SAVED = {0: 4e9, 1: 4e9}  # bytes that two units keep
+
+
+def turned(saved: Saved, forward_s: float, backward_s: float, *, steps: int = 3) -> tuple[float, float, float]:
+    """Return the seconds of the last forward and backward, and what has stayed."""
+    lanes = Lanes(DESKTOP)
+    activations, times = PlayedActivations(lanes, DESKTOP, saved), [0.0]
+
+    def passes() -> Process:
+        for _ in range(steps):
+            for index in saved.kept_bytes:
+                yield from activations.forward(index, forward_s / 2)
+            times.append(lanes.now_s)
+            activations.turn()
+            for index in reversed(saved.kept_bytes):
+                yield from activations.backward(index, backward_s / 2)
+            times.append(lanes.now_s)
+
+    played(passes(), lanes=lanes)
+    assert len(times) == 2 * steps + 1
+    return times[-2] - times[-3], times[-1] - times[-2], activations.stayed_bytes
+
+
+def test_activations_go_beside_compute_or_hold_it_up() -> None:
+    """Of 8 GB, one stays and one more may be under way, at 25 GB/s."""
+    saved = Saved(SAVED, int(2e9), int(1e9), int(100e9), int(100e9))
+    forward_s, backward_s, stayed = turned(saved, 1.0, 2.0)
+    assert (forward_s, backward_s) == pytest.approx((1.0, 2.0)) and stayed <= 0.25e9
+    forward_s, backward_s, stayed = turned(saved, 0.1, 0.1)
+    assert stayed == pytest.approx(1e9, rel=0.3)
+    assert forward_s == pytest.approx((8e9 - 1e9 - stayed) / 25e9, rel=0.15)
+    assert backward_s == pytest.approx((8e9 - 1e9 - stayed) / 25e9, rel=0.15)
+
+
+def test_activations_that_host_memory_has_no_room_for_wait_for_the_drive() -> None:
+    """Of 8 GB, seven leave: behind four, the drive begins at 5 GB/s, and two have to be written for the last."""
+    saved = Saved(SAVED, int(2e9), int(1e9), int(5e9), int(4e9))
+    forward_s, backward_s, _ = turned(saved, 0.1, 0.1)
+    assert forward_s == pytest.approx(4e9 / 25e9 + 2e9 / 5e9, rel=0.1)
+    assert (8e9 - 2e9) / 25e9 < backward_s < (8e9 - 2e9) / 25e9 + 2e9 / 3e9
 
 
 def test_a_process_waits_for_a_moment() -> None:

@@ -14,10 +14,8 @@ from collections import deque
 from offload.memory.arena import Buffer
 from offload.memory.gaps import Gaps
 from offload.memory.transfer import Ticket
-from offload.sizes import whole_pages
+from offload.sizes import PASSING_SHARE, whole_pages
 from swap import SwapDeadlineError, SwapStore
-
-PASSING_SHARE = 4  # this part of the host's is for what passes through to the drive, and back
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -32,6 +30,7 @@ class Room:
         ticket: of a read or a write of the drive that is under way.
         resting: it is in host memory until there is too much.
         copied: the device reads what is in host memory, so that it must stay.
+        wanted: it is being written, and needed before what is read.
         dead: nobody wants it any more.
     """
 
@@ -42,6 +41,7 @@ class Room:
     ticket: Ticket | None = None
     resting: bool = False
     copied: bool = False
+    wanted: bool = False
     dead: bool = False
 
 
@@ -99,7 +99,7 @@ class Away:
             self.refused_bytes = max(self.refused_bytes, room.size_bytes)
             return False
         room.offset = self._gaps.take(room.size_bytes)
-        while room.offset is None and self._free_some():
+        while room.offset is None and self.make_room():
             room.offset = self._gaps.take(room.size_bytes)
         return room.offset is not None
 
@@ -158,7 +158,7 @@ class Away:
         return True
 
     def make_room(self) -> bool:
-        """Free host memory for what has to be read; False where nothing can be done.
+        """Free host memory; False where nothing can be done.
 
         Raises:
             swap.SwapError: what was there before could not be written.
@@ -175,6 +175,10 @@ class Away:
         if room.ticket is not None and room.stored and room.ticket.done():
             self.wait(room)
         return room.offset is not None and (room.ticket is None or not room.stored)
+
+    def want(self, room: Room) -> None:
+        """Let what is being written stay in host memory behind it, as long as nothing else needs the place."""
+        room.wanted = room.ticket is not None
 
     def wait(self, room: Room) -> None:
         """Wait for a read.
@@ -271,7 +275,7 @@ class Away:
         else:
             room.ticket, room.stored = None, True
             self._back[room.key] = room
-            if not reads and not room.copied:
+            if not reads and not room.copied and not room.wanted:
                 self._give_back(room)
         if room.dead:
             self._forget(room)
@@ -301,7 +305,7 @@ class Away:
     def _give_back(self, room: Room) -> None:
         assert room.offset is not None
         self._gaps.give_back(room.offset, room.size_bytes)
-        room.offset = None
+        room.offset, room.wanted = None, False
         self._back.pop(room.key, None)
 
 

@@ -340,6 +340,7 @@ class LeavingActivations(Activations):
                 continue
             self._end_earlier(record)
             if away.is_here(room):
+                away.want(room)
                 room_bytes = min(self._most_near_bytes - self._near_bytes, self._budget.free_bytes)
                 copies = copies and record.size_bytes <= room_bytes
                 if copies:

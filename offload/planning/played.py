@@ -26,6 +26,7 @@ from offload.planning.hardware import Hardware
 from offload.planning.lanes import CALLS, COMPUTE, D2H, H2D, READ, TAKE, UPDATE, WRITE, Lanes, Moment, Process
 from offload.planning.moved import Moved, gradient_of, update_of
 from offload.planning.plan import Plan
+from offload.planning.played_activations import PlayedActivations, Saved
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 
@@ -85,11 +86,13 @@ class Played:
         step_s: seconds from one end of the forward to the next one.
         filled_bytes: of parameters at home on NVMe that come to the device from where they were updated.
         early_units: that were updated during backward.
+        stayed_bytes: of activations that had not left when they were wanted back.
     """
 
     step_s: float
     filled_bytes: int
     early_units: int
+    stayed_bytes: int
 
 
 def play(
@@ -102,6 +105,7 @@ def play(
     adds: bool,
     before_s: float,
     there_s: float,
+    saved: Saved | None = None,
 ) -> Played:
     """Play steps until they repeat.
 
@@ -114,9 +118,10 @@ def play(
         adds: gradients are added to those of other micro-batches.
         before_s: seconds of other micro-batches.
         there_s: of the updates that the device makes.
+        saved: activations that leave; None where all stay.
     """
     fixed_s = before_s, there_s
-    return _Play(plan, hardware, backward, forward, clips=clips, adds=adds, fixed_s=fixed_s).result()
+    return _Play(plan, hardware, backward, forward, saved, clips=clips, adds=adds, fixed_s=fixed_s).result()
 
 
 class _Play:
@@ -128,6 +133,7 @@ class _Play:
         hardware: Hardware,
         backward: Pass,
         forward: Pass,
+        saved: Saved | None,
         *,
         clips: bool,
         adds: bool,
@@ -141,6 +147,7 @@ class _Play:
         self._adds = adds
         self._before_s, self._there_s = fixed_s
         self._lanes = Lanes(hardware)
+        self._activations = None if saved is None else PlayedActivations(self._lanes, hardware, saved)
         self._moments: defaultdict[tuple[int, str, int], Moment] = defaultdict(Moment)
         self._staging_bytes = float(plan.staging_slots * plan.staging_slot_bytes)
         trained = [unit for unit in self._units if unit.trainable and not plan.on_device(unit)]
@@ -181,7 +188,8 @@ class _Play:
         self._lanes.run()
         late = (way for index, way in self._ways.items() if index not in self._early)
         filled = sum(way.unit.param_bytes for way in late if way.home is Tier.NVME and self._is_sent(way))
-        return Played(self._ends[-1] - self._ends[-2], filled, len(self._early))
+        stayed = 0.0 if self._activations is None else self._activations.stayed_bytes
+        return Played(self._ends[-1] - self._ends[-2], filled, len(self._early), int(stayed))
 
     def _is_sent(self, way: _Way) -> bool:
         """Tell whether a late update brings new parameters to the device by itself: they pass through staging."""
@@ -214,6 +222,8 @@ class _Play:
             self._missing = len(self._ways)
             yield COMPUTE, self._before_s
             self._lanes.begin(self._bring(step, self._backward, "back"))
+            if self._activations is not None:
+                self._activations.turn()
             for index in self._backward.order:
                 yield from self._compute(step, self._backward, "back", index)
                 if index in self._ways:
@@ -231,7 +241,13 @@ class _Play:
         yield self._moment(step, f"{name}: asked", index)
         yield self._moment(step, f"{name}: here", index)
         self._come(step, f"{name}: begun", index)
-        yield COMPUTE, which.compute_s.get(index, 0.0)
+        compute_s = which.compute_s.get(index, 0.0)
+        if self._activations is None:
+            yield COMPUTE, compute_s
+        elif which is self._forward:
+            yield from self._activations.forward(index, compute_s)
+        else:
+            yield from self._activations.backward(index, compute_s)
         yield self._moment(step, f"{name}: given", index)
 
     def _host(self) -> Process:

@@ -35,10 +35,12 @@ from offload.planning.moved import (
 )
 from offload.planning.plan import Plan
 from offload.planning.played import Pass, play
+from offload.planning.played_activations import Saved
 from offload.planning.residency import fetched
 from offload.planning.units import Unit
 from offload.planning.uses import Uses
 from offload.planning.work import Kernel, Part, Work
+from offload.sizes import PASSING_SHARE
 
 LANES = ("compute", "h2d", "d2h", "cpu", "drive")
 
@@ -147,9 +149,13 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     took_s, early_units = 0.0, len(early.early) if early else 0
     if not host:
         before_s, (first, last) = bound_s + fill_s, _passes(plan, work, hardware, uses, (forward_s, backward_s), passes)
-        played = play(plan, hardware, last, first, clips=clips, adds=earlier > 0, before_s=before_s, there_s=there_s)
+        adds, saved = earlier > 0, _saved(plan, work, first, away)
+        played = play(
+            plan, hardware, last, first, clips=clips, adds=adds, before_s=before_s, there_s=there_s, saved=saved
+        )
         took_s, early_units = played.step_s - before_s, played.early_units
         fresh += Moved(drive_read=-played.filled_bytes)
+        back += Moved(h2d=-min(played.stayed_bytes, back.h2d))
     backward, forward = again + gradients + back, fresh + updates + away
     ahead_s = 0.0
     if clips:  # no update goes beside backward
@@ -165,7 +171,7 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     if early is not None:
         took_s = in_turn_s(plan, hardware, uses.forward, passes[0], early, forward_s + there_s, ahead_s)
     bound_s = sum(span.bound_s for span in found)
-    fill_s += max(took_s - bound_s, alternate_s - bound_s, 0.0)
+    fill_s += max(took_s - bound_s, alternate_s * host - bound_s, 0.0)
     return Timing((*spans, *found), fill_s, moved + backward + forward, early_units)
 
 
@@ -190,6 +196,25 @@ def _passes(
     return (
         _pass(hardware, forward, first, numels, seconds[0], fetches[0]),
         _pass(hardware, backward, last, numels, seconds[1], fetches[-1]),
+    )
+
+
+def _saved(plan: Plan, work: Work, forward: Pass, away: Moved) -> Saved | None:
+    """Return the activations that leave in a forward; a unit's share is that of the bytes that its kernels touch."""
+    parts = work.parts[0] if work.parts else {}
+    shares = {index: sum(k.size_bytes * many for k, many in part.kernels.items()) for index, part in parts.items()}
+    shares = shares or {unit.index: unit.numel for unit in plan.request.units}
+    total = sum(shares.values())
+    if not away.d2h or not total:
+        return None
+    kept, host_bytes = away.d2h + plan.last_bytes, plan.request.host_activation_bytes
+    passing_bytes = host_bytes // PASSING_SHARE if plan.request.nvme_activation_bytes else 0
+    return Saved(
+        {index: kept * shares.get(index, 0) / total for index in forward.order},
+        plan.near_bytes,
+        plan.last_bytes,
+        host_bytes,
+        host_bytes - passing_bytes,
     )
 
 
