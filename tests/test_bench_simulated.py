@@ -44,6 +44,20 @@ def test_a_batch_near_break_even(bench: ModuleType) -> None:
     assert found["of_plain"] > 1 and found["deepspeed_s"]["total"] > 0
 
 
+def test_activations_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small model: copies go beside compute, in less time than torch's, with as much of the device."""
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    bench = importlib.import_module("bench.simulated_activations")
+    found = bench.run_setting(bench.SMALL, bench.SETTINGS[0])["modes"]
+    assert set(found) == set(bench.MODES)
+    keep, offload, tight = (found[mode] for mode in ("keep", "offload", "offload, as tight"))
+    assert offload["peak_bytes"] < keep["peak_bytes"] and keep["step_s"] < offload["step_s"] < tight["step_s"]
+    assert offload["overlapped"]["h2d"] > tight["overlapped"]["h2d"]
+    theirs = found["save_on_cpu"]
+    assert tight["step_s"] < theirs["step_s"] and tight["peak_bytes"] < 1.05 * theirs["peak_bytes"]
+    assert offload["predicted_s"] == pytest.approx(offload["step_s"], rel=0.1)
+
+
 @pytest.mark.nightly
 def test_smoke(tmp_path: Path) -> None:
     output = tmp_path / "simulated.json"
