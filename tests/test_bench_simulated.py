@@ -55,7 +55,6 @@ def test_activations_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert offload["overlapped"]["h2d"] > tight["overlapped"]["h2d"]
     theirs = found["save_on_cpu"]
     assert tight["step_s"] < theirs["step_s"] and tight["peak_bytes"] < 1.05 * theirs["peak_bytes"]
-    assert offload["predicted_s"] == pytest.approx(offload["step_s"], rel=0.1)
 
 
 @pytest.mark.nightly
