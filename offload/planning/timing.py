@@ -4,8 +4,8 @@ Owns the formula, max(compute, links, CPU) + fill: seconds per lane, and in whic
 arithmetic over plain values. Next: :mod:`offload.forecast` shows it.
 
 Activations that leave the device go beside the forward that makes them, and come back beside its backward:
-:mod:`offload.planning.played_activations` has their order. Where the device is the CPU, its threads copy them meanwhile,
-instead of computing.
+:mod:`offload.planning.played_activations` has their order. Where the device is the CPU, its threads copy them instead
+of computing.
 
 A step has two spans. While micro-batches but the last are computed, parameters come and gradients go. From the last
 backward to the end of the next forward, updates are made as well: gradients come from the last unit to the first, and
