@@ -337,6 +337,50 @@ def test_memory_of_what_compute_does_not_wait_for_stays_until_its_copy_is_over(
     made.assert_empty()
 
 
+def test_what_was_asked_for_before_it_left_is_not_asked_for_again_by_that(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that was used while it was there comes ahead for nobody, and is dropped."""
+    made, late = bench(near=8), list[Late]()
+    restore = made.mover.restore
+    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    with made.hooks():
+        first = chain(page(1).requires_grad_(), 2)
+    first.backward(retain_graph=True)
+    assert not late
+    with made.hooks():
+        second = chain(page(2).requires_grad_(), 10)
+    second.backward()
+    del first, second
+    collect()
+    made.ledger.balance()
+    unasked = sum(not copy.is_used for copy in late)
+    assert unasked == 4 and made.budget.used_bytes == unasked * PAGE
+    made.assert_empty()
+
+
+def test_what_has_come_from_the_drive_stays_while_room_is_made_on_the_device(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever leaves for that takes host memory, too."""
+    made = bench(host=8, drive=64)
+    balance = made.ledger.balance
+
+    def made_room() -> None:
+        while made.away.make_room():
+            pass
+        balance()
+
+    with made.hooks():
+        loss = chain(x := page().requires_grad_())
+    monkeypatch.setattr(made.ledger, "balance", made_room)
+    monkeypatch.setattr(made.ledger, "_bring_ahead", lambda key: None)
+    loss.backward()
+    assert torch.equal(x.grad, gradient(chain))
+    del loss
+    made.assert_empty()
+
+
 def test_a_graph_may_be_used_again(bench: Make) -> None:
     made = bench(host=16, drive=64)
     x, y = page().requires_grad_(), page().requires_grad_()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from simulated.engine import engine_clock, untouched
 from simulated.figures import watched
 from test_simulated_clock_engine import llama
@@ -160,7 +162,7 @@ def test_reads_and_writes_share_the_drive() -> None:
     assert played(job(READ, 7e9), job(WRITE, 2.5e9), lanes=Lanes(DESKTOP)) == pytest.approx(1.5)
 
 
-SAVED = {0: 4e9, 1: 4e9}  # bytes that two units keep
+SAVED = {0: 4_000_000_000, 1: 4_000_000_000}  # bytes that two units keep
 
 
 def turned(saved: Saved, forward_s: float, backward_s: float, *, steps: int = 3) -> tuple[float, float, float]:
@@ -181,6 +183,37 @@ def turned(saved: Saved, forward_s: float, backward_s: float, *, steps: int = 3)
     played(passes(), lanes=lanes)
     assert len(times) == 2 * steps + 1
     return times[-2] - times[-3], times[-1] - times[-2], activations.stayed_bytes
+
+
+SIZE = st.one_of(st.integers(0, 3), st.integers(0, 10**11))
+
+
+@given(
+    st.lists(SIZE, min_size=1, max_size=5), SIZE, st.floats(0, 1), SIZE, st.booleans(), st.sampled_from([0, 1e-6, 1])
+)
+def test_activations_of_any_size_come_to_an_end(
+    kept: list[int], near: int, last_share: float, host: int, has_drive: bool, compute_s: float
+) -> None:
+    """Nobody waits for ever, and no room is left taken."""
+    saved = Saved(dict(enumerate(kept)), near, int(near * last_share), host, host * 3 // 4 if has_drive else host)
+    lanes = Lanes(DESKTOP)
+    activations, done = PlayedActivations(lanes, DESKTOP, saved), list[int]()
+
+    def passes() -> Process:
+        for number in range(3):
+            activations.turn()
+            for index in reversed(range(len(kept) + 1)):  # one of them keeps nothing
+                yield from activations.backward(index, compute_s)
+            for index in range(len(kept) + 1):
+                yield from activations.forward(index, compute_s / 2)
+            done.append(number)
+        activations.turn()
+        for index in reversed(range(len(kept))):
+            yield from activations.backward(index, compute_s)
+
+    played(passes(), lanes=lanes)
+    assert done == [0, 1, 2]
+    assert activations.taken == (0, 0, 0)
 
 
 def test_activations_go_beside_compute_or_hold_it_up() -> None:

@@ -320,8 +320,13 @@ class LeavingActivations(Activations):
                     )
             away.wait(room)
             self._note_wait(begin, time.perf_counter())
-        held = SavedActivation(self._memory(leaver.record.size_bytes), self)
-        self.balance()
+        room.copied = True  # it stays, whatever makes room below
+        try:
+            held = SavedActivation(self._memory(leaver.record.size_bytes), self)
+            self.balance()
+        except BaseException:
+            room.copied = False
+            raise
         self._begin_coming(leaver, held)
 
     def _bring_ahead(self, key: int) -> None:
@@ -353,8 +358,8 @@ class LeavingActivations(Activations):
     def _end_earlier(self, record: _Record) -> None:
         """Wait for the copy that an earlier backward pass of the same graph has wanted, if it is still under way."""
         if record.coming is not None:
-            self._coming.remove(record)
             self._end_coming(record)
+            self._coming.remove(record)
 
     def _begin_coming(self, leaver: Leaver, held: SavedActivation) -> None:
         record, away = leaver.record, self._away
@@ -363,6 +368,7 @@ class LeavingActivations(Activations):
         self._moved_bytes["h2d"] += record.size_bytes
         record.room.copied = True
         record.coming = copy, held
+        record.time, record.unpacked = record.time + 1, 0
         record.near = True
         self._near_bytes += record.size_bytes
         self._coming.append(record)
@@ -527,7 +533,6 @@ class LeavingActivations(Activations):
             return False
         self._leave_to_compute(record)
         leaver.held = None
-        record.time, record.unpacked = record.time + 1, 0
         return True
 
     def _leave_to_compute(self, record: _Record) -> None:

@@ -340,7 +340,7 @@ class Activations:
                 self._meter.trim()
             self._high_water_bytes = self._meter.high_water_bytes()
             self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = 0
-            self._early_bytes = None
+            self._early_bytes = 0 if self._region.leaving_bytes else None  # those of the last pass are in the way
             self._open = True
 
     def abandon_pass(self) -> None:
@@ -370,7 +370,7 @@ class Activations:
         excess = peak - self.room_bytes - leaving
         if excess > 0:
             excess -= self._shrink(excess)
-        is_early = early > self.room_bytes + leaving
+        is_early = early > self.room_bytes + leaving + TOLERANCE_BYTES
         if excess > 0 and not is_early:
             excess -= self._region.leave_more(excess)
         if excess > TOLERANCE_BYTES:

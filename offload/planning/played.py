@@ -188,8 +188,8 @@ class _Play:
         self._lanes.run()
         late = (way for index, way in self._ways.items() if index not in self._early)
         filled = sum(way.unit.param_bytes for way in late if way.home is Tier.NVME and self._is_sent(way))
-        stayed = 0.0 if self._activations is None else self._activations.stayed_bytes
-        return Played(self._ends[-1] - self._ends[-2], filled, len(self._early), int(stayed))
+        stayed = 0 if self._activations is None else self._activations.stayed_bytes
+        return Played(self._ends[-1] - self._ends[-2], filled, len(self._early), stayed)
 
     def _is_sent(self, way: _Way) -> bool:
         """Tell whether a late update brings new parameters to the device by itself: they pass through staging."""

@@ -13,6 +13,7 @@ Pure arithmetic over plain values. Next: :mod:`offload.planning.played`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ class Saved:
         resting_bytes: of them, for what need not go on to the drive.
     """
 
-    kept_bytes: Mapping[int, float]
+    kept_bytes: Mapping[int, int]
     near_bytes: int
     last_bytes: int
     host_bytes: int
@@ -46,12 +47,13 @@ class Saved:
 class _Piece:
     """A part of what one unit's forward keeps, which ends at `end_bytes` of all."""
 
-    end_bytes: float
-    size_bytes: float
+    end_bytes: int
+    size_bytes: int
     is_leaving: bool = False
     is_in_host: bool = False
     stays: bool = False
     is_wanted: bool = False
+    is_used: bool = False  # by backward
     read: Moment = dataclasses.field(default_factory=Moment)  # by the drive
     here: Moment = dataclasses.field(default_factory=Moment)  # on the device
 
@@ -64,27 +66,37 @@ class PlayedActivations:
     """
 
     def __init__(self, lanes: Lanes, hardware: Hardware, saved: Saved) -> None:
-        self.stayed_bytes = 0.0
+        self.stayed_bytes = 0
         self._lanes = lanes
         self._hardware = hardware
         self._saved = saved
-        self._pieces: dict[int, list[_Piece]] = {}
-        flight_bytes, begin = max(saved.near_bytes - saved.last_bytes, 1), 0.0
-        for index, size in saved.kept_bytes.items():
-            many = min(max(math.ceil(size * SMOOTH / flight_bytes), 1), MOST_PIECES)
-            self._pieces[index] = [_Piece(begin + size * (number + 1) / many, size / many) for number in range(many)]
-            begin += size
+        ends = itertools.accumulate(saved.kept_bytes.values())
+        self._begins = {i: end - saved.kept_bytes[i] for i, end in zip(saved.kept_bytes, ends, strict=True)}
+        self._pieces = {index: self._cut(index) for index in saved.kept_bytes}
         self._last: deque[_Piece] = deque()  # on the device, none of which is leaving
         self._going = 0  # pieces that are
-        self._near = self._host = 0.0  # bytes on the device, and in host memory
+        self._near = self._host = 0  # bytes on the device, and in host memory
         self._resting: deque[_Piece] = deque()  # in host memory, those that were kept first in front
-        self._resting_bytes = 0.0
+        self._resting_bytes = 0
         self._writes = 0  # under way
         self._changed = Moment()
 
+    @property
+    def taken(self) -> tuple[int, int, int]:
+        """Bytes that are on the device and in host memory, and pieces that are under way to the host or the drive."""
+        return self._near, self._host, self._going + self._writes
+
+    def _cut(self, index: int) -> list[_Piece]:
+        """Return the pieces of what a unit keeps."""
+        size, begin, saved = self._saved.kept_bytes[index], self._begins[index], self._saved
+        many = math.ceil(size * SMOOTH / max(min(saved.near_bytes - saved.last_bytes, saved.host_bytes), 1))
+        many = min(max(many, 1), MOST_PIECES)
+        ends = [size * number // many for number in range(many + 1)]
+        return [_Piece(begin + end, end - before) for before, end in itertools.pairwise(ends)]
+
     def forward(self, index: int, compute_s: float) -> Process:
         """Compute a unit, and let leave what it keeps."""
-        pieces = self._pieces.get(index, ())
+        pieces = self._pieces[index] = self._cut(index) if index in self._begins else []
         for piece in pieces:
             yield COMPUTE, compute_s / len(pieces)
             self._last.append(piece)
@@ -118,7 +130,10 @@ class PlayedActivations:
             yield piece.here
             yield COMPUTE, compute_s / len(pieces)
             self._near -= piece.size_bytes
-            self._vacate(piece)  # of one that stayed
+            piece.is_used = True
+            if not piece.is_leaving:
+                self._vacate(piece)  # of one that stayed
+            self._note()
         if not pieces:
             yield COMPUTE, compute_s
 
@@ -140,13 +155,16 @@ class PlayedActivations:
         self._lanes.come(changed)
 
     def _leave(self, piece: _Piece) -> Process:
-        size, piece.is_leaving, piece.stays = piece.size_bytes, True, False
+        size, piece.is_leaving = piece.size_bytes, True
         self._going += 1
         self._occupy(piece)
         yield D2H, size + self._hardware.copy_s * self._hardware.d2h_bytes_s
         piece.is_leaving = False
         self._going -= 1
         self._near -= size * (not piece.stays)
+        if piece.is_used:
+            self._vacate(piece)
+            return
         self._resting.append(piece)
         self._resting_bytes += size
         while self._resting_bytes > self._saved.resting_bytes:

@@ -211,7 +211,7 @@ def _saved(plan: Plan, work: Work, forward: Pass, away: Moved) -> Saved | None:
     kept, host_bytes = away.d2h + plan.last_bytes, plan.request.host_activation_bytes
     passing_bytes = host_bytes // PASSING_SHARE if plan.request.nvme_activation_bytes else 0
     return Saved(
-        {index: kept * shares.get(index, 0) / total for index in forward.order},
+        {index: kept * shares.get(index, 0) // total for index in forward.order},
         plan.near_bytes,
         plan.last_bytes,
         host_bytes,
