@@ -129,6 +129,7 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
         forward_s, backward_s = forward_s + _copies_s(away, hardware), backward_s + _copies_s(back, hardware)
     alternate_s = _bound_s(forward_s, away, hardware) + _bound_s(backward_s, back, hardware)
     early: InTurn | None = None
+    plays = False  # activations, so that their order is in what a step took
     may_be = [unit.index for unit in plan.request.units if host and not clips and plan.updates_early(unit)]
     passes = fetched(plan, uses, micro_batches=micro_batches, updated_early=may_be)
     if host:
@@ -151,6 +152,7 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     if not host:
         before_s, (first, last) = bound_s + fill_s, _passes(plan, work, hardware, uses, (forward_s, backward_s), passes)
         adds, saved = earlier > 0, _saved(plan, work, first, away)
+        plays = saved is not None
         played = play(
             plan, hardware, last, first, clips=clips, adds=adds, before_s=before_s, there_s=there_s, saved=saved
         )
@@ -172,7 +174,7 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     if early is not None:
         took_s = in_turn_s(plan, hardware, uses.forward, passes[0], early, forward_s + there_s, ahead_s)
     bound_s = sum(span.bound_s for span in found)
-    fill_s += max(took_s - bound_s, alternate_s * host - bound_s, 0.0)
+    fill_s += max(took_s - bound_s, 0.0 if plays else alternate_s - bound_s, 0.0)
     return Timing((*spans, *found), fill_s, moved + backward + forward, early_units)
 
 
