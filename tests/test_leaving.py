@@ -235,6 +235,13 @@ class LateUse(Late):
         self.is_used = True
 
 
+def come_late(made: Bench, monkeypatch: pytest.MonkeyPatch) -> list[Late]:
+    """Let the host never wait for what comes back; returns the copies to come."""
+    late, restore = list[Late](), made.mover.restore
+    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    return late
+
+
 def test_what_is_still_leaving_stays_and_nothing_comes_before_it(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that lag behind: those of what backward wants first would queue behind all that it wants later."""
     made, going, back = bench(near=16), list[Late](), list[int]()
@@ -271,9 +278,8 @@ def test_a_host_that_is_ahead_of_copies_takes_no_more_of_the_device(
     bench: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What compute waits for need not be waited for by the host, which gives its memory to the next ones."""
-    made, late = bench(near=4), list[Late]()
-    restore = made.mover.restore
-    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    made = bench(near=4)
+    late = come_late(made, monkeypatch)
     x = page().requires_grad_()
     with made.hooks():
         loss = chain(x)
@@ -294,9 +300,8 @@ def test_a_host_that_is_ahead_of_copies_takes_no_more_of_the_device(
 
 def test_what_has_just_come_may_be_wanted_again(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another pass of the graph, while the copy for the first one is under way."""
-    made, late = bench(near=4), list[Late]()
-    restore = made.mover.restore
-    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    made = bench(near=4)
+    late = come_late(made, monkeypatch)
     x, y = page().requires_grad_(), page().requires_grad_()
     with made.hooks():
         loss = chain(x, 3)
@@ -314,9 +319,8 @@ def test_memory_of_what_compute_does_not_wait_for_stays_until_its_copy_is_over(
     bench: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph is dropped while storages of it come back ahead."""
-    made, late, middle = bench(near=8), list[Late](), list[torch.Tensor]()
-    restore = made.mover.restore
-    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    made, middle = bench(near=8), list[torch.Tensor]()
+    late = come_late(made, monkeypatch)
 
     def through(x: torch.Tensor) -> torch.Tensor:
         middle.append(x.exp().tanh().exp().tanh().exp().tanh())
@@ -341,9 +345,8 @@ def test_what_was_asked_for_before_it_left_is_not_asked_for_again_by_that(
     bench: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph that was used while it was there comes ahead for nobody, and is dropped."""
-    made, late = bench(near=8), list[Late]()
-    restore = made.mover.restore
-    monkeypatch.setattr(made.mover, "restore", lambda *place: (restore(*place), LateUse(late))[1])
+    made = bench(near=8)
+    late = come_late(made, monkeypatch)
     with made.hooks():
         first = chain(page(1).requires_grad_(), 2)
     first.backward(retain_graph=True)
