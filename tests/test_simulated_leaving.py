@@ -13,7 +13,7 @@ from harness import assert_equal, everything_on_device
 from harness import run as train
 from simulated import EAGER, LAZY, Schedule, at_random, fixed, running
 from simulated.instead import MOVER_STREAMS
-from test_leaving import MIB, loss_of, net, options, rows
+from test_leaving import MIB, WIDTH, loss_of, net, options, rows
 from test_leaving import small_ones_leave as small_ones_leave  # a fixture
 from test_simulated_mover import DEADLINE_S, PAGE, Bench
 from test_simulated_mover import make_bench as make_bench  # a fixture
@@ -119,3 +119,45 @@ def test_memory_that_is_used_on_another_stream_and_freed_there(
         same = memory.cpu().eq(7).all()
         bench.device.synchronize()
         assert (seen.races == [] and bool(same) and bool(memory.cpu().eq(7).all())) != left_out
+
+
+class TwoStreams(nn.Module):
+    """Every other block computes on a stream of its own."""
+
+    def __init__(self, side: torch.Stream | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)
+        )
+        self.side = [side]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        side = self.side[0]
+        for number, block in enumerate(self.blocks):
+            if side is None or number % 2 == 0:
+                x = x + block(x)
+                continue
+            current = torch.accelerator.current_stream()
+            side.wait_stream(current)
+            with side:
+                y = x + block(x)
+            current.wait_stream(side)
+            y.record_stream(current)
+            x.record_stream(side)
+            x = y
+        return x
+
+
+@pytest.mark.parametrize("schedule", [LAZY, EAGER, at_random(0)], ids=lambda each: each.name)
+def test_streams_of_the_user(schedule: Schedule, tmp_path: Path) -> None:
+    """What has come back may lie in memory of the other stream, and is freed there."""
+    data, rule = [rows(number) for number in range(3)], offload.AdamW(lr=1e-2)
+    truth = train(TwoStreams(None), data, optimizer=rule, loss_of=loss_of, **everything_on_device())
+    room = {"activation_cpu_memory": "8MiB", "activation_nvme_memory": 0, "device": "sim"}
+    with running(schedule) as seen:
+        model, there = TwoStreams(torch.Stream("sim:0")), [each.to("sim") for each in data]
+        ours = train(model, there, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **options(tmp_path, **room))
+    ours.losses = [loss.cpu() for loss in ours.losses]
+    assert_equal(ours, truth)
+    assert seen.races == []

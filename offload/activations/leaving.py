@@ -290,6 +290,8 @@ class LeavingActivations(Activations):
             record.coming[0].use(self._deadline_s)
             self._note_wait(begin, time.perf_counter())
         whole = held.get()
+        if record.time:
+            self._mover.note_use(whole)
         if saved.time != record.time:
             saved.time = record.time
             record.unpacked += 1

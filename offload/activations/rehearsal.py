@@ -50,6 +50,9 @@ class _Nowhere:
 
     restore = save
 
+    def note_use(self, tensor: torch.Tensor) -> None:
+        """See :class:`offload.memory.transfer.Mover`."""
+
     def put(self, *_: Any) -> _Over:
         """See :class:`swap.SwapStore`."""
         return _Over()

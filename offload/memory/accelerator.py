@@ -27,6 +27,7 @@ from offload.memory.page_lock import LockedArena
 from offload.memory.timing import Stopwatch
 from offload.memory.transfer import FutureTransfer, MoverNeeds, Ticket, Transfer
 from offload.sizes import PAGE_BYTES, format_bytes, round_up
+from offload.torch_private import no_dispatch, no_functions
 
 FETCHES = 2  # from the drive at once: one is read while the other is copied
 
@@ -416,6 +417,11 @@ class AcceleratorMover:
         event = self._upload(self._ahead, source, target, size_bytes)
         subject = f"copy of {size_bytes} bytes of activations to {self._device.place}"
         return _Restored(self._device, event, self._waiter, subject)
+
+    def note_use(self, tensor: torch.Tensor) -> None:
+        """Let torch's allocator know the current stream, so that nobody else has the memory before it is done."""
+        with no_functions(), no_dispatch():  # modes of the user
+            tensor.record_stream(self._device.current_stream())
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

@@ -163,6 +163,9 @@ class CpuMover:
         self._copy(target, source, size_bytes, move=_move_in_parallel)
         return Arrived(())
 
+    def note_use(self, tensor: torch.Tensor) -> None:
+        """Nothing to note: compute on the CPU is synchronous."""
+
     def await_compute(self, timeout_s: float) -> None:
         """Nothing to wait for."""
 

@@ -256,6 +256,9 @@ class Mover(Protocol):
         Both must stay until the copy is done.
         """
 
+    def note_use(self, tensor: torch.Tensor) -> None:
+        """Note that compute on the stream that is current uses memory of torch's, which may be another stream's."""
+
     def move(self, source: Buffer, target: Buffer, size_bytes: int) -> None:
         """Move bytes on the device, to a lower address; the two may overlap. What compute is given next sees them."""
 
