@@ -362,23 +362,38 @@ def test_a_meter_that_notes_peaks_is_asked_where_passes_begin_and_end(trims: lis
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_gradients_on_their_way_leave_more_where_they_were_in_the_way(early: bool, trims: list[None]) -> None:
+def test_gradients_on_their_way_leave_more_where_they_were_in_the_way(
+    early: bool, trims: list[None], caplog: pytest.LogCaptureFixture
+) -> None:
     """Of 900 MiB: 600 as they leave, and temporaries of 500; not where a loss has taken 1000 before the first."""
     budget = Budget(Tier.DEVICE, 1000 * MIB)
     region = FakeRegion(budget, 100 * MIB, 100 * MIB, 100 * MIB)
     ledger = Activations(budget, region, meter := PeakMeter(region, trims))
-    region.leavable = 600 * MIB
+    make_room, region.leavable = region.make_room, 600 * MIB
+
+    def fly() -> None:
+        region.gradients.resize(600 * MIB)
+        meter.resident += 600 * MIB
+
+    def land(by_bytes: int) -> int:
+        given = make_room(by_bytes)
+        meter.resident -= given
+        return given
+
+    region.make_room = land  # type: ignore[method-assign]
     ledger.open_pass()
     meter.spike((1000 if early else 300) * MIB)
     ledger.await_gradient()
-    region.gradients.resize(600 * MIB)
-    meter.resident += 600 * MIB
+    fly()
     meter.spike(500 * MIB)
     ledger.await_gradient()
     if not early:
         ledger.close_pass()
         assert region.leavable == 600 * MIB - (1100 - 900) * MIB
+        assert "took 1.07 GiB of activations, temporaries and gradients on their way" in caplog.text
+        assert region.leaving_bytes == 0
         ledger.open_pass()  # what is still on its way when a pass ends is no data of the user
+        fly()
         meter.spike(300 * MIB)
         ledger.close_pass()
         assert region.leavable == 400 * MIB

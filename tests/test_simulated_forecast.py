@@ -213,7 +213,7 @@ def test_activations_of_any_size_come_to_an_end(
 
     played(passes(), lanes=lanes)
     assert done == [0, 1, 2]
-    assert activations.taken == (0, 0, 0)
+    assert (activations._near, activations._host, activations._resting_bytes) == (0, 0, 0)
 
 
 def test_activations_go_beside_compute_or_hold_it_up() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from simulated import EAGER, LAZY, Schedule, at_random, fixed, running
 from simulated.instead import MOVER_STREAMS
 from test_leaving import MIB, WIDTH, loss_of, net, options, rows
 from test_leaving import small_ones_leave as small_ones_leave  # a fixture
-from test_simulated_mover import DEADLINE_S, PAGE, Bench
-from test_simulated_mover import make_bench as make_bench  # a fixture
 from test_simulated_mutations import leave_out
 from torch import nn
 
@@ -57,7 +54,6 @@ WAITS = {
         "record.going = ticket, SavedActivation(torch.empty(1), None)",
     ),
 }  # fmt: skip
-WAIT_OF_STREAMS = (ACCELERATOR, "_Restored.use", "self._home.wait_event(self._event)", "pass")
 
 MODES = {
     "offload": [("none", {"activation_cpu_memory": "8MiB", "activation_nvme_memory": 0})]
@@ -100,25 +96,6 @@ def test_a_wait_that_is_left_out_is_seen(wait: str, tmp_path: Path, monkeypatch:
         ours = run("sim", None, **options(tmp_path, **room))
         same = all(torch.equal(ours.parameters[name], truth.parameters[name]) for name in truth.parameters)
     assert seen.races or not same
-
-
-@pytest.mark.parametrize("left_out", [False, True])
-def test_memory_that_is_used_on_another_stream_and_freed_there(
-    left_out: bool, make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever has it next computes on the stream where it was taken, behind the copy."""
-    if left_out:
-        leave_out(WAIT_OF_STREAMS, monkeypatch)
-    with running(LAZY) as seen:
-        bench = make_bench()
-        memory = torch.zeros(PAGE, dtype=torch.uint8, device="sim")
-        copy = bench.mover.restore(bench.home(3), memory.data_ptr(), PAGE)
-        with torch.Stream("sim"):
-            copy.use(DEADLINE_S)
-        memory.fill_(7)
-        same = memory.cpu().eq(7).all()
-        bench.device.synchronize()
-        assert (seen.races == [] and bool(same) and bool(memory.cpu().eq(7).all())) != left_out
 
 
 class TwoStreams(nn.Module):

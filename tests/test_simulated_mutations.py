@@ -310,8 +310,7 @@ def test_every_wait_is_in_a_table() -> None:
     import test_simulated_sleeping as sleeping
 
     texts: dict[str, list[str]] = {}
-    tables = (WAITS, WAITS_OF_UPDATES, leaving.WAITS, {"": leaving.WAIT_OF_STREAMS}, sleeping.WAITS)
-    for table in tables:
+    for table in (WAITS, WAITS_OF_UPDATES, leaving.WAITS, sleeping.WAITS):
         for module, function, text, _ in table.values():
             texts.setdefault(f"{module}.{function}", []).append(text)
     root, found = Path(offload.__file__).parent, set()

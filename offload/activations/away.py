@@ -192,7 +192,7 @@ class Away:
 
     def vacate(self, room: Room) -> None:
         """Note that the device has read it: host memory of what the drive has, too, is given back."""
-        room.copied = False
+        room.copied = room.wanted = False
         if room.key in self._back:
             self._give_back(room)
 
@@ -282,6 +282,7 @@ class Away:
 
     def _undo(self, room: Room) -> None:
         """Let what could not be written rest where it is."""
+        room.wanted = False
         self._drive_free_bytes += room.size_bytes
         room.resting = True
         self._resting = {room.key: room, **self._resting}  # again the first

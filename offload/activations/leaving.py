@@ -304,7 +304,7 @@ class LeavingActivations(Activations):
         """Let the host wait where it is too far ahead of copies: gradients of what it runs through would pile up."""
         begin = time.perf_counter()
         while self._coming and self._behind_bytes > self._most_near_bytes:
-            self._end_coming(self._coming.popleft())
+            self._end_coming(self._coming[0])
             self._note_wait(begin, begin := time.perf_counter())
 
     def _bring_now(self, leaver: Leaver) -> None:
@@ -314,7 +314,7 @@ class LeavingActivations(Activations):
         if not away.is_here(room):
             while room.ticket is None and not away.begin_read(room, urgent=True):
                 if self._coming:
-                    self._end_coming(self._coming.popleft())
+                    self._end_coming(self._coming[0])
                 elif not away.make_room():
                     raise BudgetError(
                         f"cpu budget: {format_bytes(room.size_bytes)} of activations have to come back from the drive "
@@ -345,6 +345,8 @@ class LeavingActivations(Activations):
             if record.going is not None:  # it need not leave: nor must it queue behind what is needed later
                 leaver.held = record.going[1]
                 continue
+            if record.coming is not None and not record.coming[0].done():
+                return  # for a pass before, and nobody waits here
             self._end_earlier(record)
             if away.is_here(room):
                 away.want(room)
@@ -361,7 +363,6 @@ class LeavingActivations(Activations):
         """Wait for the copy that an earlier backward pass of the same graph has wanted, if it is still under way."""
         if record.coming is not None:
             self._end_coming(record)
-            self._coming.remove(record)
 
     def _begin_coming(self, leaver: Leaver, held: SavedActivation) -> None:
         record, away = leaver.record, self._away
@@ -377,10 +378,11 @@ class LeavingActivations(Activations):
         leaver.held = held
 
     def _end_coming(self, record: _Record) -> None:
-        """Wait for a copy that is no longer among those under way; nobody reads the host's memory then."""
+        """Wait for a copy, mostly the first of those under way; nobody reads the host's memory then."""
         assert record.coming is not None
         copy, held = record.coming
         copy.wait(self._deadline_s)
+        self._coming.remove(record)  # not before: what is late is still under way
         record.coming = None
         if held is None:
             self._behind_bytes -= record.size_bytes
@@ -481,7 +483,7 @@ class LeavingActivations(Activations):
         while self._going:
             self._end_going(self._going.popleft())
         while self._coming:
-            self._end_coming(self._coming.popleft())
+            self._end_coming(self._coming[0])
 
     def close(self) -> None:
         """Wait for what is under way, and bring nothing back any more. Idempotent."""
@@ -504,7 +506,7 @@ class LeavingActivations(Activations):
         while self._going and self._going[0].going is not None and self._going[0].going[0].done():
             self._end_going(self._going.popleft())
         while self._coming and self._coming[0].coming is not None and self._coming[0].coming[0].done():
-            self._end_coming(self._coming.popleft())
+            self._end_coming(self._coming[0])
         if self._used_up:
             self._used_up = [reference for reference in self._used_up if not self._put_down(reference)]
         self._away.reap()

@@ -361,6 +361,7 @@ class Activations:
         self._note_high_water()
         peak, early, leaving = self._peak_bytes, self._early_bytes or 0, self._region.leaving_bytes
         if peak > self.room_bytes + leaving:
+            leaving -= self._region.make_room(leaving)  # so that what stays can be told from them
             self._meter.trim()
             grown = self._used(self._meter.now_bytes()) - leaving
             if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
@@ -372,7 +373,7 @@ class Activations:
             excess -= self._shrink(excess)
         is_early = early > self.room_bytes + leaving + TOLERANCE_BYTES
         if excess > 0 and not is_early:
-            excess -= self._region.leave_more(excess)
+            excess -= self._leave_more(excess, peak, self.room_bytes + leaving)
         if excess > TOLERANCE_BYTES:
             raise BudgetError(self._refusal(early if is_early else peak, self.room_bytes + leaving))
         if self._tight is None:
@@ -384,6 +385,20 @@ class Activations:
         spare = self.room_bytes + leaving - with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
+
+    def _leave_more(self, by_bytes: int, peak_bytes: int, room_bytes: int) -> int:
+        """Have gradients on their way leave more; returns how much. It is told: a meter notes no lower peak later."""
+        given = self._region.leave_more(by_bytes)
+        if given:
+            logger.warning(
+                "device budget: a micro-batch took %s of activations, temporaries and gradients on their way "
+                "but %s are left; those gradients take up to %s less from now on. If their part was smaller, "
+                'the budget is still exceeded: raise max_memory["device"], or take smaller micro-batches',
+                format_bytes(peak_bytes),
+                format_bytes(room_bytes),
+                format_bytes(given),
+            )
+        return given
 
     def forget_passes(self) -> None:
         """Let the next pass be the first: what is kept will be something else."""

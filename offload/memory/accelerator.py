@@ -167,13 +167,10 @@ class _Restored(_Moment):
     def __init__(self, device: AcceleratorDevice, event: torch.Event, waiter: ThreadPoolExecutor, subject: str) -> None:
         super().__init__(event, waiter, subject)
         self._device = device
-        self._home = device.current_stream()  # the memory's: who has it next computes there
 
     def use(self, timeout_s: float) -> None:
-        """Let the current stream wait for it, and the one that the memory belongs to."""
+        """Let the current stream wait for it."""
         self._device.current_stream().wait_event(self._event)
-        if self._device.current_stream() != self._home:
-            self._home.wait_event(self._event)
 
 
 class AcceleratorMover:

@@ -81,11 +81,6 @@ class PlayedActivations:
         self._writes = 0  # under way
         self._changed = Moment()
 
-    @property
-    def taken(self) -> tuple[int, int, int]:
-        """Bytes that are on the device and in host memory, and pieces that are under way to the host or the drive."""
-        return self._near, self._host, self._going + self._writes
-
     def _cut(self, index: int) -> list[_Piece]:
         """Return the pieces of what a unit keeps."""
         size, begin, saved = self._saved.kept_bytes[index], self._begins[index], self._saved
@@ -104,7 +99,11 @@ class PlayedActivations:
             while self._last[0].end_bytes + self._saved.last_bytes < piece.end_bytes:
                 while self._writes and self._host + self._last[0].size_bytes > self._saved.host_bytes:
                     yield self._changed
-                self._lanes.begin(self._leave(self._last.popleft()))
+                first = self._last.popleft()
+                first.is_leaving = True
+                self._going += 1
+                self._occupy(first)
+                self._lanes.begin(self._leave(first))
             while self._going and self._near > self._saved.near_bytes:
                 yield self._changed
         if not pieces:
@@ -155,9 +154,8 @@ class PlayedActivations:
         self._lanes.come(changed)
 
     def _leave(self, piece: _Piece) -> Process:
-        size, piece.is_leaving = piece.size_bytes, True
-        self._going += 1
-        self._occupy(piece)
+        """Copy a piece to host memory; more than may rest there goes on."""
+        size = piece.size_bytes
         yield D2H, size + self._hardware.copy_s * self._hardware.d2h_bytes_s
         piece.is_leaving = False
         self._going -= 1
