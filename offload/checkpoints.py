@@ -193,7 +193,7 @@ class Checkpoints:
         tag = check_tag(f"step-{parts.steps.run.steps:08d}" if tag is None else tag)
         self.settle()
         parts.changes.adopt()
-        manager.working.refuse_changes()
+        manager.bound.refuse_changes()
         parts.book.adopt()
         manager.gradients.await_copies()
         manager.forward.finish()  # what an optimizer's own class keeps is known when its updates are made

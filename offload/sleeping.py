@@ -145,7 +145,7 @@ class Sleeping:
                 "the loss, before"
             )
         parts.changes.adopt()
-        manager.working.refuse_changes()
+        manager.bound.refuse_changes()
         parts.book.adopt()
         manager.gradients.await_copies()
         manager.finish_updates()

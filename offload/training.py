@@ -223,7 +223,7 @@ class Training:
         self._activations.close_pass()
         self._changes.adopt()
         manager.finish_step()  # with updates of units that were not used since the last one
-        manager.working.refuse_changes()
+        manager.bound.refuse_changes()
         self._book.adopt()
         agree_on_step(self._ranks, manager, optimizer.param_groups, self._run, step.micro_batches.done)
         manager.await_gradients(step.guess)

@@ -110,7 +110,7 @@ def test_every_method_on_a_parameter_that_is_away(wrapped: tuple[Engine, Net]) -
             continue  # not for a float matrix
         wanted, grad, arguments = found
         displace(engine, 2)
-        assert index not in engine._manager.working
+        assert index not in engine._manager.bound
         tried += 1
         try:
             with torch.set_grad_enabled(grad):

@@ -179,7 +179,7 @@ def test_parameters_wait_on_the_device_for_their_update_unless_there_is_no_other
         wanted = () if required else bench.early.wanted_here()
         found = bench.manager.working.start_fetch(fourth, uses, required=required, wanted=wanted)
         assert found.came is Came.STARTED
-        assert [index for index in range(UNITS) if index not in bench.manager.working] == [gone]
+        assert [index for index in range(UNITS) if index not in bench.manager.bound] == [gone]
         bench.manager.copies.wait(fourth)
         bench.manager.working.wait_for_fetch(fourth)
         bench.make_all()
@@ -455,7 +455,7 @@ def test_room_is_never_exceeded() -> None:
 
 def test_a_unit_that_somebody_looks_at_is_updated_in_place() -> None:
     with watching(more=1) as bench:
-        kept = bench.manager.working.storage(1)
+        kept = bench.manager.bound.storage(1)
         view = torch.empty(0, dtype=torch.uint8).set_(kept)
         for index in (2, 1, 0):
             bench.add(index)
@@ -474,7 +474,7 @@ def test_parameters_that_have_left_are_left_to_the_forward() -> None:
         bench.make_all()
         assert not [key for key in bench.happened("get") if key[1] == "param"]
         assert bench.early.reconcile(bench.recipe) == {0, 2}
-        assert not {0, 2} & set(bench.manager.working._residency), "the copies on the device were of before the step"
+        assert not {0, 2} & set(bench.manager.bound), "the copies on the device were of before the step"
 
 
 @pytest.mark.parametrize("kind", ["get", "put"])

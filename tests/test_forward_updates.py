@@ -270,7 +270,7 @@ def test_whoever_streams_finishes_first() -> None:
 
 def test_old_parameters_are_not_to_be_seen() -> None:
     with pending(Homes(D, H, N)) as (manager, store, updates):
-        bound = manager.working._binder.bound  # type: ignore[attr-defined]
+        bound = manager.bound._binder.bound  # type: ignore[attr-defined]
         assert not bound
         updates.require(2)  # in order: 0 and 1 as well
         assert sorted(bound) == [0, 1, 2]
@@ -295,7 +295,7 @@ def test_writes_that_are_over_just_after_they_were_asked_for(needed: bool, monke
         updates.finish()
         assert not manager.forward.active
         assert not any(index in updates for index in range(UNITS))
-        assert not any(manager.working.hides(index) for index in range(UNITS))
+        assert not any(manager.bound.hides(index) for index in range(UNITS))
 
 
 def test_parameters_in_use_are_not_updated() -> None:
@@ -325,7 +325,7 @@ def test_a_step_that_cannot_begin_changes_nothing(nth: int, monkeypatch: pytest.
         with pytest.raises(TimeoutError):
             updates.begin(manager.units, noted(store), manager.ahead)
         assert not updates.active and not any(unit.index in updates for unit in manager.units)
-        assert not any(manager.working.hides(unit.index) for unit in manager.units)
+        assert not any(manager.bound.hides(unit.index) for unit in manager.units)
         assert versions(manager) == before
         manager.drop_gradients()
         manager.check()

@@ -366,7 +366,7 @@ class ManagerMachine(RuleBasedStateMachine):
         before, held = self.manager.working.size_bytes, {i for i, count in self.leases.items() if count}
         given = self.manager.working.shrink(1)
         assert self.manager.working.size_bytes == before - given >= self.SMALLEST_BYTES
-        assert held <= {index for index in range(len(self.UNITS)) if index in self.manager.working}
+        assert held <= {index for index in range(len(self.UNITS)) if index in self.manager.bound}
         assert held or self.borrowed or before - given == self.SMALLEST_BYTES  # only what is in use keeps it larger
 
     @rule()
@@ -413,7 +413,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for index, count in self.leases.items():
             shard = self.manager.copies.get(index, Role.PARAM)
             assert shard is not None and shard.readers == count and not shard.writing
-            assert not count or index in self.manager.working
+            assert not count or index in self.manager.bound
         arrived = {
             (u.index, s)
             for u in self.UNITS
@@ -426,7 +426,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_bound_shows_the_last_completed_write(self) -> None:
         for index, storage in self.binder.bound.items():
-            assert index in self.manager.working
+            assert index in self.manager.bound
             data = peek(storage.data_ptr(), self.UNITS[index].param_bytes)
             assert words(data) == {self.expected(self.UNITS[index], Role.PARAM)}
 
@@ -520,10 +520,10 @@ def test_a_buffer_is_not_reused_while_a_late_read_may_still_fill_it() -> None:
         store.before_wait = lambda ticket: None
         flying.wait()
         manager.acquire(2)  # now it is free
-        assert words(peek(manager.working.storage(1).data_ptr(), 8 << 10)) == {word(1, Role.PARAM, 1)}
+        assert words(peek(manager.bound.storage(1).data_ptr(), 8 << 10)) == {word(1, Role.PARAM, 1)}
         second.close()
         manager.acquire(0)  # the unit itself can be fetched anew
-        assert words(peek(manager.working.storage(0).data_ptr(), 8 << 10)) == {word(0, Role.PARAM, 1)}
+        assert words(peek(manager.bound.storage(0).data_ptr(), 8 << 10)) == {word(0, Role.PARAM, 1)}
 
 
 def test_a_failed_read_is_raised_where_it_is_needed_and_tried_again() -> None:
@@ -572,7 +572,7 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
                 manager.stream(units, visit, reads=ROLES, writes=ROLES)
             for _ in range(2):
                 assert {state(manager, 0, role) for role in ROLES} == {State.FAILED}
-                assert 0 not in manager.working
+                assert 0 not in manager.bound
                 with pytest.raises(StateError):
                     manager.acquire(0)
                 for roles in (PARAM, ALL_STATES):
@@ -605,11 +605,11 @@ def test_borrowed_units_stay_and_units_used_last_leave_first() -> None:
         for index in (0, 1, 2):  # the schedule expects 3 next, then 3, 2, 1, 0
             manager.acquire(index).close()
         lease = manager.acquire(3)
-        assert [index in manager.working for index in range(4)] == [False, True, True, True]
+        assert [index in manager.bound for index in range(4)] == [False, True, True, True]
         lease.close()
         tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
         manager.acquire(0)
-        assert 1 in manager.working and 0 in manager.working
+        assert 1 in manager.bound and 0 in manager.bound
         assert words(tensor.numpy().tobytes()) == {word(1, Role.PARAM, 1)}
 
 
@@ -620,7 +620,7 @@ def test_a_unit_that_will_be_borrowed_does_not_cut_the_room_in_two() -> None:
         leases = [manager.acquire(index) for index in range(4)]
         for lease in leases:
             lease.close()
-        before = manager.working.storage(2).data_ptr()
+        before = manager.bound.storage(2).data_ptr()
         tensor = view_at(manager.resident_storage(2, aside=True), torch.uint16, 0, (CHUNK,))
         assert tensor.data_ptr() < before
         manager.acquire(4)

@@ -729,12 +729,12 @@ def test_view_taken_outside_any_forward(view: str, tmp_path: Path) -> None:
         with engine.gather(model.blocks[:3]):
             pass
         index = next(u.index for u in engine.plan.request.units if any(s.name == "queries" for s in u.slots))
-        assert index not in engine._manager.working  # displaced
+        assert index not in engine._manager.bound  # displaced
         truth = plain.generate(batch(0), VIEWS[view])
         assert torch.equal(engine.module.generate(batch(0), VIEWS[view]), truth)
         taken = VIEWS[view](model.queries)
         engine(batch(0))
-        assert torch.equal(taken, VIEWS[view](plain.queries)) and engine._manager.working.borrowed(index)
+        assert torch.equal(taken, VIEWS[view](plain.queries)) and engine._manager.bound.borrowed(index)
         del taken
         with engine.gather(model.queries):
             assert torch.equal(engine.module.generate(batch(0), VIEWS[view]), truth)

@@ -60,7 +60,7 @@ def come_and_go(frames: int, sizes: list[int], steps: list[list[Use]]) -> list[A
                         rest.close()
                 lease, rest = manager.acquire(use.unit), contextlib.ExitStack()
                 if use.viewed:
-                    rest.callback(view_at(manager.working.storage(use.unit), torch.uint8, 0, (1,)).numel)
+                    rest.callback(view_at(manager.bound.storage(use.unit), torch.uint8, 0, (1,)).numel)
                     lease.close()
                 else:
                     rest.callback(lease.close)

@@ -490,7 +490,7 @@ def test_parameters_move_together_on_the_device(home: str, tmp_path: Path) -> No
             for stream in (side, contextlib.nullcontext()):
                 with stream:
                     for index in (0, 2, 3):
-                        storage = manager.working.storage(index)
+                        storage = manager.bound.storage(index)
                         ours = view_at(storage, torch.float32, 0, weights[index].shape)
                         assert torch.equal(ours.add(0).cpu(), weights[index]), schedule.name
             for lease in held:
@@ -512,7 +512,7 @@ def test_memory_that_a_users_tensor_has_left_is_overwritten_behind_what_reads_it
         manager = engine._manager
         assert manager is not None
         manager.acquire(0).close()
-        view = view_at(manager.working.storage(0), torch.float32, 0, weight.shape)
+        view = view_at(manager.bound.storage(0), torch.float32, 0, weight.shape)
         shard = manager.tiers.param(0)
         manager.copies.change(shard, Event.EVICT)
         manager.working.unbind_lost(shard)  # as after an error: it goes, and its memory stays the tensor's

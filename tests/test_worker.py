@@ -220,7 +220,7 @@ def test_an_update_that_fails_leaves_nothing_on_the_device(lost: str) -> None:
             step.updates.finish()
         assert step.manager.has_lost_content()
         step.manager.check()
-        assert 0 not in step.manager.working or lost == "write"
+        assert 0 not in step.manager.bound or lost == "write"
 
 
 def test_an_update_that_cannot_begin_leaves_parameters_at_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,9 +28,9 @@ from offload.module.saved import SavedTensors
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.units import Where
+from offload.shards.bound import Binder
 from offload.shards.commits import Record
 from offload.shards.manager import Manager
-from offload.shards.working_set import Binder
 from offload.stats import Counters
 from swap import Mode, SwapStore
 
@@ -145,7 +145,7 @@ class Loader:
                 self._half_loaded = values
                 raise
             del values
-            if unit.index not in manager.working:
+            if unit.index not in manager.bound:
                 self._binding.unbind(unit)
             self._loaded.append(unit.index)
         for name, buffer in meta_buffers.items():

@@ -129,7 +129,7 @@ class ModuleTensors:
         """Return a module's state dict with deferred tensors; see ``Engine.deferred_state_dict``."""
         manager = self._manager()
         self._changes.adopt()
-        manager.working.refuse_changes()
+        manager.bound.refuse_changes()
         return deferred_state(module, self._binding, manager)
 
     def load(self, state_dict: Mapping[str, torch.Tensor | Source], *, strict: bool) -> None:
@@ -232,7 +232,7 @@ class ModuleTensors:
                     loan.close()
             for index in {index for index, _ in left}:
                 manager.discard_working_copy(index)
-            self._mark_changed(where for where in left if where[0] in manager.working)
+            self._mark_changed(where for where in left if where[0] in manager.bound)
             if not whole:
                 self._mark_changed(where for where in values if where in stale)
         if values:
@@ -315,7 +315,7 @@ class ModuleTensors:
                     wrappers[prefix + name] = wrapper
         manager = self._manager()
         self._changes.adopt()
-        manager.working.refuse_changes()
+        manager.bound.refuse_changes()
         everything = {where for found in wanted.values() for where in found}
         with self._memory.open("state_dict", sum(map(self._bytes, everything))) as memory:
             values = checkpoint.gather_parameters(manager, everything, memory)

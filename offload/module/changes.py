@@ -68,7 +68,7 @@ class OutsideChanges:
                 continue  # gathered: whoever did looks for itself
             if index not in binding.rebound and binding.changed(binding.tree.units[index]) is not None:
                 self._writer.adopt(index)
-            if not self._manager.working.borrowed(index):
+            if not self._manager.bound.borrowed(index):
                 self._handed.discard(index)
 
     def write(self, values: Mapping[Where, Any]) -> None:

@@ -223,7 +223,7 @@ class Hooks:
             for index in self._leases[module]:
                 loans.append(self.lending.lend(index))
             if self.binding.rebound:
-                self._manager.working.refuse_changes()
+                self._manager.bound.refuse_changes()
             for index in self.uses.remembered(module):
                 self._manager.note_use(index)
         except BaseException:

@@ -103,7 +103,7 @@ class OutsideAccess:
                 f"engine.apply\n{error}"
             ) from error
         for index in indices:
-            if manager.working.borrowed(index) or binding.changed(binding.tree.units[index]) is not None:
+            if manager.bound.borrowed(index) or binding.changed(binding.tree.units[index]) is not None:
                 self._changes.note_handed(index)
                 manager.forward.finish_open()  # whoever views them may write while nothing leaves
         return result
@@ -139,7 +139,7 @@ class OutsideAccess:
             mine = value.data_ptr() == parameter.data_ptr() and value.is_contiguous()
             viewed = self._binding.unit_at(address_of(value)) is not None
         if not mine:
-            if viewed or self._manager.working.borrowed(where[0]):
+            if viewed or self._manager.bound.borrowed(where[0]):
                 graph = "or compute the value under torch.no_grad(), " if value.requires_grad else ""
                 raise StateError(
                     f"{name}: expected no other tensor that views it, or parameters beside it, when "

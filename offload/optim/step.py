@@ -250,7 +250,7 @@ class Step:
         for index, slots in counted.items():
             for slot in slots:
                 self._counts.counts[index][slot] += 1
-        viewed = [unit for unit in left if manager.working.borrowed(unit.index)]
+        viewed = [unit for unit in left if manager.bound.borrowed(unit.index)]
         for unit in left:
             if stays(unit) or unit in viewed:  # whoever views parameters sees their update now, as in torch
                 manager.forward.require(unit.index)

@@ -257,7 +257,7 @@ class BackwardUpdates(Updates[_Guess]):
             return False
         # A tensor of the user that views the parameters stays a view of them: such a unit is updated in place.
         index = update.unit.index
-        viewed = self._tiers.param(index).readers or self._tiers.working.borrowed(index)
+        viewed = self._tiers.param(index).readers or self._tiers.bound.borrowed(index)
         return not viewed and update.made_from == recipe.ranges(update.unit)
 
     def _make_way(self, index: int) -> None:

@@ -118,8 +118,8 @@ class ForwardUpdates(Updates[Update]):
                 tiers.working.hide(shard)
         except BaseException:
             for shard in shards:
-                if tiers.working.hides(shard.unit.index):
-                    tiers.working.show(shard)
+                if tiers.bound.hides(shard.unit.index):
+                    tiers.bound.show(shard.unit)
             for index in old:
                 tiers.gradients.let_go(index)
             raise
@@ -300,7 +300,7 @@ class ForwardUpdates(Updates[Update]):
             leases.hand_over({Role.PARAM}, () if leaving.read_again else leaving.param_writes)
             self._old.discard(index)
             self.settled += 1
-            tiers.working.show(param)
+            tiers.bound.show(param.unit)
         if written and leaving.param_writes and param.state is State.FLUSHING:
             tiers.copies.flushed(param)  # a device that is asked again may fail
             leaving.param_writes = []  # what is written of it from now on is somebody else's

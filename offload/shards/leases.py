@@ -49,7 +49,7 @@ class Leases:
         self._tiers = tiers
         self._schedules = schedules
         self._copies = tiers.copies
-        self._working = tiers.working
+        self._bound, self._working = tiers.bound, tiers.working
         self._reading: list[Lease] = []
         self._writing: list[WriteLease] = []
 
@@ -180,9 +180,9 @@ class Leases:
             self._copies.flushing(shard, leaving)
         elif shard.state is State.DIRTY:
             self._copies.change(shard, Event.FLUSH, Event.FLUSHED)
-        if shard.stays and shard.unit.index not in self._working:
+        if shard.stays and shard.unit.index not in self._bound:
             assert shard.home_buffer is not None
-            self._working.bind(shard, shard.home_buffer)
+            self._bound.bind(shard.unit, shard.home_buffer)
 
     def abandon(self, written: Container[int]) -> None:
         """Return the leases after an exception.
@@ -199,7 +199,7 @@ class Leases:
                 self._copies.change(shard, Event.ABANDON)
                 if shard.role is Role.PARAM:
                     self._copies.renew(shard)
-                    if shard.unit.index in self._working:
+                    if shard.unit.index in self._bound:
                         self._working.unbind_lost(shard)
             elif before is State.EMPTY:
                 self._copies.change(shard, Event.DISCARD)

@@ -28,6 +28,7 @@ from offload.planning.roles import Role
 from offload.planning.schedule import PREFETCH_WINDOW, Schedule, Schedules
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe
+from offload.shards.bound import Binder
 from offload.shards.commits import RECORD_KEYS, Commits, Record
 from offload.shards.copies import Lease
 from offload.shards.device_updates import DeviceUpdates
@@ -40,7 +41,6 @@ from offload.shards.rewritten import Rewritten
 from offload.shards.shard import Shard, State
 from offload.shards.stream import Chunk, stream
 from offload.shards.tiers import Tiers
-from offload.shards.working_set import Binder
 from offload.sizes import format_bytes
 from offload.stats import Counters
 from swap import SwapStore
@@ -52,7 +52,7 @@ class Manager:
     """Memory of one engine. See the module's text.
 
     Attributes:
-        tiers: the memory, and its parts: `copies`, `working`, `gradients`, `counters`, `units`.
+        tiers: the memory, and its parts: `copies`, `bound`, `working`, `gradients`, `counters`, `units`.
         forward: updates that the last step has left to do.
         backward: updates that the next step may have no need to do.
         ahead: states that the next step's first updates need, read before it.
@@ -107,7 +107,8 @@ class Manager:
             ranks=OneRank() if ranks is None else ranks,
         )
         self.units = self.tiers.units
-        self.copies, self.working, self.gradients = self.tiers.copies, self.tiers.working, self.tiers.gradients
+        self.copies, self.gradients = self.tiers.copies, self.tiers.gradients
+        self.bound, self.working = self.tiers.bound, self.tiers.working
         self._schedules = Schedules([unit.index for unit in self.units])
         self.forward = ForwardUpdates(self.tiers, safe_point, self._schedules)
         self.backward = BackwardUpdates(self.tiers, safe_point)
@@ -157,12 +158,12 @@ class Manager:
     def discard_working_copy(self, index: int) -> None:
         """Drop what was changed in a working copy: the home holds the content."""
         shard = self.tiers.param(index)
-        if shard.state is State.RESIDENT and not shard.readers and not self.working.borrowed(index):
+        if shard.state is State.RESIDENT and not shard.readers and not self.bound.borrowed(index):
             self.working.evict(shard)
 
     def note_use(self, index: int) -> None:
         """Tell the schedule of a use that will come without a lease, if the unit is here for it."""
-        if index in self.working:
+        if index in self.bound:
             self.schedule.use(index)
 
     def resident_storage(self, index: int, *, aside: bool = False) -> torch.UntypedStorage:
@@ -177,7 +178,7 @@ class Manager:
         if aside:
             self.working.lay_aside(self.tiers.param(index))
         lease.close()
-        return self.working.storage(index)
+        return self.bound.storage(index)
 
     def begin_pass(self, *, training: bool) -> None:
         """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
@@ -213,15 +214,15 @@ class Manager:
     def _bring(self, shard: Shard) -> None:
         index, counters = shard.unit.index, self.tiers.counters
         missed = self.forward.active and self._require_update(shard)
-        assert not self.working.hides(index), shard.describe()
-        if index in self.working:
+        assert not self.bound.hides(index), shard.describe()
+        if index in self.bound:
             counters.hits += not missed
             return
         self.copies.forgive(shard)
         if shard.state is State.FETCHING and not self.copies.is_late(shard):
             counters.hits += not missed
             self.working.wait_for_prefetch(shard)
-            if index in self.working:
+            if index in self.bound:
                 return
         begin = time.perf_counter()
         if shard.state is State.FETCHING:

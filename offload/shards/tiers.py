@@ -24,6 +24,7 @@ from offload.planning.asked import PASSING_UNITS
 from offload.planning.plan import Plan
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
+from offload.shards.bound import Binder, BoundUnits
 from offload.shards.conductor import Conductor
 from offload.shards.copies import Copies, touch
 from offload.shards.gradients import Gradients
@@ -31,7 +32,7 @@ from offload.shards.gradients_of_ranks import MicroBatch, SharedGradients
 from offload.shards.gradients_on_device import GradientsOnDevice
 from offload.shards.shard import Shard, State
 from offload.shards.worker import Caller, Worker, WorkerThread
-from offload.shards.working_set import Binder, WorkingSet
+from offload.shards.working_set import WorkingSet
 from offload.sizes import format_bytes
 from offload.stats import Counters
 from swap import SwapStore
@@ -48,7 +49,7 @@ class Tiers:
         budgets: of all tiers.
         store: the swap store; None where nothing lives on NVMe.
         counters: of bytes and seconds.
-        copies, working, gradients: its parts.
+        copies, bound, working, gradients: its parts.
         gradients_there: those that wait on a device which the host cannot address; None where none may.
         ranks: who trains together.
         shared: this rank's part in what several ranks add up; None where there is one.
@@ -73,7 +74,7 @@ class Tiers:
         reclaim: Callable[[], None],
         ranks: Ranks,
     ) -> None:
-        """Take the memory that the plan wants; `binder` and `reclaim` as in :class:`WorkingSet`.
+        """Take the memory that the plan wants; `binder` as in :class:`BoundUnits`, `reclaim` as in :class:`WorkingSet`.
 
         Raises:
             BudgetError: a budget has less than the plan wants.
@@ -122,6 +123,7 @@ class Tiers:
             self.activations = host.take(plan.request.host_activation_bytes)
             for buffer in (*self.staging, self.activations):
                 touch(buffer)
+            self.bound = BoundUnits(self.units, arena, binder)
             self.working = WorkingSet(
                 plan.request,
                 self.copies,
@@ -129,7 +131,7 @@ class Tiers:
                 device.addressable,
                 claims[Tier.DEVICE],
                 self.mover,
-                binder,
+                self.bound,
                 reclaim,
                 self._conductor,
             )
@@ -358,9 +360,9 @@ class Tiers:
 
     def drop_parameters(self, index: int) -> None:
         """Give the memory of a unit's parameters back, ahead of :meth:`close`; not where somebody views it."""
-        if self.working.borrowed(index):
+        if self.bound.borrowed(index):
             return
-        if index in self.working:
+        if index in self.bound:
             self.working.unbind_lost(self.copies.params[index])
         self._drop(self.copies.params[index])
 
@@ -430,6 +432,6 @@ class Tiers:
         lines = [f"tiers: {self.used_bytes()}"]
         for shard in self.copies:
             if shard.state not in (State.EMPTY, State.STORED) or shard.readers or shard.writing:
-                borrowed = shard.role is Role.PARAM and self.working.borrowed(shard.unit.index)
+                borrowed = shard.role is Role.PARAM and self.bound.borrowed(shard.unit.index)
                 lines.append("  " + shard.describe() + (", borrowed" if borrowed else ""))
         return "\n".join(lines)

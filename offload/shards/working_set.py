@@ -1,23 +1,19 @@
 """Which units' parameters are on the device: fetched into the working region, bound, and evicted from it.
 
-Owns the choice of who leaves for whom, and knows whether somebody else still looks at a unit's bytes. It rebinds no
-parameter itself: that is the :class:`Binder`'s work (``binding.py``). Leases and prefetching are the business of
-:mod:`offload.shards.manager`, which is next.
+Owns the choice of who leaves for whom. What is bound, and whether somebody else still looks at a unit's bytes, is known
+by :mod:`offload.shards.bound`. Leases and prefetching are the business of :mod:`offload.shards.manager`, which is next.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from offload.errors import BudgetError, InternalError, StateError
-from offload.memory.arena import Arena, Buffer, views_at
+from offload.memory.arena import Arena, Buffer
 from offload.memory.budget import Claim
 from offload.memory.region import Region
 from offload.memory.transfer import LeftToWhoNeedsIt, Mover, Transfer
@@ -26,11 +22,11 @@ from offload.planning.eviction import who_gives_way, who_leaves, who_may_leave
 from offload.planning.roles import Role
 from offload.planning.schedule import Schedule
 from offload.planning.units import Unit
+from offload.shards.bound import BoundUnits, Residency
 from offload.shards.conductor import Conductor
 from offload.shards.copies import Copies, touch
 from offload.shards.shard import HAS_WORKING_COPY, Shard, State
 from offload.sizes import HUGE_PAGE_BYTES, PAGE_BYTES, format_bytes, round_up, whole_pages
-from offload.torch_private import storage_use_count
 
 _FILLED = (State.DIRTY, State.FLUSHING)  # what cannot leave before it is home
 
@@ -67,58 +63,6 @@ class Room(NamedTuple):
     certain: bool = False
 
 
-class Binder(Protocol):
-    """Makes parameters see their bytes."""
-
-    def bind(self, unit: Unit, address: int, views: Sequence[torch.Tensor]) -> None:
-        """Let the unit's parameters be what `views` view, one each: the unit's bytes begin at `address`."""
-
-    def unbind(self, unit: Unit) -> None:
-        """Let the unit's parameters be stand-ins without memory."""
-
-    def changed(self, unit: Unit) -> str | None:
-        """Return the name of a bound parameter that somebody else has changed."""
-
-
-@dataclasses.dataclass(slots=True)
-class Residency:
-    """A unit's parameters on the device.
-
-    Attributes:
-        storage: over the bytes.
-        views: of the storage, one for each parameter.
-        own_references: how many of the storage's are its own, those of the views, and the binding's.
-    """
-
-    storage: torch.UntypedStorage
-    views: list[torch.Tensor]
-    own_references: int = 0
-
-    @classmethod
-    def at(cls, buffer: Buffer, arena: Arena, unit: Unit) -> Residency:
-        """Return that of a unit whose bytes are in a buffer of an arena."""
-        storage = arena.storage(buffer)
-        places = [(slot.offset_numel, slot.shape) for slot in unit.slots]
-        return cls(storage, views_at(storage, getattr(torch, unit.dtype), places))
-
-    @property
-    def address(self) -> int:
-        """Where the bytes are: others may have moved them elsewhere, as ``share_memory_`` does."""
-        return self.storage.data_ptr()
-
-    def borrowed(self) -> bool:
-        """Tell whether a tensor other than the parameters still views the bytes."""
-        return storage_use_count(self.storage) > self.own_references
-
-    def note_bound(self, borrowers: int = 0) -> None:
-        """Note that the parameters view the bytes, beside references of others."""
-        self.own_references = storage_use_count(self.storage) - borrowers
-
-    def note_unbound(self) -> None:
-        """Note that the parameters view them no more."""
-        self.own_references = 1 + len(self.views)
-
-
 class WorkingSet:
     """Parameters on the device. See the module's text."""
 
@@ -130,7 +74,7 @@ class WorkingSet:
         addressable: bool,
         claim: Claim,
         mover: Mover,
-        binder: Binder,
+        bound: BoundUnits,
         reclaim: Callable[[], None],
         conductor: Conductor | None = None,
     ) -> None:
@@ -143,7 +87,7 @@ class WorkingSet:
             addressable: whether the host can use it.
             claim: the arena's.
             mover: of bytes to the device.
-            binder: rebinds parameters.
+            bound: binds and unbinds them.
             reclaim: makes whoever holds working copies for a while, to update them, be done with them.
             conductor: gathers units of which this rank has slices; None where it has all of them.
         """
@@ -154,11 +98,8 @@ class WorkingSet:
         self._addressable = addressable
         self._claim = claim
         self._mover = mover
-        self._binder = binder
-        self._residency: dict[int, Residency] = {}
-        self._last: dict[int, Residency] = {}  # of units that have left: most come to the same place again
+        self._bound = bound
         self._used: set[int] = set()  # units of which somebody may still have a lease or a view
-        self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
         self._reclaim = reclaim
         self._conductor = conductor
         region = copies.regions.get(Role.PARAM)
@@ -166,18 +107,6 @@ class WorkingSet:
         if self._elastic is not None:
             self.shrink(self._elastic.size_bytes)
             touch(self._elastic.whole)
-
-    def __contains__(self, index: int) -> bool:
-        """Tell whether the unit's parameters are on the device and bound."""
-        return index in self._residency
-
-    def storage(self, index: int) -> torch.UntypedStorage:
-        """Return the storage that a unit's parameters view."""
-        return self._residency[index].storage
-
-    def borrowed(self, index: int) -> bool:
-        """Tell whether a tensor other than the parameters views the unit's bytes on the device."""
-        return index in self._residency and self._residency[index].borrowed()
 
     # --- coming -----------------------------------------------------------------------------------------------------
 
@@ -263,7 +192,7 @@ class WorkingSet:
         if buffer is None:
             return False
         self._copies.begin_in(shard, buffer)
-        self.bind(shard, buffer)
+        self._bound.bind(shard.unit, buffer)
         return True
 
     def may_fill(self, shard: Shard) -> bool:
@@ -287,7 +216,7 @@ class WorkingSet:
         """Note the units that nobody uses any more: what comes in their place waits for no later compute."""
         for index in tuple(self._used):
             shard = self._copies.params[index]
-            if not shard.readers and not self.borrowed(index):
+            if not shard.readers and not self._bound.borrowed(index):
                 assert shard.work_buffer is not None, shard.describe()
                 self._used.discard(index)
                 self._mover.release(shard.work_buffer)
@@ -296,7 +225,7 @@ class WorkingSet:
         """Wait for a fetch, and bind what it brings."""
         self._copies.wait(shard)
         assert shard.work_buffer is not None
-        self.bind(shard, shard.work_buffer)
+        self._bound.bind(shard.unit, shard.work_buffer)
 
     def wait_for_prefetch(self, shard: Shard) -> None:
         """Wait for a fetch that nobody has asked for: if it failed, the shard is as it was before, and may be read."""
@@ -313,46 +242,17 @@ class WorkingSet:
             self.wait_for_prefetch(shard)
         return [shard.unit.index for shard in arrived]
 
-    def bind(self, shard: Shard, buffer: Buffer) -> None:
-        """Let the unit's parameters view `buffer`."""
-        index = shard.unit.index
-        residency = self._last.pop(index, None)
-        if residency is None or residency.address != buffer.address or residency.borrowed():
-            residency = Residency.at(buffer, self._arena, shard.unit)
-        if index not in self._hidden:
-            self._binder.bind(shard.unit, residency.address, residency.views)
-        residency.note_bound()
-        self._residency[index] = residency
-
     def hide(self, shard: Shard) -> None:
-        """Let the unit's parameters be stand-ins until :meth:`show`: what is on the device is of before a step.
+        """Let the unit's parameters be stand-ins until they are shown: what is on the device is of before a step.
 
         Where an update does not take place on the device, the working copy is dropped.
         """
-        index = shard.unit.index
         if not shard.stays and (shard.is_sliced or not self._addressable):
             if shard.state is State.FETCHING:
                 self.wait_for_prefetch(shard)
             if shard.state is State.RESIDENT:
                 self.evict(shard)
-        residency = self._residency.get(index)
-        if residency is not None:
-            self._binder.unbind(shard.unit)
-            residency.note_unbound()
-        self._hidden.add(index)
-
-    def hides(self, index: int) -> bool:
-        """Tell whether the unit's parameters are stand-ins wherever their bytes are."""
-        return index in self._hidden
-
-    def show(self, shard: Shard) -> None:
-        """Let the unit's parameters be seen again, where they are on the device."""
-        self._hidden.discard(shard.unit.index)
-        residency = self._residency.get(shard.unit.index)
-        if residency is not None:
-            borrowers = storage_use_count(residency.storage) - residency.own_references
-            self._binder.bind(shard.unit, residency.address, residency.views)
-            residency.note_bound(borrowers)
+        self._bound.hide(shard.unit)
 
     def read_again(self, shard: Shard, deadline_s: float) -> None:
         """Let a working copy be what its home holds, whatever somebody has written to it."""
@@ -371,7 +271,7 @@ class WorkingSet:
         Raises:
             StateError: somebody has changed it.
         """
-        self._refuse_change(shard.unit)
+        self._bound.refuse_change(shard.unit)
         self._copies.evict(shard)
         self._unbind(shard)
 
@@ -381,7 +281,7 @@ class WorkingSet:
         Raises:
             StateError: it is; names the unit.
         """
-        if shard.state is State.RESIDENT and self.borrowed(shard.unit.index):
+        if shard.state is State.RESIDENT and self._bound.borrowed(shard.unit.index):
             raise StateError(
                 f"parameters of {shard.unit.name}: a tensor outside the model still views their device memory, so "
                 "they cannot be replaced; drop it before the step"
@@ -391,19 +291,10 @@ class WorkingSet:
         """Take the parameters off content that is neither old nor new; tensors of the user keep their memory."""
         self._copies.leave(shard, self._unbind(shard).borrowed)
 
-    def refuse_changes(self) -> None:
-        """Check that nobody else has written to parameters on the device.
-
-        Raises:
-            StateError: somebody has, outside ``engine.gather(modify=True)``; names the parameter.
-        """
-        for index in self._residency:
-            self._refuse_change(self._units[index])
-
     def close(self) -> list[Callable[[], bool]]:
         """Unbind everything; returns what tells of each unit that somebody still views whether that is so."""
-        left = [self._unbind(self._copies.params[index]) for index in list(self._residency)]
-        self._last.clear()
+        left = [self._unbind(self._copies.params[index]) for index in list(self._bound)]
+        self._bound.forget()
         return [residency.borrowed for residency in left if residency.borrowed()]
 
     def check(self) -> None:
@@ -414,7 +305,7 @@ class WorkingSet:
         """
         for shard in self._copies.params:
             if not shard.stays:
-                if (shard.unit.index in self) != (shard.state in HAS_WORKING_COPY):
+                if (shard.unit.index in self._bound) != (shard.state in HAS_WORKING_COPY):
                     raise InternalError(f"{shard.describe()}: binding and state disagree")
 
     def lay_aside(self, shard: Shard) -> None:
@@ -424,7 +315,7 @@ class WorkingSet:
         the others in two. Only where memory is the CPU's.
         """
         region, copies = self._elastic, self._copies
-        if region is None or shard.stays or self.borrowed(shard.unit.index):
+        if region is None or shard.stays or self._bound.borrowed(shard.unit.index):
             return
         largest = max(s.work_bytes for s in copies.params if not s.stays)
         if region.room_beside(shard.unit.index) >= min(largest, region.size_bytes - whole_pages(shard.work_bytes)):
@@ -450,22 +341,22 @@ class WorkingSet:
         copies = self._copies
         for shard in copies.in_flight(Role.PARAM):
             self.wait_for_prefetch(shard)
-        self.refuse_changes()
-        for index in self._residency:
-            if self._residency[index].borrowed():
+        self._bound.refuse_changes()
+        for index in self._bound:
+            if self._bound.borrowed(index):
                 raise StateError(
                     f"parameters of {self._units[index].name}: a tensor outside the model still views their device "
                     "memory, so it cannot be given back; drop it, and graphs of losses, before"
                 )
-        at_home = [index for index in self._residency if copies.params[index].stays]
-        for index in list(self._residency):
+        at_home = [index for index in self._bound if copies.params[index].stays]
+        for index in list(self._bound):
             if index in at_home:
                 self._unbind(copies.params[index])
             else:
                 self.evict(copies.params[index])
         if Role.PARAM in copies.regions:
             copies.sweep(Role.PARAM)
-        self._last.clear()
+        self._bound.forget()
         return at_home
 
     def come_back(self, at_home: Iterable[int]) -> None:
@@ -473,7 +364,7 @@ class WorkingSet:
         for index in at_home:
             shard = self._copies.params[index]
             assert shard.home_buffer is not None
-            self.bind(shard, shard.home_buffer)
+            self._bound.bind(shard.unit, shard.home_buffer)
 
     # --- the region's size ------------------------------------------------------------------------------------------
 
@@ -509,7 +400,7 @@ class WorkingSet:
                 self._reclaim()
             if shard is not None and shard.state is State.FETCHING:
                 self.wait_for_prefetch(shard)
-            if shard is None or shard.readers or self.borrowed(owner):
+            if shard is None or shard.readers or self._bound.borrowed(owner):
                 break
             if shard.state is State.RESIDENT:
                 self.evict(shard)
@@ -561,20 +452,8 @@ class WorkingSet:
         return self.grow(missing_bytes) == missing_bytes
 
     def _unbind(self, shard: Shard) -> Residency:
-        if shard.unit.index not in self._hidden:
-            self._binder.unbind(shard.unit)
         self._used.discard(shard.unit.index)
-        residency = self._last[shard.unit.index] = self._residency.pop(shard.unit.index)
-        residency.note_unbound()
-        return residency
-
-    def _refuse_change(self, unit: Unit) -> None:
-        name = self._binder.changed(unit)
-        if name is not None:
-            raise StateError(
-                f"parameter {name}: was changed in place or rebound outside the engine, and would be lost; change it "
-                "inside engine.gather(parameter, modify=True)"
-            )
+        return self._bound.unbind(shard.unit)
 
     def _gives_way(self, shard: Shard, schedule: Schedule, wanted: Container[int]) -> tuple[list[int], bool]:
         """Tell who gives way to a unit for which there is no room.
@@ -683,10 +562,8 @@ class WorkingSet:
 
     def _is_movable(self, owner: int) -> bool:
         """Tell whether a working copy can be moved: nobody views it, and it is neither updated nor on its way."""
-        residency = self._residency.get(owner)
-        if residency is None or residency.borrowed():
-            return False
-        return self._copies.params[owner].state is State.RESIDENT
+        bound = self._bound
+        return owner in bound and not bound.borrowed(owner) and self._copies.params[owner].state is State.RESIDENT
 
     def _compact(self, region: Region, shard: Shard, leaving: Iterable[int]) -> Buffer | None:
         """Make one gap: evict those that are `leaving`, and move the rest together, leased ones, too."""
@@ -701,9 +578,9 @@ class WorkingSet:
 
         for owner, source, target in region.pack(self._is_movable):
             moved = copies.params[owner]
-            self._refuse_change(moved.unit)
+            self._bound.refuse_change(moved.unit)
             self._unbind(moved)
             self._mover.move(source, target, moved.work_bytes)
             copies.note_moved(moved, target)
-            self.bind(moved, target)
+            self._bound.bind(moved.unit, target)
             self._used.add(owner)

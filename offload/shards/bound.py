@@ -1,0 +1,171 @@
+"""Which units' parameters view their bytes on the device, and whether anybody else views them or has changed them.
+
+Owns the views. It rebinds no parameter itself: that is the :class:`Binder`'s work (``module/binding.py``). Knows no
+states, and nobody's memory: :mod:`offload.shards.working_set` is next, and says when units come and go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from offload.errors import StateError
+from offload.memory.arena import Arena, Buffer, views_at
+from offload.planning.units import Unit
+from offload.torch_private import storage_use_count
+
+
+class Binder(Protocol):
+    """Makes parameters see their bytes."""
+
+    def bind(self, unit: Unit, address: int, views: Sequence[torch.Tensor]) -> None:
+        """Let the unit's parameters be what `views` view, one each: the unit's bytes begin at `address`."""
+
+    def unbind(self, unit: Unit) -> None:
+        """Let the unit's parameters be stand-ins without memory."""
+
+    def changed(self, unit: Unit) -> str | None:
+        """Return the name of a bound parameter that somebody else has changed."""
+
+
+@dataclasses.dataclass(slots=True)
+class Residency:
+    """A unit's parameters on the device.
+
+    Attributes:
+        storage: over the bytes.
+        views: of the storage, one for each parameter.
+        own_references: how many of the storage's are its own, those of the views, and the binding's.
+    """
+
+    storage: torch.UntypedStorage
+    views: list[torch.Tensor]
+    own_references: int = 0
+
+    @classmethod
+    def at(cls, buffer: Buffer, arena: Arena, unit: Unit) -> Residency:
+        """Return that of a unit whose bytes are in a buffer of an arena."""
+        storage = arena.storage(buffer)
+        places = [(slot.offset_numel, slot.shape) for slot in unit.slots]
+        return cls(storage, views_at(storage, getattr(torch, unit.dtype), places))
+
+    @property
+    def address(self) -> int:
+        """Where the bytes are: others may have moved them elsewhere, as ``share_memory_`` does."""
+        return self.storage.data_ptr()
+
+    def borrowed(self) -> bool:
+        """Tell whether a tensor other than the parameters still views the bytes."""
+        return storage_use_count(self.storage) > self.own_references
+
+    def note_bound(self, borrowers: int = 0) -> None:
+        """Note that the parameters view the bytes, beside references of others."""
+        self.own_references = storage_use_count(self.storage) - borrowers
+
+    def note_unbound(self) -> None:
+        """Note that the parameters view them no more."""
+        self.own_references = 1 + len(self.views)
+
+
+class BoundUnits:
+    """Units whose parameters view their bytes on the device. See the module's text."""
+
+    def __init__(self, units: Sequence[Unit], arena: Arena, binder: Binder) -> None:
+        """Begin with none.
+
+        Args:
+            units: all there are.
+            arena: of the device.
+            binder: rebinds parameters.
+        """
+        self._units = units
+        self._arena = arena
+        self._binder = binder
+        self._residency: dict[int, Residency] = {}
+        self._last: dict[int, Residency] = {}  # of units that have left: most come to the same place again
+        self._hidden: set[int] = set()  # units that an update is still to come to: nobody may see them as they are
+
+    def __contains__(self, index: int) -> bool:
+        """Tell whether the unit's parameters are on the device and bound."""
+        return index in self._residency
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the units, which must stay the same meanwhile."""
+        return iter(self._residency)
+
+    def storage(self, index: int) -> torch.UntypedStorage:
+        """Return the storage that a unit's parameters view."""
+        return self._residency[index].storage
+
+    def borrowed(self, index: int) -> bool:
+        """Tell whether a tensor other than the parameters views the unit's bytes on the device."""
+        return index in self._residency and self._residency[index].borrowed()
+
+    def bind(self, unit: Unit, buffer: Buffer) -> None:
+        """Let the unit's parameters view `buffer`."""
+        index = unit.index
+        residency = self._last.pop(index, None)
+        if residency is None or residency.address != buffer.address or residency.borrowed():
+            residency = Residency.at(buffer, self._arena, unit)
+        if index not in self._hidden:
+            self._binder.bind(unit, residency.address, residency.views)
+        residency.note_bound()
+        self._residency[index] = residency
+
+    def unbind(self, unit: Unit) -> Residency:
+        """Let the unit's parameters be stand-ins; return what tells whether somebody still views the bytes."""
+        if unit.index not in self._hidden:
+            self._binder.unbind(unit)
+        residency = self._last[unit.index] = self._residency.pop(unit.index)
+        residency.note_unbound()
+        return residency
+
+    def hide(self, unit: Unit) -> None:
+        """Let the unit's parameters be stand-ins until :meth:`show`, wherever their bytes are."""
+        residency = self._residency.get(unit.index)
+        if residency is not None:
+            self._binder.unbind(unit)
+            residency.note_unbound()
+        self._hidden.add(unit.index)
+
+    def hides(self, index: int) -> bool:
+        """Tell whether the unit's parameters are stand-ins wherever their bytes are."""
+        return index in self._hidden
+
+    def show(self, unit: Unit) -> None:
+        """Let the unit's parameters be seen again, where they are on the device."""
+        self._hidden.discard(unit.index)
+        residency = self._residency.get(unit.index)
+        if residency is not None:
+            borrowers = storage_use_count(residency.storage) - residency.own_references
+            self._binder.bind(unit, residency.address, residency.views)
+            residency.note_bound(borrowers)
+
+    def forget(self) -> None:
+        """Keep nothing of units that have left: their places may become others'."""
+        self._last.clear()
+
+    def refuse_change(self, unit: Unit) -> None:
+        """Check that nobody else has written to the unit's parameters, or rebound them.
+
+        Raises:
+            StateError: somebody has, outside ``engine.gather(modify=True)``; names the parameter.
+        """
+        name = self._binder.changed(unit)
+        if name is not None:
+            raise StateError(
+                f"parameter {name}: was changed in place or rebound outside the engine, and would be lost; change it "
+                "inside engine.gather(parameter, modify=True)"
+            )
+
+    def refuse_changes(self) -> None:
+        """Check the same of all units.
+
+        Raises:
+            StateError: somebody has, as in :meth:`refuse_change`.
+        """
+        for index in self._residency:
+            self.refuse_change(self._units[index])
