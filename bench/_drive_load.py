@@ -6,8 +6,12 @@ Its own work is small, so what somebody computes beside it is slower by what the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from offload.memory.arena import HostArena
@@ -15,9 +19,23 @@ from offload.memory.budget import Tier
 from offload.sizes import MIB
 from swap import SwapStore
 
-PIECE_BYTES = MIB
-TOGETHER = 4  # pieces that are under way at once
-PIECES = 64
+PIECE_BYTES = 16 * MIB  # requests have 4 MiB; with a call for each MiB, the calls take more than the drive does
+TOGETHER = 2  # pieces that are under way at once
+PIECES = 8
+
+
+@contextlib.contextmanager
+def busy_drive(path: str, bytes_per_second: float) -> Iterator[None]:
+    """Have another process read and write files below `path` meanwhile."""
+    command = [sys.executable, __file__, path, str(bytes_per_second)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                sys.exit(f"{Path(__file__).name}: expected it to begin but it has ended")
+            yield
+        finally:
+            process.terminate()
 
 
 def main() -> None:

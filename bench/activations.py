@@ -37,7 +37,6 @@ import dataclasses
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +46,7 @@ from typing import Any
 import _deepspeed_step
 import torch
 from _common import emit, load_model
+from _drive_load import busy_drive
 from step import drive_gb_s
 from torch import nn
 
@@ -156,21 +156,6 @@ def run_mode(mode: str, name: str, path: str, room: dict[str, str | int], tokens
         "moved": moved,
         "busy": busy,
     }
-
-
-@contextlib.contextmanager
-def busy_drive(path: str, bytes_per_second: float) -> Iterator[None]:
-    """Have another process read and write files below `path` meanwhile."""
-    script = Path(__file__).with_name("_drive_load.py")
-    command = [sys.executable, str(script), path, str(bytes_per_second)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            if process.stdout.readline() != "ready\n":
-                sys.exit(f"{script.name}: expected it to begin but it has ended")
-            yield
-        finally:
-            process.terminate()
 
 
 def on_drive_bytes(run: dict[str, Any]) -> int:

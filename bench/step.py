@@ -8,13 +8,16 @@ ordinary PyTorch loop with ``torch.optim.AdamW`` on fp32 masters. Where deepspee
 beside (``--no-peers`` leaves it out). The norm is above the usual limit of 1 in every step, on the real text as on the
 random tokens of a random model; with ``--max-grad-norm 1000`` nothing is clipped, and ``nvme`` makes its updates during
 backward as well. Where all steps clip, a line says what ``nvme`` takes of the bound of that: backward + max(forward +
-updates, the drive's work not done in backward), for updates wait for the norm. ``--model large`` is a random Llama of
-1.1 B; what needs more memory than there is can be left out (``--placements``).
+updates, the drive's work not done in backward), for updates wait for the norm. ``device, drive`` is ``device`` while
+another process moves as many bytes of the drive per second as ``nvme`` did in the same round: what a busy drive takes
+of the processor is in no bound. ``--model large`` is a random Llama of 1.1 B; what needs more memory than there is can
+be left out (``--placements``).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -36,6 +39,7 @@ from _common import (
     text_windows,
     vocabulary_size,
 )
+from _drive_load import busy_drive
 
 from offload.activations.rss import reset_high_water, status_bytes
 from offload.cli.drive.measure import Ours, Pattern, Settings, Workload, Workspace
@@ -43,7 +47,8 @@ from offload.cli.finetune.settings import Settings as TextSettings
 from offload.sizes import GIB, MIB
 
 IN_TURN = "nvme, in turn"
-OURS = ("device", "cpu", "nvme", IN_TURN)
+BESIDE = "device, drive"
+OURS = ("device", "cpu", "nvme", IN_TURN, BESIDE)
 TOKEN_BYTES = {False: 3 * MIB // 2, True: 5 * MIB}  # of activations, for one token more; of the large model
 PEERS = tuple(_deepspeed_step.PLACEMENTS)
 
@@ -51,7 +56,7 @@ PEERS = tuple(_deepspeed_step.PLACEMENTS)
 def options(placement: str, *, large: bool, tokens: int) -> dict[str, Any]:
     """Return the engine's options for a placement; more than 512 tokens add to the device what they take there."""
     more = max(tokens - 512, 0) * TOKEN_BYTES[large]
-    if placement == "device":
+    if placement in ("device", BESIDE):
         return {"max_memory": {"device": (20 * GIB if large else 4 * GIB) + more, "cpu": 256 * MIB}}
     if placement == "cpu":
         device, host = (4 * GIB, 16 * GIB) if large else (1536 * MIB, 2 * GIB)
@@ -121,6 +126,11 @@ def drive_bytes(engine: Any) -> int:
     """Return what an engine has moved from and to the drive so far."""
     links = engine.stats().links
     return int(links["nvme_read"].bytes + links["nvme_write"].bytes)
+
+
+def step_drive_bytes(run: Mapping[str, Any]) -> float:
+    """Return what a step of a run of ours has moved from and to the drive."""
+    return float(run["nvme_read"]["bytes"] + run["nvme_write"]["bytes"])
 
 
 def clipped_bound(results: Sequence[Mapping[str, Any]], moved: float, speed: float) -> float:
@@ -248,6 +258,8 @@ def main() -> None:
 
     left_out = PEERS if arguments.no_peers or not _deepspeed_step.available() else ()
     placements = [name for name in arguments.placements if name not in left_out]
+    if BESIDE in placements and "nvme" not in placements[: placements.index(BESIDE)]:
+        parser.error(f"--placements: expected nvme before {BESIDE!r}, which moves as much")
     runs: dict[str, list[dict[str, Any]]] = {placement: [] for placement in placements}
     speeds = []
     with tempfile.NamedTemporaryFile(suffix=".pt") as windows:
@@ -261,7 +273,12 @@ def main() -> None:
                 command += ["--windows", windows.name, "--model", arguments.model]
                 command += ["--max-grad-norm", str(arguments.max_grad_norm)]
                 command += ["--smoke"] if arguments.smoke else []
-                done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
+                beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+                if placement == BESIDE:
+                    other = runs["nvme"][-1]
+                    beside = busy_drive(arguments.path, step_drive_bytes(other) / other["step_seconds"])
+                with beside:
+                    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path.cwd())
                 if done.returncode:
                     sys.exit(f"{placement}: {done.stderr[-2000:]}")
                 runs[placement].append(json.loads(done.stdout.splitlines()[-1]))
@@ -282,7 +299,7 @@ def main() -> None:
         bound, moved = float("nan"), 0.0
         if name in OURS:
             work = statistics.median(run["work_seconds"] for run in results)
-            moved = last["nvme_read"]["bytes"] + last["nvme_write"]["bytes"]
+            moved = step_drive_bytes(last)
             bound = work if speed is None else max(work, moved / speed / 1e9)
         clipped = clipped_bound(results, moved, speed) if name == "nvme" and speed is not None else None
         table[name] = {
@@ -305,6 +322,10 @@ def main() -> None:
     if bound is not None and not table["nvme"]["early_units"]:
         share = table["nvme"]["step_seconds"] / bound
         print(f"nvme, where every step clips: {bound:.3f} s at least; {share:.2f} of it (to reach: 1.10)")
+    if BESIDE in runs:
+        pairs = zip(runs["nvme"], runs[BESIDE], strict=True)
+        share = statistics.median(ours["step_seconds"] / other["step_seconds"] for ours, other in pairs)
+        print(f"nvme: {share:.2f} of {BESIDE}")
     for peer, ours in zip(PEERS, ("cpu", "nvme"), strict=True):
         if {peer, ours} <= table.keys():
             times = table[peer]["step_seconds"] / table[ours]["step_seconds"]
