@@ -110,6 +110,7 @@ class Bench:
     def assert_empty(self) -> None:
         collect()
         assert self.ledger.is_empty() and not self.ledger.has_left()
+        assert self.ledger._near_bytes == self.ledger._needed_bytes == 0
         self.ledger.refund()
         assert self.budget.used_bytes == 0
         assert self.store is None or not len(self.store)

@@ -18,9 +18,12 @@ from test_simulated_mutations import leave_out
 from torch import nn
 
 import offload
+from offload.activations import ledger
 from offload.errors import StateError
 
 pytestmark = pytest.mark.usefixtures("sim", "single_torch_thread", "small_ones_leave")
+
+ACTIVATION = 64 << 10  # bytes
 
 
 class Calm(nn.Module):
@@ -138,3 +141,50 @@ def test_streams_of_the_user(schedule: Schedule, tmp_path: Path) -> None:
     ours.losses = [loss.cpu() for loss in ours.losses]
     assert_equal(ours, truth)
     assert seen.races == []
+
+
+class Hungry(Calm):
+    """Takes `temporary` bytes more in its last unit."""
+
+    class Last(nn.Linear):
+        temporary = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.empty(self.temporary, dtype=torch.uint8, device=x.device)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.last = self.Last(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(x))
+
+
+@pytest.mark.parametrize("short", [1, 3])
+def test_less_is_near_where_temporaries_need_the_room(
+    short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of four activations, two have to be there; if more than two are too many, the micro-batch is refused."""
+    monkeypatch.setattr(ledger, "TOLERANCE_BYTES", 0)
+    data, device = [rows(number) for number in range(3)], torch.get_device_module("sim")
+    truth = train(Hungry(), data, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **everything_on_device())
+    room: dict[str, Any] = {"activation_cpu_memory": "8MiB", "activation_nvme_memory": 0, "device": "sim"}
+    room["max_memory"] = {"device": 4 * MIB, "cpu": "32MiB"}
+    data = [each.to("sim") for each in data]
+    model, before, peaks = Hungry(), device.memory_allocated(0), []
+    with running(LAZY), offload.Engine(model, offload.AdamW(lr=1e-2), **options(tmp_path, **room)) as engine:
+        model.last.temporary = engine._parts.activations.room_bytes - (4 - short) * ACTIVATION
+        for number, x in enumerate(data):
+            device.reset_peak_memory_stats(0)
+            loss = loss_of(engine, x)
+            if short > 2:
+                with pytest.raises(offload.BudgetError, match=r"took 4.01 MiB .* but 3.80 MiB are left"):
+                    engine.backward(loss)
+                return
+            engine.backward(loss)
+            engine.step()
+            assert torch.equal(loss.detach().cpu(), truth.losses[number])
+            peaks.append(device.max_memory_allocated(0) - before)
+    assert max(peaks[1:]) <= 4 * MIB < peaks[0]
+    assert caplog.text.count("activations that leave take up to") == 1

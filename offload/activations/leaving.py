@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -71,6 +72,7 @@ class _Record:
         going, coming: a copy under way, with what keeps the device's memory meanwhile; None where compute follows a
             copy that is coming, and so does whoever has the memory next.
         near: it counts as one that is on the device.
+        needed: it has to be there: it was asked for, or somebody else has it, too.
         dead: nobody wants it any more.
     """
 
@@ -84,7 +86,15 @@ class _Record:
     going: tuple[Ticket, SavedActivation] | None = None
     coming: tuple[Arriving, SavedActivation | None] | None = None
     near: bool = True
+    needed: bool = False
     dead: bool = False
+
+
+class _Near(NamedTuple):
+    """What activations had of the device at a moment, and the part of it that had to be there."""
+
+    all_bytes: int = 0
+    needed_bytes: int = 0
 
 
 class SavedElsewhere:
@@ -152,6 +162,11 @@ class LeavingActivations(Activations):
         self._saved_bytes = 0  # of all that was ever saved
         self._waiting: deque[tuple[int, weakref.ref[Leaver]]] = deque()  # on the device, and `_saved_bytes` then
         self._near_bytes = 0
+        self._needed_bytes = 0  # of these
+        self._near_then = self._near_at_peak = _Near()  # after the last call, and at the peak of the pass
+        self._saved_before_bytes = self._most_saved_bytes = 0  # before this pass, and in any pass so far
+        self._largest_bytes = 0  # of the storages
+        self._is_short = False  # so much room is missing that what was in use leaves as soon as it can
         self._going: deque[_Record] = deque()
         self._coming: deque[_Record] = deque()
         self._behind_bytes = 0  # of copies under way that compute is behind: their memory has been given back
@@ -171,6 +186,7 @@ class LeavingActivations(Activations):
         Raises:
             swap.SwapError: what has left before could not be written to the drive.
         """
+        self._look()
         self._collect()
         size_bytes = tensor.untyped_storage().nbytes()
         if size_bytes < LEAST_BYTES or not _may_leave(tensor):
@@ -182,6 +198,7 @@ class LeavingActivations(Activations):
         if leaver is None or held is None or held.changed or held.version != tensor._version:
             leaver = self._begin(tensor, number, size_bytes)
         leaver.record.handles += 1
+        self._near_then = _Near(self._near_bytes, self._needed_bytes + size_bytes)  # the next operation has it, too
         return SavedElsewhere(leaver, tensor)
 
     def _begin(self, tensor: torch.Tensor, number: int, size_bytes: int) -> Leaver:
@@ -193,8 +210,14 @@ class LeavingActivations(Activations):
         self._records[room.key] = leaver.record
         self._by_number[number] = leaver.record.leaver
         self._saved_bytes += size_bytes
+        self._largest_bytes = max(self._largest_bytes, size_bytes)
         self._near_bytes += size_bytes
         self._waiting.append((self._saved_bytes, leaver.record.leaver))
+        self._go_on()
+        return leaver
+
+    def _go_on(self) -> None:
+        """Let storages leave whose turn it is; with too much on its way, wait."""
         start, copying_s = time.perf_counter(), self._copying_s
         self._let_go(self._kept_bytes)
         while self._going and self._near_bytes > self._most_near_bytes:
@@ -204,7 +227,6 @@ class LeavingActivations(Activations):
         start += self._copying_s - copying_s
         if end - start > LONGEST_START_S:  # for room in host memory, or a copy
             self._note_wait(start, end)
-        return leaver
 
     def _let_go(self, kept_bytes: int) -> None:
         """Let storages leave after which more than `kept_bytes` were saved; those in use wait once more as long.
@@ -231,6 +253,8 @@ class LeavingActivations(Activations):
                         self._begin_going(leaver, held)
                         continue
                     least, most = min(least, room.size_bytes), max(most, room.size_bytes)
+                else:
+                    self._need(leaver.record)
             self._waiting.append((self._saved_bytes, reference))
 
     def _begin_going(self, leaver: Leaver, held: SavedActivation) -> None:
@@ -239,6 +263,7 @@ class LeavingActivations(Activations):
         begin = time.perf_counter()
         ticket = self._mover.save(source, self._away.address(record.room), record.size_bytes)
         self._copying_s += time.perf_counter() - begin
+        self._need_no_more(record)
         self._moved_bytes["d2h"] += record.size_bytes
         record.going = ticket, held
         self._going.append(record)
@@ -270,6 +295,7 @@ class LeavingActivations(Activations):
             swap.SwapError: the drive could not be read.
         """
         start = time.perf_counter()
+        self._look()
         self._collect()
         self._keep_pace()
         leaver = saved.leaver
@@ -294,9 +320,11 @@ class LeavingActivations(Activations):
             self._mover.note_use(whole)
         if saved.time != record.time:
             saved.time = record.time
+            self._need(record)
             record.unpacked += 1
             if record.unpacked >= record.handles and self._has_copy(record):
                 self._used_up.append(record.leaver)
+        self._near_then = _Near(self._near_bytes, self._needed_bytes)
         self._moving_s += time.perf_counter() - start
         return view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
 
@@ -402,6 +430,8 @@ class LeavingActivations(Activations):
         """See :meth:`Activations.open_pass`."""
         super().open_pass()
         if not self._records:
+            self._near_then = self._near_at_peak = _Near()
+            self._saved_before_bytes = self._saved_bytes
             begin, waited_s = time.perf_counter(), self._counters.waits_seconds - self._waited_s
             self._began = self._last_key, self.moved(), begin, self._moving_s, waited_s
 
@@ -412,6 +442,7 @@ class LeavingActivations(Activations):
             BudgetError: it needed more than the device budget leaves beside the smallest region.
         """
         super().close_pass()
+        self._most_saved_bytes = max(self._most_saved_bytes, self._saved_bytes - self._saved_before_bytes)
         if self._began is None or self._last_key == self._began[0] or not self.is_empty():
             return
         _, moved, begin, moving_s, waited_s = self._began
@@ -438,9 +469,34 @@ class LeavingActivations(Activations):
             BudgetError: what autograd keeps does not fit beside the smallest region.
         """
         self._collect()
+        if self._is_short:
+            self._go_on()
         if self._owed_bytes > self._budget.free_bytes:
             self._go_away()
         super().balance()
+
+    def _look(self) -> None:
+        """See whether the operations that have ended took more than any before, in a pass that saves more than any."""
+        meter, is_new = self._meter, self._saved_bytes - self._saved_before_bytes > self._most_saved_bytes
+        if is_new and meter is not None and meter.notes_peaks:
+            self._note_high_water()
+
+    def _note_used(self, used_bytes: int) -> None:
+        if used_bytes > self._peak_bytes:
+            self._near_at_peak = self._near_then
+        super()._note_used(used_bytes)
+
+    def _stay_less(self, by_bytes: int) -> int:
+        """See :meth:`Activations._stay_less`: the part of the peak that had not to be there."""
+        near = self._near_at_peak
+        given = min(by_bytes, near.all_bytes - near.needed_bytes)
+        if given <= 0:
+            return 0
+        self._most_near_bytes = min(self._most_near_bytes, near.all_bytes - given)
+        last_bytes = self._most_near_bytes - near.needed_bytes - self._largest_bytes  # those are beside what is in use
+        self._kept_bytes = max(min(self._kept_bytes, last_bytes), -1)  # with -1, the very last one leaves, too
+        self._is_short = True
+        return given
 
     def _way_out(self) -> str:
         text = "activation_cpu_memory and activation_nvme_memory, which say how much of the activations may leave"
@@ -549,10 +605,19 @@ class LeavingActivations(Activations):
     def _has_copy(self, record: _Record) -> bool:
         return record.room.stored or record.room.offset is not None
 
+    def _need(self, record: _Record) -> None:
+        self._needed_bytes += record.size_bytes * (not record.needed)
+        record.needed = True
+
+    def _need_no_more(self, record: _Record) -> None:
+        self._needed_bytes -= record.size_bytes * record.needed
+        record.needed = False
+
     def _note_far(self, record: _Record) -> None:
         if record.near:
             record.near = False
             self._near_bytes -= record.size_bytes
+            self._need_no_more(record)
 
     def _note_wait(self, begin: float, end: float) -> None:
         self._waited_s += end - begin

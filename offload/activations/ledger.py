@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -371,11 +371,17 @@ class Activations:
         excess = peak - self.room_bytes - leaving
         if excess > 0:
             excess -= self._shrink(excess)
-        is_early = early > self.room_bytes + leaving + TOLERANCE_BYTES
+        room = self.room_bytes + leaving
+        if min(excess, early - room) > TOLERANCE_BYTES:
+            given = self._give("activations that leave", self._stay_less, excess, peak, room)
+            excess, early = excess - given, early - given
+        is_early = early > room + TOLERANCE_BYTES
         if excess > 0 and not is_early:
-            excess -= self._leave_more(excess, peak, self.room_bytes + leaving)
+            excess -= self._give("gradients on their way", self._region.leave_more, excess, peak, room)
+        if excess > TOLERANCE_BYTES and not is_early:
+            excess -= self._give("activations that leave", self._stay_less, excess, peak, room)
         if excess > TOLERANCE_BYTES:
-            raise BudgetError(self._refusal(early if is_early else peak, self.room_bytes + leaving))
+            raise BudgetError(self._refusal(early if is_early else peak, room))
         if self._tight is None:
             self._tight = peak * HOLES_FACTOR + MARGIN_BYTES > self.room_bytes + leaving
             if not self._tight:
@@ -386,19 +392,24 @@ class Activations:
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
 
-    def _leave_more(self, by_bytes: int, peak_bytes: int, room_bytes: int) -> int:
-        """Have gradients on their way leave more; returns how much. It is told: a meter notes no lower peak later."""
-        given = self._region.leave_more(by_bytes)
+    def _give(self, who: str, way: Callable[[int], int], by_bytes: int, peak_bytes: int, room_bytes: int) -> int:
+        """Have somebody take less from now on; returns how much. It is told: a meter notes no lower peak later."""
+        given = way(by_bytes)
         if given:
             logger.warning(
                 "device budget: a micro-batch took %s of activations, temporaries and gradients on their way "
-                "but %s are left; those gradients take up to %s less from now on. If their part was smaller, "
+                "but %s are left; %s take up to %s less from now on. If their part was smaller, "
                 'the budget is still exceeded: raise max_memory["device"], or take smaller micro-batches',
                 format_bytes(peak_bytes),
                 format_bytes(room_bytes),
+                who,
                 format_bytes(given),
             )
         return given
+
+    def _stay_less(self, by_bytes: int) -> int:
+        """Let what leaves take so many bytes less of the device from now on; returns how many it can."""
+        return 0
 
     def forget_passes(self) -> None:
         """Let the next pass be the first: what is kept will be something else."""
