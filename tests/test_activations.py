@@ -83,6 +83,9 @@ class FakeMeter:
     def trim(self) -> None:
         self.trims.append(None)
 
+    def forget_peak(self) -> None:
+        self.peak = 0
+
     def close(self) -> None:
         pass
 

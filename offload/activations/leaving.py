@@ -186,7 +186,7 @@ class LeavingActivations(Activations):
         Raises:
             swap.SwapError: what has left before could not be written to the drive.
         """
-        self._look()
+        looks = self._look()
         self._collect()
         size_bytes = tensor.untyped_storage().nbytes()
         if size_bytes < LEAST_BYTES or not _may_leave(tensor):
@@ -198,7 +198,9 @@ class LeavingActivations(Activations):
         if leaver is None or held is None or held.changed or held.version != tensor._version:
             leaver = self._begin(tensor, number, size_bytes)
         leaver.record.handles += 1
-        self._near_then = _Near(self._near_bytes, self._needed_bytes + size_bytes)  # the next operation has it, too
+        if looks:  # the next operation has this storage, too
+            needed = self._needed_bytes + size_bytes * (not leaver.record.needed)
+            self._near_then = _Near(self._near_bytes, needed)
         return SavedElsewhere(leaver, tensor)
 
     def _begin(self, tensor: torch.Tensor, number: int, size_bytes: int) -> Leaver:
@@ -213,13 +215,13 @@ class LeavingActivations(Activations):
         self._largest_bytes = max(self._largest_bytes, size_bytes)
         self._near_bytes += size_bytes
         self._waiting.append((self._saved_bytes, leaver.record.leaver))
-        self._go_on()
+        self._go_on(self._kept_bytes)
         return leaver
 
-    def _go_on(self) -> None:
+    def _go_on(self, kept_bytes: int) -> None:
         """Let storages leave whose turn it is; with too much on its way, wait."""
         start, copying_s = time.perf_counter(), self._copying_s
-        self._let_go(self._kept_bytes)
+        self._let_go(kept_bytes)
         while self._going and self._near_bytes > self._most_near_bytes:
             self._end_going(self._going.popleft())
         end = time.perf_counter()
@@ -247,14 +249,14 @@ class LeavingActivations(Activations):
             if not least <= room.size_bytes <= most:
                 held = leaver.held
                 if held is None or held.changed:
+                    self._need(leaver.record)
                     continue
                 if storage_use_count(held.tensor.untyped_storage()) <= _ALONE:
                     if away.take(room):
                         self._begin_going(leaver, held)
                         continue
                     least, most = min(least, room.size_bytes), max(most, room.size_bytes)
-                else:
-                    self._need(leaver.record)
+            self._need(leaver.record)
             self._waiting.append((self._saved_bytes, reference))
 
     def _begin_going(self, leaver: Leaver, held: SavedActivation) -> None:
@@ -294,8 +296,8 @@ class LeavingActivations(Activations):
             StateError: it was changed in place since, or the engine is closed.
             swap.SwapError: the drive could not be read.
         """
-        start = time.perf_counter()
-        self._look()
+        start, moving_s = time.perf_counter(), self._moving_s
+        looks = self._look()
         self._collect()
         self._keep_pace()
         leaver = saved.leaver
@@ -320,12 +322,13 @@ class LeavingActivations(Activations):
             self._mover.note_use(whole)
         if saved.time != record.time:
             saved.time = record.time
-            self._need(record)
             record.unpacked += 1
             if record.unpacked >= record.handles and self._has_copy(record):
                 self._used_up.append(record.leaver)
-        self._near_then = _Near(self._near_bytes, self._needed_bytes)
-        self._moving_s += time.perf_counter() - start
+        self._need(record)
+        if looks:
+            self._near_then = _Near(self._near_bytes, self._needed_bytes)
+        self._moving_s = moving_s + time.perf_counter() - start
         return view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _keep_pace(self) -> None:
@@ -441,8 +444,8 @@ class LeavingActivations(Activations):
         Raises:
             BudgetError: it needed more than the device budget leaves beside the smallest region.
         """
-        super().close_pass()
         self._most_saved_bytes = max(self._most_saved_bytes, self._saved_bytes - self._saved_before_bytes)
+        super().close_pass()
         if self._began is None or self._last_key == self._began[0] or not self.is_empty():
             return
         _, moved, begin, moving_s, waited_s = self._began
@@ -470,31 +473,47 @@ class LeavingActivations(Activations):
         """
         self._collect()
         if self._is_short:
-            self._go_on()
+            self._go_on(self._kept_bytes or -1)  # -1: the very last one, too
         if self._owed_bytes > self._budget.free_bytes:
             self._go_away()
         super().balance()
 
-    def _look(self) -> None:
-        """See whether the operations that have ended took more than any before, in a pass that saves more than any."""
-        meter, is_new = self._meter, self._saved_bytes - self._saved_before_bytes > self._most_saved_bytes
-        if is_new and meter is not None and meter.notes_peaks:
+    def _look(self) -> bool:
+        """See whether the operations that have ended took more than any before; returns whether it was worth a look.
+
+        It is in a pass that saves more than any before: looking takes time.
+        """
+        is_new = self._saved_bytes - self._saved_before_bytes > self._most_saved_bytes
+        if is_new and self._meter is not None and self._meter.notes_peaks:
             self._note_high_water()
+        elif not is_new:
+            self._near_then = _Near()
+        return is_new
+
+    def _let_others_take_less(self, excess: int, peak_bytes: int, early_bytes: int, room_bytes: int) -> int:
+        if excess > 0:
+            self._most_saved_bytes = 0  # the next pass is looked at, too
+        return super()._let_others_take_less(excess, peak_bytes, early_bytes, room_bytes)
 
     def _note_used(self, used_bytes: int) -> None:
         if used_bytes > self._peak_bytes:
             self._near_at_peak = self._near_then
         super()._note_used(used_bytes)
 
+    @property
+    def _spare_bytes(self) -> int:
+        """See :meth:`Activations._spare_bytes`."""
+        return max(self._near_at_peak.all_bytes - self._near_at_peak.needed_bytes, 0)
+
     def _stay_less(self, by_bytes: int) -> int:
         """See :meth:`Activations._stay_less`: the part of the peak that had not to be there."""
-        near = self._near_at_peak
-        given = min(by_bytes, near.all_bytes - near.needed_bytes)
-        if given <= 0:
+        given = min(by_bytes, self._spare_bytes)
+        if not given:
             return 0
-        self._most_near_bytes = min(self._most_near_bytes, near.all_bytes - given)
+        near = self._near_at_peak = _Near(self._near_at_peak.all_bytes - given, self._near_at_peak.needed_bytes)
+        self._most_near_bytes = min(self._most_near_bytes, near.all_bytes)
         last_bytes = self._most_near_bytes - near.needed_bytes - self._largest_bytes  # those are beside what is in use
-        self._kept_bytes = max(min(self._kept_bytes, last_bytes), -1)  # with -1, the very last one leaves, too
+        self._kept_bytes = max(min(self._kept_bytes, last_bytes), 0)
         self._is_short = True
         return given
 
@@ -606,8 +625,9 @@ class LeavingActivations(Activations):
         return record.room.stored or record.room.offset is not None
 
     def _need(self, record: _Record) -> None:
-        self._needed_bytes += record.size_bytes * (not record.needed)
-        record.needed = True
+        if record.near and not record.needed:
+            record.needed = True
+            self._needed_bytes += record.size_bytes
 
     def _need_no_more(self, record: _Record) -> None:
         self._needed_bytes -= record.size_bytes * record.needed

@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -57,6 +57,9 @@ class Meter(Protocol):
 
     def trim(self) -> None:
         """Give back what is kept though nothing is in it."""
+
+    def forget_peak(self) -> None:
+        """Note peaks anew, where that can be told."""
 
     def close(self) -> None:
         """Close it. Idempotent."""
@@ -372,16 +375,7 @@ class Activations:
         if excess > 0:
             excess -= self._shrink(excess)
         room = self.room_bytes + leaving
-        if min(excess, early - room) > TOLERANCE_BYTES:
-            given = self._give("activations that leave", self._stay_less, excess, peak, room)
-            excess, early = excess - given, early - given
-        is_early = early > room + TOLERANCE_BYTES
-        if excess > 0 and not is_early:
-            excess -= self._give("gradients on their way", self._region.leave_more, excess, peak, room)
-        if excess > TOLERANCE_BYTES and not is_early:
-            excess -= self._give("activations that leave", self._stay_less, excess, peak, room)
-        if excess > TOLERANCE_BYTES:
-            raise BudgetError(self._refusal(early if is_early else peak, room))
+        excess = self._let_others_take_less(excess, peak, early, room)
         if self._tight is None:
             self._tight = peak * HOLES_FACTOR + MARGIN_BYTES > self.room_bytes + leaving
             if not self._tight:
@@ -392,20 +386,55 @@ class Activations:
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
 
-    def _give(self, who: str, way: Callable[[int], int], by_bytes: int, peak_bytes: int, room_bytes: int) -> int:
-        """Have somebody take less from now on; returns how much. It is told: a meter notes no lower peak later."""
-        given = way(by_bytes)
-        if given:
+    def _let_others_take_less(self, excess: int, peak_bytes: int, early_bytes: int, room_bytes: int) -> int:
+        """Have activations that leave, and gradients on their way, take less where a pass took too much.
+
+        It is told, and the next peak is noted anew, so that the next pass tells whether it was enough.
+
+        Args:
+            excess: bytes that are missing.
+            peak_bytes: that the pass has taken.
+            early_bytes: the same, before any gradient was on its way.
+            room_bytes: that there are.
+
+        Returns:
+            The bytes that are missing still.
+
+        Raises:
+            BudgetError: more than is tolerated.
+        """
+        most = room_bytes + TOLERANCE_BYTES
+        given = {"activations that leave": 0, "gradients on their way": 0}
+        if excess > 0 and early_bytes - self._spare_bytes <= most:
+            if early_bytes > most:
+                given["activations that leave"] += self._stay_less(early_bytes - room_bytes)
+            left = excess - given["activations that leave"]
+            if left > 0:
+                given["gradients on their way"] = self._region.leave_more(left)
+            left = excess - sum(given.values())
+            if TOLERANCE_BYTES < left <= self._spare_bytes + TOLERANCE_BYTES:
+                given["activations that leave"] += self._stay_less(left)
+        left = excess - sum(given.values())
+        if left > TOLERANCE_BYTES:
+            raise BudgetError(self._refusal(early_bytes if early_bytes > most else peak_bytes, room_bytes))
+        if any(given.values()):
+            assert self._meter is not None
             logger.warning(
                 "device budget: a micro-batch took %s of activations, temporaries and gradients on their way "
-                "but %s are left; %s take up to %s less from now on. If their part was smaller, "
-                'the budget is still exceeded: raise max_memory["device"], or take smaller micro-batches',
+                "but %s are left; %s from now on. If the next one takes too much, too, it is refused%s. "
+                'To avoid this, raise max_memory["device"], or take smaller micro-batches',
                 format_bytes(peak_bytes),
                 format_bytes(room_bytes),
-                who,
-                format_bytes(given),
+                ", ".join(f"{who} take up to {format_bytes(size)} less" for who, size in given.items() if size),
+                " (torch's count of the peak begins anew for that)" if self._meter.notes_peaks else "",
             )
-        return given
+            self._meter.forget_peak()
+        return left
+
+    @property
+    def _spare_bytes(self) -> int:
+        """What activations that leave could take less."""
+        return 0
 
     def _stay_less(self, by_bytes: int) -> int:
         """Let what leaves take so many bytes less of the device from now on; returns how many it can."""

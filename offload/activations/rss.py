@@ -77,6 +77,9 @@ class Rss:
         """Give pages back that the C library keeps though nothing is left in them."""
         trim_heap()
 
+    def forget_peak(self) -> None:
+        """Nothing: samples tell of each pass, and the kernel's peak is the process's."""
+
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self._statm >= 0:

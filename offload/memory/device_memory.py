@@ -34,6 +34,7 @@ class DeviceMeter:
         """
         module: Any = torch.get_device_module(place)
         self._now, self._most = module.memory_allocated, module.max_memory_allocated
+        self._forget = getattr(module, "reset_peak_memory_stats", None)
         self._place = place
 
     def now_bytes(self) -> int:
@@ -46,6 +47,11 @@ class DeviceMeter:
 
     def trim(self) -> None:
         """Nothing to give back: what is not handed out does not count."""
+
+    def forget_peak(self) -> None:
+        """Have torch count its peak anew, if the back end can."""
+        if self._forget is not None:
+            self._forget(self._place)
 
     def close(self) -> None:
         """Nothing to close."""
