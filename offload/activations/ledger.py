@@ -405,7 +405,7 @@ class Activations:
         """
         most = room_bytes + TOLERANCE_BYTES
         given = {"activations that leave": 0, "gradients on their way": 0}
-        if excess > 0 and early_bytes - self._spare_bytes <= most:
+        if excess > TOLERANCE_BYTES and early_bytes - self._spare_bytes <= most:
             if early_bytes > most:
                 given["activations that leave"] += self._stay_less(early_bytes - room_bytes)
             left = excess - given["activations that leave"]
