@@ -9,8 +9,8 @@ An 8 B Llama in bf16 trains in a dry run of the simulated device, as in ``bench/
 * checkpoint, offload: the same, and what its blocks are given goes to host memory.
 * checkpoint, save_on_cpu: reentrant checkpointing inside of torch's hooks. It stands for DeepSpeed's
   ``checkpoint_in_cpu``, which copies the same tensors while compute waits, and knows no simulated device.
-* nowhere: nothing is kept; backward is given memory without content, in no time. With checkpointing, likewise. What
-  trains in no budget so cannot be trained there in any way.
+* nowhere: nothing is kept; backward is given memory without content, in no time. With checkpointing, likewise. If this
+  does not train in a budget, no way does.
 
 All modes train with the same engine, so that they differ by activations alone. What is page-locked makes no difference
 to the simulated link. The last three then share smaller and smaller device budgets: parts of what save_on_cpu has taken

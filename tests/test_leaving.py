@@ -110,7 +110,7 @@ class Bench:
     def assert_empty(self) -> None:
         collect()
         assert self.ledger.is_empty() and not self.ledger.has_left()
-        assert self.ledger._near_bytes == self.ledger._needed_bytes == 0
+        assert self.ledger._near.used_bytes == self.ledger._near.needed_bytes == 0
         self.ledger.refund()
         assert self.budget.used_bytes == 0
         assert self.store is None or not len(self.store)
@@ -289,7 +289,10 @@ def test_a_host_that_is_ahead_of_copies_takes_no_more_of_the_device(
     monkeypatch.setattr(
         made.ledger,
         "bring",
-        lambda saved: (bring(saved), most.append((made.ledger._near_bytes, sum(not copy.is_over for copy in late))))[0],
+        lambda saved: (
+            bring(saved),
+            most.append((made.ledger._near.used_bytes, sum(not copy.is_over for copy in late))),
+        )[0],
     )
     loss.backward()
     near, under_way = (max(values) for values in zip(*most, strict=True))
@@ -396,7 +399,7 @@ def test_a_graph_may_be_used_again(bench: Make) -> None:
         truth.backward(retain_graph=True)
         assert torch.equal(x.grad, y.grad)
         made.ledger.balance()
-        assert made.ledger._near_bytes <= 5 * PAGE
+        assert made.ledger._near.used_bytes <= 5 * PAGE
     del loss
     made.assert_empty()
 

@@ -16,12 +16,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 
 from offload.activations.away import Away, Room, room_for
 from offload.activations.ledger import Activations, Elastic, Meter, Passed, SavedActivation
+from offload.activations.near import Near
 from offload.errors import BudgetError, StateError
 from offload.memory.arena import view_at
 from offload.memory.budget import Budget
@@ -71,8 +71,7 @@ class _Record:
         time: it has come back so many times; `unpacked` tensors of it were asked for since.
         going, coming: a copy under way, with what keeps the device's memory meanwhile; None where compute follows a
             copy that is coming, and so does whoever has the memory next.
-        near: it counts as one that is on the device.
-        needed: it has to be there: it was asked for, or somebody else has it, too.
+        near, needed: see :class:`offload.activations.near.Storage`.
         dead: nobody wants it any more.
     """
 
@@ -88,13 +87,6 @@ class _Record:
     near: bool = True
     needed: bool = False
     dead: bool = False
-
-
-class _Near(NamedTuple):
-    """What activations had of the device at a moment, and the part of it that had to be there."""
-
-    all_bytes: int = 0
-    needed_bytes: int = 0
 
 
 class SavedElsewhere:
@@ -151,22 +143,14 @@ class LeavingActivations(Activations):
         self._mover = mover
         self._place = place
         self._counters = counters
-        self._most_near_bytes = near_bytes
-        self._kept_bytes = near_bytes // 2 if kept_bytes is None else kept_bytes
+        self._near = Near(near_bytes, near_bytes // 2 if kept_bytes is None else kept_bytes)
         self._deadline_s = deadline_s
         self._closed = False
         self._records: dict[int, _Record] = {}  # by key, in the order in which they were saved
         self._gone: deque[_Record] = deque()
         self._by_number: dict[int, weakref.ref[Leaver]] = {}  # storages that have not left
         self._last_key = 0
-        self._saved_bytes = 0  # of all that was ever saved
-        self._waiting: deque[tuple[int, weakref.ref[Leaver]]] = deque()  # on the device, and `_saved_bytes` then
-        self._near_bytes = 0
-        self._needed_bytes = 0  # of these
-        self._near_then = self._near_at_peak = _Near()  # after the last call, and at the peak of the pass
-        self._saved_before_bytes = self._most_saved_bytes = 0  # before this pass, and in any pass so far
-        self._largest_bytes = 0  # of the storages
-        self._is_short = False  # so much room is missing that what was in use leaves as soon as it can
+        self._waiting: deque[tuple[int, weakref.ref[Leaver]]] = deque()  # on the device, and what was saved by then
         self._going: deque[_Record] = deque()
         self._coming: deque[_Record] = deque()
         self._behind_bytes = 0  # of copies under way that compute is behind: their memory has been given back
@@ -186,7 +170,7 @@ class LeavingActivations(Activations):
         Raises:
             swap.SwapError: what has left before could not be written to the drive.
         """
-        looks = self._look()
+        self._look()
         self._collect()
         size_bytes = tensor.untyped_storage().nbytes()
         if size_bytes < LEAST_BYTES or not _may_leave(tensor):
@@ -198,9 +182,7 @@ class LeavingActivations(Activations):
         if leaver is None or held is None or held.changed or held.version != tensor._version:
             leaver = self._begin(tensor, number, size_bytes)
         leaver.record.handles += 1
-        if looks:  # the next operation has this storage, too
-            needed = self._needed_bytes + size_bytes * (not leaver.record.needed)
-            self._near_then = _Near(self._near_bytes, needed)
+        self._near.note(leaver.record)
         return SavedElsewhere(leaver, tensor)
 
     def _begin(self, tensor: torch.Tensor, number: int, size_bytes: int) -> Leaver:
@@ -211,18 +193,16 @@ class LeavingActivations(Activations):
         leaver = Leaver(SavedActivation(own, self), number, room, size_bytes, self._gone)
         self._records[room.key] = leaver.record
         self._by_number[number] = leaver.record.leaver
-        self._saved_bytes += size_bytes
-        self._largest_bytes = max(self._largest_bytes, size_bytes)
-        self._near_bytes += size_bytes
-        self._waiting.append((self._saved_bytes, leaver.record.leaver))
-        self._go_on(self._kept_bytes)
+        self._near.save(leaver.record)
+        self._waiting.append((self._near.saved_bytes, leaver.record.leaver))
+        self._go_on(self._near.kept_bytes)
         return leaver
 
     def _go_on(self, kept_bytes: int) -> None:
         """Let storages leave whose turn it is; with too much on its way, wait."""
         start, copying_s = time.perf_counter(), self._copying_s
         self._let_go(kept_bytes)
-        while self._going and self._near_bytes > self._most_near_bytes:
+        while self._going and self._near.used_bytes > self._near.most_bytes:
             self._end_going(self._going.popleft())
         end = time.perf_counter()
         self._moving_s += end - start
@@ -239,7 +219,7 @@ class LeavingActivations(Activations):
         least, most = away.largest_bytes + 1, max(away.largest_bytes, away.refused_bytes)  # that find none, as is known
         for _ in range(len(self._waiting)):
             saved_bytes, reference = self._waiting[0]
-            if self._saved_bytes - saved_bytes <= kept_bytes:
+            if self._near.saved_bytes - saved_bytes <= kept_bytes:
                 return
             self._waiting.popleft()
             leaver = reference()
@@ -249,15 +229,15 @@ class LeavingActivations(Activations):
             if not least <= room.size_bytes <= most:
                 held = leaver.held
                 if held is None or held.changed:
-                    self._need(leaver.record)
+                    self._near.need(leaver.record)
                     continue
                 if storage_use_count(held.tensor.untyped_storage()) <= _ALONE:
                     if away.take(room):
                         self._begin_going(leaver, held)
                         continue
                     least, most = min(least, room.size_bytes), max(most, room.size_bytes)
-            self._need(leaver.record)
-            self._waiting.append((self._saved_bytes, reference))
+            self._near.need(leaver.record)
+            self._waiting.append((self._near.saved_bytes, reference))
 
     def _begin_going(self, leaver: Leaver, held: SavedActivation) -> None:
         record = leaver.record
@@ -265,7 +245,7 @@ class LeavingActivations(Activations):
         begin = time.perf_counter()
         ticket = self._mover.save(source, self._away.address(record.room), record.size_bytes)
         self._copying_s += time.perf_counter() - begin
-        self._need_no_more(record)
+        self._near.need_no_more(record)
         self._moved_bytes["d2h"] += record.size_bytes
         record.going = ticket, held
         self._going.append(record)
@@ -280,7 +260,7 @@ class LeavingActivations(Activations):
         record.going = None
         leaver = record.leaver()
         if leaver is None or leaver.held is not held:
-            self._note_far(record)
+            self._near.go(record)
         if record.dead:
             self._away.release(record.room)
         else:
@@ -297,7 +277,7 @@ class LeavingActivations(Activations):
             swap.SwapError: the drive could not be read.
         """
         start, moving_s = time.perf_counter(), self._moving_s
-        looks = self._look()
+        self._look()
         self._collect()
         self._keep_pace()
         leaver = saved.leaver
@@ -325,16 +305,15 @@ class LeavingActivations(Activations):
             record.unpacked += 1
             if record.unpacked >= record.handles and self._has_copy(record):
                 self._used_up.append(record.leaver)
-        self._need(record)
-        if looks:
-            self._near_then = _Near(self._near_bytes, self._needed_bytes)
+        self._near.need(record)
+        self._near.note()
         self._moving_s = moving_s + time.perf_counter() - start
         return view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
 
     def _keep_pace(self) -> None:
         """Let the host wait where it is too far ahead of copies: gradients of what it runs through would pile up."""
         begin = time.perf_counter()
-        while self._coming and self._behind_bytes > self._most_near_bytes:
+        while self._coming and self._behind_bytes > self._near.most_bytes:
             self._end_coming(self._coming[0])
             self._note_wait(begin, begin := time.perf_counter())
 
@@ -381,7 +360,7 @@ class LeavingActivations(Activations):
             self._end_earlier(record)
             if away.is_here(room):
                 away.want(room)
-                room_bytes = min(self._most_near_bytes - self._near_bytes, self._budget.free_bytes)
+                room_bytes = min(self._near.most_bytes - self._near.used_bytes, self._budget.free_bytes)
                 copies = copies and record.size_bytes <= room_bytes
                 if copies:
                     self._begin_coming(leaver, SavedActivation(self._memory(record.size_bytes), self))
@@ -403,8 +382,7 @@ class LeavingActivations(Activations):
         record.room.copied = True
         record.coming = copy, held
         record.time, record.unpacked = record.time + 1, 0
-        record.near = True
-        self._near_bytes += record.size_bytes
+        self._near.come(record)
         self._coming.append(record)
         leaver.held = held
 
@@ -419,7 +397,7 @@ class LeavingActivations(Activations):
             self._behind_bytes -= record.size_bytes
         self._away.vacate(record.room)
         if record.dead:
-            self._note_far(record)
+            self._near.go(record)
             self._away.release(record.room)
 
     def _memory(self, size_bytes: int) -> torch.Tensor:
@@ -433,8 +411,7 @@ class LeavingActivations(Activations):
         """See :meth:`Activations.open_pass`."""
         super().open_pass()
         if not self._records:
-            self._near_then = self._near_at_peak = _Near()
-            self._saved_before_bytes = self._saved_bytes
+            self._near.open_pass()
             begin, waited_s = time.perf_counter(), self._counters.waits_seconds - self._waited_s
             self._began = self._last_key, self.moved(), begin, self._moving_s, waited_s
 
@@ -444,7 +421,7 @@ class LeavingActivations(Activations):
         Raises:
             BudgetError: it needed more than the device budget leaves beside the smallest region.
         """
-        self._most_saved_bytes = max(self._most_saved_bytes, self._saved_bytes - self._saved_before_bytes)
+        self._near.close_pass()
         super().close_pass()
         if self._began is None or self._last_key == self._began[0] or not self.is_empty():
             return
@@ -472,50 +449,35 @@ class LeavingActivations(Activations):
             BudgetError: what autograd keeps does not fit beside the smallest region.
         """
         self._collect()
-        if self._is_short:
-            self._go_on(self._kept_bytes or -1)  # -1: the very last one, too
+        if self._near.is_short:
+            self._go_on(self._near.kept_bytes or -1)  # -1: the very last one, too
         if self._owed_bytes > self._budget.free_bytes:
             self._go_away()
         super().balance()
 
-    def _look(self) -> bool:
-        """See whether the operations that have ended took more than any before; returns whether it was worth a look.
-
-        It is in a pass that saves more than any before: looking takes time.
-        """
-        is_new = self._saved_bytes - self._saved_before_bytes > self._most_saved_bytes
-        if is_new and self._meter is not None and self._meter.notes_peaks:
+    def _look(self) -> None:
+        """See whether the operations that have ended took more than any before in this pass."""
+        if self._near.is_worth_a_look and self._meter is not None and self._meter.notes_peaks:
             self._note_high_water()
-        elif not is_new:
-            self._near_then = _Near()
-        return is_new
-
-    def _let_others_take_less(self, excess: int, peak_bytes: int, early_bytes: int, room_bytes: int) -> int:
-        if excess > 0:
-            self._most_saved_bytes = 0  # the next pass is looked at, too
-        return super()._let_others_take_less(excess, peak_bytes, early_bytes, room_bytes)
 
     def _note_used(self, used_bytes: int) -> None:
         if used_bytes > self._peak_bytes:
-            self._near_at_peak = self._near_then
+            self._near.note_peak()
         super()._note_used(used_bytes)
+
+    def _let_others_take_less(self, excess: int, peak_bytes: int, early_bytes: int, room_bytes: int) -> int:
+        if excess > 0:
+            self._near.look_again()
+        return super()._let_others_take_less(excess, peak_bytes, early_bytes, room_bytes)
 
     @property
     def _spare_bytes(self) -> int:
         """See :meth:`Activations._spare_bytes`."""
-        return max(self._near_at_peak.all_bytes - self._near_at_peak.needed_bytes, 0)
+        return self._near.spare_bytes
 
     def _stay_less(self, by_bytes: int) -> int:
-        """See :meth:`Activations._stay_less`: the part of the peak that had not to be there."""
-        given = min(by_bytes, self._spare_bytes)
-        if not given:
-            return 0
-        near = self._near_at_peak = _Near(self._near_at_peak.all_bytes - given, self._near_at_peak.needed_bytes)
-        self._most_near_bytes = min(self._most_near_bytes, near.all_bytes)
-        last_bytes = self._most_near_bytes - near.needed_bytes - self._largest_bytes  # those are beside what is in use
-        self._kept_bytes = max(min(self._kept_bytes, last_bytes), 0)
-        self._is_short = True
-        return given
+        """See :meth:`Activations._stay_less`; with no room near, each waits for its own copy."""
+        return self._near.take_less(by_bytes)
 
     def _way_out(self) -> str:
         text = "activation_cpu_memory and activation_nvme_memory, which say how much of the activations may leave"
@@ -597,7 +559,7 @@ class LeavingActivations(Activations):
         if record.going is not None or record.coming is not None:
             record.dead = True
             return
-        self._note_far(record)
+        self._near.go(record)
         self._away.release(record.room)
 
     def _put_down(self, reference: weakref.ref[Leaver]) -> bool:
@@ -619,25 +581,10 @@ class LeavingActivations(Activations):
         if record.coming is not None and record.coming[1] is not None:
             record.coming = record.coming[0], None
             self._behind_bytes += record.size_bytes
-        self._note_far(record)
+        self._near.go(record)
 
     def _has_copy(self, record: _Record) -> bool:
         return record.room.stored or record.room.offset is not None
-
-    def _need(self, record: _Record) -> None:
-        if record.near and not record.needed:
-            record.needed = True
-            self._needed_bytes += record.size_bytes
-
-    def _need_no_more(self, record: _Record) -> None:
-        self._needed_bytes -= record.size_bytes * record.needed
-        record.needed = False
-
-    def _note_far(self, record: _Record) -> None:
-        if record.near:
-            record.near = False
-            self._near_bytes -= record.size_bytes
-            self._need_no_more(record)
 
     def _note_wait(self, begin: float, end: float) -> None:
         self._waited_s += end - begin
