@@ -1,7 +1,7 @@
 """Which units' parameters view their bytes on the device, and whether anybody else views them or has changed them.
 
 Owns the views. It rebinds no parameter itself: that is the :class:`Binder`'s work (``module/binding.py``). Knows no
-states, and nobody's memory: :mod:`offload.shards.working_set` is next, and says when units come and go.
+states of shards: :mod:`offload.shards.working_set` is next, and says when units come and go.
 """
 
 from __future__ import annotations
