@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.activations import leaving
 from offload.activations.away import Away, room_for
+from offload.activations.in_order import InOrder
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import SavedActivation
 from offload.errors import BudgetError, ConfigError, StateError
@@ -67,6 +68,29 @@ def test_gaps_are_what_is_not_handed_out(events: list[int]) -> None:
         elif taken:
             gaps.give_back(*taken.pop(-event % len(taken)))
         assert gaps.free_bytes == size - sum(length for _, length in taken)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "discard", "before"]), st.integers(0, 12)), max_size=40))
+def test_what_is_in_order_comes_by_key(events: list[tuple[str, int]]) -> None:
+    """The model is a dictionary that is sorted each time."""
+    things, model = InOrder[str](), dict[int, str]()
+    for number, (event, key) in enumerate(events):
+        if event == "add":
+            things.add(key, f"{key}, {number}")
+            model.setdefault(key, f"{key}, {number}")
+        elif event == "discard":
+            things.discard(key)
+            model.pop(key, None)
+        else:
+            found = []
+            for thing in things.before(key):
+                found.append(thing)
+                if len(found) % 2:
+                    things.discard(int(thing.split(",")[0]))
+            assert found == [model[k] for k in sorted(model, reverse=True) if k < key]
+            for thing in found[::2]:
+                del model[int(thing.split(",")[0])]
+        assert len(things) == len(model) and all((k in things) == (k in model) for k in range(13))
 
 
 # --- the ledger alone -------------------------------------------------------------------------------------------------
@@ -595,6 +619,30 @@ def test_a_drive_that_is_full_or_broken_is_told(bench: Make) -> None:
     made.assert_empty()
 
 
+def test_the_drive_is_called_for_several_at_a_time(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes longer than to hand one more storage over."""
+    made = bench(host=64, drive=128)
+    assert made.store is not None
+    calls: dict[str, list[int]] = {"put_many": [], "get_many": []}
+    for name, sizes in calls.items():
+
+        def counted(items: Sequence[Any], name: str = name, sizes: list[int] = sizes, **more: Any) -> Any:
+            sizes.append(len(items))
+            return getattr(SwapStore, name)(made.store, items, **more)
+
+        monkeypatch.setattr(made.store, name, counted)
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = chain(x, 120)
+    loss.backward()
+    assert torch.equal(x.grad, gradient(lambda x: chain(x, 120)))
+    assert sum(calls["put_many"]) >= 60 and sum(calls["get_many"]) >= 60
+    for name, sizes in calls.items():
+        assert len(sizes) <= 0.6 * sum(sizes), (name, sizes)
+    del loss
+    made.assert_empty()
+
+
 def test_a_forward_that_waits_for_the_drive_says_so(bench: Make) -> None:
     """What it takes to compute is known only without that."""
     made = bench(host=8, drive=64)
@@ -624,7 +672,7 @@ def test_memory_that_a_late_read_may_write_to_is_given_to_nobody(tmp_path: Path,
         late = rooms[0]
         assert late.stored and late.offset is None
         store.inject(Fault(action=FaultAction.DELAY, delay_s=0.3, target=FaultTarget.READS))
-        assert away.begin_read(late, urgent=False)
+        assert away.read(late)
         offset = late.offset
         with pytest.raises(SwapDeadlineError):
             away.wait(late) if waits == "for it" else away.make_room()
@@ -653,8 +701,7 @@ def test_what_is_wanted_while_it_is_written_need_not_be_read(is_wanted: bool, tm
             away.rest(room)
         assert rooms[0].ticket is not None and rooms[1].ticket is None
         if is_wanted:
-            for room in rooms[:2]:
-                away.want(room)
+            away.read_ahead(len(rooms), range(len(rooms)))
         away.settle()
         assert away.is_here(rooms[0]) == is_wanted
         more = [room_for(key, PAGE) for key in range(7, 27)]

@@ -2,7 +2,8 @@
 
 Owns the rooms in both parts, and the transfers between them. What was saved first is needed last, so it goes on to the
 drive first. Some of the host's part is for what passes through alone, so that reads and writes of the drive always find
-room. Knows neither tensors nor the device. Next: :mod:`offload.activations.leaving` copies between here and the device.
+room. The drive is called for a few at a time, as a call takes longer than to hand one more over. Knows neither tensors
+nor the device. Next: :mod:`offload.activations.leaving` copies between here and the device.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
+from collections.abc import Container, Sequence
 
+from offload.activations.in_order import InOrder
 from offload.memory.arena import Buffer
 from offload.memory.gaps import Gaps
 from offload.memory.transfer import Ticket
 from offload.sizes import PASSING_SHARE, whole_pages
 from swap import SwapDeadlineError, SwapStore
+
+GROUP_BYTES = 8 << 20  # that the drive is called for, if there is room
+GROUP_SHARE = 8  # at most this part of what is for passing through
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -71,16 +77,13 @@ class Away:
         self._drive_free_bytes = drive_bytes
         passing_bytes = host.size_bytes // PASSING_SHARE if self._store is not None else 0
         self._most_resting_bytes = host.size_bytes - passing_bytes
+        self._group_bytes = min(passing_bytes // GROUP_SHARE, GROUP_BYTES)
         self.largest_bytes = passing_bytes or host.size_bytes
         self._resting: dict[int, Room] = {}  # by key, in the order in which they came
         self._resting_bytes = 0
         self._flying: deque[Room] = deque()  # with transfers of the drive, in the order in which they began
         self._back: dict[int, Room] = {}  # by key: in host memory although the drive has them
-
-    @property
-    def has_drive(self) -> bool:
-        """Whether there is a drive for what host memory has no room for."""
-        return self._store is not None
+        self._far = InOrder[Room]()  # of these two parts, the drive alone has them
 
     def address(self, room: Room) -> int:
         """Return where the bytes are in host memory."""
@@ -112,50 +115,104 @@ class Away:
         room.resting = True
         self._resting[room.key] = room
         self._resting_bytes += room.size_bytes
-        while self._resting_bytes > self._most_resting_bytes and self._write_first():
-            pass
+        if self._resting_bytes > self._most_resting_bytes + self._group_bytes:
+            self._write_first()
 
-    def _write_first(self) -> bool:
-        """Begin to write what was saved first; False where there is nothing, or no room for it."""
-        room = next(iter(self._resting.values()), None)
-        if room is None or self._store is None or room.size_bytes > self._drive_free_bytes:
-            return False
-        room.ticket = self._store.put(_name(room), self.address(room), room.size_bytes)
-        self._drive_free_bytes -= room.size_bytes
-        self.drive_written_bytes += room.size_bytes
-        self._unrest(room)
-        self._flying.append(room)
-        return True
+    def _write_first(self) -> None:
+        """Begin to write what was saved first, one at least, until no more rests than may; nothing without room."""
+        rooms: list[Room] = []
+        resting_bytes, drive_free_bytes = self._resting_bytes, self._drive_free_bytes
+        for room in self._resting.values():
+            if self._store is None or room.size_bytes > drive_free_bytes:
+                break
+            if rooms and resting_bytes <= self._most_resting_bytes:
+                break
+            rooms.append(room)
+            resting_bytes -= room.size_bytes
+            drive_free_bytes -= room.size_bytes
+        if not rooms:
+            return
+        assert self._store is not None
+        tickets = self._store.put_many([(_name(room), self.address(room), room.size_bytes) for room in rooms])
+        for room, ticket in zip(rooms, tickets, strict=True):
+            room.ticket = ticket
+            self._unrest(room)
+        self.drive_written_bytes += self._drive_free_bytes - drive_free_bytes
+        self._drive_free_bytes = drive_free_bytes
+        self._flying += rooms
 
     def _free_some(self) -> bool:
-        """Wait for a transfer of the drive, or begin one; False where that would free nothing."""
-        if not self._flying and not self._write_first():
+        """Wait for a transfer of the drive, or begin some; False where that would free nothing."""
+        if not self._flying:
+            self._write_first()
+        if not self._flying:
             return False
         self._end(self._flying.popleft())
         return True
 
     # --- coming back ------------------------------------------------------------------------------------------------
 
-    def begin_read(self, room: Room, *, urgent: bool) -> bool:
-        """Begin to read what the drive has, if host memory has room now.
+    def read_ahead(self, key: int, wanted: Container[int]) -> None:
+        """Begin to read what is needed next, as far as host memory has room.
+
+        That waits until it is worth a call of the drive. What is being written stays in host memory behind it, as long
+        as nothing else needs the place.
+
+        Args:
+            key: what was saved before is needed.
+            wanted: keys of what the device does not have.
+
+        Raises:
+            swap.SwapError: they could not be begun.
+        """
+        if self._flying and not self._flying[0].stored:
+            for room in self._flying:
+                room.wanted |= not room.stored and room.key < key and room.key in wanted
+        free_bytes = self._gaps.free_bytes
+        if (self._flying or self._back) and free_bytes < self._group_bytes:
+            return
+        rooms = []
+        for room in self._far.before(key):
+            if room.size_bytes > free_bytes:
+                break
+            if room.key in wanted:
+                rooms.append(room)
+                free_bytes -= room.size_bytes
+        self._begin_reads(rooms, urgent=False)
+
+    def read(self, room: Room) -> bool:
+        """Begin to read what is asked for; False where host memory has no room now.
 
         Raises:
             swap.SwapError: it could not be begun.
         """
-        assert self._store is not None and room.stored and room.ticket is None, room
-        offset = self._gaps.take(room.size_bytes)
-        if offset is None:
-            return False
+        self._begin_reads([room], urgent=True)
+        return room.ticket is not None
+
+    def _begin_reads(self, rooms: Sequence[Room], *, urgent: bool) -> None:
+        """Begin to read what the drive alone has, one behind the other, as far as host memory has room."""
+        taken = []
+        for room in rooms:
+            assert room.stored and room.ticket is None, room
+            room.offset = self._gaps.take(room.size_bytes)
+            if room.offset is None:
+                break
+            taken.append(room)
+        if not taken:
+            return
+        assert self._store is not None
+        items = [(_name(room), self.address(room), room.size_bytes) for room in taken]
         try:
-            address = self._host.address + offset
-            room.ticket = self._store.get(_name(room), address, room.size_bytes, urgent=urgent)
+            tickets = self._store.get_many(items, urgent=urgent)
         except BaseException:
-            self._gaps.give_back(offset, room.size_bytes)
+            for room in taken:
+                self._give_back(room)
             raise
-        room.offset = offset
-        self.drive_read_bytes += room.size_bytes
-        self._flying.append(room)
-        return True
+        for room, ticket in zip(taken, tickets, strict=True):
+            room.ticket = ticket
+            self.drive_read_bytes += room.size_bytes
+            self._far.discard(room.key)
+        self._flying += taken
 
     def make_room(self) -> bool:
         """Free host memory; False where nothing can be done.
@@ -175,10 +232,6 @@ class Away:
         if room.ticket is not None and room.stored and room.ticket.done():
             self.wait(room)
         return room.offset is not None and (room.ticket is None or not room.stored)
-
-    def want(self, room: Room) -> None:
-        """Let what is being written stay in host memory behind it, as long as nothing else needs the place."""
-        room.wanted = room.ticket is not None
 
     def wait(self, room: Room) -> None:
         """Wait for a read.
@@ -296,6 +349,7 @@ class Away:
             room.stored = False
         if room.offset is not None:
             self._give_back(room)
+        self._far.discard(room.key)
 
     def _unrest(self, room: Room) -> None:
         if room.resting:
@@ -308,6 +362,8 @@ class Away:
         self._gaps.give_back(room.offset, room.size_bytes)
         room.offset, room.wanted = None, False
         self._back.pop(room.key, None)
+        if room.stored:
+            self._far.add(room.key, room)
 
 
 def _name(room: Room) -> tuple[str, int]:

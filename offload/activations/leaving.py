@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import torch
 
 from offload.activations.away import Away, Room, room_for
+from offload.activations.in_order import InOrder
 from offload.activations.ledger import Activations, Elastic, Meter, Passed, SavedActivation
 from offload.activations.near import Near
 from offload.errors import BudgetError, StateError
@@ -33,7 +34,6 @@ from swap import SwapStore
 
 LEAST_BYTES = 128 << 10  # of a storage that is worth a copy
 LONGEST_START_S = 1e-3  # that beginning a few copies takes; what takes longer has waited
-AHEAD = 64  # storages that are looked at to bring them back
 _ALONE = 2  # uses of a storage that one tensor has, while one asks
 
 
@@ -147,6 +147,7 @@ class LeavingActivations(Activations):
         self._deadline_s = deadline_s
         self._closed = False
         self._records: dict[int, _Record] = {}  # by key, in the order in which they were saved
+        self._left = InOrder[_Record]()  # the device does not have them, or not for long
         self._gone: deque[_Record] = deque()
         self._by_number: dict[int, weakref.ref[Leaver]] = {}  # storages that have not left
         self._last_key = 0
@@ -251,6 +252,7 @@ class LeavingActivations(Activations):
         self._going.append(record)
         self._by_number.pop(record.number, None)
         leaver.held = None
+        self._left.add(record.room.key, record)
 
     def _end_going(self, record: _Record) -> None:
         """Wait for a copy that is no longer among those under way; the device's memory is free then."""
@@ -286,7 +288,7 @@ class LeavingActivations(Activations):
             if self._closed:
                 raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
             if record.going is not None:  # it need not leave
-                leaver.held = record.going[1]
+                self._have(leaver, record.going[1])
             else:
                 self._bring_now(leaver)
         held = leaver.held
@@ -322,7 +324,7 @@ class LeavingActivations(Activations):
         away, room, begin = self._away, leaver.record.room, time.perf_counter()
         self._end_earlier(leaver.record)
         if not away.is_here(room):
-            while room.ticket is None and not away.begin_read(room, urgent=True):
+            while room.ticket is None and not away.read(room):
                 if self._coming:
                     self._end_coming(self._coming[0])
                 elif not away.make_room():
@@ -343,31 +345,27 @@ class LeavingActivations(Activations):
 
     def _bring_ahead(self, key: int) -> None:
         """Begin to bring what was saved before `key`, the last one first, as far as there is room."""
-        away, looked = self._away, 0
-        copies, reads = True, away.has_drive
-        for record in reversed(self._records.values()):
-            room, leaver = record.room, record.leaver()
-            if room.key >= key or leaver is None or leaver.held is not None:
+        away = self._away
+        for record in self._left.before(key):
+            leaver = record.leaver()
+            if leaver is None:
                 continue
-            looked += 1
-            if looked > AHEAD:
-                return
             if record.going is not None:  # it need not leave: nor must it queue behind what is needed later
-                leaver.held = record.going[1]
+                self._have(leaver, record.going[1])
                 continue
             if record.coming is not None and not record.coming[0].done():
-                return  # for a pass before, and nobody waits here
+                break  # for a pass before, and nobody waits here
             self._end_earlier(record)
-            if away.is_here(room):
-                away.want(room)
-                room_bytes = min(self._near.most_bytes - self._near.used_bytes, self._budget.free_bytes)
-                copies = copies and record.size_bytes <= room_bytes
-                if copies:
-                    self._begin_coming(leaver, SavedActivation(self._memory(record.size_bytes), self))
-            elif room.ticket is None and reads:
-                reads = away.begin_read(room, urgent=False)
-            if not copies and not reads:
-                return
+            room_bytes = min(self._near.most_bytes - self._near.used_bytes, self._budget.free_bytes)
+            if record.size_bytes > room_bytes or not away.is_here(record.room):
+                break
+            self._begin_coming(leaver, SavedActivation(self._memory(record.size_bytes), self))
+        away.read_ahead(key, self._left)
+
+    def _have(self, leaver: Leaver, held: SavedActivation) -> None:
+        """Note that the device has a storage again."""
+        leaver.held = held
+        self._left.discard(leaver.record.room.key)
 
     def _end_earlier(self, record: _Record) -> None:
         """Wait for the copy that an earlier backward pass of the same graph has wanted, if it is still under way."""
@@ -384,7 +382,7 @@ class LeavingActivations(Activations):
         record.time, record.unpacked = record.time + 1, 0
         self._near.come(record)
         self._coming.append(record)
-        leaver.held = held
+        self._have(leaver, held)
 
     def _end_coming(self, record: _Record) -> None:
         """Wait for a copy, mostly the first of those under way; nobody reads the host's memory then."""
@@ -549,6 +547,7 @@ class LeavingActivations(Activations):
         self._away.reap()
 
     def _bury(self, record: _Record) -> None:
+        self._left.discard(record.room.key)
         if self._records.pop(record.room.key, None) is None:
             return  # the engine is closed
         found = self._by_number.get(record.number)
@@ -574,6 +573,7 @@ class LeavingActivations(Activations):
             return False
         self._leave_to_compute(record)
         leaver.held = None
+        self._left.add(record.room.key, record)
         return True
 
     def _leave_to_compute(self, record: _Record) -> None:

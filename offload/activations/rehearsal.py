@@ -8,7 +8,7 @@ Copies and transfers are over as soon as they begin, and the device's budget is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -53,13 +53,13 @@ class _Nowhere:
     def note_use(self, tensor: torch.Tensor) -> None:
         """See :class:`offload.memory.transfer.Mover`."""
 
-    def put(self, *_: Any) -> _Over:
+    def put_many(self, items: Sequence[object]) -> list[_Over]:
         """See :class:`swap.SwapStore`."""
-        return _Over()
+        return [_Over() for _ in items]
 
-    def get(self, *_: Any, urgent: bool) -> _Over:
+    def get_many(self, items: Sequence[object], *, urgent: bool) -> list[_Over]:
         """See :class:`swap.SwapStore`."""
-        return _Over()
+        return [_Over() for _ in items]
 
     def delete(self, key: object) -> None:
         """See :class:`swap.SwapStore`."""
