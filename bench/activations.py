@@ -17,8 +17,8 @@ them), the most that was booked of the device for activations, the most that tor
 there was before the step, the most that was resident beside that, and bytes moved. DeepSpeed keeps what its blocks are
 given where no book sees it. Torch's allocator sees it, and temporaries, and it sees no host memory of the engine. So
 modes are compared by that column; its step is one more, which is not timed. The bound is max(keep, bytes over each link
-by its own busy time, bytes of the drive by what it gives in the same round). Losses of all modes must be the same bits,
-and are compared.
+by its own busy time, bytes of the drive by what it gives) of the same round. Ratios are medians of those inside rounds.
+Losses of all modes must be the same bits, and are compared.
 
 `--context` finds instead the longest context that each mode trains in one device budget: of parameters, and of what the
 model's own loss and `keep` take for `--tokens` tokens, or of `--device`. The other modes, and `chunked`, which is
@@ -183,7 +183,6 @@ def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[s
                 run = run_mode(mode, arguments.model, arguments.path, room, arguments.tokens, arguments.steps)
             runs[mode].append(run)
     drive = statistics.median(drives)
-    keep_s = statistics.median(run["seconds"] for run in runs["keep"])
     kept = max(run["booked_bytes"] for run in runs["keep"])
     kept_alive = max(run["alive_bytes"] for run in runs["keep"])
     print(f"{arguments.model}, {arguments.tokens} tokens; drive: {drive:.2f} GB/s, half read and half written")
@@ -197,18 +196,22 @@ def compare(arguments: argparse.Namespace, room: dict[str, str | int]) -> dict[s
         pairs = zip(results, runs["keep"], strict=True)
         busy = statistics.median(a["processor_seconds"] / b["processor_seconds"] for a, b in pairs)
         last = results[-1]
-        bound = bound_s(last, keep_s, drive)
+        rounds = zip(results, runs["keep"], drives, strict=True)
+        bounds = [bound_s(run, keep["seconds"], here) for run, keep, here in rounds]
+        to_bound = statistics.median(run["seconds"] / least for run, least in zip(results, bounds, strict=True))
+        bound = statistics.median(bounds)
         booked = max(run["booked_bytes"] for run in results)
         resident = max(run["resident_bytes"] for run in results)
         copied = (last["moved"]["d2h"] + last["moved"]["h2d"]) / MIB
         on_drive = on_drive_bytes(last) / MIB
         alive = max(run["alive_bytes"] for run in results)
         counts = mode not in ("save_on_cpu", DEEPSPEED)  # what they keep is in no book of ours
-        print(f"{mode:<16}{seconds:>8.3f}{ratio:>7.2f}{bound:>8.3f}{seconds / bound:>8.2f}{busy:>11.2f}", end="")
+        print(f"{mode:<16}{seconds:>8.3f}{ratio:>7.2f}{bound:>8.3f}{to_bound:>8.2f}{busy:>11.2f}", end="")
         print(f"{booked / MIB if counts else float('nan'):>12.0f}", end="")
         print(f"{100 * (1 - booked / kept) if counts else float('nan'):>6.0f}%{alive / MIB:>11.0f}", end="")
         print(f"{100 * (1 - alive / kept_alive):>6.0f}%{resident / MIB:>14.0f}{copied:>13.0f}{on_drive:>11.0f}")
-        table[mode] = {"seconds": seconds, "to_keep": ratio, "processor_to_keep": busy, "bound_s": bound}
+        table[mode] = {"seconds": seconds, "to_keep": ratio, "processor_to_keep": busy}
+        table[mode] |= {"bound_s": bound, "to_bound": to_bound}
         table[mode] |= {
             "booked_bytes": booked,
             "alive_bytes": alive,
