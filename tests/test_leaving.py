@@ -163,9 +163,14 @@ def page(seed: int = 0) -> torch.Tensor:
 
 def chain(x: torch.Tensor, length: int = 20) -> torch.Tensor:
     """Twice `length` operators, each of which keeps its result."""
+    return stages(x, length).sum()
+
+
+def stages(x: torch.Tensor, length: int) -> torch.Tensor:
+    """The same without a sum."""
     for _ in range(length):
         x = x.exp().tanh()
-    return x.sum()
+    return x
 
 
 def gradient(of: Callable[[torch.Tensor], torch.Tensor], hooks: Any = None, **options: Any) -> torch.Tensor:
@@ -619,27 +624,78 @@ def test_a_drive_that_is_full_or_broken_is_told(bench: Make) -> None:
     made.assert_empty()
 
 
+def counted_calls(store: SwapStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
+    """Return a list of calls to come: their names, how many objects they have, and whether they are urgent."""
+    calls: list[tuple[str, int, bool]] = []
+    for name in ("put_many", "get_many"):
+
+        def counted(items: Sequence[Any], name: str = name, urgent: bool = False) -> Any:
+            calls.append((name, len(items), urgent))
+            return getattr(SwapStore, name)(store, items, urgent=urgent)
+
+        monkeypatch.setattr(store, name, counted)
+    return calls
+
+
 def test_the_drive_is_called_for_several_at_a_time(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call takes longer than to hand one more storage over."""
     made = bench(host=64, drive=128)
     assert made.store is not None
-    calls: dict[str, list[int]] = {"put_many": [], "get_many": []}
-    for name, sizes in calls.items():
-
-        def counted(items: Sequence[Any], name: str = name, sizes: list[int] = sizes, **more: Any) -> Any:
-            sizes.append(len(items))
-            return getattr(SwapStore, name)(made.store, items, **more)
-
-        monkeypatch.setattr(made.store, name, counted)
+    calls = counted_calls(made.store, monkeypatch)
     x = page().requires_grad_()
     with made.hooks():
         loss = chain(x, 120)
     loss.backward()
     assert torch.equal(x.grad, gradient(lambda x: chain(x, 120)))
-    assert sum(calls["put_many"]) >= 60 and sum(calls["get_many"]) >= 60
-    for name, sizes in calls.items():
-        assert len(sizes) <= 0.6 * sum(sizes), (name, sizes)
+    for name in ("put_many", "get_many"):
+        sizes = [size for call, size, _ in calls if call == name]
+        assert sum(sizes) >= 60 and len(sizes) <= 0.6 * sum(sizes), (name, sizes)
     del loss
+    made.assert_empty()
+
+
+def test_what_backward_saves_finds_room_beside_what_is_read_ahead(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments that are computed again move little to the drive that would else rest, and little is read twice."""
+
+    def trained(made: Bench, segments: int) -> None:
+        x = page().requires_grad_()
+        with made.hooks():
+            loss = stages(x, 100)
+            for _ in range(segments):
+                loss = checkpoint(lambda y: stages(y, 20), loss, use_reentrant=True)
+            loss.sum().backward()
+
+    alone, made = bench(near=16, host=128, drive=512), bench(near=16, host=128, drive=512)
+    trained(alone, 0)
+    assert made.store is not None
+    calls = counted_calls(made.store, monkeypatch)
+    trained(made, 6)
+    assert alone.drive_pages() >= 50
+    assert sum(size for name, size, _ in calls if name == "put_many") <= alone.drive_pages() + 80
+    reads = [(size, urgent) for name, size, urgent in calls if name == "get_many"]
+    assert sum(size for size, _ in reads) <= alone.drive_pages() + 80 and not any(urgent for _, urgent in reads)
+    made.assert_empty()
+
+
+def test_what_a_part_of_a_graph_has_read_ahead_gives_way_to_another_graph(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is needed later, if at all: the other one's backward still finds what it needs."""
+    made = bench(host=128, drive=512)
+    assert made.store is not None
+    x, y = page().requires_grad_(), page(1).requires_grad_()
+    with made.hooks():
+        middle = stages(x, 128)
+        first, second = stages(middle, 3).sum(), chain(y, 56)
+        third = chain(page(2).requires_grad_())
+    made.away.settle()
+    torch.autograd.grad(first, middle, retain_graph=True)
+    made.away.settle()
+    calls = counted_calls(made.store, monkeypatch)
+    second.backward(retain_graph=True)
+    reads = [(size, urgent) for name, size, urgent in calls if name == "get_many"]
+    assert sum(size for size, _ in reads) >= 20 and not any(urgent for _, urgent in reads)
+    del middle, first, second, third
     made.assert_empty()
 
 
@@ -714,13 +770,17 @@ def test_what_is_wanted_while_it_is_written_need_not_be_read(is_wanted: bool, tm
         assert not away.used_bytes and not len(store)
 
 
-def test_a_closed_ledger_brings_nothing_back(bench: Make) -> None:
-    made = bench(host=8, drive=64)
+@pytest.mark.parametrize("near", [4, 40])
+def test_a_closed_ledger_brings_nothing_back(near: int, bench: Make) -> None:
+    """Neither what is asked for nor, while the last ones are there, anything ahead: its memory may be gone."""
+    made = bench(near=near, host=64, drive=64)
     with made.hooks():
-        loss = chain(page().requires_grad_())
+        loss = chain(page().requires_grad_(), 60)
     made.ledger.close()
+    before = made.moved("h2d")
     with pytest.raises(StateError, match="the engine that ran this forward is closed"):
         loss.backward()
+    assert made.moved("h2d") == before
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

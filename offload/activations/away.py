@@ -1,15 +1,17 @@
 """Where activations are that have left the device: a part of host memory, and behind it one of the drive.
 
 Owns the rooms in both parts, and the transfers between them. What was saved first is needed last, so it goes on to the
-drive first. Some of the host's part is for what passes through alone, so that reads and writes of the drive always find
-room. The drive is called for a few at a time, as a call takes longer than to hand one more over. Knows neither tensors
-nor the device. Next: :mod:`offload.activations.leaving` copies between here and the device.
+drive first. Some of the host's part is for what passes through, so that reads and writes of the drive find room. The
+drive is called for a few at a time, as a call takes longer than to hand one more over. Knows neither tensors nor the
+device. Next: :mod:`offload.activations.leaving` copies between here and the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import sys
 from collections import deque
 from collections.abc import Container, Sequence
 
@@ -20,8 +22,9 @@ from offload.memory.transfer import Ticket
 from offload.sizes import PASSING_SHARE, whole_pages
 from swap import SwapDeadlineError, SwapStore
 
-GROUP_BYTES = 8 << 20  # that the drive is called for, if there is room
-GROUP_SHARE = 8  # at most this part of what is for passing through
+GROUP_BYTES = 8 << 20  # that are worth a call of the drive
+GROUP_SHARE = 8  # or this part of what is for passing through, if that is less
+MOST_AT_ONCE = 64  # of one call; the store begins so many together, or none
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -36,7 +39,6 @@ class Room:
         ticket: of a read or a write of the drive that is under way.
         resting: it is in host memory until there is too much.
         copied: the device reads what is in host memory, so that it must stay.
-        wanted: it is being written, and needed before what is read.
         dead: nobody wants it any more.
     """
 
@@ -47,7 +49,6 @@ class Room:
     ticket: Ticket | None = None
     resting: bool = False
     copied: bool = False
-    wanted: bool = False
     dead: bool = False
 
 
@@ -82,8 +83,11 @@ class Away:
         self._resting: dict[int, Room] = {}  # by key, in the order in which they came
         self._resting_bytes = 0
         self._flying: deque[Room] = deque()  # with transfers of the drive, in the order in which they began
-        self._back: dict[int, Room] = {}  # by key: in host memory although the drive has them
+        self._back = InOrder[Room]()  # in host memory although the drive has them
         self._far = InOrder[Room]()  # of these two parts, the drive alone has them
+        self._asked_key = 0  # what was saved before is needed next
+        self._taken_bytes = 0  # since somebody asked, while that was on the drive
+        self._inside_bytes = 0  # the most of these: backward saves as much, so reads ahead leave room for it
 
     def address(self, room: Room) -> int:
         """Return where the bytes are in host memory."""
@@ -101,6 +105,8 @@ class Away:
         if room.size_bytes > self.largest_bytes:
             self.refused_bytes = max(self.refused_bytes, room.size_bytes)
             return False
+        if any(self._far.before(self._asked_key)):
+            self._taken_bytes += room.size_bytes
         room.offset = self._gaps.take(room.size_bytes)
         while room.offset is None and self.make_room():
             room.offset = self._gaps.take(room.size_bytes)
@@ -119,20 +125,20 @@ class Away:
             self._write_first()
 
     def _write_first(self) -> None:
-        """Begin to write what was saved first, one at least, until no more rests than may; nothing without room."""
+        """Begin to write what was saved first: what exceeds that which may rest, or else one; nothing without room."""
+        if self._store is None:
+            return
         rooms: list[Room] = []
         resting_bytes, drive_free_bytes = self._resting_bytes, self._drive_free_bytes
-        for room in self._resting.values():
-            if self._store is None or room.size_bytes > drive_free_bytes:
-                break
-            if rooms and resting_bytes <= self._most_resting_bytes:
+        for room in itertools.islice(self._resting.values(), MOST_AT_ONCE):
+            is_enough = bool(rooms) and resting_bytes <= self._most_resting_bytes
+            if is_enough or room.size_bytes > drive_free_bytes:
                 break
             rooms.append(room)
             resting_bytes -= room.size_bytes
             drive_free_bytes -= room.size_bytes
         if not rooms:
             return
-        assert self._store is not None
         tickets = self._store.put_many([(_name(room), self.address(room), room.size_bytes) for room in rooms])
         for room, ticket in zip(rooms, tickets, strict=True):
             room.ticket = ticket
@@ -141,22 +147,13 @@ class Away:
         self._drive_free_bytes = drive_free_bytes
         self._flying += rooms
 
-    def _free_some(self) -> bool:
-        """Wait for a transfer of the drive, or begin some; False where that would free nothing."""
-        if not self._flying:
-            self._write_first()
-        if not self._flying:
-            return False
-        self._end(self._flying.popleft())
-        return True
-
     # --- coming back ------------------------------------------------------------------------------------------------
 
     def read_ahead(self, key: int, wanted: Container[int]) -> None:
         """Begin to read what is needed next, as far as host memory has room.
 
-        That waits until it is worth a call of the drive. What is being written stays in host memory behind it, as long
-        as nothing else needs the place.
+        That waits until it is worth a call of the drive. What is needed next and still being written stays in host
+        memory behind it, as long as nothing else needs the place.
 
         Args:
             key: what was saved before is needed.
@@ -165,20 +162,36 @@ class Away:
         Raises:
             swap.SwapError: they could not be begun.
         """
-        if self._flying and not self._flying[0].stored:
-            for room in self._flying:
-                room.wanted |= not room.stored and room.key < key and room.key in wanted
-        free_bytes = self._gaps.free_bytes
-        if (self._flying or self._back) and free_bytes < self._group_bytes:
+        self._asked_key = key
+        self._inside_bytes = max(self._inside_bytes, min(self._taken_bytes, self._host.size_bytes // 2))
+        self._taken_bytes = 0
+        first = next((room for room in self._far.before(key) if room.key in wanted), None)
+        if first is None or (not self._has_room_ahead() and not self._make_room_ahead(key, first)):
             return
-        rooms = []
+        rooms: list[Room] = []
+        room_bytes = self._gaps.free_bytes - self._inside_bytes
         for room in self._far.before(key):
-            if room.size_bytes > free_bytes:
+            if room.size_bytes > room_bytes or len(rooms) == MOST_AT_ONCE:
                 break
             if room.key in wanted:
                 rooms.append(room)
-                free_bytes -= room.size_bytes
+                room_bytes -= room.size_bytes
         self._begin_reads(rooms, urgent=False)
+
+    def _has_room_ahead(self) -> bool:
+        """Tell whether there is room for so much that it is worth a call of the drive."""
+        return self._gaps.free_bytes - self._inside_bytes >= self._group_bytes
+
+    def _make_room_ahead(self, key: int, first: Room) -> bool:
+        """Give up what the drive has and nobody needs before `first`; tells whether `first` is to be read now."""
+        if self._flying:
+            return False
+        passed = itertools.takewhile(lambda room: room.key >= key, self._back.before(sys.maxsize))
+        later = itertools.takewhile(lambda room: room.key < first.key, self._back)
+        for room in (*passed, *later):
+            if not room.copied and not self._has_room_ahead():
+                self._give_back(room)
+        return self._has_room_ahead() or not any(self._back.before(key))
 
     def read(self, room: Room) -> bool:
         """Begin to read what is asked for; False where host memory has no room now.
@@ -220,12 +233,17 @@ class Away:
         Raises:
             swap.SwapError: what was there before could not be written.
         """
-        if self._free_some():
-            return True
-        room = min((room for room in self._back.values() if not room.copied), key=lambda r: r.key, default=None)
-        if room is not None:
+        is_writing = bool(self._flying) and not self._flying[0].stored
+        room = None if is_writing else next((room for room in self._back if not room.copied), None)
+        if room is not None:  # it is needed last
             self._give_back(room)
-        return room is not None
+            return True
+        if not self._flying:
+            self._write_first()
+        if not self._flying:
+            return False
+        self._end(self._flying.popleft())
+        return True
 
     def is_here(self, room: Room) -> bool:
         """Tell whether the bytes are in host memory now."""
@@ -245,7 +263,7 @@ class Away:
 
     def vacate(self, room: Room) -> None:
         """Note that the device has read it: host memory of what the drive has, too, is given back."""
-        room.copied = room.wanted = False
+        room.copied = False
         if room.key in self._back:
             self._give_back(room)
 
@@ -327,15 +345,14 @@ class Away:
                 raise
         else:
             room.ticket, room.stored = None, True
-            self._back[room.key] = room
-            if not reads and not room.copied and not room.wanted:
+            self._back.add(room.key, room)
+            if not reads and not room.copied and room.key >= self._asked_key:
                 self._give_back(room)
         if room.dead:
             self._forget(room)
 
     def _undo(self, room: Room) -> None:
         """Let what could not be written rest where it is."""
-        room.wanted = False
         self._drive_free_bytes += room.size_bytes
         room.resting = True
         self._resting = {room.key: room, **self._resting}  # again the first
@@ -360,8 +377,8 @@ class Away:
     def _give_back(self, room: Room) -> None:
         assert room.offset is not None
         self._gaps.give_back(room.offset, room.size_bytes)
-        room.offset, room.wanted = None, False
-        self._back.pop(room.key, None)
+        room.offset = None
+        self._back.discard(room.key)
         if room.stored:
             self._far.add(room.key, room)
 

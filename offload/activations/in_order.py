@@ -37,6 +37,10 @@ class InOrder(Generic[T]):
         if self._things.pop(key, None) is not None:
             del self._keys[bisect.bisect_left(self._keys, key)]
 
+    def __iter__(self) -> Iterator[T]:
+        """Yield all, the smallest key first."""
+        return (self._things[key] for key in self._keys)
+
     def before(self, key: int) -> Iterator[T]:
         """Yield what has smaller keys, the largest first. Who asks may remove the one that came last."""
         for number in range(bisect.bisect_left(self._keys, key) - 1, -1, -1):

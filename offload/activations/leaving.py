@@ -147,7 +147,7 @@ class LeavingActivations(Activations):
         self._deadline_s = deadline_s
         self._closed = False
         self._records: dict[int, _Record] = {}  # by key, in the order in which they were saved
-        self._left = InOrder[_Record]()  # the device does not have them, or not for long
+        self._left = InOrder[_Record]()  # of those that somebody may ask for, the ones whose leaver holds nothing
         self._gone: deque[_Record] = deque()
         self._by_number: dict[int, weakref.ref[Leaver]] = {}  # storages that have not left
         self._last_key = 0
@@ -251,8 +251,7 @@ class LeavingActivations(Activations):
         record.going = ticket, held
         self._going.append(record)
         self._by_number.pop(record.number, None)
-        leaver.held = None
-        self._left.add(record.room.key, record)
+        self._put_away(leaver)
 
     def _end_going(self, record: _Record) -> None:
         """Wait for a copy that is no longer among those under way; the device's memory is free then."""
@@ -288,13 +287,14 @@ class LeavingActivations(Activations):
             if self._closed:
                 raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
             if record.going is not None:  # it need not leave
-                self._have(leaver, record.going[1])
+                self._take_back(leaver, record.going[1])
             else:
                 self._bring_now(leaver)
         held = leaver.held
         assert held is not None
-        with self._prefetching:
-            self._bring_ahead(record.room.key)
+        if not self._closed:
+            with self._prefetching:
+                self._bring_ahead(record.room.key)
         if record.coming is not None:
             begin = time.perf_counter()
             record.coming[0].use(self._deadline_s)
@@ -351,7 +351,7 @@ class LeavingActivations(Activations):
             if leaver is None:
                 continue
             if record.going is not None:  # it need not leave: nor must it queue behind what is needed later
-                self._have(leaver, record.going[1])
+                self._take_back(leaver, record.going[1])
                 continue
             if record.coming is not None and not record.coming[0].done():
                 break  # for a pass before, and nobody waits here
@@ -362,8 +362,13 @@ class LeavingActivations(Activations):
             self._begin_coming(leaver, SavedActivation(self._memory(record.size_bytes), self))
         away.read_ahead(key, self._left)
 
-    def _have(self, leaver: Leaver, held: SavedActivation) -> None:
-        """Note that the device has a storage again."""
+    def _put_away(self, leaver: Leaver) -> None:
+        """Let a storage hold nothing of the device, or nothing but what a copy still needs."""
+        leaver.held = None
+        self._left.add(leaver.record.room.key, leaver.record)
+
+    def _take_back(self, leaver: Leaver, held: SavedActivation) -> None:
+        """Let it hold what the device has of it."""
         leaver.held = held
         self._left.discard(leaver.record.room.key)
 
@@ -382,7 +387,7 @@ class LeavingActivations(Activations):
         record.time, record.unpacked = record.time + 1, 0
         self._near.come(record)
         self._coming.append(record)
-        self._have(leaver, held)
+        self._take_back(leaver, held)
 
     def _end_coming(self, record: _Record) -> None:
         """Wait for a copy, mostly the first of those under way; nobody reads the host's memory then."""
@@ -572,8 +577,7 @@ class LeavingActivations(Activations):
         if storage_use_count(leaver.held.tensor.untyped_storage()) > _ALONE:
             return False
         self._leave_to_compute(record)
-        leaver.held = None
-        self._left.add(record.room.key, record)
+        self._put_away(leaver)
         return True
 
     def _leave_to_compute(self, record: _Record) -> None:
