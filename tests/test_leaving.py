@@ -677,6 +677,29 @@ def test_what_backward_saves_finds_room_beside_what_is_read_ahead(bench: Make, m
     made.assert_empty()
 
 
+def test_what_every_stage_asks_for_again_lets_nothing_be_read_twice(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward asks for what was saved first in each stage, as for the angles of rotary embeddings."""
+    made = bench(near=8, host=128, drive=512)
+    assert made.store is not None
+    x = page().requires_grad_()
+    with made.hooks():
+        first, loss = stages(x, 4), x
+        for _ in range(200):
+            loss = (loss * first).tanh()
+        del first
+        loss = chain(loss, 30)
+    made.away.settle()
+    calls = counted_calls(made.store, monkeypatch)
+    written = made.drive_pages()
+    loss.backward()
+    assert written >= 50 and sum(size for _, size, _ in calls) <= written
+    assert not any(urgent for _, _, urgent in calls)
+    del loss
+    made.assert_empty()
+
+
 def test_what_a_part_of_a_graph_has_read_ahead_gives_way_to_another_graph(
     bench: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

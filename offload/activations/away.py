@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
 from collections import deque
 from collections.abc import Container, Sequence
 
@@ -85,8 +84,8 @@ class Away:
         self._flying: deque[Room] = deque()  # with transfers of the drive, in the order in which they began
         self._back = InOrder[Room]()  # in host memory although the drive has them
         self._far = InOrder[Room]()  # of these two parts, the drive alone has them
-        self._asked_key = 0  # what was saved before is needed next
-        self._taken_bytes = 0  # since somebody asked, while that was on the drive
+        self._asked_key = 0  # the highest that was ever asked for: what was saved before is backward's
+        self._taken_bytes = 0  # since somebody asked, while some of that was on the drive
         self._inside_bytes = 0  # the most of these: backward saves as much, so reads ahead leave room for it
 
     def address(self, room: Room) -> int:
@@ -162,7 +161,7 @@ class Away:
         Raises:
             swap.SwapError: they could not be begun.
         """
-        self._asked_key = key
+        self._asked_key = max(self._asked_key, key)
         self._inside_bytes = max(self._inside_bytes, min(self._taken_bytes, self._host.size_bytes // 2))
         self._taken_bytes = 0
         first = next((room for room in self._far.before(key) if room.key in wanted), None)
@@ -183,15 +182,14 @@ class Away:
         return self._gaps.free_bytes - self._inside_bytes >= self._group_bytes
 
     def _make_room_ahead(self, key: int, first: Room) -> bool:
-        """Give up what the drive has and nobody needs before `first`; tells whether `first` is to be read now."""
-        if self._flying:
+        """Give up what the drive has and is needed behind `first`; False where something needed before is here."""
+        ahead = next(self._back.before(key), None)
+        if self._flying or (ahead is not None and ahead.key > first.key):
             return False
-        passed = itertools.takewhile(lambda room: room.key >= key, self._back.before(sys.maxsize))
-        later = itertools.takewhile(lambda room: room.key < first.key, self._back)
-        for room in (*passed, *later):
+        for room in list(itertools.takewhile(lambda room: room.key < first.key, self._back)):
             if not room.copied and not self._has_room_ahead():
                 self._give_back(room)
-        return self._has_room_ahead() or not any(self._back.before(key))
+        return True
 
     def read(self, room: Room) -> bool:
         """Begin to read what is asked for; False where host memory has no room now.
