@@ -182,7 +182,7 @@ class Away:
         return self._gaps.free_bytes - self._inside_bytes >= self._group_bytes
 
     def _make_room_ahead(self, key: int, first: Room) -> bool:
-        """Give up what the drive has and is needed behind `first`; False where something needed before is here."""
+        """Give up what is needed behind `first`; False where something needed before is here, or any is on its way."""
         ahead = next(self._back.before(key), None)
         if self._flying or (ahead is not None and ahead.key > first.key):
             return False
