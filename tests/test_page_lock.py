@@ -79,7 +79,7 @@ def test_a_failure_is_told_and_leaves_no_error_behind(
 def test_memory_is_locked_in_pieces_as_far_as_the_system_lets_us(
     monkeypatch: pytest.MonkeyPatch, forgotten: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is locked stays so; copies are cut where it ends, for CUDA copies no memory that is locked in part."""
+    """What is locked stays so. Copies are cut where pieces end: CUDA copies no memory of two, or locked in part."""
     runtime = Runtime(0, most=2)
     monkeypatch.setattr(torch, "get_device_module", lambda place: runtime)
     monkeypatch.setattr(page_lock, "PIECE_BYTES", MIB)
@@ -90,6 +90,11 @@ def test_memory_is_locked_in_pieces_as_far_as_the_system_lets_us(
     assert arena.spans(base + MIB, MIB) == [(0, MIB)]
     assert arena.spans(base + MIB, 2 * MIB) == [(0, MIB), (MIB, 2 * MIB)]
     assert arena.spans(base + 2 * MIB, MIB) == [(0, MIB)]
+    assert arena.spans(base + 4096, 2 * MIB) == [
+        (0, MIB - 4096),
+        (MIB - 4096, 2 * MIB - 4096),
+        (2 * MIB - 4096, 2 * MIB),
+    ]
     arena.close()
     assert [name for name, _, _ in runtime.calls] == ["register"] * 3 + ["unregister"] * 2
 

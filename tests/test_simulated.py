@@ -248,6 +248,20 @@ def test_memory_of_others_can_be_page_locked() -> None:
         module.host_unregister(host.data_ptr())
 
 
+def test_memory_that_two_calls_have_locked_is_not_copied_at_once() -> None:
+    """As by CUDA, where it is an invalid argument."""
+    module, host = torch.get_device_module("sim"), torch.zeros(4096)
+    for begin in (1024, 2048):
+        module.host_register(host[begin:].data_ptr(), 4096)
+    for begin, end in ((0, 1025), (1024, 2049), (2048, 3073)):
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            host[begin:end].to("sim")
+    for begin, end in ((0, 1024), (1024, 2048), (2048, 3072), (3072, 4096)):
+        assert host[begin:end].to("sim").eq(0).all().item()
+    for begin in (1024, 2048):
+        module.host_unregister(host[begin:].data_ptr())
+
+
 @every_schedule
 def test_devices_wait_for_each_other_around_a_copy(schedule: Schedule) -> None:
     with running(schedule) as run:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -67,9 +68,11 @@ class LockedArena(HostArena):
             self.locked_bytes += piece_bytes
 
     def spans(self, address: int, size_bytes: int) -> list[tuple[int, int]]:
-        """Return the ranges of `size_bytes` at `address`: none is locked in part, which CUDA refuses to copy."""
-        cut = self.base_address + self.locked_bytes - address
-        return [(0, cut), (cut, size_bytes)] if 0 < cut < size_bytes else [(0, size_bytes)]
+        """Return ranges of `size_bytes` at `address`: each was locked by one call, or not: CUDA copies no others."""
+        begin = address - self.base_address
+        ends = [*range(PIECE_BYTES, self.locked_bytes, PIECE_BYTES), self.locked_bytes]
+        cuts = [0, *(end - begin for end in ends if 0 < end - begin < size_bytes), size_bytes]
+        return list(itertools.pairwise(cuts))
 
     def release(self) -> None:
         """Unlock it, and return all pages."""

@@ -188,6 +188,15 @@ bool Memory::pinned(const void* address) const {
     return find_pinned(address) != pinned_.end();
 }
 
+bool Memory::of_a_piece(const void* address, size_t size) const {
+    Lock lock(machine().mutex);
+    auto* begin = static_cast<char*>(const_cast<void*>(address));
+    auto last = pinned_.upper_bound(begin + size - 1);  // behind the last one that begins inside, or before
+    if (size == 0 || last == pinned_.begin()) return true;
+    const auto& [at, block] = *--last;
+    return at + block.size <= begin || (at <= begin && begin + size <= at + block.size);
+}
+
 char* Memory::hold(const void* address) {
     Lock lock(machine().mutex);
     auto found = find_pinned(address);

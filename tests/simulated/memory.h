@@ -44,6 +44,8 @@ class Memory {
     void lock(char* address, size_t size);  // as cudaHostRegister
     void unlock(char* address);
     bool pinned(const void* address) const;
+    // Whether one call has locked all of it, or none any of it: CUDA copies nothing else.
+    bool of_a_piece(const void* address, size_t size) const;
     // Memory of take_pinned() that a queued copy uses is freed behind the copy; nullptr for all other memory.
     char* hold(const void* address);
     void release(char* held);
