@@ -12,7 +12,7 @@ BUDGETS ?= --device cpu --device-memory 1000MiB --activation-memory 860MiB --cpu
 
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt scripts/setup_venv.sh scripts/fetch_deb.py \
            $(shell find csrc -type f)
-CXX_SOURCES = $(shell find csrc tests/simulated -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.h' \))
+CXX_SOURCES = $(shell find csrc tests/simulated -type f \( -name '*.cc' -o -name '*.cpp' -o -name '*.cu' -o -name '*.h' \))
 TYPED := $(wildcard offload swap scripts bench/nvme)
 # Tests start many processes: what one of them has compiled, the next ones read.
 unexport PYTHONDONTWRITEBYTECODE

@@ -58,7 +58,7 @@ from offload.planning.choosing import AUTO, RECOMPUTE
 from offload.planning.partition import UnitTree, WithReference
 from offload.planning.plan import Plan
 from offload.planning.planner import make_plan
-from offload.request import request_of, unit_bytes_of, units_of
+from offload.request import request_of, unit_bytes_of, units_of, updates_on
 from offload.shards.commits import Record
 from offload.shards.manager import Manager
 from offload.spec import OptimizerSpec
@@ -332,7 +332,7 @@ def _plan(
         tree,
         limits,
         device_is_host=device.addressable,
-        updates_on_device=device.kernels is not None and ranks.world == 1,
+        updates_on_device=ranks.world == 1 and updates_on(device, rule, config, tree),
         rank=ranks.rank,
         world_size=ranks.world,
         nodes=ranks.owners.world,

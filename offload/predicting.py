@@ -38,7 +38,7 @@ from offload.planning.timing import Timing, timing_of
 from offload.planning.work import Work, is_ids
 from offload.rehearsing import Case, Rehearsals
 from offload.remedies import Change, remedies_of
-from offload.request import request_of, unit_bytes_of, units_of
+from offload.request import request_of, unit_bytes_of, units_of, updates_on
 from offload.several import stage_alone
 from offload.sizes import Share, format_bytes
 from offload.spec import OptimizerSpec
@@ -276,12 +276,14 @@ def _planned(
 ) -> tuple[Plan, UnitTree]:
     sliced = stage in (3, "auto")
     tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]), ranks=ranks, slices_frozen=sliced)
-    host = here and open_device(asked.device).addressable
+    device = open_device(asked.device) if here else None
+    host = device is not None and device.addressable
+    there = ranks == 1 and updates_on(device, rule, asked, tree)
 
     def make(chosen: int) -> Plan:
         together = {"world_size": ranks, "stage": chosen}
         return make_plan(
-            request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=False, **together)
+            request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=there, **together)
         )
 
     if ranks > 1 and stage == "auto":

@@ -116,7 +116,7 @@ def remedies_of(
             most += [[*some, chunk] for some in most if chunks]  # which takes more where the head has more than logits
             found = _first(fits, start, ([each, *some] for each in sizes for some in most))
         yield from (change.text for change in (found,) if change is not None)
-    enough = _whole_mib(start.budgets[Tier.DEVICE] + work.device_bytes - room_bytes)
+    enough = _whole_mib(start.budgets[Tier.DEVICE] + need - room_bytes)
     larger = start.and_(f'max_memory["device"]="{enough >> 20}MiB"', budgets={**start.budgets, Tier.DEVICE: enough})
     bought = next((change for change in (larger, wider(larger)) if fits(change)), None)
     if bought is not None:

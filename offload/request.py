@@ -6,6 +6,7 @@ tells what a step would take.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -14,11 +15,15 @@ from torch import nn
 from offload.config import Config
 from offload.kernels import cpu_adam
 from offload.memory.budget import Tier
+from offload.memory.device import Device
+from offload.memory.device_kernels import have_kernels
 from offload.optim.rules import Rule
 from offload.planning.asked import WORKING_UNITS, Commit, Request
 from offload.planning.partition import UnitTree, find_units
 from offload.planning.roles import ADAM_STATES
 from offload.sizes import whole_pages
+
+logger = logging.getLogger(__name__)
 
 _FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
@@ -59,6 +64,27 @@ def units_of(
         ranks=ranks,
         slices_frozen=slices_frozen,
     )
+
+
+def updates_on(device: Device | None, rule: Rule | None, config: Config, tree: UnitTree) -> bool:
+    """Tell whether a device that the host cannot address makes the steps of an optimizer, with the CPU's bits.
+
+    Args:
+        device: whose kernels are compared with the CPU's, unless that was done; None: one of CUDA that is not here.
+        rule: of the optimizer; None where nothing is trained.
+        config: options.
+        tree: of units that it would update.
+    """
+    kind = cpu_adam.StateKind(config.state_dtype)
+    if device is None:
+        return rule is not None and have_kernels(rule.kernels, kind)
+    if device.kernels is None or rule is None or rule.own is not None:  # its own class makes steps nowhere else
+        return device.kernels is not None
+    dtypes = {cpu_adam.Dtype[unit.dtype.upper()] for unit in tree.units if unit.trainable}
+    why = device.kernels.refusal(rule.kernels, kind, dtypes)
+    if why is not None:
+        logger.warning("updates of what is on %s go through host memory: %s", device.place, why)
+    return why is None
 
 
 def request_of(

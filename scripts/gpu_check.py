@@ -3,9 +3,10 @@
     python scripts/gpu_check.py --output gpu-check [--path DIR]
 
 It runs the tests that are marked ``gpu``, then measures the links between host and GPU, a step with everything on the
-GPU beside plain PyTorch, whether placements have the same losses, and a Llama of 7 B with random weights whose states
-are in host memory, then on NVMe. A profiler trace shows what overlaps. What does not fit the machine or the time is
-left out with the reason. Exits with 2 where there is no GPU, with 1 where a test or a comparison has failed.
+GPU beside plain PyTorch, whether placements have the same losses, what ``offload.plan`` predicts of steps, what becomes
+of activations in each mode, and a Llama of 7 B with random weights whose states are in host memory, then on NVMe. A
+profiler trace shows what overlaps. What does not fit the machine or the time is left out with the reason. Exits with 2
+where there is no GPU, with 1 where a test or a comparison has failed.
 
 ``--device sim --smoke`` goes the same way with a tiny model on the simulated device of the tests.
 """
@@ -13,6 +14,7 @@ left out with the reason. Exits with 2 where there is no GPU, with 1 where a tes
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +47,19 @@ class Size:
     large: dict[str, int]
     small: dict[str, int]
     tokens: int
+    long_tokens: int
     copy_bytes: int
     rounds: int
     steps: int
     tests: tuple[str, ...]
 
 
-_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 2048, "vocab_size": 32000}
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 8192, "vocab_size": 32000}
 FULL = Size(
     large={"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, **_HEADS},  # 6.7 B
     small={"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 8, **_HEADS},
     tokens=1024,
+    long_tokens=8192,
     copy_bytes=GIB,
     rounds=5,
     steps=3,
@@ -63,14 +67,21 @@ FULL = Size(
 )
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
 SMOKE = Size(
-    large=_TINY, small=_TINY, tokens=8, copy_bytes=1 << 20, rounds=2, steps=2, tests=("tests/test_page_lock.py",)
+    large=_TINY,
+    small=_TINY,
+    tokens=8,
+    long_tokens=64,
+    copy_bytes=1 << 20,
+    rounds=2,
+    steps=2,
+    tests=("tests/test_page_lock.py",),
 )
 
 
 class Check:
     """One run: where it computes, how large, what it has found so far."""
 
-    def __init__(self, device: str, size: Size, path: Path, output: Path) -> None:
+    def __init__(self, device: str, size: Size, path: Path, output: Path, only: Sequence[str] = ()) -> None:
         import torch
 
         self.torch = torch
@@ -79,6 +90,7 @@ class Check:
         self.size = size
         self.path = path
         self.output = output
+        self.only = only
         self.begin = time.monotonic()
         self.failed: list[str] = []
         self.result: dict[str, Any] = {}
@@ -89,6 +101,8 @@ class Check:
 
     def section(self, name: str, measure: Callable[[], Any], *, needs_s: float = 0.0) -> None:
         """Add what `measure` returns to the result, or why there is nothing."""
+        if self.only and name not in ("machine", *self.only):
+            return
         if self.left_s() < needs_s:
             self.result[name] = {
                 "left out": f"{self.left_s():.0f} s are left of {LIMIT_S:.0f}, it may take {needs_s:.0f}"
@@ -162,7 +176,7 @@ class Check:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def llama(self, shape: dict[str, int], *, meta: bool = False) -> Any:
+    def llama(self, shape: dict[str, int], *, at: str = "cpu", checkpointing: bool = True) -> Any:
         """Return a Llama with random weights in bf16, without a hub."""
         import transformers
 
@@ -172,25 +186,32 @@ class Check:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with torch.device("meta" if meta else "cpu"):
+            with torch.device(at):
                 model = transformers.LlamaForCausalLM(config)
         finally:
             torch.set_default_dtype(before)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model.train()
 
-    def batch(self, number: int, shape: dict[str, int]) -> dict[str, Any]:
+    def batch(self, number: int, shape: dict[str, int], tokens: int | None = None) -> dict[str, Any]:
         """Return the tokens of a step on the device, with themselves as labels."""
         generator = self.torch.Generator().manual_seed(number)
-        tokens = self.torch.randint(shape["vocab_size"], (1, self.size.tokens), generator=generator).to(self.device)
-        return {"input_ids": tokens, "labels": tokens}
+        length = self.size.tokens if tokens is None else tokens
+        ids = self.torch.randint(shape["vocab_size"], (1, length), generator=generator).to(self.device)
+        return {"input_ids": ids, "labels": ids}
 
     def options(self, home: str, shape: dict[str, int]) -> dict[str, Any]:
         """Return the engine's options for parameters and states at `home`."""
         free = self.module.mem_get_info(self.device)[0]
         smoke = self.size is SMOKE
-        memory: dict[str, Any] = {"device": "64MiB" if smoke else int(free * 0.9), "cpu": "64MiB" if smoke else "96GiB"}
+        memory: dict[str, Any] = {
+            "device": "64MiB" if smoke else int(free * 0.45),
+            "cpu": "64MiB" if smoke else "96GiB",
+        }
         options: dict[str, Any] = {"device": str(self.device), "max_memory": memory, "max_grad_norm": 1.0}
+        if home == "all":
+            return options
         if home == "device":
             return {**options, "offload_param": "none", "offload_optimizer": "cpu"}
         if home == "nvme":
@@ -204,32 +225,41 @@ class Check:
             }
         return {**options, "offload_param": "cpu", "offload_optimizer": "cpu"}
 
-    def steps(self, engine: Any, shape: dict[str, int], count: int) -> Iterator[tuple[float, float]]:
-        """Take steps; gives each one's loss and seconds, its updates included."""
+    def steps(
+        self, engine: Any, shape: dict[str, int], count: int, *, tokens: int | None = None, beside: Any = None
+    ) -> Iterator[tuple[float, float]]:
+        """Take steps, their forwards inside `beside()`; gives each one's loss and seconds, its updates included."""
         for number in range(count):
-            batch = self.batch(number, shape)
+            batch = self.batch(number, shape, tokens)
             self.torch.accelerator.synchronize(self.device)
             begin = time.perf_counter()
-            loss = engine(**batch).loss
+            with contextlib.nullcontext() if beside is None else beside():
+                loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
             engine.drain()
             self.torch.accelerator.synchronize(self.device)
             yield float(loss.item()), time.perf_counter() - begin
+            del loss
 
     def resident(self) -> dict[str, Any]:
         """Return a step's seconds with all parameters on the device, and plain PyTorch's, in turn."""
         from offload import AdamW, Engine
 
         torch, shape = self.torch, self.size.small
-        plain = self.llama(shape).to(self.device)
+        plain = self.llama(shape, at=str(self.device))
         masters = [parameter.detach().float().clone().requires_grad_() for parameter in plain.parameters()]
         optimizer = torch.optim.AdamW(masters, lr=1e-4)
-        seconds: dict[str, list[float]] = {"plain": [], "engine": []}
-        with Engine(self.llama(shape), AdamW(lr=1e-4), **self.options("device", shape)) as engine:
-            ours = self.steps(engine, shape, self.size.rounds + 1)
+        seconds: dict[str, list[float]] = {"plain": [], "engine": [], "engine, states in host memory": []}
+        everywhere = self.llama(shape, at=str(self.device)), self.llama(shape, at=str(self.device))
+        with (
+            Engine(everywhere[0], AdamW(lr=1e-4), **self.options("all", shape)) as engine,
+            Engine(everywhere[1], AdamW(lr=1e-4), **self.options("device", shape)) as host,
+        ):
+            ours, hosts = (self.steps(one, shape, self.size.rounds + 1) for one in (engine, host))
             for number in range(self.size.rounds + 1):
                 seconds["engine"].append(next(ours)[1])
+                seconds["engine, states in host memory"].append(next(hosts)[1])
                 torch.accelerator.synchronize(self.device)
                 begin = time.perf_counter()
                 plain(**self.batch(number, shape)).loss.backward()
@@ -242,6 +272,8 @@ class Check:
                         parameter.copy_(master)
                 torch.accelerator.synchronize(self.device)
                 seconds["plain"].append(time.perf_counter() - begin)
+            told = str(engine.plan)
+        (self.output / "plan-resident.txt").write_text(told + "\n")
         medians = {name: statistics.median(found[1:]) for name, found in seconds.items()}
         return {
             **{f"{name} s": round(value, 4) for name, value in medians.items()},
@@ -256,23 +288,100 @@ class Check:
         self.torch.use_deterministic_algorithms(True, warn_only=self.device.type != "cuda")
         try:
             with self.torch.nn.attention.sdpa_kernel(self.torch.nn.attention.SDPBackend.MATH):
-                for home in ("device", "cpu", "nvme"):
-                    model = self.llama(self.size.small)
+                for home in ("all", "device", "cpu", "nvme"):
+                    model = self.llama(self.size.small, at=str(self.device))
                     with Engine(model, AdamW(lr=1e-4), **self.options(home, self.size.small)) as engine:
                         losses[home] = [loss for loss, _ in self.steps(engine, self.size.small, self.size.steps)]
         finally:
             self.torch.use_deterministic_algorithms(False)
-        same = all(found == losses["device"] for found in losses.values())
+        same = all(found == losses["cpu"] for found in losses.values())
         if not same:
             self.failed.append("placement")
         return {"same": same, "losses": losses}
+
+    def forecast(self) -> dict[str, Any]:
+        """Return the seconds of a step that the plan predicts, of this machine as measured, and those that it takes."""
+        import offload
+
+        shape, found = self.size.small, dict[str, Any]()
+        for home in ("device", "cpu", "nvme"):
+            options = self.options(home, shape)
+            predicted = offload.plan(
+                self.llama(shape, at="meta"),
+                offload.AdamW(lr=1e-5),
+                batch=(1, self.size.tokens),
+                hardware="here",
+                measure_again=not found,
+                **options,
+            )
+            with offload.Engine(self.llama(shape, at=str(self.device)), offload.AdamW(lr=1e-5), **options) as engine:
+                list(self.steps(engine, shape, 2))
+                before = engine.stats().links
+                taken = [seconds for _, seconds in self.steps(engine, shape, self.size.rounds)]
+                after = engine.stats().links
+            assert predicted.timing is not None
+            (self.output / f"forecast-{home}.txt").write_text(f"{predicted}\n")
+            measured = statistics.median(taken)
+            found[home] = {
+                "predicted s": round(predicted.timing.step_s, 4),
+                "measured s": round(measured, 4),
+                "predicted / measured": round(predicted.timing.step_s / measured, 3),
+                "binds": predicted.timing.binding,
+                "GB/s while busy": {
+                    link: round(bytes_moved / (after[link].seconds - before[link].seconds) / 1e9, 1)
+                    for link in after
+                    if (bytes_moved := after[link].bytes - before[link].bytes)
+                    and after[link].seconds > before[link].seconds
+                },
+            }
+        return found
+
+    def activations(self) -> dict[str, Any]:
+        """Return a step's seconds and the device's peak in each mode, without checkpointing; losses must be equal."""
+        import offload
+
+        torch, shape, tokens = self.torch, self.size.small, self.size.long_tokens
+        modes: dict[str, tuple[str, Any]] = {mode: (mode, None) for mode in ("keep", "offload", "recompute", "auto")}
+        modes["save_on_cpu"] = ("keep", lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+        found, losses = dict[str, Any](), dict[str, list[float]]()
+        kept = 0
+        torch.use_deterministic_algorithms(True, warn_only=self.device.type != "cuda")
+        try:
+            for mode, (activations, beside) in modes.items():
+                options = self.options("device", shape) | {"activations": activations}
+                if mode in ("offload", "auto") and kept:
+                    options["activation_memory"] = kept // 3
+                model = self.llama(shape, at=str(self.device), checkpointing=False)
+                with offload.Engine(model, offload.AdamW(lr=1e-5), **options) as engine:
+                    list(self.steps(engine, shape, 2, tokens=tokens, beside=beside))
+                    self.module.reset_peak_memory_stats(self.device)
+                    before = self.module.memory_allocated(self.device)
+                    seen = engine.stats().links
+                    taken = list(self.steps(engine, shape, self.size.rounds, tokens=tokens, beside=beside))
+                    peak = self.module.max_memory_allocated(self.device) - before
+                    links = engine.stats().links
+                    told = engine.report().activations
+                kept = kept or peak
+                losses[mode] = [loss for loss, _ in taken]
+                found[mode] = {
+                    "step s": round(statistics.median(seconds for _, seconds in taken), 4),
+                    "device peak bytes": peak,
+                    "d2h, h2d bytes": [(links[link].bytes - seen[link].bytes) // len(taken) for link in ("d2h", "h2d")],
+                    "told": told,
+                }
+        finally:
+            torch.use_deterministic_algorithms(False)
+        same = all(one == losses["keep"] for one in losses.values())
+        if not same:
+            self.failed.append("activations")
+        return {"same": same, **found, "losses": losses}
 
     def large(self, home: str) -> dict[str, Any]:
         """Return a step's seconds and bytes per link of the large model; states at `home`."""
         from offload import AdamW, Engine
 
         shape = self.size.large
-        model = self.llama(shape, meta=True)
+        model = self.llama(shape, at="meta")
         count = sum(parameter.numel() for parameter in model.parameters())
         have, more = self.result["machine"], dict[str, Any]()
         room = have["host bytes" if home == "cpu" else "drive bytes free"] * 0.85
@@ -315,6 +424,8 @@ class Check:
         self.section("links", self.links)
         self.section("resident", self.resident, needs_s=40)
         self.section("placement", self.placement, needs_s=40)
+        self.section("forecast", self.forecast, needs_s=60)
+        self.section("activations", self.activations, needs_s=60)
         self.section("states in host memory", lambda: self.large("cpu"), needs_s=150)
         self.section("states on NVMe", lambda: self.large("nvme"), needs_s=150)
         text = page(self.result, self.failed)
@@ -351,6 +462,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder for what is found")
     parser.add_argument("--path", type=Path, help="folder on the drive for the NVMe tier (default: the output)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: shows that the script runs")
+    parser.add_argument("--only", nargs="+", default=(), metavar="SECTION", help="sections to run (default: all)")
     given = parser.parse_args(arguments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries begin
     if given.device.startswith("sim"):
@@ -362,7 +474,8 @@ def main(arguments: list[str] | None = None) -> int:
         return NO_DEVICE
     given.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.path or given.output) as folder:
-        return Check(given.device, SMOKE if given.smoke else FULL, Path(folder), given.output).run()
+        os.environ["XDG_CACHE_HOME"] = folder  # what is measured of the machine is not the user's
+        return Check(given.device, SMOKE if given.smoke else FULL, Path(folder), given.output, given.only).run()
 
 
 if __name__ == "__main__":

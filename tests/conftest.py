@@ -92,8 +92,8 @@ def sim() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options that let the tests of engines run on the simulated device."""
-    parser.addoption("--device", choices=["cpu", "sim"], default="cpu", help="where engines compute")
+    """Options that let the tests of engines run on the simulated device, or on a GPU."""
+    parser.addoption("--device", choices=["cpu", "sim", "cuda"], default="cpu", help="where engines compute")
     parser.addoption("--schedule", default="lazy", help="lazy, eager, 'first N', 'seed N', 'in turn'")
 
 
@@ -135,7 +135,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.hook.pytest_deselected(items=nightly)
             items[:] = [item for item in items if not item.get_closest_marker("nightly")]
         few.leave_out(config, items)
-    if config.getoption("device") == "sim":
+    if config.getoption("device") != "cpu":
         instead.select(config, items)
     else:
         apart.arrange(config, items)

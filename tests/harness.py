@@ -42,7 +42,7 @@ class Outcome:
     plan: Any
 
 
-_compute = ["cpu"]  # where plain modules compute, too; see simulated.instead
+_compute = ["cpu"]  # where plain modules compute, too: of a GPU's norms, other digits; see simulated.instead
 
 
 def compute_on(place: str) -> None:
@@ -235,7 +235,7 @@ def assert_equal(ours: Outcome, truth: Outcome) -> None:
     assert len(ours.losses) == len(truth.losses)
     for number, (a, b) in enumerate(zip(ours.losses, truth.losses, strict=True)):
         assert torch.equal(a, b), f"loss {number}: {a.item()!r} and {b.item()!r}"
-    assert ours.norms == truth.norms
+    assert ours.norms == (pytest.approx(truth.norms, rel=1e-3) if _compute[0] == "cuda" else truth.norms)
     assert_same_tensors(ours.parameters, truth.parameters)
     assert ours.states.keys() == truth.states.keys()
     for position, state in ours.states.items():

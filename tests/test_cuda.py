@@ -21,6 +21,7 @@ from torch import nn
 
 import offload
 from offload import AdamW, Engine
+from offload.memory import page_lock
 
 pytestmark = pytest.mark.gpu
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA begins
@@ -58,8 +59,8 @@ def placed(home: str, model: nn.Module, path: Path, **more: Any) -> dict[str, An
     """Options: parameters and states at `home`; unless that is the device, it has room for three units."""
     memory: dict[str, Any] = {"device": "256MiB", "cpu": "256MiB"}
     options: dict[str, Any] = {"device": "cuda", "max_memory": memory, "unit_bytes": UNIT_BYTES, **more}
-    if home == "device":
-        return {**options, "offload_param": "none", "offload_optimizer": "cpu"}
+    if home in ("device", "all"):
+        return {**options, "offload_param": "none", "offload_optimizer": "cpu" if home == "device" else "none"}
     memory["device"] = ACTIVATION_BYTES + working_bytes(model, dtype=more.get("dtype"))
     options |= {"activation_memory": ACTIVATION_BYTES, "offload_param": home, "offload_optimizer": home}
     if home == "nvme":
@@ -82,6 +83,48 @@ def test_placement_changes_nothing(name: str, dtype: torch.dtype, checkpointing:
         ours = train(name, home, tmp_path, dtype=dtype, checkpointing=checkpointing)
         assert_equal(ours, truth)
         assert ours.stats.links["h2d"].bytes > 0 and ours.stats.links["d2h"].bytes > 0
+
+
+OPTIMIZERS = {
+    "AdamW": (AdamW(lr=1e-3, weight_decay=0.1), {}),
+    "AdamW, bf16 states": (AdamW(lr=1e-3, weight_decay=0.1), {"state_dtype": "bfloat16"}),
+    "Adam": (offload.Adam(lr=1e-3, weight_decay=0.1), {}),
+    "SGD": (offload.SGD(lr=1e-2), {}),
+    "momentum": (offload.SGD(lr=1e-2, momentum=0.9, nesterov=True), {}),
+    "Lion": (offload.Lion(lr=1e-3, weight_decay=0.1), {}),
+    "Adagrad": (offload.Adagrad(lr=1e-2), {}),
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_on_the_device_have_the_hosts_bits(
+    name: str, dtype: torch.dtype, accumulation: int, tmp_path: Path
+) -> None:
+    optimizer, more = OPTIMIZERS[name]
+    found = []
+    for home in ("device", "all"):
+        model = build("llama", dtype)
+        options = placed(home, model, tmp_path) | more | {"gradient_accumulation_steps": accumulation}
+        found.append(run(model, batches("llama", 4), optimizer=optimizer, max_grad_norm=0.5, **options))
+        plan = found[-1].plan
+        on_device = [plan.on_device(unit) for unit in plan.request.units if unit.trainable]
+        assert all(on_device) if home == "all" else not any(on_device)
+    assert_equal(found[1], found[0])
+
+
+def test_all_of_it_is_on_a_device_with_room(tmp_path: Path) -> None:
+    model = build("llama", torch.bfloat16)
+    with Engine(model, AdamW(lr=1e-3), device="cuda", max_memory={"device": "1GiB", "cpu": "256MiB"}) as engine:
+        assert all(engine.plan.on_device(unit) for unit in engine.plan.request.units), str(engine.plan)
+
+
+def test_copies_over_the_ends_of_pieces_that_were_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses a copy from or to memory that two calls have locked."""
+    truth = train("llama", "cpu", tmp_path)
+    monkeypatch.setattr(page_lock, "PIECE_BYTES", 3 * 4096)
+    assert_equal(train("llama", "cpu", tmp_path), truth)
 
 
 @pytest.mark.parametrize("name", MAIN)

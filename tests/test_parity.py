@@ -358,8 +358,8 @@ def test_placement_never_changes_the_result(
     common: dict[str, Any] = {"max_grad_norm": 0.5, "gradient_accumulation_steps": accumulation}
     truth = run(make(), data, **common, **everything_on_device())
     assert len(truth.norms) == 3
-    shared = truth.plan.request.device_is_host  # else states are in host memory
-    near = Tier.DEVICE if shared else Tier.HOST
+    shared = truth.plan.request.device_is_host
+    near = Tier.DEVICE if shared or truth.plan.request.updates_on_device else Tier.HOST
     assert all(home == Homes(Tier.DEVICE, near, near) for home in truth.plan.homes), str(truth.plan)
     grad_itemsize = 4 if accumulation > 1 else dtype.itemsize
     for label, options in placements(make(), tmp_path, grad_itemsize=grad_itemsize).items():

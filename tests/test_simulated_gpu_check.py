@@ -24,9 +24,11 @@ def test_the_gpu_check_goes_all_the_way(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = json.loads((tmp_path / "gpu-check.json").read_text())
     assert list(found) == [
-        *("machine", "tests", "links", "resident", "placement", "states in host memory", "states on NVMe")
+        *("machine", "tests", "links", "resident", "placement", "forecast", "activations"),
+        *("states in host memory", "states on NVMe"),
     ]
-    assert found["tests"]["exit"] == 0 and found["placement"]["same"]
+    assert found["tests"]["exit"] == 0 and found["placement"]["same"] and found["activations"]["same"]
+    assert all(found["forecast"][home]["predicted s"] > 0 for home in ("device", "cpu", "nvme"))
     for home in ("states in host memory", "states on NVMe"):
         assert found[home]["bytes per step"]["h2d"] > 0 and found[home]["step s"] > 0
     assert found["states on NVMe"]["bytes per step"]["nvme_write"] > 0
@@ -34,7 +36,8 @@ def test_the_gpu_check_goes_all_the_way(tmp_path: Path) -> None:
     text = (tmp_path / "gpu-check.txt").read_text()
     assert text.startswith("gpu check: passed") and all(name in text for name in found)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("gpu-check.json", "gpu-check.txt", "plan-cpu.txt", "plan-nvme.txt", "tests.txt", "trace.json")
+        *("forecast-cpu.txt", "forecast-device.txt", "forecast-nvme.txt", "gpu-check.json", "gpu-check.txt"),
+        *("plan-cpu.txt", "plan-nvme.txt", "plan-resident.txt", "tests.txt", "trace.json"),
     ]
 
 

@@ -2,7 +2,11 @@
 // there is one arithmetic, not two. Included inside the anonymous namespace of a kernels_<isa>.cpp, after its
 // Vec.
 
-constexpr std::size_t kGroup = 64;   // elements: a whole number of 64-byte lines in every stream
+#if defined(OFFLOAD_ON_CUDA)
+constexpr std::size_t kGroup = 2;  // elements: a thread's, so that neighbours work on neighbouring memory
+#else
+constexpr std::size_t kGroup = 64;  // elements: a whole number of 64-byte lines in every stream
+#endif
 constexpr std::size_t kAhead = 512;  // elements between a group and what is prefetched for it
 
 enum class Access { kRead, kUpdate, kWrite };  // what is only written is not prefetched

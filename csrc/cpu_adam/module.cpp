@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -321,6 +322,13 @@ std::int64_t count_split_failures(std::uint64_t first, std::uint64_t last) {
     return failures.load();
 }
 
+// The kernels of a CUDA device, for whoever compiles them.
+std::map<std::string, std::string> cuda_texts() {
+    return {
+#include "cuda_texts.inc"
+    };
+}
+
 }  // namespace
 }  // namespace offload::cpu_adam
 
@@ -360,6 +368,7 @@ PYBIND11_MODULE(_cpu_adam, m) {
     m.def("stream_in_place", &stream_in_place, py::arg("a"), py::arg("b"), py::arg("c"), py::arg("d"),
           py::arg("factor"), py::arg("numel"), Release());
     m.def("count_split_failures", &count_split_failures, py::arg("first"), py::arg("last"), Release());
+    m.def("cuda_texts", &cuda_texts);
     m.def("set_num_threads", &set_num_threads, py::arg("count"));
     m.def("num_threads", &num_threads);
     m.def("isa", [] { return std::string(active_path().name); });

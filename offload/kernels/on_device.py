@@ -7,10 +7,10 @@ from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from offload.kernels.ranges import Dtype
+from offload.kernels.ranges import Dtype, StateKind
 from offload.kernels.step import StepArrays
 from offload.spec import Hyper
 
@@ -44,6 +44,15 @@ class DeviceKernels(Stepper, Protocol):
 
     def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
         """Convert a range to another dtype."""
+
+    def refusal(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> str | None:
+        """Return why the device should not make updates; None where its bits were compared with the CPU's.
+
+        Args:
+            rules: of the optimizer, by their numbers.
+            kind: in which its states are stored.
+            dtypes: of parameters.
+        """
 
     def read_totals(self, addresses: Sequence[int]) -> list[tuple[float, int]]:
         """Wait for what was measured, and return it."""

@@ -19,6 +19,7 @@ from offload.errors import BudgetError
 from offload.kernels.on_device import DeviceKernels
 from offload.memory.arena import HOST, Arena, Buffer, bytes_at
 from offload.memory.budget import Tier
+from offload.memory.device_kernels import open_kernels
 from offload.memory.device_memory import DeviceFullError, device_full
 from offload.memory.errands import Errands
 from offload.memory.gradient_reader import GradientReader
@@ -36,11 +37,11 @@ class AcceleratorDevice:
     """An accelerator of torch. See :class:`offload.memory.device.Device`."""
 
     addressable = False
-    kernels: DeviceKernels | None = None  # none was compared with the CPU's yet
 
     def __init__(self, place: torch.device) -> None:
         """Use the accelerator at `place`, which has an index."""
         self.place = place
+        self.kernels: DeviceKernels | None = open_kernels(place)
 
     def name(self) -> str:
         """Return what its driver calls it."""

@@ -45,6 +45,7 @@ class Rule:
             gradient.
         counts_steps: torch keeps ``step`` with the states.
         compressible: the states may be stored in fewer than 32 bits.
+        kernels: which make the steps of its groups, by kernels.h of csrc/cpu_adam; none if one step needs several.
         whole: a parameter is updated as a whole: something depends on all of it.
         own: the class that makes the steps; None where a kernel does.
         refused: options that ask for another step than this one where they are set.
@@ -54,6 +55,7 @@ class Rule:
     make: Callable[[Mapping[str, Any], int, float], StepOf]
     counts_steps: bool = True
     compressible: bool = False
+    kernels: frozenset[int] = frozenset()
     whole: bool = False
     own: OwnClass | None = None
     refused: tuple[str, ...] = _REFUSED
@@ -157,6 +159,7 @@ def _kernel_rule(kind: type[OptimizerSpec], groups: Sequence[Mapping[str, Any]])
         make,
         counts_steps=kind.COUNTS_STEPS,
         compressible=kind.COMPRESSIBLE,
+        kernels=frozenset() if kind.WHOLE else frozenset(kind.of(group).kernel for group in groups),
         whole=kind.WHOLE,
         refused=tuple(sorted(later)),
     )

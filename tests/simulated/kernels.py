@@ -11,14 +11,14 @@ import ctypes
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 import simulated
 from offload.kernels import cpu_adam
-from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StepArrays
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
 from offload.kernels.on_device import TOTAL_BYTES
 from offload.memory import devices
 from offload.memory.accelerator import AcceleratorDevice
@@ -89,6 +89,10 @@ class SimulatedKernels:
         kernel = functools.partial(cpu_adam.convert, self._inside(src), src_dtype, self._inside(dst), dst_dtype, numel)
         ranges = [(src, numel * src_dtype.itemsize, False), (dst, numel * dst_dtype.itemsize, True)]
         self._launch("convert", kernel, ranges)
+
+    def refusal(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> str | None:
+        """Refuse nothing: the kernels are the CPU's."""
+        return None
 
     def read_totals(self, addresses: Sequence[int]) -> list[tuple[float, int]]:
         """Copy what was measured to the host, in one piece, and wait for it."""

@@ -109,7 +109,8 @@ void copy_with_host(const at::Tensor& from, const at::Tensor& to, bool non_block
     const at::Tensor &device = up ? to : from, &host = up ? from : to;
     int stream = current_stream(device.device().index());
     bool whole = !host.is_contiguous() || memory().of_a_piece(host.const_data_ptr(), host.nbytes());
-    TORCH_CHECK(whole, "sim: invalid argument: host memory of a copy that was locked in part, or by two calls");
+    TORCH_CHECK(whole,
+                "sim: invalid argument: host memory of a copy that was locked in part, or by two calls");
     bool pinned = memory().pinned(host.storage().data());
     // What comes from pageable memory is read within the call, as by CUDA's driver; the copy itself is
     // queued.

@@ -1,0 +1,294 @@
+"""Updates on a CUDA device, by the kernels of ``csrc/cpu_adam`` as NVRTC compiles them.
+
+Owns which of them there are, and the streams that they are given to. They are used on a device whose bits were compared
+with those of :mod:`offload.kernels.cpu_adam` in this process. Next: :mod:`offload.shards.device_updates` calls them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offload.kernels import cpu_adam, optimizers
+from offload.kernels.cpu_adam import SUM_BLOCK, Dtype, Hyper, MasterKind, StateKind, StepArrays
+from offload.kernels.nvrtc import Compiler, CudaError, Driver, Program, StepArgs
+from offload.kernels.on_device import TOTAL_BYTES
+from offload.memory.arena import bytes_at
+from offload.spec import OptimizerSpec
+from offload.torch_private import no_dispatch, no_functions
+
+_RULES = {0: "Adam", 1: "Sgd", 2: "Momentum", 3: "Lion", 4: "Adagrad"}  # csrc/cpu_adam/rules.h, by kernels.h
+_STATES = {StateKind.FLOAT32: "Float32States", StateKind.BFLOAT16: "Bfloat16States"}
+_DTYPES = {Dtype.FLOAT32: "kFloat32", Dtype.BFLOAT16: "kBfloat16", Dtype.FLOAT16: "kFloat16"}
+_EMITS = {None: "kFloat32", Dtype.BFLOAT16: "kEmitBfloat16", Dtype.FLOAT16: "kEmitFloat16"}
+_TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
+_SPECS: dict[int, OptimizerSpec] = {  # one for each rule
+    0: optimizers.AdamW(lr=0.01, weight_decay=0.1),
+    1: optimizers.SGD(lr=0.01, weight_decay=0.1),
+    2: optimizers.SGD(lr=0.01, momentum=0.9, nesterov=True),
+    3: optimizers.Lion(lr=0.01, weight_decay=0.1),
+    4: optimizers.Adagrad(lr=0.01),
+}
+_GROUP = 2  # elements of a thread; kGroup in csrc/cpu_adam/groups.h
+_LANES, _CHUNK_BLOCKS = 32, 16  # kSumLanes, and kChunk / kSumBlock, in csrc/cpu_adam/kernels.h
+
+
+class Programs(Protocol):
+    """Kernels that are compiled when they are asked for first."""
+
+    def get(self, *macros: str, flush: bool) -> Program:
+        """Return what ``on_cuda.cu`` is with these macros; with `flush`, subnormal numbers count as zero."""
+
+
+class _Compiled:
+    """Programs of one device, and what compiles and runs them, which is looked for when the first is asked for."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._made: dict[tuple[tuple[str, ...], bool], Program] = {}
+
+    def get(self, *macros: str, flush: bool) -> Program:
+        """Return what was compiled, or compile it."""
+        key = macros, flush
+        if key not in self._made:
+            self._made[key] = Program(self._driver, self._compiler.compile(macros, flush=flush))
+        return self._made[key]
+
+    @functools.cached_property
+    def _driver(self) -> Driver:
+        return Driver(self._place.index)
+
+    @functools.cached_property
+    def _compiler(self) -> Compiler:
+        version = (torch.version.cuda or "").partition(".")[0]
+        brings_it_along = Path(torch.__file__).parent / "lib" / "libcaffe2_nvrtc.so"
+        names = [str(brings_it_along), f"libnvrtc.so.{version}", "libnvrtc.so"]
+        return Compiler(names, torch.get_device_module(self._place).get_device_capability(self._place))
+
+
+class CudaKernels:
+    """Kernels of one CUDA device. See :class:`offload.kernels.on_device.DeviceKernels`."""
+
+    def __init__(self, place: torch.device, programs: Programs, stream: Callable[[], int]) -> None:
+        """Have them compiled where they are needed.
+
+        Args:
+            place: the device.
+            programs: of it.
+            stream: tells the driver's handle of the stream that is current.
+        """
+        self._place = place
+        self._programs = programs
+        self._stream = stream
+
+    def step(self, arrays: StepArrays, hyper: Hyper) -> None:
+        """Give the stream an update."""
+        assert arrays.target is None and arrays.state_kind in _STATES
+        if not arrays.numel:
+            return
+        split = arrays.master_kind is MasterKind.SPLIT
+        program = self._programs.get(
+            "STEP",
+            f"RULE={_RULES[hyper.spec.kernel]}",
+            f"STATES={_STATES[arrays.state_kind]}",
+            f"GRADIENT={_DTYPES[arrays.grad_dtype]}",
+            f"MASTER={'kSplit' if split else _EMITS[arrays.emit_dtype]}",
+            flush=True,
+        )
+        first, second = (*arrays.states, 0, 0)[:2]
+        given = StepArgs(
+            grad=arrays.grad,
+            param=arrays.param,
+            master=arrays.master,
+            state0=first,
+            state1=second,
+            emit=arrays.emit,
+            seed=arrays.seed,
+            step=hyper.step,
+            offset=arrays.offset,
+            constants=(ctypes.c_float * 8)(*hyper.constants()),
+        )
+        self._launch(program, "step", -(-arrays.numel // _GROUP), given, ctypes.c_size_t(arrays.numel))
+
+    def take_gradient(
+        self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, total: int
+    ) -> None:
+        """Give the stream a copy or a sum, and with `total` the sum of squares of what is there then."""
+        if add:
+            self._move("accumulate", src, src_dtype, dst, dst_dtype, numel)
+        else:
+            self.convert(src, src_dtype, dst, dst_dtype, numel)
+        if total:
+            self.sum_of_squares(dst, dst_dtype, numel, total=total)
+
+    def sum_of_squares(self, address: int, dtype: Dtype, numel: int, *, total: int) -> None:
+        """Give the stream a sum, in three passes."""
+        program = self._programs.get("SUM", f"FROM={_DTYPES[dtype]}", flush=True)
+        blocks = -(-numel // SUM_BLOCK)
+        chunks = -(-blocks // _CHUNK_BLOCKS)
+        with no_functions(), no_dispatch():
+            scratch = torch.empty(2 * blocks * _LANES + chunks, dtype=torch.float64, device=self._place)
+        lanes = scratch.data_ptr()
+        counts = lanes + 8 * blocks * _LANES
+        sums = counts + 8 * blocks * _LANES
+        pointer, size = ctypes.c_uint64, ctypes.c_size_t
+        if numel:
+            self._launch(program, "sum_lanes", blocks * _LANES, *map(pointer, (address, lanes, counts)), size(numel))
+            self._launch(program, "sum_chunks", chunks, *map(pointer, (lanes, counts, sums)), size(blocks))
+        self._launch(program, "sum_all", 1, *map(pointer, (sums, counts, total)), size(chunks))
+
+    def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
+        """Give the stream a conversion."""
+        if src_dtype is dst_dtype:
+            size = numel * src_dtype.itemsize
+            bytes_at(dst, size, self._place).copy_(bytes_at(src, size, self._place))
+        else:
+            self._move("convert", src, src_dtype, dst, dst_dtype, numel)
+
+    def read_totals(self, addresses: Sequence[int]) -> list[tuple[float, int]]:
+        """Copy what was measured to the host, in one piece, and wait for it."""
+        if not addresses:
+            return []
+        begin = min(addresses)
+        found = bytes_at(begin, max(addresses) + TOTAL_BYTES - begin, self._place).cpu()
+        values, counts = found.view(torch.float64).tolist(), found.view(torch.int64).tolist()
+        return [(values[(at - begin) // 8], counts[(at - begin) // 8 + 1]) for at in addresses]
+
+    def refusal(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> str | None:
+        """Compile what updates of such parameters need, and compare its bits with the CPU's."""
+        if not have_kernels(rules, kind):
+            return "there are no kernels for such states, or such steps"
+        try:
+            differing = [text for text, equal in _Comparison(self, self._place).run(rules, kind, dtypes) if not equal]
+        except (CudaError, RuntimeError) as error:
+            return str(error)
+        return f"other bits than the CPU's: {', '.join(differing)}" if differing else None
+
+    def _move(self, name: str, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
+        if numel:
+            program = self._programs.get("MOVE", f"FROM={_DTYPES[src_dtype]}", f"TO={_DTYPES[dst_dtype]}", flush=False)
+            places = map(ctypes.c_uint64, (src, dst))
+            self._launch(program, name, -(-numel // _GROUP), *places, ctypes.c_size_t(numel))
+
+    def _launch(self, program: Program, name: str, threads: int, *arguments: Any) -> None:
+        program.launch(name, threads, self._stream(), *arguments)
+
+
+class _Comparison:
+    """Runs kernels of a device and the CPU's on the same numbers, those that are not finite or subnormal among them."""
+
+    NUMEL = SUM_BLOCK * _CHUNK_BLOCKS + 4501  # two chunks; neither the last block nor the last thread's group is full
+
+    def __init__(self, kernels: CudaKernels, place: torch.device) -> None:
+        self._kernels = kernels
+        self._place = place
+        self._generator = torch.Generator().manual_seed(0)
+
+    def run(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> Iterator[tuple[str, bool]]:
+        """Give what was compared, and whether all bits are equal."""
+        for dtype in dtypes:
+            for gradient in {dtype, Dtype.FLOAT32}:
+                name = f"of {gradient.name} gradients"
+                yield f"sum of squares {name}", self._sum(gradient)
+                yield f"accumulation {name}", self._take(dtype, gradient, add=True)
+                yield f"conversion {name}", self._take(dtype, gradient, add=False)
+                for rule in rules:
+                    yield f"{_RULES[rule]} {name}, {dtype.name} parameters", self._step(rule, kind, dtype, gradient)
+
+    def _numbers(self, dtype: Dtype = Dtype.FLOAT32) -> torch.Tensor:
+        scales = 10.0 ** torch.randint(-6, 3, (self.NUMEL,), generator=self._generator)
+        found = torch.randn(self.NUMEL, generator=self._generator) * scales
+        special = (0.0, -0.0, 1e-41, -1e-39, 3e38, float("inf"), float("-inf"), float("nan"))
+        found[100 : 100 + len(special)] = torch.tensor(special)
+        return found.to(_TORCH_DTYPES[dtype])
+
+    def _sum(self, dtype: Dtype) -> bool:
+        here = self._numbers(dtype)
+        finite = here[200:].clone()
+        equal = True
+        for numbers in (here, finite):
+            there, total = numbers.to(self._place, copy=True), torch.ones(2, dtype=torch.float64, device=self._place)
+            self._kernels.sum_of_squares(there.data_ptr(), dtype, len(numbers), total=total.data_ptr())
+            found = self._kernels.read_totals([total.data_ptr()])[0]
+            expected = cpu_adam.sum_of_squares(numbers.data_ptr(), dtype, len(numbers))
+            equal = equal and str(found) == str(expected)  # a NaN is itself, as text
+        return equal
+
+    def _take(self, source: Dtype, target: Dtype, *, add: bool) -> bool:
+        src, dst = self._numbers(source), self._numbers(target)
+        there, onto = src.to(self._place, copy=True), dst.to(self._place, copy=True)
+        self._kernels.take_gradient(
+            src=there.data_ptr(),
+            src_dtype=source,
+            dst=onto.data_ptr(),
+            dst_dtype=target,
+            numel=self.NUMEL,
+            add=add,
+            total=0,
+        )
+        cpu_adam.take_gradient(
+            src=src.data_ptr(),
+            src_dtype=source,
+            dst=dst.data_ptr(),
+            dst_dtype=target,
+            numel=self.NUMEL,
+            add=add,
+            measure=False,
+        )
+        return _same_bits(onto, dst)
+
+    def _step(self, rule: int, kind: StateKind, dtype: Dtype, gradient: Dtype) -> bool:
+        spec = _SPECS[rule]
+        split, half = dtype is Dtype.BFLOAT16, dtype is Dtype.FLOAT16
+        here = {"master": self._numbers(), "grad": self._numbers(gradient)}
+        if split:
+            here["param"] = torch.empty(self.NUMEL, dtype=torch.bfloat16)
+            remainder = torch.empty(self.NUMEL, dtype=torch.int16)
+            cpu_adam.split_master(here["master"].data_ptr(), here["param"].data_ptr(), remainder.data_ptr(), self.NUMEL)
+            here["master"] = remainder
+        if half:
+            here["emit"] = torch.empty(self.NUMEL, dtype=torch.float16)
+        width = torch.float32 if kind is StateKind.FLOAT32 else torch.bfloat16
+        here |= {name: torch.zeros(self.NUMEL, dtype=width) for name in spec.states}
+        there = {name: tensor.to(self._place, copy=True) for name, tensor in here.items()}
+        for step in (1, 2):
+            for kernels, at in ((cpu_adam, here), (self._kernels, there)):
+                arrays = StepArrays(
+                    numel=self.NUMEL,
+                    grad=at["grad"].data_ptr(),
+                    grad_dtype=gradient,
+                    master=at["master"].data_ptr(),
+                    master_kind=MasterKind.SPLIT if split else MasterKind.FLOAT32,
+                    states=tuple(at[name].data_ptr() for name in spec.states),
+                    param=at["param"].data_ptr() if split else 0,
+                    state_kind=kind,
+                    emit=at["emit"].data_ptr() if half else 0,
+                    emit_dtype=dtype if half else None,
+                    seed=7,
+                    offset=3,
+                )
+                kernels.step(arrays, Hyper(spec, step, 0.5))
+        return all(_same_bits(there[name], tensor) for name, tensor in here.items())
+
+
+def _same_bits(there: torch.Tensor, here: torch.Tensor) -> bool:
+    return torch.equal(there.cpu().view(torch.uint8), here.view(torch.uint8))
+
+
+def have_kernels(rules: Collection[int], kind: StateKind) -> bool:
+    """Tell whether a device of CUDA has kernels for steps by these rules, with states that are stored so."""
+    return bool(rules) and kind in _STATES
+
+
+@functools.cache
+def open_kernels(place: torch.device) -> CudaKernels | None:
+    """Return the kernels of a device; None where it is not CUDA's."""
+    if place.type != "cuda" or torch.version.cuda is None:
+        return None
+    module = torch.get_device_module(place)
+    return CudaKernels(place, _Compiled(place), lambda: int(module.current_stream(place).cuda_stream))
