@@ -23,7 +23,7 @@ from torch import nn
 
 from offload.engine import Engine
 from offload.memory import drives
-from offload.memory.arena import HostArena
+from offload.memory.arena import HOST, HostArena, bytes_at
 from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
@@ -43,6 +43,7 @@ _ENOUGH_S, _LEAST, _MOST = 0.03, 3, 7  # of one measurement: so long, and so oft
 _IN_SUCCESSION = 20
 _CACHE_BYTES = 64 * MIB
 _WIDE, _LAYERS = 2048, 4  # of the small model: 32 MiB of parameters, and 192 MiB of states
+_LAYERS_BESIDE = 16  # of that which a processor updates for another device: more than caches of a server have room for
 _ROWS, _STEPS = 128, 9  # that it computes on, so that caches are as cold as in a step of others
 _OBJECT_BYTES, _OBJECTS = 4 * MIB, 64
 _COPY_BYTES = 128 * MIB
@@ -120,7 +121,7 @@ class Here:
         if paths and piece_numel is not None and self._device.addressable:
             update_bytes_s = self._value(
                 f"updates of {what} through drive {names}, {piece_numel} elements at once",
-                lambda: _streamed_rate(self._device, optimizer, state_dtype, paths, piece_numel),
+                lambda: _streamed_rate(optimizer, state_dtype, paths, piece_numel),
             )
         products = {
             dtype: self._value(f"products in {dtype}", functools.partial(_product_rate, self._device, dtype))
@@ -271,13 +272,13 @@ class _Steps:
     processor_s: float
 
 
-def _steps_of(device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, **options: Any) -> _Steps:
-    """Return what the median step of an engine takes."""
-    model = nn.Sequential(*(nn.Linear(_WIDE, _WIDE, bias=False, dtype=torch.bfloat16) for _ in range(_LAYERS)))
-    x = torch.ones(_ROWS, _WIDE, dtype=torch.bfloat16, device=device.place)
+def _steps_of(optimizer: OptimizerSpec | torch.optim.Optimizer, layers: int, **options: Any) -> _Steps:
+    """Return what the median step of an engine takes, whose device is the CPU."""
+    model = nn.Sequential(*(nn.Linear(_WIDE, _WIDE, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
+    x = torch.ones(_ROWS, _WIDE, dtype=torch.bfloat16)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
-    with Engine(model, optimizer, device=device.place, offload_param="cpu", **options) as engine:
+    with Engine(model, optimizer, device="cpu", offload_param="cpu", **options) as engine:
         seen, clock = [], []
         for _ in range(1 + _STEPS):
             engine.backward(engine(x).float().sum() * 0)  # gradients of zero: no learning rate makes weights diverge
@@ -298,24 +299,35 @@ def _median_growth(values: Sequence[float]) -> float:
 def _engine_rates(
     device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str
 ) -> dict[str, float]:
-    """Return bytes per second of updates and of copies, as an engine counts them: states are in host memory."""
-    steps = _steps_of(device, optimizer, state_dtype=state_dtype, offload_optimizer="cpu")
+    """Return bytes per second of updates, as an engine counts them, and of copies: states are in host memory.
 
-    def rate(link: str, size_bytes: int) -> float:
-        """Return that of a step; 0 where the link has no seconds."""
-        took = steps.busy_s[link]
-        return size_bytes / took if took > 0 else 0.0
-
-    host = _copy_rate(device, "host") / 2
+    For another device, the processor makes updates beside its compute. So the engine that is measured computes on the
+    CPU: there, nobody else has its threads meanwhile.
+    """
+    layers = _LAYERS if device.addressable else _LAYERS_BESIDE
+    steps = _steps_of(optimizer, layers, state_dtype=state_dtype, offload_optimizer="cpu")
     return {
-        "update": rate("cpu_adam", _updated_bytes(steps.plan)),
-        "h2d": rate("h2d", steps.plan.step_bytes["h2d"]) or host,
-        "d2h": rate("d2h", steps.plan.step_bytes["d2h"]) or host,
+        "update": _updated_bytes(steps.plan) / steps.busy_s["cpu_adam"],
+        "h2d": _link_rate(device, to_device=True),
+        "d2h": _link_rate(device, to_device=False),
     }
 
 
+def _link_rate(device: Device, *, to_device: bool) -> float:
+    """Return bytes per second of copies from host memory as engines have it to a device, or back."""
+    if device.addressable:
+        return _copy_rate(device, "host") / 2
+    arena = device.host_arena(_COPY_BYTES)
+    try:
+        host = bytes_at(arena.take(_COPY_BYTES).address, _COPY_BYTES, HOST)
+        there = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device.place)
+        source, target = (host, there) if to_device else (there, host)
+        return _COPY_BYTES / _median_s(lambda: target.copy_(source, non_blocking=True), device)
+    finally:
+        arena.close()
+
+
 def _streamed_rate(
-    device: Device,
     optimizer: OptimizerSpec | torch.optim.Optimizer,
     state_dtype: str,
     paths: Sequence[Path],
@@ -323,7 +335,7 @@ def _streamed_rate(
 ) -> float:
     """Return bytes per second of updates whose states are on drives, with what the processor takes to stream these."""
     there, streamed = (
-        _steps_of(device, optimizer, state_dtype=state_dtype, chunk_numel=piece_numel, **options)
+        _steps_of(optimizer, _LAYERS, state_dtype=state_dtype, chunk_numel=piece_numel, **options)
         for options in (
             {"offload_optimizer": "cpu"},
             {"offload_optimizer": "nvme", "nvme_path": [str(path) for path in paths]},

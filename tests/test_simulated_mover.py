@@ -249,6 +249,27 @@ def test_a_group_is_waited_for_once(make_bench: Callable[..., Bench]) -> None:
     assert seen.total("event_synchronizations") == 3 and seen.total("synchronizations") == 0
 
 
+def test_what_a_gradient_waits_for_is_no_time_of_its_copy(make_bench: Callable[..., Bench]) -> None:
+    """The download stream begins to count behind what makes the gradient."""
+    done: list[bool] = []
+    with running(LAZY):
+        bench = make_bench(ring_pages=4)
+        watch, made = bench.mover._watch, torch.Event("sim")
+
+        def start(stream: torch.Stream) -> None:
+            here = torch.Event("sim")
+            here.record(stream)
+            here.synchronize()
+            done.append(made.query())
+
+        watch.start = start  # type: ignore[assignment]
+        one = gradient(1)
+        made.record(bench.device.current_stream())
+        assert not made.query()
+        bench.mover.read_tensor(one, lambda address: None, group=0, last=False)
+    assert done == [True]
+
+
 def test_gradients_are_waited_for_one_group_after_the_other(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ WAITS: dict[str, tuple[str, str, str, str]] = {
         f"{MEMORY}.ordering", "Ordering.moved", "self.release(source)", "pass"
     ),
     "a gradient's download behind compute": (
-        f"{MEMORY}.gradient_reader", "GradientReader._copy", "self._stream.wait_event(ready)", "pass"
+        f"{MEMORY}.gradient_reader", "GradientReader.read", "self._stream.wait_event(self._streams.event())", "pass"
     ),
     "a gradient lives until it has left": (
         f"{MEMORY}.gradient_reader", "GradientReader.read", "batch.tensors.append(tensor)", "pass"

@@ -116,11 +116,12 @@ class GradientReader:
         size = tensor.numel() * tensor.element_size()
         address = self._room_for(size, deadline_s)
         batch = self._batch
-        if batch.begin is None:
+        batch.pieces += 1  # of the ring, also where something fails
+        self._stream.wait_event(self._streams.event())
+        if batch.begin is None:  # what the link was busy with, not what it has waited for
             batch.begin = self._watch.start(self._stream)
         batch.tensors.append(tensor)  # it lives until its copies are over, also where one of them fails
-        batch.pieces += 1
-        self._copy(tensor, address, size, self._streams.event())
+        self._copy(tensor, address, size)
         batch.uses.append((use, address))
         batch.size_bytes += size
         self._claim.resize(self._claim.size_bytes + min(size, self._claim.budget.free_bytes))
@@ -131,9 +132,8 @@ class GradientReader:
         self._free_bytes = min(free_bytes, self._free_bytes) if self._most_bytes else free_bytes
         self._most_bytes = max(self._most_bytes, held_bytes)
 
-    def _copy(self, tensor: torch.Tensor, address: int, size: int, ready: torch.Event) -> None:
+    def _copy(self, tensor: torch.Tensor, address: int, size: int) -> None:
         with no_functions(), no_dispatch(), self._stream:  # modes of the user, which come with a backward
-            self._stream.wait_event(ready)
             source = tensor.view(-1).view(torch.uint8)
             for begin, end in self._host.spans(address, size):
                 target = bytes_at(address + begin, end - begin, HOST)
