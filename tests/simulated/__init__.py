@@ -190,6 +190,7 @@ def _device_module(core: Any) -> types.ModuleType:
     contents: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # what torch's checkpointing asks, before it keeps random states of a device
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: core.DEVICES,
         "current_device": core.current_device,
