@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.kernels import nvrtc
+from offload.kernels import cpu_adam, nvrtc
 from offload.kernels.cpu_adam import Dtype, StateKind
 from offload.memory import device_kernels
 from offload.memory.device_kernels import CudaKernels
@@ -108,6 +108,17 @@ def test_other_bits_are_seen(right: str, wrong: str, text: str, tmp_path: Path) 
 
     why = kernels(tmp_path, change).refusal({0}, StateKind.FLOAT32, {Dtype.FLOAT32})
     assert why is not None and "other bits than the CPU's" in why and text in why
+
+
+@pytest.mark.parametrize("numel", [0, 1, 4096, 16 * 4096 + 1, 5 * 16 * 4096, 100 * 4096 + 17])
+def test_a_sum_in_pieces_has_the_bits_of_one(numel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_kernels, "PIECE_BLOCKS", 32)
+    numbers = torch.randn(max(numel, 1), generator=torch.Generator().manual_seed(numel))[:numel]
+    if numel > 200_000:
+        numbers[[5, 150_000]] = float("inf")
+    found, total = kernels(tmp_path), torch.ones(2, dtype=torch.float64)
+    found.sum_of_squares(numbers.data_ptr(), Dtype.FLOAT32, numel, total=total.data_ptr())
+    assert found.read_totals([total.data_ptr()]) == [cpu_adam.sum_of_squares(numbers.data_ptr(), Dtype.FLOAT32, numel)]
 
 
 def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:

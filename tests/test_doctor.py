@@ -92,6 +92,7 @@ def test_a_good_machine_has_no_findings() -> None:
         ({"huge_pages": "never"}, "huge pages", Level.WARNING, "madvise"),
         ({"lockable_bytes": 8 << 20}, "locked memory", Level.WARNING, "ulimit -l"),
         ({"page_lock_refusal": "error 2"}, "page-locking", Level.WARNING, "ulimit -l"),
+        ({"update_refusal": "no libnvrtc"}, "updates", Level.WARNING, "NVRTC"),
         ({"open_files": 64}, "open files", Level.WARNING, "ulimit -n"),
         (
             {"uring_refusal": "EPERM (forbidden here: ...)"},

@@ -88,8 +88,8 @@ extern "C" __global__ void sum_lanes(const void* x, double* lanes, std::int64_t*
     not_finite[number] = count;
 }
 // A thread per chunk: the lanes of a block as a binary tree, blocks in rising order.
-extern "C" __global__ void sum_chunks(const double* lanes, std::int64_t* not_finite, double* chunks,
-                                      std::size_t blocks) {
+extern "C" __global__ void sum_chunks(const double* lanes, const std::int64_t* not_finite, double* chunks,
+                                      std::int64_t* counts, std::size_t blocks) {
     constexpr std::size_t kBlocks = kChunk / kSumBlock;
     const std::size_t chunk = thread_number();
     if (chunk * kBlocks >= blocks) {
@@ -112,19 +112,19 @@ extern "C" __global__ void sum_chunks(const double* lanes, std::int64_t* not_fin
         sum += tree[0];
     }
     chunks[chunk] = sum;
-    not_finite[chunk * kBlocks * kSumLanes] = count;  // nobody else reads it
+    counts[chunk] = count;
 }
 // One thread: chunks in rising order.
-extern "C" __global__ void sum_all(const double* chunks, const std::int64_t* not_finite, double* total,
-                                   std::size_t count) {
+extern "C" __global__ void sum_all(const double* chunks, const std::int64_t* counts, double* total,
+                                   std::size_t size) {
     if (thread_number() != 0) {
         return;
     }
     double sum = 0.0;
-    std::int64_t found = 0;
-    for (std::size_t chunk = 0; chunk < count; ++chunk) {
+    std::int64_t count = 0;
+    for (std::size_t chunk = 0; chunk < size; ++chunk) {
         sum += chunks[chunk];
-        found += not_finite[chunk * (kChunk / kSumBlock) * kSumLanes];
+        count += counts[chunk];
     }
     const std::uint64_t quiet_nan = 0x7ff8000000000000u;
     if (sum != sum) {
@@ -132,7 +132,7 @@ extern "C" __global__ void sum_all(const double* chunks, const std::int64_t* not
     } else {
         *total = sum;
     }
-    __builtin_memcpy(total + 1, &found, sizeof(found));
+    __builtin_memcpy(total + 1, &count, sizeof(count));
 }
 #endif
 }  // namespace offload::cpu_adam

@@ -109,6 +109,7 @@ class Facts:
     gpu_present: bool = False  # a driver for NVIDIA GPUs is loaded
     gpu_driver: str | None = None
     page_lock_refusal: str | None = None  # why the first GPU cannot copy from host memory by itself, None where it can
+    update_refusal: str | None = None  # why the first GPU makes no updates, None where their bits are the CPU's
     operators_measured: int = 0  # of models, on this machine
     paths: tuple[PathFacts, ...] = ()
 
@@ -187,9 +188,22 @@ def _torch_facts() -> dict[str, Any]:
             from offload.memory.page_lock import refusal
 
             values["page_lock_refusal"] = refusal(torch.device("cuda", 0), PAGE_LOCK_PROBE_BYTES)
+            values["update_refusal"] = _update_refusal()
     except Exception as error:
         values["torch_error"] = f"{type(error).__name__}: {error}"
     return values
+
+
+def _update_refusal() -> str | None:
+    """Return why the first GPU makes no updates of AdamW for bf16 parameters."""
+    from offload.kernels.cpu_adam import Dtype, StateKind
+    from offload.kernels.optimizers import AdamW
+    from offload.memory.devices import open_device
+
+    kernels = open_device("cuda:0").kernels
+    if kernels is None:
+        return "there are no kernels for it"
+    return kernels.refusal({AdamW().kernel}, StateKind.FLOAT32, {Dtype.BFLOAT16})
 
 
 def _measured_facts() -> dict[str, Any]:
@@ -332,6 +346,15 @@ def _page_lock(facts: Facts) -> Verdicts:
     return _warning(f"{text}: its copies are several times slower, and compute waits for them", remedy)
 
 
+def _updates(facts: Facts) -> Verdicts:
+    if not facts.gpus or facts.torch_error is not None:
+        return []
+    if facts.update_refusal is None:
+        return _ok("the GPU updates what lives on it, with the bits of the CPU's kernels")
+    text = f"the GPU makes no updates ({facts.update_refusal}): optimizer states stay in host memory"
+    return _warning(text, "install torch with the libraries of CUDA that it names, NVRTC among them; report other bits")
+
+
 def _memory(facts: Facts) -> Verdicts:
     if facts.memory_bytes is None:
         return _warning("size unknown", 'name the budget yourself: max_memory={"cpu": ...}')
@@ -449,6 +472,7 @@ CHECKS: dict[str, Callable[[Facts], Verdicts]] = {
     "extensions": _extensions,
     "gpu": _gpu,
     "page-locking": _page_lock,
+    "updates": _updates,
     "memory": _memory,
     "processor": _processor,
     "measured": _measured,

@@ -35,6 +35,7 @@ _SPECS: dict[int, OptimizerSpec] = {  # one for each rule
     4: optimizers.Adagrad(lr=0.01),
 }
 _GROUP = 2  # elements of a thread; kGroup in csrc/cpu_adam/groups.h
+PIECE_BLOCKS = 4096  # of a sum at once: 16.8 M elements, whose lanes take 2 MiB
 _LANES, _CHUNK_BLOCKS = 32, 16  # kSumLanes, and kChunk / kSumBlock, in csrc/cpu_adam/kernels.h
 
 
@@ -127,20 +128,22 @@ class CudaKernels:
             self.sum_of_squares(dst, dst_dtype, numel, total=total)
 
     def sum_of_squares(self, address: int, dtype: Dtype, numel: int, *, total: int) -> None:
-        """Give the stream a sum, in three passes."""
+        """Give the stream a sum: lanes and chunks of one piece after the other, in the same memory; then all chunks."""
         program = self._programs.get("SUM", f"FROM={_DTYPES[dtype]}", flush=True)
         blocks = -(-numel // SUM_BLOCK)
-        chunks = -(-blocks // _CHUNK_BLOCKS)
+        chunks, held = -(-blocks // _CHUNK_BLOCKS), min(blocks, PIECE_BLOCKS) * _LANES
         with no_functions(), no_dispatch():
-            scratch = torch.empty(2 * blocks * _LANES + chunks, dtype=torch.float64, device=self._place)
-        lanes = scratch.data_ptr()
-        counts = lanes + 8 * blocks * _LANES
-        sums = counts + 8 * blocks * _LANES
+            scratch = torch.empty(2 * (held + chunks), dtype=torch.float64, device=self._place)
+        lanes, bad_lanes, sums, bad = (scratch.data_ptr() + 8 * at for at in (0, held, 2 * held, 2 * held + chunks))
         pointer, size = ctypes.c_uint64, ctypes.c_size_t
-        if numel:
-            self._launch(program, "sum_lanes", blocks * _LANES, *map(pointer, (address, lanes, counts)), size(numel))
-            self._launch(program, "sum_chunks", chunks, *map(pointer, (lanes, counts, sums)), size(blocks))
-        self._launch(program, "sum_all", 1, *map(pointer, (sums, counts, total)), size(chunks))
+        for first in range(0, blocks, PIECE_BLOCKS):
+            many, begin = min(PIECE_BLOCKS, blocks - first), first * SUM_BLOCK
+            source, chunk = address + begin * dtype.itemsize, 8 * (first // _CHUNK_BLOCKS)
+            places = map(pointer, (source, lanes, bad_lanes))
+            self._launch(program, "sum_lanes", many * _LANES, *places, size(min(numel - begin, many * SUM_BLOCK)))
+            places = map(pointer, (lanes, bad_lanes, sums + chunk, bad + chunk))
+            self._launch(program, "sum_chunks", -(-many // _CHUNK_BLOCKS), *places, size(many))
+        self._launch(program, "sum_all", 1, *map(pointer, (sums, bad, total)), size(chunks))
 
     def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
         """Give the stream a conversion."""
