@@ -28,10 +28,10 @@ from offload.memory.budget import Tier
 from offload.memory.device import Device
 from offload.memory.kept import keep, read_kept
 from offload.memory.machine import cpu_name
-from offload.planning.hardware import Hardware
+from offload.planning.hardware import DESKTOP, Hardware
 from offload.planning.moved import update_bytes
 from offload.planning.plan import Plan
-from offload.planning.work import Blank, Call, Kernel, Work
+from offload.planning.work import Blank, Call, Kernel, Work, work_of
 from offload.sizes import MIB
 from offload.spec import OptimizerSpec
 from swap import SwapStore, wait_all
@@ -45,6 +45,7 @@ _CACHE_BYTES = 64 * MIB
 _WIDE, _LAYERS = 2048, 4  # of the small model: 32 MiB of parameters, and 192 MiB of states
 _LAYERS_BESIDE = 16  # of that which a processor updates for another device: more than caches of a server have room for
 _ROWS, _STEPS = 128, 9  # that it computes on, so that caches are as cold as in a step of others
+_SMALL_LAYERS = 32  # of kernels that take no time
 _OBJECT_BYTES, _OBJECTS = 4 * MIB, 64
 _COPY_BYTES = 128 * MIB
 _NONE = 1e6  # bytes per second of a drive that nobody has named: the least that a machine may have
@@ -132,6 +133,8 @@ class Here:
             for place in ("device", "host")
         }
         drive = self._value(f"drive {names}", lambda: _drive_rates(paths)) if paths else dict.fromkeys(_DRIVE, _NONE)
+        beside = not self._device.addressable  # the host gives work; else its seconds are in those of operators
+        operator_s = self._value("the host's part of an operator", lambda: _operator_s(self._device)) if beside else 0.0
         self._keep()
         return Hardware(
             name="this machine",
@@ -148,13 +151,13 @@ class Here:
             drive_read_bytes_s=drive["read"],
             drive_write_bytes_s=drive["write"],
             drive_mixed_bytes_s=min(drive["mixed"], drive["read"] + drive["write"]),
-            drive_s=0.0,  # these seconds are in those of operators, updates and objects
-            kernel_s=0.0,
-            copy_s=0.0,
-            launch_s=0.0,
-            operator_s=0.0,
-            hook_s=0.0,
-            gradient_s=0.0,
+            drive_s=0.0,  # in the seconds of objects
+            kernel_s=0.0,  # in those of operators
+            copy_s=DESKTOP.copy_s * beside,
+            launch_s=DESKTOP.launch_s * beside,
+            operator_s=operator_s,
+            hook_s=DESKTOP.hook_s * beside,
+            gradient_s=DESKTOP.gradient_s * beside,
         )
 
     def _value(self, name: str, measure: Callable[[], Any]) -> Any:
@@ -244,6 +247,13 @@ def _median_s(run: Callable[[], Any], device: Device) -> float:
 def _product_rate(device: Device, dtype: torch.dtype) -> float:
     one = torch.ones(_WIDE, _WIDE, dtype=dtype, device=device.place)
     return 2.0 * _WIDE**3 / _median_s(lambda: one @ one, device)
+
+
+def _operator_s(device: Device) -> float:
+    """Return the host's seconds per operator, with its share of modules and autograd: kernels take less than that."""
+    layers = (module for _ in range(_SMALL_LAYERS) for module in (nn.Linear(8, 8), nn.GELU()))
+    net, x = nn.Sequential(*layers).to(device.place), torch.ones(8, 8, device=device.place)
+    return _median_s(lambda: net(x), device) / work_of(net, (x,)).operators
 
 
 # --- memory, updates, copies, drives ----------------------------------------------------------------------------------
