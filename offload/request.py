@@ -75,12 +75,13 @@ def updates_on(device: Device | None, rule: Rule | None, config: Config, tree: U
         config: options.
         tree: of units that it would update.
     """
+    kind = cpu_adam.StateKind(config.state_dtype)
     if device is None:
-        return rule is not None and have_kernels(rule.kernels)
+        return rule is not None and have_kernels(rule.kernels, kind)
     if device.kernels is None or rule is None or rule.own is not None:  # its own class makes steps nowhere else
         return device.kernels is not None
     dtypes = {cpu_adam.Dtype[unit.dtype.upper()] for unit in tree.units if unit.trainable}
-    why = device.kernels.refusal(rule.kernels, cpu_adam.StateKind(config.state_dtype), dtypes)
+    why = device.kernels.refusal(rule.kernels, kind, dtypes)
     if why is not None:
         logger.warning("updates of what is on %s go through host memory: %s", device.place, why)
     return why is None

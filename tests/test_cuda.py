@@ -88,7 +88,6 @@ def test_placement_changes_nothing(name: str, dtype: torch.dtype, checkpointing:
 OPTIMIZERS = {
     "AdamW": (AdamW(lr=1e-3, weight_decay=0.1), {}),
     "AdamW, bf16 states": (AdamW(lr=1e-3, weight_decay=0.1), {"state_dtype": "bfloat16"}),
-    "AdamW, int8 states": (AdamW(lr=1e-3, weight_decay=0.1), {"state_dtype": "int8"}),
     "Adam": (offload.Adam(lr=1e-3, weight_decay=0.1), {}),
     "SGD": (offload.SGD(lr=1e-2), {}),
     "momentum": (offload.SGD(lr=1e-2, momentum=0.9, nesterov=True), {}),

@@ -87,7 +87,6 @@ def kernels(folder: Path, change: Callable[[str], str] = str) -> CudaKernels:
         ({0}, StateKind.FLOAT32, Dtype.BFLOAT16),
         ({0}, StateKind.FLOAT32, Dtype.FLOAT16),
         ({0}, StateKind.BFLOAT16, Dtype.BFLOAT16),
-        ({0}, StateKind.INT8, Dtype.BFLOAT16),
     ],
 )
 def test_bits_are_the_cpus(rules: set[int], kind: StateKind, dtype: Dtype, tmp_path: Path) -> None:
@@ -97,7 +96,6 @@ def test_bits_are_the_cpus(rules: set[int], kind: StateKind, dtype: Dtype, tmp_p
 @pytest.mark.parametrize(
     ("right", "wrong", "text"),
     [
-        ("kInt8 ? kStateBlock", "kInt8 ? kStateBlock / 2", "Adam of BFLOAT16 gradients"),
         ("Mode::kStep, Dtype::GRADIENT", "Mode::kStep, Dtype::kBfloat16", "Adam of FLOAT32 gradients"),
         ("half /= 2) {\n            for", "half /= 3) {\n            for", "sum of squares"),
         ("accumulate_range", "convert_range", "accumulation"),
@@ -108,9 +106,7 @@ def test_other_bits_are_seen(right: str, wrong: str, text: str, tmp_path: Path) 
         assert right in source
         return source.replace(right, wrong)
 
-    eight = "kInt8" in right
-    kind, dtype = (StateKind.INT8, Dtype.BFLOAT16) if eight else (StateKind.FLOAT32, Dtype.FLOAT32)
-    why = kernels(tmp_path, change).refusal({0}, kind, {dtype})
+    why = kernels(tmp_path, change).refusal({0}, StateKind.FLOAT32, {Dtype.FLOAT32})
     assert why is not None and "other bits than the CPU's" in why and text in why
 
 
@@ -126,7 +122,8 @@ def test_a_sum_in_pieces_has_the_bits_of_one(numel: int, tmp_path: Path, monkeyp
 
 
 def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
-    assert "no kernels" in (kernels(tmp_path).refusal(set(), StateKind.FLOAT32, {Dtype.FLOAT32}) or "")
+    for rules, kind in ((set(), StateKind.FLOAT32), ({0}, StateKind.INT8)):
+        assert "no kernels" in (kernels(tmp_path).refusal(rules, kind, {Dtype.FLOAT32}) or "")
 
 
 def test_what_does_not_compile_is_told(tmp_path: Path) -> None:

@@ -31,20 +31,19 @@ static_assert(sizeof(StepArgs) == 192);  // offload/kernels/nvrtc.py fills it
 
 inline std::size_t thread_number() { return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 
-// operation(begin, end) on this thread's group of kSize of `numel` elements.
-template <std::size_t kSize, typename Operation>
+// operation(begin, end) on this thread's group of `numel` elements.
+template <typename Operation>
 inline void for_own_group(std::size_t numel, const Operation& operation) {
-    const std::size_t begin = thread_number() * kSize;
+    const std::size_t begin = thread_number() * kGroup;
     if (begin < numel) {
-        operation(begin, numel - begin < kSize ? numel : begin + kSize);
+        operation(begin, numel - begin < kGroup ? numel : begin + kGroup);
     }
 }
 }  // namespace
 
 #if defined(STEP)
 extern "C" __global__ void step(const StepArgs args, std::size_t numel) {
-    constexpr std::size_t kSize = STATES::kKind == StateKind::kInt8 ? kStateBlock : kGroup;
-    for_own_group<kSize>(numel, [&](std::size_t begin, std::size_t end) {
+    for_own_group(numel, [&](std::size_t begin, std::size_t end) {
         step_range<RULE, STATES, Mode::kStep, Dtype::GRADIENT, Master::MASTER>(args, begin, end);
     });
 }
@@ -52,12 +51,12 @@ extern "C" __global__ void step(const StepArgs args, std::size_t numel) {
 
 #if defined(MOVE)
 extern "C" __global__ void convert(const void* src, void* dst, std::size_t numel) {
-    for_own_group<kGroup>(numel, [&](std::size_t begin, std::size_t end) {
+    for_own_group(numel, [&](std::size_t begin, std::size_t end) {
         convert_range<Dtype::FROM, Dtype::TO>(src, dst, begin, end);
     });
 }
 extern "C" __global__ void accumulate(const void* src, void* dst, std::size_t numel) {
-    for_own_group<kGroup>(numel, [&](std::size_t begin, std::size_t end) {
+    for_own_group(numel, [&](std::size_t begin, std::size_t end) {
         accumulate_range<Dtype::FROM, Dtype::TO>(src, dst, begin, end);
     });
 }

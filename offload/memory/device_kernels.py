@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.kernels import cpu_adam, optimizers
-from offload.kernels.cpu_adam import STATE_BLOCK, SUM_BLOCK, Dtype, Hyper, MasterKind, StateKind, StepArrays
+from offload.kernels.cpu_adam import SUM_BLOCK, Dtype, Hyper, MasterKind, StateKind, StepArrays
 from offload.kernels.nvrtc import Compiler, CudaError, Driver, Program, StepArgs
 from offload.kernels.on_device import TOTAL_BYTES
 from offload.memory.arena import bytes_at
@@ -23,11 +23,7 @@ from offload.spec import OptimizerSpec
 from offload.torch_private import no_dispatch, no_functions
 
 _RULES = {0: "Adam", 1: "Sgd", 2: "Momentum", 3: "Lion", 4: "Adagrad"}  # csrc/cpu_adam/rules.h, by kernels.h
-_STATES = {
-    StateKind.FLOAT32: "Float32States",
-    StateKind.BFLOAT16: "Bfloat16States",
-    StateKind.INT8: "Int8States",
-}
+_STATES = {StateKind.FLOAT32: "Float32States", StateKind.BFLOAT16: "Bfloat16States"}
 _DTYPES = {Dtype.FLOAT32: "kFloat32", Dtype.BFLOAT16: "kBfloat16", Dtype.FLOAT16: "kFloat16"}
 _EMITS = {None: "kFloat32", Dtype.BFLOAT16: "kEmitBfloat16", Dtype.FLOAT16: "kEmitFloat16"}
 _TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
@@ -93,7 +89,7 @@ class CudaKernels:
 
     def step(self, arrays: StepArrays, hyper: Hyper) -> None:
         """Give the stream an update."""
-        assert arrays.target is None
+        assert arrays.target is None and arrays.state_kind in _STATES
         if not arrays.numel:
             return
         split = arrays.master_kind is MasterKind.SPLIT
@@ -112,15 +108,13 @@ class CudaKernels:
             master=arrays.master,
             state0=first,
             state1=second,
-            units=arrays.units,
             emit=arrays.emit,
             seed=arrays.seed,
             step=hyper.step,
             offset=arrays.offset,
             constants=(ctypes.c_float * 8)(*hyper.constants()),
         )
-        group = STATE_BLOCK if arrays.state_kind is StateKind.INT8 else _GROUP
-        self._launch(program, "step", -(-arrays.numel // group), given, ctypes.c_size_t(arrays.numel))
+        self._launch(program, "step", -(-arrays.numel // _GROUP), given, ctypes.c_size_t(arrays.numel))
 
     def take_gradient(
         self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, total: int
@@ -170,8 +164,8 @@ class CudaKernels:
 
     def refusal(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> str | None:
         """Compile what updates of such parameters need, and compare its bits with the CPU's."""
-        if not have_kernels(rules):
-            return "there are no kernels for such steps"
+        if not have_kernels(rules, kind):
+            return "there are no kernels for such states, or such steps"
         try:
             differing = [text for text, equal in _Comparison(self, self._place).run(rules, kind, dtypes) if not equal]
         except (CudaError, RuntimeError) as error:
@@ -262,9 +256,8 @@ class _Comparison:
             here["master"] = remainder
         if half:
             here["emit"] = torch.empty(self.NUMEL, dtype=torch.float16)
-        here |= {name: torch.zeros(self.NUMEL * kind.itemsize, dtype=torch.uint8) for name in spec.states}
-        if kind is StateKind.INT8:
-            here["units"] = torch.zeros(kind.units_bytes(self.NUMEL), dtype=torch.uint8)
+        width = torch.float32 if kind is StateKind.FLOAT32 else torch.bfloat16
+        here |= {name: torch.zeros(self.NUMEL, dtype=width) for name in spec.states}
         there = {name: tensor.to(self._place, copy=True) for name, tensor in here.items()}
         for step in (1, 2):
             for kernels, at in ((cpu_adam, here), (self._kernels, there)):
@@ -277,11 +270,10 @@ class _Comparison:
                     states=tuple(at[name].data_ptr() for name in spec.states),
                     param=at["param"].data_ptr() if split else 0,
                     state_kind=kind,
-                    units=at["units"].data_ptr() if kind is StateKind.INT8 else 0,
                     emit=at["emit"].data_ptr() if half else 0,
                     emit_dtype=dtype if half else None,
                     seed=7,
-                    offset=3 * STATE_BLOCK,
+                    offset=3,
                 )
                 kernels.step(arrays, Hyper(spec, step, 0.5))
         return all(_same_bits(there[name], tensor) for name, tensor in here.items())
@@ -291,9 +283,9 @@ def _same_bits(there: torch.Tensor, here: torch.Tensor) -> bool:
     return torch.equal(there.cpu().view(torch.uint8), here.view(torch.uint8))
 
 
-def have_kernels(rules: Collection[int]) -> bool:
-    """Tell whether a device of CUDA has kernels for steps by these rules; without any, a step needs several."""
-    return bool(rules)
+def have_kernels(rules: Collection[int], kind: StateKind) -> bool:
+    """Tell whether a device of CUDA has kernels for steps by these rules, with states that are stored so."""
+    return bool(rules) and kind in _STATES
 
 
 @functools.cache
