@@ -117,7 +117,8 @@ class Here:
         """
         what = f"{type(optimizer).__module__}.{type(optimizer).__name__} with {state_dtype}"
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
-        rates = self._value(f"updates of {what}", lambda: _engine_rates(self._device, optimizer, state_dtype))
+        alone = "" if self._device.addressable else ", beside no other device"
+        rates = self._value(f"updates of {what}{alone}", lambda: _engine_rates(self._device, optimizer, state_dtype))
         update_bytes_s = rates["update"]
         if paths and piece_numel is not None and self._device.addressable:
             update_bytes_s = self._value(
@@ -334,6 +335,7 @@ def _link_rate(device: Device, *, to_device: bool) -> float:
         source, target = (host, there) if to_device else (there, host)
         return _COPY_BYTES / _median_s(lambda: target.copy_(source, non_blocking=True), device)
     finally:
+        device.synchronize()  # also where something is queued, and nobody has waited for it
         arena.close()
 
 

@@ -6,7 +6,6 @@ tells what a step would take.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import torch
@@ -22,8 +21,6 @@ from offload.planning.asked import WORKING_UNITS, Commit, Request
 from offload.planning.partition import UnitTree, find_units
 from offload.planning.roles import ADAM_STATES
 from offload.sizes import whole_pages
-
-logger = logging.getLogger(__name__)
 
 _FORCED = {"auto": None, "none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
 UNITS_PER_DEVICE = 8  # a unit is at most this part of the device budget, where modules can be split
@@ -74,17 +71,19 @@ def updates_on(device: Device | None, rule: Rule | None, config: Config, tree: U
         rule: of the optimizer; None where nothing is trained.
         config: options.
         tree: of units that it would update.
+
+    Raises:
+        ConfigError: states are not stored so.
     """
-    kind = cpu_adam.StateKind(config.state_dtype)
+    if rule is None or rule.own is not None or _FORCED[config.offload_optimizer] not in (None, Tier.DEVICE):
+        return False
+    kind = rule.states(cpu_adam.StateKind(config.state_dtype)).kind
     if device is None:
-        return rule is not None and have_kernels(rule.kernels, kind)
-    if device.kernels is None or rule is None or rule.own is not None:  # its own class makes steps nowhere else
-        return device.kernels is not None
+        return have_kernels(rule.kernels, kind)
+    if device.kernels is None or config.run_dir is not None:
+        return False
     dtypes = {cpu_adam.Dtype[unit.dtype.upper()] for unit in tree.units if unit.trainable}
-    why = device.kernels.refusal(rule.kernels, kind, dtypes)
-    if why is not None:
-        logger.warning("updates of what is on %s go through host memory: %s", device.place, why)
-    return why is None
+    return device.kernels.refusal(rule.kernels, kind, dtypes) is None
 
 
 def request_of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -26,27 +27,33 @@ SOURCES = TESTS.parent / "csrc" / "cpu_adam"
 KERNELS = {"STEP": ["step"], "MOVE": ["convert", "accumulate"], "SUM": ["sum_lanes", "sum_chunks", "sum_all"]}
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+RESULTS, INPUTS = 0x8000, 0x0040  # of subnormal numbers that are zero, in the register of SSE
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
+    pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the emulation is one of x86-64"),
+]
 
 
 class _Loaded:
     """As :class:`offload.kernels.nvrtc.Program`."""
 
-    def __init__(self, library: ctypes.CDLL, *, flush: bool) -> None:
+    def __init__(self, library: ctypes.CDLL, flushes: int) -> None:
         self._library = library
-        self._flush = flush
+        self._flushes = flushes
 
     def launch(self, name: str, threads: int, stream: int, *arguments: Any) -> None:
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         blocks = ctypes.c_size_t(-(-threads // nvrtc.THREADS))
-        getattr(self._library, f"launch_{name}")(places, blocks, ctypes.c_bool(self._flush))
+        getattr(self._library, f"launch_{name}")(places, blocks, ctypes.c_uint(self._flushes))
 
 
 class Emulated:
     """Compiles the kernels for the host."""
 
-    def __init__(self, folder: Path, change: Callable[[str], str] = str) -> None:
+    def __init__(self, folder: Path, change: Callable[[str], str] = str, flushes: int = RESULTS | INPUTS) -> None:
         self._folder = folder
+        self._flushes = flushes
         self._made: dict[tuple[str, ...], _Loaded] = {}
         self._source = folder / "on_cuda.cu"
         self._source.write_text(change((SOURCES / "on_cuda.cu").read_text()))
@@ -72,12 +79,12 @@ class Emulated:
             defined = [f"-D{macro}" for macro in ("OFFLOAD_ON_CUDA", *macros)]
             files = [str(stem.with_suffix(".cpp")), "-o", str(stem.with_suffix(".so"))]
             subprocess.run([*command, f"-I{SOURCES}", *defined, *files], check=True, capture_output=True, text=True)
-            self._made[macros] = _Loaded(ctypes.CDLL(str(stem.with_suffix(".so"))), flush=flush)
+            self._made[macros] = _Loaded(ctypes.CDLL(str(stem.with_suffix(".so"))), self._flushes if flush else 0)
         return self._made[macros]
 
 
-def kernels(folder: Path, change: Callable[[str], str] = str) -> CudaKernels:
-    return CudaKernels(torch.device("cpu"), Emulated(folder, change), lambda: 0)
+def kernels(folder: Path, change: Callable[[str], str] = str, **more: int) -> CudaKernels:
+    return CudaKernels(torch.device("cpu"), Emulated(folder, change, **more), lambda: 0)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +128,34 @@ def test_a_sum_in_pieces_has_the_bits_of_one(numel: int, tmp_path: Path, monkeyp
     assert found.read_totals([total.data_ptr()]) == [cpu_adam.sum_of_squares(numbers.data_ptr(), Dtype.FLOAT32, numel)]
 
 
+@pytest.mark.parametrize("flushes", [RESULTS, INPUTS, 0])
+@pytest.mark.parametrize("rule", [0, 1, 3])
+def test_subnormal_numbers_that_are_not_zero_are_seen(rule: int, flushes: int, tmp_path: Path) -> None:
+    """Those that come, and those that become it."""
+    why = kernels(tmp_path, flushes=flushes).refusal({rule}, StateKind.FLOAT32, {Dtype.FLOAT32})
+    assert why is not None and "other bits" in why
+
+
+def test_the_comparison_is_made_once_whatever_modes_the_user_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = kernels(tmp_path)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            assert found.refusal({1}, StateKind.FLOAT32, {Dtype.FLOAT32}) is None
+    finally:
+        torch.set_default_dtype(before)
+    assert len(found._compared) == 1 and caplog.text == ""
+    other = tmp_path / "wrong"
+    other.mkdir()
+    wrong = kernels(other, lambda source: source.replace("accumulate_range", "convert_range"))
+    for _ in range(3):
+        assert "accumulation" in (wrong.refusal({1}, StateKind.FLOAT32, {Dtype.FLOAT32}) or "")
+    assert caplog.text.count("updates go through host memory: other bits than the CPU's") == 1
+
+
 def test_what_has_no_kernel_is_refused(tmp_path: Path) -> None:
     for rules, kind in ((set(), StateKind.FLOAT32), ({0}, StateKind.INT8)):
         assert "no kernels" in (kernels(tmp_path).refusal(rules, kind, {Dtype.FLOAT32}) or "")
@@ -148,5 +183,5 @@ def test_constants_are_those_of_the_kernels() -> None:
 
 
 def test_no_library_is_told() -> None:
-    with pytest.raises(nvrtc.CudaError, match="no-such-library"):
-        nvrtc.Compiler(["no-such-library.so"], (9, 0))
+    with pytest.raises(nvrtc.CudaError, match="no-such-library.*libm.so.6: it has no nvrtcGetCUBIN"):
+        nvrtc.Compiler(["no-such-library.so", "libm.so.6"], (9, 0))

@@ -582,6 +582,38 @@ def test_without_page_locking_copies_are_slower_and_right(
     assert (told[1] == told[2]) == (not most_bytes)
 
 
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_gradients_that_lie_in_two_locked_pieces_may_be_read_and_changed(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each weight takes more than a piece; CUDA copies nothing that lies in two."""
+
+    def train_with(place: str, **options: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        with Engine(model, AdamW(lr=1e-2), **options) as engine:
+            for number in range(3):
+                engine.backward(engine(batch(number, 4, 64).to(place)).square().sum())
+                with engine.gather_gradients(modify=True):
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                        parameter.grad.mul_(0.5)
+                with engine.gather_gradients():
+                    doubled = [parameter.grad.mul(2) for parameter in model.parameters() if parameter.grad is not None]
+                for parameter, gradient in zip(model.parameters(), doubled, strict=True):
+                    parameter.grad = gradient
+                engine.step()
+            return {name: tensor.cpu() for name, tensor in engine.state_dict().items()}
+
+    truth = train_with("cpu", **everything_on_device())
+    monkeypatch.setattr(page_lock, "PIECE_BYTES", 12 << 10)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with running(LAZY) as seen:
+        ours = train_with("sim", **placed(home, model, tmp_path))
+    assert seen.races == []
+    assert all(torch.equal(ours[name], value) for name, value in truth.items())
+
+
 # --- the end ---------------------------------------------------------------------------------------------------------
 
 

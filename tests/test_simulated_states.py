@@ -14,7 +14,7 @@ from harness import run as train
 from simulated import EAGER, LAZY, at_random, first, fixed, running
 from simulated.faults import WORK, failing
 from simulated.instead import MOVER_STREAMS
-from simulated.kernels import updating
+from simulated.kernels import SimulatedKernels, updating
 from test_checkpoints import assert_same, directory, seed
 from test_simulated_checkpoints import SimulatedRun
 from test_simulated_engine import MIB, loss_of, net, on_cpu, placed, run_net, seen_now
@@ -403,8 +403,28 @@ def test_what_cannot_be_there_is_refused_by_name(tmp_path: Path) -> None:
         Engine(model, AdamW(), **{**options, "offload_param": "cpu"})
     with pytest.raises(ConfigError, match="Muon|RMSprop"):
         Engine(model, torch.optim.RMSprop(model.parameters()), **options)
+    with pytest.raises(ConfigError, match="state_dtype"):
+        Engine(model, SGD(), **{**options, "state_dtype": "bfloat16"})
     with pytest.raises(BudgetError, match="device budget"):
         Engine(model, AdamW(), **{**options, "max_memory": {"device": "100KiB", "cpu": "16MiB"}})
+
+
+def test_kernels_are_asked_only_where_they_may_be_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(SimulatedKernels, "refusal", lambda self, *what: asked.append(what))
+    model = net()
+    memory: dict[str, Any] = {"device": "sim", "max_memory": {"device": "64MiB", "cpu": "64MiB"}}
+    for optimizer, more, asks in (
+        (AdamW(), {}, True),
+        (AdamW(), {"offload_optimizer": "cpu"}, False),
+        (torch.optim.RMSprop(model.parameters()), {}, False),
+    ):
+        asked.clear()
+        with Engine(model, optimizer, **memory, **more) as engine:
+            assert len(asked) == asks
+            many = len(engine.plan.request.units)
+            told = next(line for line in str(engine.plan).splitlines() if line.startswith("updates on the device"))
+        assert told == f"updates on the device: {many if asks else 0} of {many} units"
 
 
 @pytest.mark.parametrize("activation_memory", [MIB, 24 << 10])

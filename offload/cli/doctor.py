@@ -349,6 +349,8 @@ def _page_lock(facts: Facts) -> Verdicts:
 def _updates(facts: Facts) -> Verdicts:
     if not facts.gpus or facts.torch_error is not None:
         return []
+    if facts.torch_cuda is None:
+        return _ok("optimizer states stay in host memory: ROCm has no kernels for updates yet")
     if facts.update_refusal is None:
         return _ok("the GPU updates what lives on it, with the bits of the CPU's kernels")
     text = f"the GPU makes no updates ({facts.update_refusal}): optimizer states stay in host memory"

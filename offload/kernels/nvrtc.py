@@ -92,7 +92,7 @@ class Driver:
         Raises:
             CudaError: there is no driver, or no such device.
         """
-        self._library = _library(("libcuda.so.1",))
+        self._library = _library(("libcuda.so.1",), "cuLaunchKernel")
         device, self._context = ctypes.c_int(), ctypes.c_void_p()
         self.call("cuInit", 0)
         self.call("cuDeviceGet", ctypes.byref(device), index)
@@ -133,7 +133,7 @@ class Compiler:
         Raises:
             CudaError: it is not there.
         """
-        self._library = _library(names)
+        self._library = _library(names, "nvrtcGetCUBIN")
         self._architecture = f"--gpu-architecture=sm_{capability[0]}{capability[1]}"
 
     def compile(self, macros: Sequence[str], *, flush: bool) -> bytes:
@@ -195,11 +195,16 @@ def _strings(texts: Any) -> Any:
     return (ctypes.c_char_p * len(encoded))(*encoded)
 
 
-def _library(names: Sequence[str]) -> Any:
+def _library(names: Sequence[str], function: str) -> Any:
+    """Return the first library that is there and has a function."""
     missing = []
     for name in names:
         try:
-            return ctypes.CDLL(name)
+            library = ctypes.CDLL(name)
         except OSError as error:
             missing.append(str(error))
+            continue
+        if hasattr(library, function):
+            return library
+        missing.append(f"{name}: it has no {function}")
     raise CudaError("; ".join(missing))

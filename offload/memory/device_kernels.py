@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,11 +17,13 @@ import torch
 
 from offload.kernels import cpu_adam, optimizers
 from offload.kernels.cpu_adam import SUM_BLOCK, Dtype, Hyper, MasterKind, StateKind, StepArrays
-from offload.kernels.nvrtc import Compiler, CudaError, Driver, Program, StepArgs
+from offload.kernels.nvrtc import Compiler, Driver, Program, StepArgs
 from offload.kernels.on_device import TOTAL_BYTES
 from offload.memory.arena import bytes_at
 from offload.spec import OptimizerSpec
 from offload.torch_private import no_dispatch, no_functions
+
+logger = logging.getLogger(__name__)
 
 _RULES = {0: "Adam", 1: "Sgd", 2: "Momentum", 3: "Lion", 4: "Adagrad"}  # csrc/cpu_adam/rules.h, by kernels.h
 _STATES = {StateKind.FLOAT32: "Float32States", StateKind.BFLOAT16: "Bfloat16States"}
@@ -86,6 +89,7 @@ class CudaKernels:
         self._place = place
         self._programs = programs
         self._stream = stream
+        self._compared: dict[tuple[frozenset[int], StateKind, frozenset[Dtype]], str | None] = {}
 
     def step(self, arrays: StepArrays, hyper: Hyper) -> None:
         """Give the stream an update."""
@@ -163,13 +167,28 @@ class CudaKernels:
         return [(values[(at - begin) // 8], counts[(at - begin) // 8 + 1]) for at in addresses]
 
     def refusal(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> str | None:
-        """Compile what updates of such parameters need, and compare its bits with the CPU's."""
+        """Compile what updates of such parameters need, and compare its bits with the CPU's, once; log why not."""
         if not have_kernels(rules, kind):
             return "there are no kernels for such states, or such steps"
+        key = frozenset(rules), kind, frozenset(dtypes)
+        if key not in self._compared:
+            try:
+                self._compared[key] = self._compare(rules, kind, dtypes)
+            except torch.OutOfMemoryError as error:  # there may be room next time
+                return str(error)
+            if self._compared[key] is not None:
+                logger.warning("%s: updates go through host memory: %s", self._place, self._compared[key])
+        return self._compared[key]
+
+    def _compare(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> str | None:
         try:
-            differing = [text for text, equal in _Comparison(self, self._place).run(rules, kind, dtypes) if not equal]
-        except (CudaError, RuntimeError) as error:
+            with no_functions(), no_dispatch(), torch.inference_mode(False):  # modes of the user, a default device too
+                found = list(_Comparison(self, self._place).run(rules, kind, dtypes))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
             return str(error)
+        differing = [text for text, equal in found if not equal]
         return f"other bits than the CPU's: {', '.join(differing)}" if differing else None
 
     def _move(self, name: str, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
@@ -180,6 +199,14 @@ class CudaKernels:
 
     def _launch(self, program: Program, name: str, threads: int, *arguments: Any) -> None:
         program.launch(name, threads, self._stream(), *arguments)
+
+
+# Subnormal numbers, those whose squares, products and steps are, and what is not finite.
+_SPECIAL = (
+    *(0.0, -0.0, 1e-41, -1e-39, 2e-18, -2e-38, 1.176e-38, 1e-37, 5e-37, 3e38),
+    *(float("inf"), float("-inf"), float("nan")),
+)
+_SCALES = (0.5, 0.5, 2.0**30)  # of gradients, in three steps: the last one makes normal numbers of subnormal ones
 
 
 class _Comparison:
@@ -194,25 +221,27 @@ class _Comparison:
 
     def run(self, rules: Collection[int], kind: StateKind, dtypes: Collection[Dtype]) -> Iterator[tuple[str, bool]]:
         """Give what was compared, and whether all bits are equal."""
-        for dtype in dtypes:
-            for gradient in {dtype, Dtype.FLOAT32}:
+        for dtype in sorted(dtypes, key=lambda dtype: dtype.value):
+            for gradient in dict.fromkeys((dtype, Dtype.FLOAT32)):
                 name = f"of {gradient.name} gradients"
                 yield f"sum of squares {name}", self._sum(gradient)
                 yield f"accumulation {name}", self._take(dtype, gradient, add=True)
                 yield f"conversion {name}", self._take(dtype, gradient, add=False)
-                for rule in rules:
+                for rule in sorted(rules):
                     yield f"{_RULES[rule]} {name}, {dtype.name} parameters", self._step(rule, kind, dtype, gradient)
 
-    def _numbers(self, dtype: Dtype = Dtype.FLOAT32) -> torch.Tensor:
-        scales = 10.0 ** torch.randint(-6, 3, (self.NUMEL,), generator=self._generator)
-        found = torch.randn(self.NUMEL, generator=self._generator) * scales
-        special = (0.0, -0.0, 1e-41, -1e-39, 3e38, float("inf"), float("-inf"), float("nan"))
-        found[100 : 100 + len(special)] = torch.tensor(special)
+    def _numbers(self, dtype: Dtype = Dtype.FLOAT32, *, each: bool = False) -> torch.Tensor:
+        """Return numbers; each special one meets all of an array with `each` in one without."""
+        float32, many = torch.float32, len(_SPECIAL)
+        scales = 10.0 ** torch.randint(-6, 3, (self.NUMEL,), generator=self._generator).to(float32)
+        found = torch.randn(self.NUMEL, generator=self._generator, dtype=float32) * scales
+        special = torch.tensor(_SPECIAL, dtype=float32)
+        found[100 : 100 + many**2] = special.repeat_interleave(many) if each else special.repeat(many)
         return found.to(_TORCH_DTYPES[dtype])
 
     def _sum(self, dtype: Dtype) -> bool:
         here = self._numbers(dtype)
-        finite = here[200:].clone()
+        finite = here[1000:].clone()
         equal = True
         for numbers in (here, finite):
             there, total = numbers.to(self._place, copy=True), torch.ones(2, dtype=torch.float64, device=self._place)
@@ -223,7 +252,7 @@ class _Comparison:
         return equal
 
     def _take(self, source: Dtype, target: Dtype, *, add: bool) -> bool:
-        src, dst = self._numbers(source), self._numbers(target)
+        src, dst = self._numbers(source, each=True), self._numbers(target)
         there, onto = src.to(self._place, copy=True), dst.to(self._place, copy=True)
         self._kernels.take_gradient(
             src=there.data_ptr(),
@@ -248,7 +277,7 @@ class _Comparison:
     def _step(self, rule: int, kind: StateKind, dtype: Dtype, gradient: Dtype) -> bool:
         spec = _SPECS[rule]
         split, half = dtype is Dtype.BFLOAT16, dtype is Dtype.FLOAT16
-        here = {"master": self._numbers(), "grad": self._numbers(gradient)}
+        here = {"master": self._numbers(), "grad": self._numbers(gradient, each=True)}
         if split:
             here["param"] = torch.empty(self.NUMEL, dtype=torch.bfloat16)
             remainder = torch.empty(self.NUMEL, dtype=torch.int16)
@@ -259,7 +288,8 @@ class _Comparison:
         width = torch.float32 if kind is StateKind.FLOAT32 else torch.bfloat16
         here |= {name: torch.zeros(self.NUMEL, dtype=width) for name in spec.states}
         there = {name: tensor.to(self._place, copy=True) for name, tensor in here.items()}
-        for step in (1, 2):
+        equal = True
+        for step, scale in enumerate(_SCALES, 1):
             for kernels, at in ((cpu_adam, here), (self._kernels, there)):
                 arrays = StepArrays(
                     numel=self.NUMEL,
@@ -275,8 +305,9 @@ class _Comparison:
                     seed=7,
                     offset=3,
                 )
-                kernels.step(arrays, Hyper(spec, step, 0.5))
-        return all(_same_bits(there[name], tensor) for name, tensor in here.items())
+                kernels.step(arrays, Hyper(spec, step, scale))
+            equal = equal and all(_same_bits(there[name], tensor) for name, tensor in here.items())
+        return equal
 
 
 def _same_bits(there: torch.Tensor, here: torch.Tensor) -> bool:

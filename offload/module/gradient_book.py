@@ -263,7 +263,7 @@ class GradientBook:
 
     def values(self, value: Value, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the elements, (numel,), as a tensor of its own."""
-        real = self._gradients.content(*value.where).to(device, copy=True)
+        real = self._gradients.copied(*value.where, device)
         factor = value.factor * self.averaging()
         return (real if factor == 1.0 else real.mul_(factor)).to(dtype)
 

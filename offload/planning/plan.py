@@ -269,7 +269,9 @@ class Plan:
         trained = [unit for unit in request.units if unit.trainable]
         if not request.device_is_host and trained:
             many = sum(map(self.on_device, trained))
-            why = "" if request.updates_on_device else ": it has no kernel whose bits were compared with the CPU's"
+            elsewhere = request.own is not None or request.optimizer_tier in (Tier.HOST, Tier.NVME)
+            lacking = not request.updates_on_device and not elsewhere
+            why = ": it has no kernel whose bits were compared with the CPU's" if lacking else ""
             why = why if request.world_size == 1 else ": several ranks update in host memory"
             yield f"updates on the device: {many} of {len(trained)} units{why}"
         if not request.device_is_host:

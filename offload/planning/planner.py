@@ -72,10 +72,10 @@ def _refuse_states_on_device(request: Request) -> None:
     """Refuse states that are to stay on a device where nothing could update them."""
     if request.world_size > 1:
         why = "cannot stay on this device with several ranks, which update in host memory"
-    elif not request.updates_on_device:
-        why = "cannot stay on this device: it has no kernel whose bits were compared with the CPU's"
     elif request.own is not None:
         why = f"cannot stay on this device: {request.own.name} makes its steps in host memory"
+    elif not request.updates_on_device:
+        why = "cannot stay on this device: it has no kernel whose bits were compared with the CPU's"
     elif request.param_tier not in (None, Tier.DEVICE):
         why = 'stay on a device only with the parameters, but offload_param is not "none" or "auto"'
     else:

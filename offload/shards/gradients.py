@@ -284,6 +284,16 @@ class Gradients:
             storage = storage_at(address, numel * dtype.itemsize, self._place(index))
             return view_at(storage, dtype, 0, (numel,))
 
+    def copied(self, index: int, slot: int, device: torch.device) -> torch.Tensor:
+        """Return a copy of :meth:`content` on a device; what waits in host memory passes through memory of torch's.
+
+        For that of the arena may be locked in pieces, and CUDA copies nothing that lies in two of them.
+        """
+        content = self.content(index, slot)
+        if content.device == device:
+            return content.clone()
+        return (content.clone() if content.device == HOST else content).to(device)
+
     def overwrite(self, index: int, slot: int, content: torch.Tensor | float) -> None:
         """Let a parameter's gradient be `content`: (numel,) of any dtype on any device, or one number for all."""
         self.await_copies()
@@ -292,7 +302,10 @@ class Gradients:
         self._spoil(index, slot)
         view = self.content(index, slot)
         with self._mover.alone():
-            view.copy_(content) if isinstance(content, torch.Tensor) else view.fill_(content)
+            if isinstance(content, torch.Tensor):
+                view.copy_(content.to(view.device))  # through memory of torch's, as in copied()
+            else:
+                view.fill_(content)
 
     def multiply(self, index: int, slot: int, factor: float) -> None:
         """Multiply what has arrived of a parameter's gradient."""
