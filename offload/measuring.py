@@ -317,17 +317,18 @@ def _engine_rates(
     """
     layers = _LAYERS if device.addressable else _LAYERS_BESIDE
     steps = _steps_of(optimizer, layers, state_dtype=state_dtype, offload_optimizer="cpu")
-    return {
-        "update": _updated_bytes(steps.plan) / steps.busy_s["cpu_adam"],
-        "h2d": _link_rate(device, to_device=True),
-        "d2h": _link_rate(device, to_device=False),
-    }
+    rates = {"update": _updated_bytes(steps.plan) / steps.busy_s["cpu_adam"]}
+    for link in ("h2d", "d2h"):
+        took = steps.busy_s[link]
+        if device.addressable:
+            rates[link] = (steps.plan.step_bytes[link] / took if took > 0 else 0.0) or _copy_rate(device, "host") / 2
+        else:
+            rates[link] = _link_rate(device, to_device=link == "h2d")
+    return rates
 
 
 def _link_rate(device: Device, *, to_device: bool) -> float:
-    """Return bytes per second of copies from host memory as engines have it to a device, or back."""
-    if device.addressable:
-        return _copy_rate(device, "host") / 2
+    """Return bytes per second of copies from host memory as engines have it to another device, or back."""
     arena = device.host_arena(_COPY_BYTES)
     try:
         host = bytes_at(arena.take(_COPY_BYTES).address, _COPY_BYTES, HOST)
