@@ -316,7 +316,7 @@ def _same_bits(there: torch.Tensor, here: torch.Tensor) -> bool:
 
 def have_kernels(rules: Collection[int], kind: StateKind) -> bool:
     """Tell whether a device of CUDA has kernels for steps by these rules, with states that are stored so."""
-    return bool(rules) and kind in _STATES
+    return bool(rules) and _RULES.keys() >= set(rules) and kind in _STATES
 
 
 @functools.cache
