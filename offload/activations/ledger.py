@@ -304,7 +304,8 @@ class Activations:
                 self._claim.resize(self._claim.size_bytes + owed)
             except BudgetError as error:
                 self._owed_bytes = owed
-                raise BudgetError(f"{error}, or {self._way_out()}") from None
+                states = ", or activation_memory, for which optimizer states leave it" if self._gradient_bytes else ""
+                raise BudgetError(f"{error}{states}, or {self._way_out()}") from None
         now_s = time.perf_counter()
         if now_s < self._next_look_s:
             return
