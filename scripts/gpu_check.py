@@ -2,7 +2,7 @@
 
     python scripts/gpu_check.py --output gpu-check [--path DIR]
 
-It runs the tests that are marked ``gpu``, then measures the links between host and GPU, a step with everything on the
+It runs the tests for a GPU, then measures the links between host and GPU, a step with everything on the
 GPU beside plain PyTorch, whether placements have the same losses, what ``offload.plan`` predicts of steps, what becomes
 of activations in each mode, and a Llama of 7 B with random weights whose states are in host memory, then on NVMe. A
 profiler trace shows what overlaps. What does not fit the machine or the time is left out with the reason. Exits with 2
@@ -63,7 +63,7 @@ FULL = Size(
     copy_bytes=GIB,
     rounds=5,
     steps=3,
-    tests=("-m", "gpu"),
+    tests=("tests/test_cuda.py",),
 )
 _TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
 SMOKE = Size(
