@@ -6,6 +6,7 @@ Owns :func:`plan`. The homes are those that an engine would choose. Next: :mod:`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.activations.ledger import with_margin
 from offload.config import Config, tier_named
 from offload.errors import BudgetError, ConfigError
 from offload.forecast import NEAR, Clipping, Forecast, missing_bytes, room_bytes
@@ -163,8 +165,8 @@ def plan(
             return Forecast(found, machine, work, None, tokens, {}, remedies=remedies, lanes=lanes)
         logger.info("looking for what would make a step shorter")
 
-        def planned(budgets: Mapping[Tier, int]) -> Case:
-            other, cut = planner(module, asked, rule, budgets)
+        def planned(budgets: Mapping[Tier, int], **options: Any) -> Case:
+            other, cut = planner(module, dataclasses.replace(asked, **options), rule, budgets)
             return rehearsals.case(module, batch, other, mode, cut, work if cut.units == tree.units else None)
 
         savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
@@ -333,12 +335,19 @@ def _clipping(
 
 
 def _savings(
-    planned: Callable[[Mapping[Tier, int]], Case], asked: Config, machine: Hardware, case: Case, step_s: float
+    planned: Callable[..., Case], asked: Config, machine: Hardware, case: Case, step_s: float
 ) -> Iterator[tuple[str, float]]:
-    """Yield what would make a step shorter, the best first; `planned` has the plan for other budgets."""
+    """Yield what would make a step shorter, the best first; `planned` has the plan for other budgets and options."""
     found, work = case
     budgets = dict(found.request.budgets)
     seconds = {}
+    enough = -(-with_margin(work.device_bytes) >> 20) << 20
+    if not found.request.device_is_host and not found.near_bytes and enough < found.activation_bytes:
+        with contextlib.suppress(BudgetError):
+            other, computed = planned(budgets, activation_memory=enough)  # the rest of the device is for states
+            computed = dataclasses.replace(computed, measured_s=work.measured_s)
+            if not missing_bytes(other, computed):
+                seconds[f"activation_memory = {format_bytes(enough)}"] = _timed(other, computed, machine, asked).step_s
     for tier in (Tier.DEVICE, Tier.HOST):
         more = {**budgets, tier: int(budgets[tier] * _MORE)}
         try:

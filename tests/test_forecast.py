@@ -286,6 +286,20 @@ def test_a_forecast_prints_itself_and_is_json(forecast: offload.Forecast) -> Non
     assert found["savings"] and 0 < found["early_units"] < len(forecast.plan.request.units)
 
 
+def test_a_gpu_that_keeps_more_for_activations_than_they_need_is_told_so() -> None:
+    """The rest would be for states, which it updates faster than the host; the told seconds are those of that plan."""
+    pytest.importorskip("transformers")
+    given: dict[str, Any] = {"batch": (2, 2048), "hardware": "h200"}
+    told = offload.plan("llama-3.1-8b", **given)
+    (option,) = (what for what in told.savings if what.startswith("activation_memory = "))
+    named = option.removeprefix("activation_memory = ").replace(" ", "")
+    assert told.timing is not None and told.savings[option] < 0.7 * told.timing.step_s
+    found = offload.plan("llama-3.1-8b", activation_memory=named, **given)
+    assert found.fits and found.timing is not None
+    assert found.timing.step_s == pytest.approx(told.savings[option], rel=0.01)  # named in hundredths of a GiB
+    assert not any(what.startswith("activation_memory") for what in found.savings)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
