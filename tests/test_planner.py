@@ -271,7 +271,8 @@ def check_plan(plan: Plan) -> None:
         worth = min(worth, request.budgets[Tier.HOST])
         extra = (plan.staging_slots - STAGING_SLOTS) * plan.staging_slot_bytes
         assert extra == 0 or plan.staging_slots * plan.staging_slot_bytes <= worth
-        may_stay = request.updates_on_device and request.optimizer_tier in (None, Tier.DEVICE)
+        there = request.updates_on_device and request.states_may_stay
+        may_stay = there and request.optimizer_tier in (None, Tier.DEVICE)
         gradients = (Role.GRAD,) if plan.grad_pool_bytes and not may_stay else ()
         every = (Role.PARAM, *gradients, *STATE_ROLES)
         longest = [(unit, unit.chunk_limit(plan.chunk_numel)) for unit in units]
@@ -334,6 +335,30 @@ def test_states_on_the_device_save_what_the_link_and_the_cpu_would_carry(request
                 if request.activation_bytes is not None:
                     fp32 = pages(4 * unit.numel)
                     assert size(there, unit, *STATE_ROLES) + fp32 + PAGE > room
+
+
+@given(requests())
+def test_kernels_that_no_unit_has_room_for_take_no_room(request: Request) -> None:
+    """The plan is the one without them; so whatever fits without them fits."""
+    request = dataclasses.replace(
+        request, device_is_host=False, own=None, world_size=1, nodes=1, rank=0, optimizer_tier=None
+    )
+    without = dataclasses.replace(request, updates_on_device=False)
+    if refused(without):
+        return
+    there, elsewhere = make_plan(dataclasses.replace(request, updates_on_device=True)), make_plan(without)
+    if not any(map(there.on_device, request.units)):
+        assert (there.homes, there.arena_bytes) == (elsewhere.homes, elsewhere.arena_bytes)
+
+
+def test_kernels_take_no_staging_where_nothing_is_updated_on_the_device() -> None:
+    """A device with room for little more than a unit."""
+    units, mib = [make_unit(number, 1 << 18) for number in range(8)], 1 << 20
+    budgets = {Tier.DEVICE: 3 * mib, Tier.HOST: 64 * mib, Tier.NVME: 0}
+    request = Request(units, budgets, device_is_host=False, updates_on_device=True, activation_bytes=mib)
+    there, elsewhere = make_plan(request), make_plan(dataclasses.replace(request, updates_on_device=False))
+    assert not any(map(there.on_device, units)) and there.arena_bytes == elsewhere.arena_bytes
+    assert str(there) == str(elsewhere).replace(": it has no kernel whose bits were compared with the CPU's", "")
 
 
 @given(requests())

@@ -29,7 +29,7 @@ _RULES = {0: "Adam", 1: "Sgd", 2: "Momentum", 3: "Lion", 4: "Adagrad"}  # csrc/c
 _STATES = {StateKind.FLOAT32: "Float32States", StateKind.BFLOAT16: "Bfloat16States"}
 _DTYPES = {Dtype.FLOAT32: "kFloat32", Dtype.BFLOAT16: "kBfloat16", Dtype.FLOAT16: "kFloat16"}
 _EMITS = {None: "kFloat32", Dtype.BFLOAT16: "kEmitBfloat16", Dtype.FLOAT16: "kEmitFloat16"}
-_TORCH_DTYPES = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
+TORCH_DTYPE = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 _SPECS: dict[int, OptimizerSpec] = {  # one for each rule
     0: optimizers.AdamW(lr=0.01, weight_decay=0.1),
     1: optimizers.SGD(lr=0.01, weight_decay=0.1),
@@ -237,7 +237,7 @@ class _Comparison:
         found = torch.randn(self.NUMEL, generator=self._generator, dtype=float32) * scales
         special = torch.tensor(_SPECIAL, dtype=float32)
         found[100 : 100 + many**2] = special.repeat_interleave(many) if each else special.repeat(many)
-        return found.to(_TORCH_DTYPES[dtype])
+        return found.to(TORCH_DTYPE[dtype])
 
     def _sum(self, dtype: Dtype) -> bool:
         here = self._numbers(dtype)

@@ -94,6 +94,7 @@ class Request:
         device_is_host: the compute device is the CPU: states may live on DEVICE, and NVMe reads reach it directly.
         activation_bytes: part of the device budget for activations, None for the default.
         updates_on_device: a device that is not the CPU has kernels for updates, so that states may live on DEVICE.
+        states_may_stay: there; False where no unit's have room, so that no buffers need to be as large as for them.
         activations: what becomes of activations, as in :class:`offload.Config`.
         host_activation_bytes, nvme_activation_bytes: parts of these budgets for activations that leave the device.
         chunk_numel: optimizer chunk, None for the default.
@@ -117,6 +118,7 @@ class Request:
     accumulate: bool = False
     device_is_host: bool = True
     updates_on_device: bool = False
+    states_may_stay: bool = True
     activation_bytes: int | None = None
     activations: str = "keep"
     host_activation_bytes: int = 0

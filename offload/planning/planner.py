@@ -20,6 +20,7 @@ Next: :mod:`offload.build` makes the request, :mod:`offload.planning.sizing` the
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -61,8 +62,14 @@ def make_plan(request: Request) -> Plan:
             'offload_param="none": slices of parameters (stage=3) cannot stay on this device: ranks send them from '
             'host memory; use "auto", "cpu" or "nvme", or stage=2'
         )
+    first = None
+    if request.updates_on_device and request.optimizer_tier is None:
+        with contextlib.suppress(TooSmall):
+            first = Planner(request).plan()
+        if first is None or not any(map(request.on_device, first.homes)):
+            first, request = None, dataclasses.replace(request, states_may_stay=False)
     try:
-        first = Planner(request).plan()
+        first = first or Planner(request).plan()
     except TooSmall as short:
         raise _refusal(request, short) from None
     return by_time(request, first)
@@ -167,7 +174,7 @@ class Planner:
         else:
             room = self._share_device(room, widest)
         if request.updates_on_device and not states_stay:
-            if request.optimizer_tier is None and request.own is None:
+            if request.optimizer_tier is None and request.own is None and request.states_may_stay:
                 self._keep_units([unit for unit in trained if self._params.homes.get(unit.index)], room)
         elif states_stay and not request.device_is_host and trained:
             if any(unit.index not in self._params.homes for unit in trained):

@@ -142,7 +142,8 @@ def least_buffers(request: Request, leaving: Collection[int], *, nvme: bool, spi
         activation_bytes=request.host_activation_bytes,
     )
     if nvme or not request.device_is_host:  # parameters of a GPU pass through staging, too
-        may_stay = request.updates_on_device and request.optimizer_tier in (None, Tier.DEVICE)
+        there = request.updates_on_device and request.states_may_stay
+        may_stay = there and request.optimizer_tier in (None, Tier.DEVICE)
         buffers.slot_bytes = slot_bytes(request, buffers.chunk_numel, gradients=may_stay, wide=may_stay)
         buffers.slots = STAGING_SLOTS if buffers.slot_bytes else 0
     if nvme and not request.device_is_host and not request.slices_parameters:

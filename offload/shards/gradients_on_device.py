@@ -18,11 +18,11 @@ from offload.kernels.cpu_adam import Dtype
 from offload.kernels.on_device import TOTAL_BYTES, DeviceKernels
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
+from offload.memory.device_kernels import TORCH_DTYPE
 from offload.planning.plan import Plan
 from offload.planning.units import Unit, Where
 from offload.torch_private import no_dispatch, no_functions, storage_use_count
 
-TORCH_DTYPE = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 KERNEL_DTYPE = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPE.items()}
 
 # Who has the memory of a gradient in a hook behind its accumulation: the gradient, what autograd has made it of, and
