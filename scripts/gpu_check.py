@@ -34,6 +34,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 GIB = 1 << 30
 NO_DEVICE = 2
+HALF = 0.4  # of the free device memory, beside another engine and a model of plain PyTorch
+SECTIONS = (
+    *("machine", "tests", "links", "resident", "placement", "forecast", "activations"),
+    *("states in host memory", "states on NVMe"),
+)
 LIMIT_S = 600.0
 TESTS_LIMIT_S = 150.0
 # Per bf16 parameter: itself 2, gradient 2, low half of the master 2, moments 8, or 4 with state_dtype="bfloat16".
@@ -201,12 +206,12 @@ class Check:
         ids = self.torch.randint(shape["vocab_size"], (1, length), generator=generator).to(self.device)
         return {"input_ids": ids, "labels": ids}
 
-    def options(self, home: str, shape: dict[str, int]) -> dict[str, Any]:
-        """Return the engine's options for parameters and states at `home`."""
+    def options(self, home: str, shape: dict[str, int], share: float = 0.9) -> dict[str, Any]:
+        """Return the engine's options for parameters and states at `home`, in a share of the free device memory."""
         free = self.module.mem_get_info(self.device)[0]
         smoke = self.size is SMOKE
         memory: dict[str, Any] = {
-            "device": "64MiB" if smoke else int(free * 0.45),
+            "device": "64MiB" if smoke else int(free * share),
             "cpu": "64MiB" if smoke else "96GiB",
         }
         options: dict[str, Any] = {"device": str(self.device), "max_memory": memory, "max_grad_norm": 1.0}
@@ -253,8 +258,8 @@ class Check:
         seconds: dict[str, list[float]] = {"plain": [], "engine": [], "engine, states in host memory": []}
         everywhere = self.llama(shape, at=str(self.device)), self.llama(shape, at=str(self.device))
         with (
-            Engine(everywhere[0], AdamW(lr=1e-4), **self.options("all", shape)) as engine,
-            Engine(everywhere[1], AdamW(lr=1e-4), **self.options("device", shape)) as host,
+            Engine(everywhere[0], AdamW(lr=1e-4), **self.options("all", shape, HALF)) as engine,
+            Engine(everywhere[1], AdamW(lr=1e-4), **self.options("device", shape, HALF)) as host,
         ):
             ours, hosts = (self.steps(one, shape, self.size.rounds + 1) for one in (engine, host))
             for number in range(self.size.rounds + 1):
@@ -462,7 +467,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder for what is found")
     parser.add_argument("--path", type=Path, help="folder on the drive for the NVMe tier (default: the output)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model: shows that the script runs")
-    parser.add_argument("--only", nargs="+", default=(), metavar="SECTION", help="sections to run (default: all)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        choices=SECTIONS,
+        metavar="SECTION",
+        help=f"of {', '.join(SECTIONS)} (default: all)",
+    )
     given = parser.parse_args(arguments)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA's libraries begin
     if given.device.startswith("sim"):

@@ -17,16 +17,13 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
 
 @pytest.mark.usefixtures("sim")
-def test_the_gpu_check_goes_all_the_way(tmp_path: Path) -> None:
+def test_the_gpu_check_goes_all_the_way(gpu_check: Any, tmp_path: Path) -> None:
     """On the simulated device: every section has its figures."""
     command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "sim", "--smoke", "--output", str(tmp_path)]
     done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     found = json.loads((tmp_path / "gpu-check.json").read_text())
-    assert list(found) == [
-        *("machine", "tests", "links", "resident", "placement", "forecast", "activations"),
-        *("states in host memory", "states on NVMe"),
-    ]
+    assert tuple(found) == gpu_check.SECTIONS
     assert found["tests"]["exit"] == 0 and found["placement"]["same"] and found["activations"]["same"]
     assert all(found["forecast"][home]["predicted s"] > 0 for home in ("device", "cpu", "nvme"))
     for home in ("states in host memory", "states on NVMe"):
@@ -70,7 +67,7 @@ def test_the_large_model_fits_the_machine_that_is_asked_for(
     with engine_clock(PRESETS[machine], dry=True):
         check = gpu_check.Check("sim:0", gpu_check.FULL, tmp_path, tmp_path)
         shape = check.size.large
-        model = untouched(check.llama(shape, meta=True))
+        model = untouched(check.llama(shape, at="meta"))
         assert sum(parameter.numel() for parameter in model.parameters()) > 6.7e9
         with Engine(model, AdamW(lr=1e-5), **check.options(home, shape)) as engine:
             ids = torch.zeros(1, check.size.tokens, dtype=torch.int64, device="sim")
