@@ -743,7 +743,8 @@ def test_what_fits_above_the_drive_stays_there(request: Request) -> None:
     tier = None if request.optimizer_tier is Tier.DEVICE else request.optimizer_tier
     apart_alone = {"device_is_host": False, "world_size": 1, "nodes": 1, "rank": 0, "optimizer_tier": tier}
     request = enlarged(dataclasses.replace(request, clips=True, **apart_alone))
-    first, plan = Planner(request).plan(), make_plan(request)
+    plan = make_plan(request)
+    first = Planner(plan.request).plan()
     check_plan(plan)
     for kind in ("param", "grad", "states"):
         if count(first, kind, Tier.NVME) == 0:
