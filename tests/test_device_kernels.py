@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 import torch
 
+import offload
 from offload.kernels import cpu_adam, nvrtc
-from offload.kernels.cpu_adam import Dtype, StateKind
+from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
+from offload.kernels.on_device import Measured
 from offload.memory import device_kernels
 from offload.memory.device_kernels import CudaKernels
 
 TESTS = Path(__file__).resolve().parent
 SOURCES = TESTS.parent / "csrc" / "cpu_adam"
-KERNELS = {"STEP": ["step"], "MOVE": ["convert", "accumulate"], "SUM": ["sum_lanes", "sum_chunks", "sum_all"]}
+KERNELS = {"STEP": ["step"], "MOVE": ["convert", "accumulate"], "SUM": ["sum_blocks", "sum_ranges"]}
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
 RESULTS, INPUTS = 0x8000, 0x0040  # of subnormal numbers that are zero, in the register of SSE
@@ -42,10 +44,9 @@ class _Loaded:
         self._library = library
         self._flushes = flushes
 
-    def launch(self, name: str, threads: int, stream: int, *arguments: Any) -> None:
+    def launch(self, name: str, blocks: int, stream: int, *arguments: Any) -> None:
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        blocks = ctypes.c_size_t(-(-threads // nvrtc.THREADS))
-        getattr(self._library, f"launch_{name}")(places, blocks, ctypes.c_uint(self._flushes))
+        getattr(self._library, f"launch_{name}")(places, ctypes.c_size_t(blocks), ctypes.c_uint(self._flushes))
 
 
 class Emulated:
@@ -62,7 +63,8 @@ class Emulated:
         if macros not in self._made:
             assert COMPILER is not None
             stem = self._folder / f"kernels{len(self._made)}"
-            launches = "".join(f"LAUNCH({name})\n" for name in KERNELS[macros[0]])
+            warps = str(macros[0] == "SUM").lower()
+            launches = "".join(f"LAUNCH({name}, {warps})\n" for name in KERNELS[macros[0]])
             text = f'#include "{TESTS}/emulated.h"\n#include "{self._source}"\n{launches}'
             stem.with_suffix(".cpp").write_text(text)
             command = [
@@ -87,6 +89,24 @@ def kernels(folder: Path, change: Callable[[str], str] = str, **more: int) -> Cu
     return CudaKernels(torch.device("cpu"), Emulated(folder, change, **more), lambda: 0)
 
 
+def counted(folder: Path) -> tuple[CudaKernels, list[str]]:
+    """Return kernels, and the names of those that are launched."""
+    programs, launched = Emulated(folder), list[str]()
+
+    class Counting:
+        def get(self, *macros: str, flush: bool) -> Any:
+            program = programs.get(*macros, flush=flush)
+
+            class One:
+                def launch(self, name: str, blocks: int, stream: int, *arguments: Any) -> None:
+                    launched.append(name)
+                    program.launch(name, blocks, stream, *arguments)
+
+            return One()
+
+    return CudaKernels(torch.device("cpu"), Counting(), lambda: 0), launched
+
+
 @pytest.mark.parametrize(
     ("rules", "kind", "dtype"),
     [
@@ -104,7 +124,10 @@ def test_bits_are_the_cpus(rules: set[int], kind: StateKind, dtype: Dtype, tmp_p
     ("right", "wrong", "text"),
     [
         ("Mode::kStep, Dtype::GRADIENT", "Mode::kStep, Dtype::kBfloat16", "Adam of FLOAT32 gradients"),
-        ("half /= 2) {\n            for", "half /= 3) {\n            for", "sum of squares"),
+        ("half = kSumLanes / 2", "half = kSumLanes / 4", "sum of squares"),
+        ("begin < chunks; begin += kWarp", "begin < 1; begin += kWarp", "sum of squares"),
+        ("args.offset = range.offset", "args.offset = 0", "Adam of BFLOAT16 gradients"),
+        ("blockIdx.x - batch.first[own]", "blockIdx.x", "Adam of FLOAT32 gradients"),
         ("accumulate_range", "convert_range", "accumulation"),
     ],
 )
@@ -113,19 +136,75 @@ def test_other_bits_are_seen(right: str, wrong: str, text: str, tmp_path: Path) 
         assert right in source
         return source.replace(right, wrong)
 
-    why = kernels(tmp_path, change).refusal({0}, StateKind.FLOAT32, {Dtype.FLOAT32})
+    kind, dtype = (StateKind.BFLOAT16, Dtype.BFLOAT16) if "offset" in right else (StateKind.FLOAT32, Dtype.FLOAT32)
+    why = kernels(tmp_path, change).refusal({0}, kind, {dtype})
     assert why is not None and "other bits than the CPU's" in why and text in why
 
 
-@pytest.mark.parametrize("numel", [0, 1, 4096, 16 * 4096 + 1, 5 * 16 * 4096, 100 * 4096 + 17])
-def test_a_sum_in_pieces_has_the_bits_of_one(numel: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_kernels, "PIECE_BLOCKS", 32)
-    numbers = torch.randn(max(numel, 1), generator=torch.Generator().manual_seed(numel))[:numel]
-    if numel > 200_000:
-        numbers[[5, 150_000]] = float("inf")
-    found, total = kernels(tmp_path), torch.ones(2, dtype=torch.float64)
-    found.sum_of_squares(numbers.data_ptr(), Dtype.FLOAT32, numel, total=total.data_ptr())
-    assert found.read_totals([total.data_ptr()]) == [cpu_adam.sum_of_squares(numbers.data_ptr(), Dtype.FLOAT32, numel)]
+def random(numel: int, number: int) -> torch.Tensor:
+    return torch.randn(max(numel, 1), generator=torch.Generator().manual_seed(number))[:numel]
+
+
+@pytest.mark.parametrize("most_blocks", [32, device_kernels.MOST_BLOCKS])
+def test_many_ranges_are_measured_by_few_launches(
+    most_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two dtypes, some without elements, some longer than what one launch should measure."""
+    monkeypatch.setattr(device_kernels, "MOST_BLOCKS", most_blocks)
+    sizes = [0, 1, 4096, 16 * 4096, 16 * 4096 + 1, 40 * 16 * 4096 + 17, *range(5, 140), 0]
+    numbers = [random(numel, position) for position, numel in enumerate(sizes)]
+    numbers[3][[5, 60_000]] = float("inf")
+    numbers = [tensor.bfloat16() if position % 3 else tensor for position, tensor in enumerate(numbers)]
+    totals = torch.ones(2 * len(numbers), dtype=torch.float64)
+    dtypes = [Dtype.BFLOAT16 if tensor.dtype is torch.bfloat16 else Dtype.FLOAT32 for tensor in numbers]
+    found, launched = counted(tmp_path)
+    places = [totals.data_ptr() + 16 * position for position in range(len(numbers))]
+    found.sums_of_squares(
+        [
+            Measured(tensor.data_ptr(), dtype, tensor.numel(), place)
+            for tensor, dtype, place in zip(numbers, dtypes, places, strict=True)
+        ]
+    )
+    expected = [
+        cpu_adam.sum_of_squares(tensor.data_ptr(), dtype, tensor.numel())
+        for tensor, dtype in zip(numbers, dtypes, strict=True)
+    ]
+    assert found.read_totals(places) == expected
+    assert (len(launched) == 6) == (most_blocks > 32), "95 and 47 ranges, of which one launch takes 56"
+
+
+def test_many_ranges_are_updated_by_few_launches(tmp_path: Path) -> None:
+    """Those of the same hyper-parameters; each with the bits that it has alone."""
+    spec = offload.AdamW(lr=0.01, weight_decay=0.1)
+    hypers = [Hyper(spec, 1, 0.5), Hyper(spec, 2, 0.5)]
+    found, launched = counted(tmp_path)
+    sizes = [*range(70), 513, 70_001]
+    kinds = ("master", "grad", "first", "second")
+    here = [{kind: random(numel, 7).abs() for kind in kinds} for numel in sizes]
+    there = [{kind: tensor.clone() for kind, tensor in each.items()} for each in here]
+
+    def steps(of: list[dict[str, torch.Tensor]]) -> list[tuple[StepArrays, Hyper]]:
+        return [
+            (
+                StepArrays(
+                    numel=numel,
+                    grad=each["grad"].data_ptr(),
+                    grad_dtype=Dtype.FLOAT32,
+                    master=each["master"].data_ptr(),
+                    master_kind=MasterKind.FLOAT32,
+                    states=(each["first"].data_ptr(), each["second"].data_ptr()),
+                ),
+                hypers[numel % 5 == 0],
+            )
+            for numel, each in zip(sizes, of, strict=True)
+        ]
+
+    for arrays, hyper in steps(here):
+        cpu_adam.step(arrays, hyper)
+    found.steps(steps(there))
+    for mine, theirs in zip(there, here, strict=True):
+        assert all(torch.equal(mine[kind], theirs[kind]) for kind in kinds)
+    assert launched == ["step"] * 3, "57 of the one, and 14 of the other"
 
 
 @pytest.mark.parametrize("flushes", [RESULTS, INPUTS, 0])
@@ -177,8 +256,11 @@ def test_texts_are_those_of_the_sources() -> None:
 
 def test_constants_are_those_of_the_kernels() -> None:
     header = (SOURCES / "kernels.h").read_text()
-    assert ctypes.sizeof(nvrtc.StepArgs) == 192
-    assert f"kSumLanes = {device_kernels._LANES};" in header
+    source = (SOURCES / "on_cuda.cu").read_text()
+    assert f"kSumLanes = {device_kernels._WARP};" in header and f"kWarp = {device_kernels._WARP};" in source
+    assert f"kRanges = {nvrtc.RANGES};" in source
+    assert f"sizeof(StepBatch) == {ctypes.sizeof(nvrtc.StepBatch)})" in source
+    assert f"sizeof(SumBatch) == {ctypes.sizeof(nvrtc.SumBatch)})" in source
     assert f"kGroup = {device_kernels._GROUP};" in (SOURCES / "groups.h").read_text()
 
 

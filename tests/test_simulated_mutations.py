@@ -130,13 +130,16 @@ WAITS_OF_UPDATES: dict[str, tuple[str, str, str, str]] = {
         f"{MEMORY}.ordering", "Ordering.end_alone", "stream.wait_stream(self._alone)", "pass"
     ),
     "a stream that comes later, likewise": (
-        f"{MEMORY}.ordering", "Ordering._compute", "stream.wait_stream(self._alone)", "pass"
+        f"{MEMORY}.ordering", "Ordering.note_stream", "stream.wait_stream(self._alone)", "pass"
     ),
     "updates are alone": (
         f"{SHARDS}.device_updates", "DeviceUpdates.make", "with self._tiers.mover.alone():", "if True:"
     ),
-    "a gradient that is taken is alone": (
-        f"{SHARDS}.gradients", "Gradients.add", "with self._mover.alone():", "if True:"
+    "a gradient that is added is alone": (
+        f"{SHARDS}.gradients", "Gradients._keep", "with self._mover.alone():", "if True:"
+    ),
+    "who has computed a gradient that is kept is known": (
+        f"{SHARDS}.gradients", "Gradients._keep", "self._mover.note_stream()", "pass"
     ),
     "what was measured is read alone": (
         f"{SHARDS}.gradients", "Gradients.read_sums", "with self._mover.alone():", "if True:"

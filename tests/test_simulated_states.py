@@ -282,17 +282,19 @@ def run_on_new_streams(home: str, path: Path) -> Outcome:
 
 
 def run_added(home: str, path: Path) -> Outcome:
-    """Let gradients come on a stream on which nothing was ever computed, and be measured on another."""
+    """Let gradients come on two streams on which nothing was ever computed, and be measured on another."""
     model, norms = net(), []
     options = everything_on_device() if home == "truth" else placed(home, model, path)
     with Engine(model, AdamW(lr=1e-2), **options) as engine:
         gradients = engine._manager.gradients
-        stream = contextlib.nullcontext() if home == "truth" else torch.Stream("sim:0")
-        for unit in engine.plan.request.units:
-            with stream:
-                for slot, known in enumerate(unit.slots):
-                    source = batch(unit.index, known.numel).pin_memory()
-                    gradients.add(unit.index, slot, source.to(engine.device, non_blocking=True) * 2, final=True)
+        for number in range(2):
+            stream = contextlib.nullcontext() if home == "truth" else torch.Stream("sim:0")
+            for unit in engine.plan.request.units:
+                with stream:
+                    for slot, known in enumerate(unit.slots):
+                        source = batch(unit.index, known.numel).pin_memory()
+                        gradient = source.to(engine.device, non_blocking=True) * (number + 2)
+                        gradients.add(unit.index, slot, gradient, final=number == 1, backward_pass=number)
         gradients.await_copies()
         for unit in engine.plan.request.units:
             norms += [total[0] for total in gradients.sums(unit.index) if total is not None]
@@ -390,7 +392,7 @@ def test_a_kernel_that_fails_loses_the_step_and_says_so(tmp_path: Path) -> None:
     model = net()
     with Engine(model, AdamW(lr=1e-2), **placed("resident", model, tmp_path)) as engine:
         engine.backward(loss_of(engine, batch(0).to("sim")))
-        with pytest.raises(torch.AcceleratorError), failing(3, WORK):  # the copy of the sums, an update, another one
+        with pytest.raises(torch.AcceleratorError), failing(12 + 1 + 2, WORK):  # sums, their copy, an update, this one
             engine.step()
         with pytest.raises(StateError, match="half way|lost"):
             engine.step() or engine(batch(0).to("sim"))

@@ -3,9 +3,11 @@
 // Vec.
 
 #if defined(OFFLOAD_ON_CUDA)
-constexpr std::size_t kGroup = 2;  // elements: a thread's, so that neighbours work on neighbouring memory
+constexpr std::size_t kGroup = 2;      // elements: a thread's, so that neighbours work on neighbouring memory
+constexpr std::size_t kCopyAlign = 8;  // bytes: every thread that may run has the copies' memory all the time
 #else
 constexpr std::size_t kGroup = 64;  // elements: a whole number of 64-byte lines in every stream
+constexpr std::size_t kCopyAlign = 64;
 #endif
 constexpr std::size_t kAhead = 512;  // elements between a group and what is prefetched for it
 
@@ -55,7 +57,7 @@ inline T* advance(T* p, std::size_t k) {
 template <std::size_t kSize, typename A>
 struct Staged {
     using Entry = std::remove_const_t<typename A::Entry>;
-    alignas(64) Entry data[A::entries(kSize)] = {};
+    alignas(kCopyAlign) Entry data[A::entries(kSize)] = {};
     typename A::Entry* home;
     std::size_t size_bytes;
     Staged(const A& array, std::size_t i, std::size_t n)

@@ -27,14 +27,67 @@ namespace {
 // then
 #include "elementwise.h"
 
-static_assert(sizeof(StepArgs) == 192);  // offload/kernels/nvrtc.py fills it
+// A launch works on so many ranges at most, that the host launches once for many parameters: what tells of
+// them are arguments, of which there are 4 KiB.
+constexpr std::size_t kRanges = 56;
+[[maybe_unused]] constexpr std::size_t kWarp = 32;
 
-inline std::size_t thread_number() { return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+struct StepRange {
+    const void* grad;
+    std::uint16_t* param;
+    void* master;
+    void* states[kStates];
+    void* emit;
+    std::uint64_t offset;
+    std::uint64_t numel;
+};
+// Ranges with the same hyper-parameters; `first` is the first thread block of each.
+struct StepBatch {
+    float constants[kConstants];
+    std::uint64_t seed;
+    std::uint64_t step;
+    StepRange ranges[kRanges];
+    std::uint32_t first[kRanges];
+    std::uint32_t count;
+};
+static_assert(sizeof(StepBatch) == 3864);  // offload/kernels/nvrtc.py fills it
 
-// operation(begin, end) on this thread's group of `numel` elements.
+struct SumRange {
+    const void* data;
+    std::uint64_t numel;
+    double* total;  // and a std::int64_t behind it
+};
+struct SumBatch {
+    double* sums;  // of each block; the last chunk of a range is filled up with blocks of zeros
+    std::int64_t* counts;
+    SumRange ranges[kRanges];
+    std::uint32_t first[kRanges];
+    std::uint32_t count;
+};
+static_assert(sizeof(SumBatch) == 1592);
+
+[[maybe_unused]] inline std::size_t thread_number() {
+    return std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
+}
+
+// The range that this thread block works on: the last one that begins there or before.
+inline std::uint32_t own_range(const std::uint32_t* first, std::uint32_t count) {
+    std::uint32_t low = 0, high = count;
+    while (high - low > 1) {
+        const std::uint32_t middle = (low + high) / 2;
+        if (first[middle] <= blockIdx.x) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// operation(begin, end) on the group of thread `number`, of `numel` elements.
 template <typename Operation>
-inline void for_own_group(std::size_t numel, const Operation& operation) {
-    const std::size_t begin = thread_number() * kGroup;
+inline void for_own_group(std::size_t number, std::size_t numel, const Operation& operation) {
+    const std::size_t begin = number * kGroup;
     if (begin < numel) {
         operation(begin, numel - begin < kGroup ? numel : begin + kGroup);
     }
@@ -42,8 +95,25 @@ inline void for_own_group(std::size_t numel, const Operation& operation) {
 }  // namespace
 
 #if defined(STEP)
-extern "C" __global__ void step(const StepArgs args, std::size_t numel) {
-    for_own_group(numel, [&](std::size_t begin, std::size_t end) {
+extern "C" __global__ void step(const __grid_constant__ StepBatch batch) {
+    const std::uint32_t own = own_range(batch.first, batch.count);
+    const StepRange& range = batch.ranges[own];
+    StepArgs args{};
+    args.grad = range.grad;
+    args.param = range.param;
+    args.master = range.master;
+    args.emit = range.emit;
+    for (int k = 0; k < kStates; ++k) {
+        args.states[k] = range.states[k];
+    }
+    args.seed = batch.seed;
+    args.step = batch.step;
+    args.offset = range.offset;
+    for (int k = 0; k < kConstants; ++k) {
+        args.constants[k] = batch.constants[k];
+    }
+    const std::size_t number = std::size_t{blockIdx.x - batch.first[own]} * blockDim.x + threadIdx.x;
+    for_own_group(number, range.numel, [&](std::size_t begin, std::size_t end) {
         step_range<RULE, STATES, Mode::kStep, Dtype::GRADIENT, Master::MASTER>(args, begin, end);
     });
 }
@@ -51,32 +121,31 @@ extern "C" __global__ void step(const StepArgs args, std::size_t numel) {
 
 #if defined(MOVE)
 extern "C" __global__ void convert(const void* src, void* dst, std::size_t numel) {
-    for_own_group(numel, [&](std::size_t begin, std::size_t end) {
+    for_own_group(thread_number(), numel, [&](std::size_t begin, std::size_t end) {
         convert_range<Dtype::FROM, Dtype::TO>(src, dst, begin, end);
     });
 }
 extern "C" __global__ void accumulate(const void* src, void* dst, std::size_t numel) {
-    for_own_group(numel, [&](std::size_t begin, std::size_t end) {
+    for_own_group(thread_number(), numel, [&](std::size_t begin, std::size_t end) {
         accumulate_range<Dtype::FROM, Dtype::TO>(src, dst, begin, end);
     });
 }
 #endif
 
-// The sum of squares in the order that kernels.h fixes, in three passes: what threads do in each is known
-// beforehand.
+// The sums of squares in the order that kernels.h fixes, in two passes.
 #if defined(SUM)
-// A thread per lane of a block.
-extern "C" __global__ void sum_lanes(const void* x, double* lanes, std::int64_t* not_finite,
-                                     std::size_t numel) {
-    const auto* data = static_cast<const Storage<Dtype::FROM>*>(x);
-    const std::size_t number = thread_number(), begin = number / kSumLanes * kSumBlock;
-    if (begin >= numel) {
-        return;
-    }
-    const std::size_t end = numel - begin < kSumBlock ? numel : begin + kSumBlock;
+// A warp per block: a thread per lane, then the lanes as a binary tree.
+extern "C" __global__ void sum_blocks(const __grid_constant__ SumBatch batch) {
+    static_assert(kSumLanes == kWarp);
+    const std::uint32_t own = own_range(batch.first, batch.count);
+    const std::size_t numel = batch.ranges[own].numel, lane = threadIdx.x % kWarp;
+    const auto* data = static_cast<const Storage<Dtype::FROM>*>(batch.ranges[own].data);
+    const std::size_t number = thread_number() / kWarp;
+    const std::size_t begin = (number - std::size_t{batch.first[own]} * (blockDim.x / kWarp)) * kSumBlock;
+    const std::size_t end = begin >= numel ? begin : numel - begin < kSumBlock ? numel : begin + kSumBlock;
     double sum = 0.0;
     std::int64_t count = 0;
-    for (std::size_t i = begin + number % kSumLanes; i < end; i += kSumLanes) {
+    for (std::size_t i = begin + lane; i < end; i += kSumLanes) {
         const float value = load_as<Dtype::FROM>(data + i);
         const std::uint32_t magnitude = Vec::bits(value) & 0x7fffffffu;
         const double wide =
@@ -84,55 +153,52 @@ extern "C" __global__ void sum_lanes(const void* x, double* lanes, std::int64_t*
         sum += wide * wide;
         count += magnitude >= 0x7f800000u;
     }
-    lanes[number] = sum;
-    not_finite[number] = count;
+    for (unsigned half = kSumLanes / 2; half != 0; half /= 2) {
+        sum += __shfl_sync(0xffffffffu, sum, static_cast<unsigned>(lane) + half);
+        count += __shfl_sync(0xffffffffu, count, static_cast<unsigned>(lane) + half);
+    }
+    if (lane == 0) {
+        batch.sums[number] = sum;
+        batch.counts[number] = count;
+    }
 }
-// A thread per chunk: the lanes of a block as a binary tree, blocks in rising order.
-extern "C" __global__ void sum_chunks(const double* lanes, const std::int64_t* not_finite, double* chunks,
-                                      std::int64_t* counts, std::size_t blocks) {
+// A warp per range: a thread per chunk, whose blocks it adds in rising order; then chunks in rising order.
+extern "C" __global__ void sum_ranges(const __grid_constant__ SumBatch batch) {
     constexpr std::size_t kBlocks = kChunk / kSumBlock;
-    const std::size_t chunk = thread_number();
-    if (chunk * kBlocks >= blocks) {
+    const std::size_t own = thread_number() / kWarp, lane = threadIdx.x % kWarp;
+    if (own >= batch.count) {
         return;
     }
-    const std::size_t end = blocks - chunk * kBlocks < kBlocks ? blocks : (chunk + 1) * kBlocks;
-    double sum = 0.0;
+    const SumRange& range = batch.ranges[own];
+    const std::size_t chunks = (range.numel + kChunk - 1) / kChunk;
+    const std::size_t first = std::size_t{batch.first[own]} * (blockDim.x / kWarp);
+    double total = 0.0;
     std::int64_t count = 0;
-    for (std::size_t block = chunk * kBlocks; block < end; ++block) {
-        double tree[kSumLanes];
-        for (std::size_t k = 0; k < kSumLanes; ++k) {
-            tree[k] = lanes[block * kSumLanes + k];
-            count += not_finite[block * kSumLanes + k];
+    for (std::size_t begin = 0; begin < chunks; begin += kWarp) {
+        double sum = 0.0;
+        for (std::size_t k = 0; begin + lane < chunks && k < kBlocks; ++k) {
+            sum += batch.sums[first + (begin + lane) * kBlocks + k];
+            count += batch.counts[first + (begin + lane) * kBlocks + k];
         }
-        for (std::size_t half = kSumLanes / 2; half != 0; half /= 2) {
-            for (std::size_t k = 0; k < half; ++k) {
-                tree[k] += tree[k + half];
+        for (unsigned k = 0; k < kWarp; ++k) {
+            const double next = __shfl_sync(0xffffffffu, sum, k);
+            if (begin + k < chunks) {
+                total += next;
             }
         }
-        sum += tree[0];
     }
-    chunks[chunk] = sum;
-    counts[chunk] = count;
-}
-// One thread: chunks in rising order.
-extern "C" __global__ void sum_all(const double* chunks, const std::int64_t* counts, double* total,
-                                   std::size_t size) {
-    if (thread_number() != 0) {
-        return;
+    for (unsigned half = kWarp / 2; half != 0; half /= 2) {
+        count += __shfl_sync(0xffffffffu, count, static_cast<unsigned>(lane) + half);
     }
-    double sum = 0.0;
-    std::int64_t count = 0;
-    for (std::size_t chunk = 0; chunk < size; ++chunk) {
-        sum += chunks[chunk];
-        count += counts[chunk];
+    if (lane == 0) {
+        const std::uint64_t quiet_nan = 0x7ff8000000000000u;
+        if (total != total) {
+            __builtin_memcpy(range.total, &quiet_nan, sizeof(total));
+        } else {
+            *range.total = total;
+        }
+        __builtin_memcpy(range.total + 1, &count, sizeof(count));
     }
-    const std::uint64_t quiet_nan = 0x7ff8000000000000u;
-    if (sum != sum) {
-        __builtin_memcpy(total, &quiet_nan, sizeof(sum));
-    } else {
-        *total = sum;
-    }
-    __builtin_memcpy(total + 1, &count, sizeof(count));
 }
 #endif
 }  // namespace offload::cpu_adam

@@ -29,15 +29,46 @@ _OPTIONS = (
 )
 
 
-class StepArgs(ctypes.Structure):
-    """``StepArgs`` of csrc/cpu_adam/kernels.h."""
+RANGES = 56  # that one launch works on; kRanges in csrc/cpu_adam/on_cuda.cu, as the structures
+
+
+class StepRange(ctypes.Structure):
+    """Addresses of one range to be updated."""
 
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("grad", "pending", "param", "master", "state0", "state1", "units")),
-        *((name, ctypes.c_uint64) for name in ("emit", "to_param", "to_master", "to_state0", "to_state1", "to_units")),
-        *((name, ctypes.c_uint64) for name in ("seed", "step", "offset")),
+        *((name, ctypes.c_uint64) for name in ("grad", "param", "master", "state0", "state1", "emit")),
+        *((name, ctypes.c_uint64) for name in ("offset", "numel")),
+    ]
+
+
+class StepBatch(ctypes.Structure):
+    """Ranges with the same hyper-parameters, and the first thread block of each."""
+
+    _fields_ = [
         ("constants", ctypes.c_float * 8),
-        ("pending_constants", ctypes.c_float * 8),
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_uint64),
+        ("ranges", StepRange * RANGES),
+        ("first", ctypes.c_uint32 * RANGES),
+        ("count", ctypes.c_uint32),
+    ]
+
+
+class SumRange(ctypes.Structure):
+    """Addresses of one range to be measured, and of what is measured."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("data", "numel", "total")]
+
+
+class SumBatch(ctypes.Structure):
+    """Ranges of one dtype, the first thread block of each, and where sums of blocks of elements wait."""
+
+    _fields_ = [
+        ("sums", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("ranges", SumRange * RANGES),
+        ("first", ctypes.c_uint32 * RANGES),
+        ("count", ctypes.c_uint32),
     ]
 
 
@@ -60,12 +91,12 @@ class Program:
         with driver.current():
             driver.call("cuModuleLoadData", ctypes.byref(self._module), image)
 
-    def launch(self, name: str, threads: int, stream: int, *arguments: Any) -> None:
+    def launch(self, name: str, blocks: int, stream: int, *arguments: Any) -> None:
         """Give a stream a kernel.
 
         Args:
             name: of the kernel.
-            threads: that there are at least.
+            blocks: of :data:`THREADS` threads.
             stream: the driver's handle of it.
             *arguments: values of ctypes.
 
@@ -73,7 +104,6 @@ class Program:
             CudaError: the driver refuses it.
         """
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        blocks = -(-threads // THREADS)
         with self._driver.current():
             if name not in self._functions:
                 function = ctypes.c_void_p()

@@ -7,6 +7,7 @@ from.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -24,23 +25,36 @@ class Stepper(Protocol):
         """Update master weights and states in place; see :func:`offload.kernels.cpu_adam.step`."""
 
 
-class DeviceKernels(Stepper, Protocol):
-    """Arithmetic on addresses of a device, given to the stream that is current; nobody waits for it.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """A range that is measured.
 
-    Results have the bits of the functions of the same names in :mod:`offload.kernels.cpu_adam`.
+    Attributes:
+        address: (numel,) `dtype`.
+        total: address of :data:`TOTAL_BYTES` for the sum of squares and the number of elements that are not finite.
     """
 
-    def take_gradient(
-        self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, total: int
-    ) -> None:
-        """Copy a gradient, or add it to what is there.
+    address: int
+    dtype: Dtype
+    numel: int
+    total: int
 
-        The arguments are those of the function in ``cpu_adam``, but for `total`: the address of :data:`TOTAL_BYTES` for
-        the sum of squares and the number of elements that are not finite; 0 where nothing is measured.
-        """
 
-    def sum_of_squares(self, address: int, dtype: Dtype, numel: int, *, total: int) -> None:
-        """Measure a range; `total` as in :meth:`take_gradient`."""
+class DeviceKernels(Protocol):
+    """Arithmetic on addresses of a device, given to the stream that is current; nobody waits for it.
+
+    Results have the bits of the functions of the same names in :mod:`offload.kernels.cpu_adam`. Many ranges are given
+    at once, for each launch takes the host a while.
+    """
+
+    def steps(self, steps: Sequence[tuple[StepArrays, Hyper]]) -> None:
+        """Update master weights and states in place, as by one :func:`offload.kernels.cpu_adam.step` each."""
+
+    def take_gradient(self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool) -> None:
+        """Copy a gradient, or add it to what is there; the arguments are those of the function in ``cpu_adam``."""
+
+    def sums_of_squares(self, ranges: Sequence[Measured]) -> None:
+        """Measure ranges."""
 
     def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
         """Convert a range to another dtype."""

@@ -99,7 +99,7 @@ class AcceleratorDevice:
 
     def current_stream(self) -> torch.Stream:
         """Return the stream that compute is given to now."""
-        return torch.accelerator.current_stream(self.place)
+        return torch.accelerator.current_stream(self.place.index)  # of a device, it asks much more
 
     def event(self, stream: torch.Stream | None = None) -> torch.Event:
         """Return the moment when all that was given to `stream` so far is done; of None to the current one."""
@@ -385,6 +385,10 @@ class AcceleratorMover:
             yield
         finally:
             self._ordering.end_alone(others)
+
+    def note_stream(self) -> None:
+        """Let :meth:`alone` wait for the current stream, too."""
+        self._ordering.note_stream()
 
     # --- chunks of what is at home on the device --------------------------------------------------------------------
 

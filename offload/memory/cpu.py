@@ -177,6 +177,9 @@ class CpuMover:
         """Nothing to order."""
         return contextlib.nullcontext()
 
+    def note_stream(self) -> None:
+        """Nothing to order."""
+
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
         """Use the tensor where it is."""
         use(tensor.data_ptr())

@@ -17,8 +17,18 @@ import torch
 
 from offload.kernels import cpu_adam, optimizers
 from offload.kernels.cpu_adam import SUM_BLOCK, Dtype, Hyper, MasterKind, StateKind, StepArrays
-from offload.kernels.nvrtc import Compiler, Driver, Program, StepArgs
-from offload.kernels.on_device import TOTAL_BYTES
+from offload.kernels.nvrtc import (
+    RANGES,
+    THREADS,
+    Compiler,
+    Driver,
+    Program,
+    StepBatch,
+    StepRange,
+    SumBatch,
+    SumRange,
+)
+from offload.kernels.on_device import TOTAL_BYTES, Measured
 from offload.memory.arena import bytes_at
 from offload.spec import OptimizerSpec
 from offload.torch_private import no_dispatch, no_functions
@@ -38,8 +48,9 @@ _SPECS: dict[int, OptimizerSpec] = {  # one for each rule
     4: optimizers.Adagrad(lr=0.01),
 }
 _GROUP = 2  # elements of a thread; kGroup in csrc/cpu_adam/groups.h
-PIECE_BLOCKS = 4096  # of a sum at once: 16.8 M elements, whose lanes take 2 MiB
-_LANES, _CHUNK_BLOCKS = 32, 16  # kSumLanes, and kChunk / kSumBlock, in csrc/cpu_adam/kernels.h
+_WARP = 32
+_CHUNK_NUMEL = 16 * SUM_BLOCK  # kChunk in csrc/cpu_adam/kernels.h
+MOST_BLOCKS = 1 << 17  # that one launch measures, but for a longer range: 536 M elements, whose sums take 2 MiB
 
 
 class Programs(Protocol):
@@ -91,63 +102,73 @@ class CudaKernels:
         self._stream = stream
         self._compared: dict[tuple[frozenset[int], StateKind, frozenset[Dtype]], str | None] = {}
 
-    def step(self, arrays: StepArrays, hyper: Hyper) -> None:
-        """Give the stream an update."""
-        assert arrays.target is None and arrays.state_kind in _STATES
-        if not arrays.numel:
-            return
-        split = arrays.master_kind is MasterKind.SPLIT
-        program = self._programs.get(
-            "STEP",
-            f"RULE={_RULES[hyper.spec.kernel]}",
-            f"STATES={_STATES[arrays.state_kind]}",
-            f"GRADIENT={_DTYPES[arrays.grad_dtype]}",
-            f"MASTER={'kSplit' if split else _EMITS[arrays.emit_dtype]}",
-            flush=True,
-        )
-        first, second = (*arrays.states, 0, 0)[:2]
-        given = StepArgs(
-            grad=arrays.grad,
-            param=arrays.param,
-            master=arrays.master,
-            state0=first,
-            state1=second,
-            emit=arrays.emit,
-            seed=arrays.seed,
-            step=hyper.step,
-            offset=arrays.offset,
-            constants=(ctypes.c_float * 8)(*hyper.constants()),
-        )
-        self._launch(program, "step", -(-arrays.numel // _GROUP), given, ctypes.c_size_t(arrays.numel))
+    def steps(self, steps: Sequence[tuple[StepArrays, Hyper]]) -> None:
+        """Give the stream updates: those of the same hyper-parameters and formats together."""
+        alike: dict[tuple[Any, ...], list[tuple[StepArrays, Hyper]]] = {}
+        for arrays, hyper in steps:
+            assert arrays.target is None and arrays.state_kind in _STATES
+            formats = arrays.state_kind, arrays.grad_dtype, arrays.master_kind, arrays.emit_dtype
+            alike.setdefault((*formats, arrays.seed, id(hyper)), []).append((arrays, hyper))
+        for same in alike.values():
+            self._steps([arrays for arrays, _ in same if arrays.numel], same[0][1])
 
-    def take_gradient(
-        self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, total: int
-    ) -> None:
-        """Give the stream a copy or a sum, and with `total` the sum of squares of what is there then."""
+    def _steps(self, alike: Sequence[StepArrays], hyper: Hyper) -> None:
+        for first in range(0, len(alike), RANGES):
+            arrays = alike[first]
+            master = "kSplit" if arrays.master_kind is MasterKind.SPLIT else _EMITS[arrays.emit_dtype]
+            program = self._programs.get(
+                "STEP",
+                f"RULE={_RULES[hyper.spec.kernel]}",
+                f"STATES={_STATES[arrays.state_kind]}",
+                f"GRADIENT={_DTYPES[arrays.grad_dtype]}",
+                f"MASTER={master}",
+                flush=True,
+            )
+            given = StepBatch(seed=arrays.seed, step=hyper.step)
+            given.constants[:] = hyper.constants()
+            blocks = 0
+            for place, one in enumerate(alike[first : first + RANGES]):
+                states = (*one.states, 0, 0)[:2]
+                given.ranges[place] = StepRange(
+                    one.grad, one.param, one.master, *states, one.emit, one.offset, one.numel
+                )
+                given.first[place], given.count = blocks, place + 1
+                blocks += -(-one.numel // (_GROUP * THREADS))
+            self._launch(program, "step", blocks, given)
+
+    def take_gradient(self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool) -> None:
+        """Give the stream a copy or a sum."""
         if add:
             self._move("accumulate", src, src_dtype, dst, dst_dtype, numel)
         else:
             self.convert(src, src_dtype, dst, dst_dtype, numel)
-        if total:
-            self.sum_of_squares(dst, dst_dtype, numel, total=total)
 
-    def sum_of_squares(self, address: int, dtype: Dtype, numel: int, *, total: int) -> None:
-        """Give the stream a sum: lanes and chunks of one piece after the other, in the same memory; then all chunks."""
-        program = self._programs.get("SUM", f"FROM={_DTYPES[dtype]}", flush=True)
-        blocks = -(-numel // SUM_BLOCK)
-        chunks, held = -(-blocks // _CHUNK_BLOCKS), min(blocks, PIECE_BLOCKS) * _LANES
+    def sums_of_squares(self, ranges: Sequence[Measured]) -> None:
+        """Give the stream sums: blocks of elements, then all of each range."""
+        for dtype in dict.fromkeys(each.dtype for each in ranges):
+            batch: list[Measured] = []
+            blocks = 0
+            for each in (each for each in ranges if each.dtype is dtype):
+                more = _sum_blocks(each.numel)
+                if batch and (len(batch) == RANGES or blocks + more > MOST_BLOCKS):
+                    self._sums(batch, blocks)
+                    batch, blocks = [], 0
+                batch.append(each)
+                blocks += more
+            self._sums(batch, blocks)
+
+    def _sums(self, batch: Sequence[Measured], blocks: int) -> None:
+        program = self._programs.get("SUM", f"FROM={_DTYPES[batch[0].dtype]}", flush=True)
         with no_functions(), no_dispatch():
-            scratch = torch.empty(2 * (held + chunks), dtype=torch.float64, device=self._place)
-        lanes, bad_lanes, sums, bad = (scratch.data_ptr() + 8 * at for at in (0, held, 2 * held, 2 * held + chunks))
-        pointer, size = ctypes.c_uint64, ctypes.c_size_t
-        for first in range(0, blocks, PIECE_BLOCKS):
-            many, begin = min(PIECE_BLOCKS, blocks - first), first * SUM_BLOCK
-            source, chunk = address + begin * dtype.itemsize, 8 * (first // _CHUNK_BLOCKS)
-            places = map(pointer, (source, lanes, bad_lanes))
-            self._launch(program, "sum_lanes", many * _LANES, *places, size(min(numel - begin, many * SUM_BLOCK)))
-            places = map(pointer, (lanes, bad_lanes, sums + chunk, bad + chunk))
-            self._launch(program, "sum_chunks", -(-many // _CHUNK_BLOCKS), *places, size(many))
-        self._launch(program, "sum_all", 1, *map(pointer, (sums, bad, total)), size(chunks))
+            scratch = torch.empty(2 * blocks, dtype=torch.float64, device=self._place)
+        given = SumBatch(scratch.data_ptr(), scratch.data_ptr() + 8 * blocks, count=len(batch))
+        begin = 0
+        for place, each in enumerate(batch):
+            given.ranges[place] = SumRange(each.address, each.numel, each.total)
+            given.first[place] = begin
+            begin += _sum_blocks(each.numel) * _WARP // THREADS
+        self._launch(program, "sum_blocks", begin, given)
+        self._launch(program, "sum_ranges", -(-len(batch) * _WARP // THREADS), given)
 
     def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
         """Give the stream a conversion."""
@@ -195,10 +216,16 @@ class CudaKernels:
         if numel:
             program = self._programs.get("MOVE", f"FROM={_DTYPES[src_dtype]}", f"TO={_DTYPES[dst_dtype]}", flush=False)
             places = map(ctypes.c_uint64, (src, dst))
-            self._launch(program, name, -(-numel // _GROUP), *places, ctypes.c_size_t(numel))
+            self._launch(program, name, -(-numel // (_GROUP * THREADS)), *places, ctypes.c_size_t(numel))
 
-    def _launch(self, program: Program, name: str, threads: int, *arguments: Any) -> None:
-        program.launch(name, threads, self._stream(), *arguments)
+    def _launch(self, program: Program, name: str, blocks: int, *arguments: Any) -> None:
+        if blocks:
+            program.launch(name, blocks, self._stream(), *arguments)
+
+
+def _sum_blocks(numel: int) -> int:
+    """Return the blocks of whole chunks that have room for `numel` elements."""
+    return -(-numel // _CHUNK_NUMEL) * (_CHUNK_NUMEL // SUM_BLOCK)
 
 
 # Subnormal numbers, those whose squares, products and steps are, and what is not finite.
@@ -212,7 +239,9 @@ _SCALES = (0.5, 0.5, 2.0**30)  # of gradients, in three steps: the last one make
 class _Comparison:
     """Runs kernels of a device and the CPU's on the same numbers, those that are not finite or subnormal among them."""
 
-    NUMEL = SUM_BLOCK * _CHUNK_BLOCKS + 4501  # two chunks; neither the last block nor the last thread's group is full
+    NUMEL = _CHUNK_NUMEL + 4501  # two chunks; neither the last block nor the last thread's group is full
+    CUT = 3001  # of two ranges that are updated together
+    MANY = 35  # times as many elements have more chunks than a warp has threads
 
     def __init__(self, kernels: CudaKernels, place: torch.device) -> None:
         self._kernels = kernels
@@ -242,14 +271,15 @@ class _Comparison:
     def _sum(self, dtype: Dtype) -> bool:
         here = self._numbers(dtype)
         finite = here[1000:].clone()
-        equal = True
-        for numbers in (here, finite):
-            there, total = numbers.to(self._place, copy=True), torch.ones(2, dtype=torch.float64, device=self._place)
-            self._kernels.sum_of_squares(there.data_ptr(), dtype, len(numbers), total=total.data_ptr())
-            found = self._kernels.read_totals([total.data_ptr()])[0]
-            expected = cpu_adam.sum_of_squares(numbers.data_ptr(), dtype, len(numbers))
-            equal = equal and str(found) == str(expected)  # a NaN is itself, as text
-        return equal
+        tried = [here, finite, finite.repeat(self.MANY), finite[:0], finite[:1], finite[1 : SUM_BLOCK + 2]]
+        there = [numbers.to(self._place, copy=True) for numbers in tried]
+        totals = torch.ones(2 * len(tried), dtype=torch.float64, device=self._place)
+        places = [totals.data_ptr() + number * TOTAL_BYTES for number in range(len(tried))]
+        self._kernels.sums_of_squares(
+            [Measured(t.data_ptr(), dtype, t.numel(), place) for t, place in zip(there, places, strict=True)]
+        )
+        expected = [cpu_adam.sum_of_squares(numbers.data_ptr(), dtype, len(numbers)) for numbers in tried]
+        return str(self._kernels.read_totals(places)) == str(expected)  # a NaN is itself, as text
 
     def _take(self, source: Dtype, target: Dtype, *, add: bool) -> bool:
         src, dst = self._numbers(source, each=True), self._numbers(target)
@@ -261,7 +291,6 @@ class _Comparison:
             dst_dtype=target,
             numel=self.NUMEL,
             add=add,
-            total=0,
         )
         cpu_adam.take_gradient(
             src=src.data_ptr(),
@@ -290,24 +319,36 @@ class _Comparison:
         there = {name: tensor.to(self._place, copy=True) for name, tensor in here.items()}
         equal = True
         for step, scale in enumerate(_SCALES, 1):
-            for kernels, at in ((cpu_adam, here), (self._kernels, there)):
-                arrays = StepArrays(
-                    numel=self.NUMEL,
-                    grad=at["grad"].data_ptr(),
-                    grad_dtype=gradient,
-                    master=at["master"].data_ptr(),
-                    master_kind=MasterKind.SPLIT if split else MasterKind.FLOAT32,
-                    states=tuple(at[name].data_ptr() for name in spec.states),
-                    param=at["param"].data_ptr() if split else 0,
-                    state_kind=kind,
-                    emit=at["emit"].data_ptr() if half else 0,
-                    emit_dtype=dtype if half else None,
-                    seed=7,
-                    offset=3,
-                )
-                kernels.step(arrays, Hyper(spec, step, scale))
+            hyper = Hyper(spec, step, scale)
+            steps = [
+                [
+                    StepArrays(
+                        numel=end - begin,
+                        grad=_at(at["grad"], begin),
+                        grad_dtype=gradient,
+                        master=_at(at["master"], begin),
+                        master_kind=MasterKind.SPLIT if split else MasterKind.FLOAT32,
+                        states=tuple(_at(at[name], begin) for name in spec.states),
+                        param=_at(at["param"], begin) if split else 0,
+                        state_kind=kind,
+                        emit=_at(at["emit"], begin) if half else 0,
+                        emit_dtype=dtype if half else None,
+                        seed=7,
+                        offset=3 + begin,
+                    )
+                    for begin, end in ((0, self.CUT), (self.CUT, self.NUMEL))
+                ]
+                for at in (here, there)
+            ]
+            for arrays in steps[0]:
+                cpu_adam.step(arrays, hyper)
+            self._kernels.steps([(arrays, hyper) for arrays in steps[1]])
             equal = equal and all(_same_bits(there[name], tensor) for name, tensor in here.items())
         return equal
+
+
+def _at(tensor: torch.Tensor, element: int) -> int:
+    return tensor.data_ptr() + element * tensor.itemsize
 
 
 def _same_bits(there: torch.Tensor, here: torch.Tensor) -> bool:

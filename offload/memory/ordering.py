@@ -59,7 +59,7 @@ class Ordering:
 
     def use(self, buffer: Buffer) -> None:
         """Let the streams that compute wait for what has arrived in `buffer`; the current one is one from now on."""
-        number = self._compute().stream_id
+        number = self.note_stream().stream_id
         self._used.add(buffer.address)
         arrival = self._arrivals.get(buffer.address)
         if arrival is None or number in arrival.behind:
@@ -118,7 +118,7 @@ class Ordering:
 
     def begin_alone(self) -> list[torch.Stream]:
         """Order the current stream behind all others that compute; returns these."""
-        current = self._compute()
+        current = self.note_stream()
         others = [stream for stream in self._computing.values() if stream != current]
         for stream in others:
             current.wait_stream(stream)
@@ -130,7 +130,7 @@ class Ordering:
         for stream in others:
             stream.wait_stream(self._alone)
 
-    def _compute(self) -> torch.Stream:
+    def note_stream(self) -> torch.Stream:
         """Return the current stream, which is one that computes from now on."""
         stream = self._streams.current_stream()
         if stream.stream_id not in self._computing:

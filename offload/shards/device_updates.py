@@ -10,15 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from offload.kernels import cpu_adam
-from offload.kernels.on_device import DeviceKernels
+from offload.kernels.on_device import DeviceKernels, Stepper
+from offload.kernels.step import StepArrays
 from offload.memory.arena import bytes_at
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.units import Unit
 from offload.shards.leases import Leases
 from offload.shards.stream import ALL_STATES, Chunk
 from offload.shards.tiers import Tiers
+from offload.spec import Hyper
 
 WRITTEN = frozenset({Role.PARAM}) | ALL_STATES
+
+
+class _Steps:
+    """The steps that chunks were visited with, for the device to be given all at once."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[StepArrays, Hyper]] = []
+
+    def step(self, arrays: StepArrays, hyper: Hyper) -> None:
+        """Note one."""
+        self.made.append((arrays, hyper))
 
 
 class DeviceUpdates:
@@ -35,35 +48,41 @@ class DeviceUpdates:
         """Update units, whose gradients have arrived: each parameter is one chunk, at addresses of the device.
 
         Raises:
-            RuntimeError: of the device. The unit that was begun is lost.
+            RuntimeError: of the device. The units that were begun are lost.
         """
         kernels, there = self._tiers.device.kernels, self._tiers.gradients_there
         if not units or kernels is None or there is None:
             return
+        leases, steps = Leases(self._tiers), _Steps()
+        begun: set[int] = set()
         with self._tiers.mover.alone():
-            for unit in units:
-                self._make(unit, there.parts(unit, 0, unit.numel), kernels, visit)
+            try:
+                for unit in units:
+                    begun.add(unit.index)
+                    self._visit(unit, there.parts(unit, 0, unit.numel), leases, kernels, steps, visit)
+                kernels.steps(steps.made)
+            except BaseException:
+                leases.abandon(begun)
+                raise
+            leases.close()
 
-    def _make(
+    def _visit(
         self,
         unit: Unit,
         gradients: Sequence[tuple[int, int, int]],
+        leases: Leases,
         kernels: DeviceKernels,
+        steps: Stepper,
         visit: Callable[[Chunk], None],
     ) -> None:
-        leases, chunk_bytes = Leases(self._tiers), self._tiers.chunk_bytes
-        try:
-            access = leases.open(unit, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, on_device=True)
-            if access.fresh_states:
-                self._initialise(unit, access.addresses, kernels)
-            for number, (begin, numel, gradient) in enumerate(gradients):
-                starts = {role: at + chunk_bytes(unit, role, 0, begin) for role, at in access.addresses.items()}
-                starts[Role.GRAD] = gradient
-                visit(Chunk(unit, number, begin, begin + numel, starts, access, leases, kernels=kernels))
-        except BaseException:
-            leases.abandon({unit.index})
-            raise
-        leases.close()
+        chunk_bytes = self._tiers.chunk_bytes
+        access = leases.open(unit, reads=WRITTEN | {Role.GRAD}, writes=WRITTEN, on_device=True)
+        if access.fresh_states:
+            self._initialise(unit, access.addresses, kernels)
+        for number, (begin, numel, gradient) in enumerate(gradients):
+            starts = {role: at + chunk_bytes(unit, role, 0, begin) for role, at in access.addresses.items()}
+            starts[Role.GRAD] = gradient
+            visit(Chunk(unit, number, begin, begin + numel, starts, access, leases, kernels=steps))
 
     def _initialise(self, unit: Unit, addresses: Mapping[Role, int], kernels: DeviceKernels) -> None:
         """Give states that have no content their first one: zero moments, a master equal to the parameter."""

@@ -137,8 +137,7 @@ class Gradients:
         known.final_adds += final
         known.handed_over = (known.handed_over + 1) % len(known.arrived)
         if self._there is not None and index in self._there:
-            with self._mover.alone():
-                self._keep(self._there, (index, slot), gradient.contiguous(), final=final, widen=widen)
+            self._keep(self._there, (index, slot), gradient.contiguous(), final=final, widen=widen)
             return
         self._mover.read_tensor(
             gradient.contiguous(),
@@ -171,7 +170,11 @@ class Gradients:
         if widen:
             self._widen(shard)
         self._begin(shard)
-        there.take(where, gradient, self.dtype(shard.unit), measure=final)
+        dtype = self.dtype(shard.unit)
+        self._mover.note_stream()
+        if not there.keep(where, gradient, dtype):
+            with self._mover.alone():
+                there.add(where, gradient, dtype)
         self._arrive(shard, where[1], None, final=final)
 
     def _arrive(self, shard: Shard, slot: int, total: tuple[float, int] | None, *, final: bool) -> None:
@@ -243,14 +246,15 @@ class Gradients:
         """Have what waits on the device measured there, and wait for it; nothing where none does."""
         if self._there is None:
             return
+        wanted = [
+            (index, slot)
+            for index, gradient in self._gradients.items()
+            if index in self._there
+            for slot, (arrived, known) in enumerate(zip(gradient.arrived, gradient.sums, strict=True))
+            if arrived and known is None
+        ]
         with self._mover.alone():
-            for index, gradient in self._gradients.items():
-                shard = self._copies.of(index, Role.GRAD)
-                for slot, known in enumerate(gradient.sums):
-                    if index in self._there and gradient.arrived[slot] and known is None:
-                        numel, dtype = shard.unit.slots[slot].numel, self.dtype(shard.unit)
-                        self._there.measure((index, slot), dtype, numel)
-            for (index, slot), total in self._there.read().items():
+            for (index, slot), total in zip(wanted, self._there.measure(wanted), strict=True):
                 self._gradients[index].sums[slot] = total
 
     def is_there(self, index: int) -> bool:
@@ -330,8 +334,6 @@ class Gradients:
     def _spoil(self, index: int, slot: int) -> None:
         """Note that a parameter's gradient has become another one: what was measured is of no use."""
         self._gradients[index].sums[slot] = None
-        if self._there is not None:
-            self._there.forget((index, slot))
 
     def restore(self, index: int, slot: int, dtype: cpu_adam.Dtype, count: int) -> int:
         """Let a parameter have a gradient of `count` backward passes, whose elements somebody writes.

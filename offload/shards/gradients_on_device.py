@@ -10,12 +10,13 @@ The plan counts these bytes beside the device's arena. The device's kernels add 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
 from offload.errors import StateError
 from offload.kernels.cpu_adam import Dtype
-from offload.kernels.on_device import TOTAL_BYTES, DeviceKernels
+from offload.kernels.on_device import TOTAL_BYTES, DeviceKernels, Measured
 from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
 from offload.memory.device_kernels import TORCH_DTYPE
@@ -56,38 +57,36 @@ class GradientsOnDevice:
         self._units = {unit.index for unit in units}
         self._kept: dict[Where, _Kept] = {}
         self._asleep: dict[Where, tuple[torch.Size, torch.dtype]] = {}
-        self._measured: set[Where] = set()
 
     def __contains__(self, index: int) -> bool:
         """Tell whether the gradient of unit `index` waits on the device."""
         return index in self._units
 
-    def take(self, where: Where, gradient: torch.Tensor, dtype: Dtype, *, measure: bool) -> None:
-        """Keep a gradient, or add it to what is there.
+    def keep(self, where: Where, gradient: torch.Tensor, dtype: Dtype) -> bool:
+        """Keep a gradient as it is; returns False where it has to be copied: see :meth:`add`.
 
         Args:
             where: whose it is.
             gradient: contiguous, on the device.
             dtype: in which it is kept.
-            measure: have it measured for :meth:`read`.
         """
-        add, source = where in self._kept, KERNEL_DTYPE[gradient.dtype]
-        if not add and source is dtype and _is_sole(gradient):
-            if measure:
-                self._kernels.sum_of_squares(gradient.data_ptr(), dtype, gradient.numel(), total=self._totals[where])
-            self._kept[where] = _Kept(gradient, gradient._version)
-        else:
-            target = self.address(where) if add else self._make(where, gradient.shape, TORCH_DTYPE[dtype])
-            self._kernels.take_gradient(
-                src=gradient.data_ptr(),
-                src_dtype=source,
-                dst=target,
-                dst_dtype=dtype,
-                numel=gradient.numel(),
-                add=add,
-                total=self._totals[where] if measure else 0,
-            )
-        self._note(where, measured=measure)
+        if where in self._kept or KERNEL_DTYPE[gradient.dtype] is not dtype or not _is_sole(gradient):
+            return False
+        self._keep(where, gradient)
+        return True
+
+    def add(self, where: Where, gradient: torch.Tensor, dtype: Dtype) -> None:
+        """Add a gradient to what is there, or copy it; the arguments are those of :meth:`keep`."""
+        known = where in self._kept
+        target = self.address(where) if known else self._make(where, gradient.shape, TORCH_DTYPE[dtype])
+        self._kernels.take_gradient(
+            src=gradient.data_ptr(),
+            src_dtype=KERNEL_DTYPE[gradient.dtype],
+            dst=target,
+            dst_dtype=dtype,
+            numel=gradient.numel(),
+            add=known,
+        )
 
     def room(self, where: Where, numel: int, dtype: Dtype) -> int:
         """Return where a gradient of `numel` elements lies, with any content if there was none."""
@@ -137,7 +136,6 @@ class GradientsOnDevice:
     def release(self, where: Where) -> None:
         """Give the memory of a gradient back: nobody needs it any more, but for what the device was given to do."""
         self._kept.pop(where, None)
-        self.forget(where)
 
     def release_all(self, unit: Unit) -> None:
         """Give the memory of a unit's gradients back; see :meth:`release`."""
@@ -167,36 +165,30 @@ class GradientsOnDevice:
             torch.OutOfMemoryError: there is none.
         """
         self._totals = {where: address + by_bytes for where, address in self._totals.items()}
-        self._measured.clear()
         for where, (shape, dtype) in self._asleep.items():
             self._make(where, shape, dtype)
         self._asleep = {}
 
     # --- what is measured --------------------------------------------------------------------------------------------
 
-    def measure(self, where: Where, dtype: Dtype, numel: int) -> None:
-        """Measure a gradient, unless that was done since it has changed."""
-        if where not in self._measured:
-            self._kernels.sum_of_squares(self.address(where), dtype, numel, total=self._totals[where])
-            self._note(where, measured=True)
+    def measure(self, wheres: Sequence[Where]) -> list[tuple[float, int]]:
+        """Wait for the device; return the sum of squares and the number of non-finite elements of each gradient.
 
-    def forget(self, where: Where) -> None:
-        """Forget what was measured: the gradient is another one."""
-        self._note(where, measured=False)
-
-    def read(self) -> dict[Where, tuple[float, int]]:
-        """Wait for the device; return the sum of squares and the number of non-finite elements of all measured."""
-        wheres = sorted(self._measured)
-        totals = self._kernels.read_totals([self._totals[where] for where in wheres])
-        return dict(zip(wheres, totals, strict=True))
+        Raises:
+            StateError: as :meth:`address`.
+        """
+        ranges = []
+        for where in wheres:
+            tensor = self._kept[where].tensor
+            dtype = KERNEL_DTYPE[tensor.dtype]
+            ranges.append(Measured(self.address(where), dtype, tensor.numel(), self._totals[where]))
+        self._kernels.sums_of_squares(ranges)
+        return self._kernels.read_totals([each.total for each in ranges])
 
     def _wheres(self, unit: Unit) -> list[Where]:
         """Return whose gradients wait, of a unit's parameters."""
         wheres = ((unit.index, number) for number in range(len(unit.slots)))
         return [where for where in wheres if where in self._kept]
-
-    def _note(self, where: Where, *, measured: bool) -> None:
-        self._measured.add(where) if measured else self._measured.discard(where)
 
     def _make(self, where: Where, shape: torch.Size, dtype: torch.dtype) -> int:
         with no_functions(), no_dispatch(), torch.inference_mode(False):

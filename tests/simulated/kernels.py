@@ -19,7 +19,7 @@ import torch
 import simulated
 from offload.kernels import cpu_adam
 from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
-from offload.kernels.on_device import TOTAL_BYTES
+from offload.kernels.on_device import TOTAL_BYTES, Measured
 from offload.memory import devices
 from offload.memory.accelerator import AcceleratorDevice
 from offload.memory.arena import bytes_at
@@ -40,8 +40,12 @@ class SimulatedKernels:
         self._core = simulated.load()
         self._place = place
 
-    def step(self, arrays: StepArrays, hyper: Hyper) -> None:
-        """Give the stream an update."""
+    def steps(self, steps: Sequence[tuple[StepArrays, Hyper]]) -> None:
+        """Give the stream updates."""
+        for arrays, hyper in steps:
+            self._step(arrays, hyper)
+
+    def _step(self, arrays: StepArrays, hyper: Hyper) -> None:
         numel, split = arrays.numel, arrays.master_kind is MasterKind.SPLIT
         written = [(arrays.master, numel * (2 if split else 4)), (arrays.param, 2 * numel)]
         written += [(state, numel * arrays.state_kind.itemsize) for state in arrays.states]
@@ -61,12 +65,9 @@ class SimulatedKernels:
         )
         self._launch("update", functools.partial(cpu_adam.step, inside, hyper), ranges, more_bytes=read_too)
 
-    def take_gradient(
-        self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool, total: int
-    ) -> None:
+    def take_gradient(self, *, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int, add: bool) -> None:
         """Give the stream a copy or a sum."""
         sizes = numel * src_dtype.itemsize, numel * dst_dtype.itemsize
-        ranges: list[Range] = [(src, sizes[0], False), (dst, sizes[1], True)]
         kernel = functools.partial(
             cpu_adam.take_gradient,
             src=self._inside(src),
@@ -75,14 +76,16 @@ class SimulatedKernels:
             dst_dtype=dst_dtype,
             numel=numel,
             add=add,
-            measure=bool(total),
+            measure=False,
         )
-        self._measure("take", kernel, ranges, total, more_bytes=sizes[1] if add else 0)
+        self._launch("take", kernel, [(src, sizes[0], False), (dst, sizes[1], True)], more_bytes=sizes[1] if add else 0)
 
-    def sum_of_squares(self, address: int, dtype: Dtype, numel: int, *, total: int) -> None:
-        """Give the stream a sum."""
-        kernel = functools.partial(cpu_adam.sum_of_squares, self._inside(address), dtype, numel)
-        self._measure("sum", kernel, [(address, numel * dtype.itemsize, False)], total)
+    def sums_of_squares(self, ranges: Sequence[Measured]) -> None:
+        """Give the stream sums."""
+        for each in ranges:
+            kernel = functools.partial(self._sum, self._inside(each.address), self._inside(each.total), each)
+            size = each.numel * each.dtype.itemsize
+            self._launch("sum", kernel, [(each.address, size, False), (each.total, TOTAL_BYTES, True)])
 
     def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
         """Give the stream a conversion."""
@@ -105,25 +108,12 @@ class SimulatedKernels:
         values, counts = found.view(torch.float64).tolist(), found.view(torch.int64).tolist()
         return [(values[(at - begin) // 8], counts[(at - begin) // 8 + 1]) for at in addresses]
 
-    def _measure(
-        self,
-        name: str,
-        kernel: Callable[[], tuple[float, int]],
-        ranges: list[Range],
-        total: int,
-        *,
-        more_bytes: int = 0,
-    ) -> None:
-        target = self._inside(total)
-
-        def run() -> None:
-            value, count = kernel()
-            if target:
-                ctypes.c_double.from_address(target).value = value
-                ctypes.c_int64.from_address(target + 8).value = count
-
-        written: list[Range] = [(total, TOTAL_BYTES, True)] if total else []
-        self._launch(name, run, ranges + written, more_bytes=more_bytes)
+    @staticmethod
+    def _sum(source: int, target: int, each: Measured) -> None:
+        value, count = cpu_adam.sum_of_squares(source, each.dtype, each.numel)
+        if target:  # else the run is dry
+            ctypes.c_double.from_address(target).value = value
+            ctypes.c_int64.from_address(target + 8).value = count
 
     def _launch(self, name: str, kernel: Callable[[], Any], ranges: Sequence[Range], *, more_bytes: int = 0) -> None:
         def run() -> None:
