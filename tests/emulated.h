@@ -32,9 +32,12 @@ static ucontext_t host;
 static void (*body)(void*);
 static void* of_body;
 
+static bool parted;  // threads of a warp have not done the same, which CUDA does not define
+
 template <typename T>
-T __shfl_sync(unsigned, T value, unsigned source) {
+T __shfl_sync(unsigned mask, T value, unsigned source) {
     static_assert(sizeof(T) == 8);
+    parted = parted || mask != 0xffffffffu;
     Lane& own = lanes[threadIdx.x % kLanes];
     const unsigned number = own.shuffles++ % 2;
     std::memcpy(own.given[number], &value, sizeof(value));
@@ -58,6 +61,9 @@ inline void run_warp(unsigned first) {
     }
     for (bool left = true; left;) {
         left = false;
+        for (const Lane& lane : lanes) {
+            parted = parted || lane.done != lanes[0].done || lane.shuffles != lanes[0].shuffles;
+        }
         for (unsigned number = 0; number < kLanes; ++number) {
             if (!lanes[number].done) {
                 threadIdx.x = first + number;
@@ -68,10 +74,12 @@ inline void run_warp(unsigned first) {
     }
 }
 
+// Returns whether the threads of each warp have kept together.
 template <bool kWarps, typename... Arguments, std::size_t... kNumbers>
-void run(void (*kernel)(Arguments...), void** places, std::size_t blocks, unsigned flushes,
+bool run(void (*kernel)(Arguments...), void** places, std::size_t blocks, unsigned flushes,
          std::index_sequence<kNumbers...>) {
     const unsigned saved = _mm_getcsr();
+    parted = false;
     _mm_setcsr(0x1f80u | flushes);
     auto call = [&] { kernel(*static_cast<std::remove_const_t<Arguments>*>(places[kNumbers])...); };
     body = [](void* self) { (*static_cast<decltype(call)*>(self))(); };
@@ -85,13 +93,14 @@ void run(void (*kernel)(Arguments...), void** places, std::size_t blocks, unsign
         }
     }
     _mm_setcsr(saved);
+    return !parted;
 }
 template <bool kWarps, typename... Arguments>
-void run_all(void (*kernel)(Arguments...), void** places, std::size_t blocks, unsigned flushes) {
-    run<kWarps>(kernel, places, blocks, flushes, std::index_sequence_for<Arguments...>{});
+bool run_all(void (*kernel)(Arguments...), void** places, std::size_t blocks, unsigned flushes) {
+    return run<kWarps>(kernel, places, blocks, flushes, std::index_sequence_for<Arguments...>{});
 }
 
 #define LAUNCH(name, warps)                                                              \
-    extern "C" void launch_##name(void** places, std::size_t blocks, unsigned flushes) { \
-        run_all<warps>(&offload::cpu_adam::name, places, blocks, flushes);               \
+    extern "C" bool launch_##name(void** places, std::size_t blocks, unsigned flushes) { \
+        return run_all<warps>(&offload::cpu_adam::name, places, blocks, flushes);        \
     }

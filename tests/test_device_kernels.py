@@ -19,7 +19,7 @@ import torch
 
 import offload
 from offload.kernels import cpu_adam, nvrtc
-from offload.kernels.cpu_adam import Dtype, Hyper, MasterKind, StateKind, StepArrays
+from offload.kernels.cpu_adam import SUM_BLOCK, Dtype, Hyper, MasterKind, StateKind, StepArrays
 from offload.kernels.on_device import Measured
 from offload.memory import device_kernels
 from offload.memory.device_kernels import CudaKernels
@@ -46,7 +46,10 @@ class _Loaded:
 
     def launch(self, name: str, blocks: int, stream: int, *arguments: Any) -> None:
         places = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        getattr(self._library, f"launch_{name}")(places, ctypes.c_size_t(blocks), ctypes.c_uint(self._flushes))
+        function = getattr(self._library, f"launch_{name}")
+        function.restype = ctypes.c_bool
+        if not function(places, ctypes.c_size_t(blocks), ctypes.c_uint(self._flushes)):
+            raise nvrtc.CudaError(f"{name}: threads of a warp have parted")
 
 
 class Emulated:
@@ -141,6 +144,27 @@ def test_other_bits_are_seen(right: str, wrong: str, text: str, tmp_path: Path) 
     assert why is not None and "other bits than the CPU's" in why and text in why
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        (
+            "half /= 2) {\n        sum",
+            "half /= 2) {\n        if (lane >= 2 * half) {\n            return;\n        }\n        sum",
+        ),
+        ("__shfl_sync(0xffffffffu, sum, k)", "__shfl_sync(0x0000ffffu, sum, k)"),
+    ],
+)
+def test_threads_that_part_are_seen(right: str, wrong: str, tmp_path: Path) -> None:
+    """CUDA does not define what they get of each other."""
+
+    def change(source: str) -> str:
+        assert right in source
+        return source.replace(right, wrong)
+
+    why = kernels(tmp_path, change).refusal({0}, StateKind.FLOAT32, {Dtype.FLOAT32})
+    assert why is not None and "have parted" in why
+
+
 def random(numel: int, number: int) -> torch.Tensor:
     return torch.randn(max(numel, 1), generator=torch.Generator().manual_seed(number))[:numel]
 
@@ -170,7 +194,7 @@ def test_many_ranges_are_measured_by_few_launches(
         for tensor, dtype in zip(numbers, dtypes, strict=True)
     ]
     assert found.read_totals(places) == expected
-    assert (len(launched) == 6) == (most_blocks > 32), "95 and 47 ranges, of which one launch takes 56"
+    assert (len(launched) == 6) == (most_blocks > 32), "94 and 48 ranges, of which one launch takes 56"
 
 
 def test_many_ranges_are_updated_by_few_launches(tmp_path: Path) -> None:
@@ -204,7 +228,7 @@ def test_many_ranges_are_updated_by_few_launches(tmp_path: Path) -> None:
     found.steps(steps(there))
     for mine, theirs in zip(there, here, strict=True):
         assert all(torch.equal(mine[kind], theirs[kind]) for kind in kinds)
-    assert launched == ["step"] * 3, "57 of the one, and 14 of the other"
+    assert launched == ["step"] * 3, "58 of the one, and 13 of the other"
 
 
 @pytest.mark.parametrize("flushes", [RESULTS, INPUTS, 0])
@@ -257,6 +281,9 @@ def test_texts_are_those_of_the_sources() -> None:
 def test_constants_are_those_of_the_kernels() -> None:
     header = (SOURCES / "kernels.h").read_text()
     source = (SOURCES / "on_cuda.cu").read_text()
+    assert f"kSumBlock = {SUM_BLOCK};" in header
+    assert f"kChunk = {device_kernels._CHUNK_NUMEL // 1024} * 1024;" in header
+    assert f"blockDim{{{nvrtc.THREADS}}}" in (TESTS / "emulated.h").read_text()
     assert f"kSumLanes = {device_kernels._WARP};" in header and f"kWarp = {device_kernels._WARP};" in source
     assert f"kRanges = {nvrtc.RANGES};" in source
     assert f"sizeof(StepBatch) == {ctypes.sizeof(nvrtc.StepBatch)})" in source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 
 from offload import AdamW, Engine
 from offload.memory.budget import Tier
+from offload.planning.units import Where
+from offload.shards.gradients_on_device import GradientsOnDevice
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
 
@@ -58,6 +61,39 @@ def test_a_device_gets_its_memory_back(home: str, host: bool, tmp_path: Path) ->
 
     truth, found = run("one", False), run("two", True)
     assert all(torch.equal(a, b) for a, b in zip(found[0], truth[0], strict=True)) and found[1] == truth[1]
+
+
+@pytest.mark.usefixtures("sim")
+def test_it_wakes_when_there_is_room_for_all_gradients_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not before: what it had taken of their memory is given back."""
+    make, made = GradientsOnDevice._make, list[object]()
+
+    def fails_once(self: GradientsOnDevice, where: Where, *more: Any) -> int:
+        made.append(where)
+        if len(made) == 5:
+            raise torch.OutOfMemoryError("no room for the fifth")
+        return make(self, where, *more)
+
+    found = []
+    for sleeps in (False, True):
+        model = net()
+        options = placed("resident", model, tmp_path, gradient_accumulation_steps=2)
+        with updating(), Engine(model, AdamW(lr=1e-2), **options) as engine:
+            for number in range(2):
+                engine.backward(loss_of(engine, batch(number).to(engine.device)))
+                engine.step()
+                if sleeps and number == 0:
+                    engine.sleep()
+                    with monkeypatch.context() as patch:
+                        patch.setattr(GradientsOnDevice, "_make", fails_once)
+                        with pytest.raises(torch.OutOfMemoryError, match="fifth"):
+                            engine.wake()
+                        engine.wake()
+                    assert len(made) == 5 + 12
+            found.append(engine.digests())
+    assert found[0] == found[1]
 
 
 # what is left out -> module, function, its text, what is there instead

@@ -9,6 +9,10 @@
 #include <cstdint>
 #include <type_traits>
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700  // has none: threads copy what they index
+#define __grid_constant__
+#endif
+
 namespace offload::cpu_adam {
 namespace {
 #include "vec_scalar.h"

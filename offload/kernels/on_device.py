@@ -43,8 +43,8 @@ class Measured:
 class DeviceKernels(Protocol):
     """Arithmetic on addresses of a device, given to the stream that is current; nobody waits for it.
 
-    Results have the bits of the functions of the same names in :mod:`offload.kernels.cpu_adam`. Many ranges are given
-    at once, for each launch takes the host a while.
+    Results have the bits of :mod:`offload.kernels.cpu_adam`. Many ranges are given at once, for each launch takes the
+    host a while.
     """
 
     def steps(self, steps: Sequence[tuple[StepArrays, Hyper]]) -> None:
@@ -54,7 +54,7 @@ class DeviceKernels(Protocol):
         """Copy a gradient, or add it to what is there; the arguments are those of the function in ``cpu_adam``."""
 
     def sums_of_squares(self, ranges: Sequence[Measured]) -> None:
-        """Measure ranges."""
+        """Measure ranges, as by one :func:`offload.kernels.cpu_adam.sum_of_squares` each."""
 
     def convert(self, src: int, src_dtype: Dtype, dst: int, dst_dtype: Dtype, numel: int) -> None:
         """Convert a range to another dtype."""

@@ -166,7 +166,7 @@ class GradientBook:
         return self._origins.get(handle.value.where) is handle.value.origin
 
     def measure(self) -> GradientNorm:
-        """Add up what was measured when the gradients arrived, in model order: the same bits for every placement."""
+        """Add up what is measured of each gradient, in model order: the same bits for every placement."""
         self._gradients.await_copies()
         squares = left = 0.0
         bad, spoilt, factors, count = list[str](), list[str](), dict[Where, float](), 0

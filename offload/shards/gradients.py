@@ -119,7 +119,7 @@ class Gradients:
             index: unit.
             slot: position of the parameter in the unit.
             gradient: (slot shape) in the unit's dtype, on the device.
-            final: no further micro-batch follows before the step, so the sum of squares is taken now.
+            final: no further micro-batch follows before the step, so the host takes the sum of squares now.
             backward_pass: a number that the gradients of one backward pass have in common.
 
         Raises:
@@ -222,7 +222,11 @@ class Gradients:
     def sums(self, index: int) -> list[tuple[float, int] | None]:
         """Return per slot (sum of squares, non-finite elements) of the step's gradient; None where none has arrived.
 
-        Sums that were not taken at arrival (the last micro-batch did not reach the parameter) are taken now.
+        Sums that were not taken at arrival are taken now: of what waits on the device, and where the last micro-batch
+        did not reach the parameter.
+
+        Raises:
+            StateError: others have changed a gradient that waits there; see :meth:`GradientsOnDevice.address`.
         """
         return [self.sum_of(index, slot) for slot in range(len(self._gradients[index].arrived))]
 

@@ -1,7 +1,8 @@
 """Gradients that wait on a device which the host cannot address.
 
-Owns their tensors, one per parameter, and what is measured of them there until the host asks, so that it waits for the
-device once per step. What autograd has made is kept as it is, if nobody else has its memory: then nothing is copied.
+Owns their tensors, one per parameter, and the places for what is measured of them: of all at once, so that the host
+waits for the device once per step. What autograd has made is kept as it is, if nobody else has its memory: then nothing
+is copied.
 The plan counts these bytes beside the device's arena. The device's kernels add and measure in the order that
 :mod:`offload.kernels.cpu_adam` defines, so results have its bits. Next: :mod:`offload.shards.gradients` decides,
 :mod:`offload.shards.device_updates` uses them.
@@ -154,7 +155,7 @@ class GradientsOnDevice:
 
     def put_down(self) -> None:
         """Give the memory of all gradients back, until :meth:`take_again`; their content is lost. Idempotent."""
-        if self._kept:
+        if self._kept and not self._asleep:  # else :meth:`take_again` has failed half way
             self._asleep = {where: (kept.tensor.shape, kept.tensor.dtype) for where, kept in self._kept.items()}
         self._kept.clear()
 
