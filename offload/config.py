@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from offload.errors import ConfigError, did_you_mean
-from offload.sizes import Share, parse_bytes
+from offload.sizes import PAGE_BYTES, Share, parse_bytes
 
 OffloadTier = Literal["auto", "none", "cpu", "nvme"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -199,7 +199,7 @@ class Config:
         for option in ("nvme_path", "run_dir"):
             given = getattr(self, option)
             paths = (given,) if isinstance(given, (str, Path)) else given or ()
-            if not isinstance(paths, Sequence) or not all(isinstance(path, (str, Path)) for path in paths):
+            if not isinstance(paths, Sequence) or not all(isinstance(p, (str, Path)) and str(p) for p in paths):
                 raise ConfigError(f"{option}: expected a directory or several but got {given!r}")
         self._check_run()
         if self.budgets().get("nvme") and not self.paths():
@@ -222,6 +222,12 @@ class Config:
                 raise ConfigError(
                     f'{option}: expected activations="offload" or "auto" beside it but got {self.activations!r}'
                 )
+        part = self.bytes_of("activation_memory")
+        if part is not None and part < PAGE_BYTES and self.activations in ("offload", "auto"):
+            raise ConfigError(
+                f'activation_memory: expected at least {PAGE_BYTES} bytes beside activations="{self.activations}", for '
+                f"what leaves and comes back passes there, but got {self.activation_memory!r}; leave it out"
+            )
         if self.bytes_of("activation_nvme_memory") and not self.paths():
             raise ConfigError("activation_nvme_memory: nvme_path is missing; name a directory on the drive")
 
@@ -273,7 +279,7 @@ class Config:
         value = getattr(self, option)
         if value is None:
             return None
-        size = parse_bytes(value, subject=option)
+        size = parse_bytes(value, subject=option, shares=False)
         if isinstance(size, Share):
             raise ConfigError(f"{option}: expected bytes but got {value!r}")
         return size

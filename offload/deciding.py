@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 
+import torch
 from torch import nn
 
 from offload.activations.ledger import Passed
@@ -48,7 +50,8 @@ class Decision:
         self._life = life
         self._is_open = config.activations == "auto"
         self._passes = 0  # micro-batches of the steps that were made, on all ranks alike
-        self._buffers = [(buffer, buffer._version) for buffer in model.buffers() if not buffer.is_inference()]
+        self._tensors: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # beside parameters, as they were
+        self._note_tensors()
 
     def plan(self) -> Plan:
         """Return the plan, with what a micro-batch has moved of activations once that is known."""
@@ -60,12 +63,15 @@ class Decision:
     def decide(self) -> None:
         """Decide if that is still to be done, and enough micro-batches were seen; all ranks call this in one order."""
         self._passes += self._config.gradient_accumulation_steps
-        if not self._is_open or self._passes < PASSES_SEEN:
+        if not self._is_open:
+            return
+        if self._passes < PASSES_SEEN:
+            self._note_tensors()
             return
         activations = self._parts.activations
         passed, ranks = activations.last_pass, self._parts.ranks
         moved = passed is not None and any(passed.moved.values())
-        again = self._parts.recomputing is not None and can_recompute(self._model) and not self._changes_buffers()
+        again = self._parts.recomputing is not None and can_recompute(self._model) and not self._changes_tensors()
         seconds = self._seconds(passed) if passed is not None and moved else {OFFLOAD: 0.0, RECOMPUTE: 0.0}
         mine = [float(moved), float(not again), seconds[OFFLOAD], seconds[RECOMPUTE]]
         of_all = ranks.agree("choosing activations", numbers=mine).numbers if ranks.world > 1 else [mine]
@@ -73,15 +79,23 @@ class Decision:
         possible = {OFFLOAD: moving_s} if some_not else {OFFLOAD: moving_s, RECOMPUTE: again_s}
         mode, self.told = choose(possible if some_moved else {})
         self._is_open = False
-        self._buffers.clear()
+        self._tensors.clear()
         if mode == RECOMPUTE and self._parts.recomputing is not None:
             self._parts.recomputing.attach()
             activations.forget_passes()
         logger.info("activations: %s", self.told)
 
-    def _changes_buffers(self) -> bool:
-        """Tell whether a forward has changed a buffer, which would happen twice."""
-        return any(buffer._version != version for buffer, version in self._buffers)
+    def _note_tensors(self) -> None:
+        """Note the buffers and tensors that modules have beside parameters, with their versions."""
+        for module in self._model.modules():
+            for value in (*vars(module).values(), *module._buffers.values()):
+                if isinstance(value, torch.Tensor) and not value.is_inference():
+                    self._tensors.setdefault(id(value), (weakref.ref(value), value._version))
+
+    def _changes_tensors(self) -> bool:
+        """Tell whether a forward has changed one in place, which would happen twice."""
+        known = [(reference(), version) for reference, version in self._tensors.values()]
+        return any(tensor is not None and tensor._version != version for tensor, version in known)
 
     def _seconds(self, passed: Passed) -> dict[str, float]:
         """Return those of a step, by mode."""

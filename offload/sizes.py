@@ -13,6 +13,7 @@ from offload.errors import ConfigError
 
 MIB = 1 << 20
 GIB = 1 << 30
+MOST_BYTES = 1 << 56  # of one thing: the planner adds several, and compares with more
 PAGE_BYTES = 4096  # buffers begin at such addresses and records on NVMe have such lengths
 HUGE_PAGE_BYTES = 2 << 20
 PASSING_SHARE = 4  # this part of host memory for activations is for what passes through to the drive, and back
@@ -32,19 +33,27 @@ class Share:
     fraction: float
 
 
-def parse_bytes(value: int | str | float, *, subject: str) -> int | Share:
+def parse_bytes(value: int | str | float, *, subject: str, shares: bool = True) -> int | Share:
     """Parse a byte count.
 
     Args:
         value: an integer (bytes), ``"8GiB"``, ``"500 MB"`` (decimal), ``"1.5G"`` (binary) or ``"80%"``.
         subject: what is being parsed, for the error text.
+        shares: percentages are possible, for the error text.
 
     Returns:
         Bytes, or a :class:`Share` for a percentage.
 
     Raises:
-        ConfigError: the text is not a byte count, or is negative.
+        ConfigError: the text is not a byte count, is negative, or more than any machine has.
     """
+    size = _parsed(value, subject, '"8GiB", "500MB" or "80%"' if shares else '"8GiB" or "500MB"')
+    if not isinstance(size, Share) and size > MOST_BYTES:
+        raise ConfigError(f"{subject}: expected at most {MOST_BYTES} bytes but got {value!r}")
+    return size
+
+
+def _parsed(value: int | str | float, subject: str, examples: str) -> int | Share:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f'{subject}: expected bytes as int or text like "8GiB" but got {value!r}')
     if not isinstance(value, str):
@@ -53,7 +62,7 @@ def parse_bytes(value: int | str | float, *, subject: str) -> int | Share:
         return int(value)
     match = _SIZE.match(value)
     if match is None:
-        raise ConfigError(f'{subject}: expected bytes like "8GiB", "500MB" or "80%" but got {value!r}')
+        raise ConfigError(f"{subject}: expected bytes like {examples} but got {value!r}")
     number, unit = float(match.group(1)), match.group(2)
     if unit == "%":
         if not 0 < number <= 100:

@@ -5,10 +5,12 @@ Owns the names and their types. Knows nothing of engines. The layers' test lets 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -44,6 +46,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009 - untyped
 parse_to: Callable[..., Any] = torch._C._nn._parse_to
 
+_RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward").__code__  # noqa: B009 - untyped
 _autograd: Any = torch._C._autograd
 may_have_hooks: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
 
@@ -59,6 +62,16 @@ def in_backward() -> bool:
     return graph_task() != NO_GRAPH_TASK
 
 
+def runs_backward(thread: int | None) -> bool:
+    """Tell whether a thread of this process is in a call of backward."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        if frame.f_code is _RUN_BACKWARD:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def function_modes() -> list[Any]:
     """Return the modes of ``torch.overrides`` that are active in this thread, the outermost first."""
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
@@ -70,11 +83,28 @@ def is_transformed() -> bool:
     return torch._C._get_tracing_state() is not None or compiles
 
 
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """Return what nested tuples, lists and dictionaries contain, and the form of them for :func:`unflatten`."""
+    return _pytree.tree_flatten(value)
+
+
+def unflatten(leaves: list[Any], form: Any) -> Any:
+    """Return new tuples, lists and dictionaries of a form, with these in them."""
+    return _pytree.tree_unflatten(leaves, form)
+
+
 def storage_at(address: int, size_bytes: int, device: torch.device) -> torch.UntypedStorage:
     """Return a torch storage over memory that somebody else owns."""
     construct: Callable[..., Any] = torch._C._construct_storage_from_data_pointer
     storage: torch.UntypedStorage = construct(address, device, size_bytes)
     return storage
+
+
+def counted_by(counter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like `view`, of the same device as `counter`, whose changes in place count as this one's."""
+    found = counter.detach()
+    found.data = view
+    return found
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

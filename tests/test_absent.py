@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import io
 import multiprocessing
@@ -22,6 +23,7 @@ import torch
 from harness import WIDTH, batch, everything_on_device, host, loss_of, parameters_on_device, tight
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import SGD, AdamW, Engine
@@ -646,6 +648,30 @@ def test_another_thread_is_refused_inside_a_forward(use: str, tmp_path: Path) ->
         assert torch.equal(output, truth) and refused
         engine.backward(loss_of(engine, 0))
         assert in_a_thread(engine.step)  # in turn
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("through", ["loss", "engine"])
+def test_another_thread_is_refused_inside_a_backward_pass(through: str, repeats: bool, tmp_path: Path) -> None:
+    """Gradients of both would be taken for those of one pass after the other."""
+    model = net()
+    for block in model.blocks if repeats else ():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        losses, refused = [loss_of(engine, number) for number in range(2)], list[BaseException]()
+        call = engine.backward if through == "engine" else torch.Tensor.backward
+
+        def meanwhile(parameter: torch.Tensor) -> None:
+            with pytest.raises(offload.StateError, match=r"expected one thread at a time .*threading\.Lock") as error:
+                in_a_thread(lambda: losses[1].backward())
+            refused.append(error.value)
+
+        with model.blocks[3].weight.register_post_accumulate_grad_hook(meanwhile):  # type: ignore[union-attr]
+            call(losses[0])
+        assert len(refused) == 1
+        engine.zero_grad()
+        in_a_thread(lambda: call(loss_of(engine, 2)))  # in turn
+        in_a_thread(engine.step)
 
 
 def test_a_thread_that_was_interrupted_is_in_no_forward(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ FACES = {
     "offload._cpu_adam": ("offload.kernels.extension",),
 }
 REBINDS_DATA = {"offload.module.binding", "offload.module.absent"}  # the latter of a parameter whose engine is gone
+REBINDS_DATA |= {"offload.torch_private"}  # of a tensor that it makes
 SHARD_FIELDS = (
     "state",
     "_state",

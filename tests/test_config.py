@@ -152,10 +152,14 @@ WRONG: list[tuple[str, Any]] = [
     ("loss_scale_hysteresis", 0),
     ("activation_memory", "50%"),
     ("activation_memory", -1),
+    ("activation_memory", 2**70),
+    ("unit_bytes", "1000000000TiB"),
     ("unit_bytes", "big"),
     ("unit_bytes", "10%"),
     ("nvme_path", 5),
     ("nvme_path", ["/x", None]),
+    ("nvme_path", ""),
+    ("nvme_path", ["/x", ""]),
 ]
 
 
@@ -163,6 +167,21 @@ WRONG: list[tuple[str, Any]] = [
 def test_each_wrong_option_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
         Config.load({option: value})
+
+
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_activations_need_something_of_the_device_to_pass_through(mode: str) -> None:
+    with pytest.raises(ConfigError, match="activation_memory: expected at least 4096 bytes"):
+        Config.load({"activations": mode, "activation_memory": 0})
+    assert Config.load({"activations": mode, "activation_memory": 4096}).bytes_of("activation_memory") == 4096
+    assert Config.load({"activation_memory": 0}).bytes_of("activation_memory") == 0
+
+
+def test_percentages_are_advised_only_where_they_are_possible() -> None:
+    for option in ({"activation_memory": "abc"}, {"max_memory": {"cpu": "abc"}}):
+        with pytest.raises(ConfigError, match='expected bytes like "8GiB"') as caught:
+            Config.load(option)
+        assert ("80%" in str(caught.value)) == ("max_memory" in option)
 
 
 def test_errors_are_of_the_package_and_of_the_standard_kind() -> None:

@@ -478,6 +478,52 @@ def test_in_place_changes_are_refused(bench: Make) -> None:
     made.assert_empty()
 
 
+class Cosine(torch.autograd.Function):
+    """The sine, whose backward takes the memory of what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        found: torch.Tensor = ctx.saved_tensors[0].cos_()
+        return found * gradient
+
+
+@pytest.mark.parametrize("last", [False, True])  # whether what is changed has left the device
+def test_a_node_that_changes_what_it_has_saved_spoils_it_for_others(bench: Make, last: bool) -> None:
+    made = bench(near=2)
+    x = page().requires_grad_()
+    with made.hooks():
+        y = x * 2
+        both = Cosine.apply(y).sum() + Cosine.apply(y.view(-1)).sum()
+        loss = chain(both * x) if not last else both
+        with pytest.raises(StateError, match="was changed in place"):
+            loss.sum().backward()
+        y = x * 2
+        alone = Cosine.apply(y).sum()
+        alone = chain(alone * x) if not last else alone
+        alone.sum().backward(retain_graph=True)
+    del both, loss, y, alone
+    made.assert_empty()
+
+
+def test_what_a_node_has_changed_does_not_leave(bench: Make) -> None:
+    """It would come back changed, as if it had been saved so."""
+    made = bench(near=2)
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = Cosine.apply(x * 2).sum()
+        loss.backward(retain_graph=True)
+        other = chain(page(9).requires_grad_())
+        with pytest.raises(StateError, match="was changed in place"):
+            loss.backward()
+    del loss, other
+    made.assert_empty()
+
+
 def test_a_storage_that_changes_between_saves_has_both_contents_checked(bench: Make) -> None:
     made = bench(near=2)
     x = page().requires_grad_()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import assert_equal, everything_on_device
@@ -85,8 +88,122 @@ def test_buffers_that_a_forward_changes_are_refused(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     with offload.Engine(Normed(), offload.AdamW(), **options(tmp_path, activations="recompute")) as engine:
-        with pytest.raises(StateError, match=r"that of blocks\.0 changes 0\.num_batches_tracked"):
+        with pytest.raises(StateError, match=r"0\.num_batches_tracked, which the forward of blocks\.0 may"):
             engine(rows(0))
+
+
+class Block(nn.Module):
+    """A block of an own class, as there are more than one of; what is special is in :meth:`forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("mean", torch.zeros(32))
+        self.calls, self.scale, self.seen, self.own = 0, 1.0, list[float](), dict[str, Any]()
+        self.drawn = torch.Generator().manual_seed(1)
+        self.numpys, self.pythons = np.random.default_rng(2), random.Random(3)
+
+
+class Counts(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(float(self.calls))
+        if "first" not in self.own:
+            self.own["first"] = self.later = 0.5  # an attribute that was not there
+        return x + self.linear(x).tanh() * (sum(self.seen) + self.own["first"] + self.later) * self.scale
+
+
+class Replaces(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return x + (y - self.mean).tanh()
+
+
+class Draws(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = random.random() + np.random.rand() + self.numpys.random() + self.pythons.random()
+        mask = torch.rand(x.shape, generator=self.drawn) > 0.2
+        return x + self.linear(x).tanh() * mask * factor if np.random.rand() < 0.8 else x
+
+
+class Refills(Block):
+    def forward(self, x: torch.Tensor, *, name: dict[str, list[torch.Tensor]], debug: bool = False) -> torch.Tensor:
+        given = name["of the caller"].pop()
+        name["of the caller"].append(given + self.linear(x).tanh())
+        name["more"] = []
+        return x + given.sin() * (2.0 if debug else 1.0)
+
+
+def of(kind: type[Block]) -> nn.Module:
+    """Return a model of three blocks of a class."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(kind() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            more: dict[str, Any] = {"name": {"of the caller": [x + 0]}, "debug": True} if kind is Refills else {}
+            for block in self.blocks:
+                x = block(x, **more)
+            return x
+
+    torch.manual_seed(0)
+    return Model()
+
+
+def trained(kind: type[Block], **more: Any) -> dict[str, torch.Tensor]:
+    model = of(kind)
+    random.seed(0)
+    np.random.seed(0)
+    with offload.Engine(model, offload.AdamW(lr=1e-2), **more) as engine:
+        for number in range(3):
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.scale = 1.0 + number
+            loss = loss_of(engine, rows(number))
+            for block in model.blocks:  # type: ignore[union-attr]
+                block.scale = 7.0  # for the next forward: what is repeated has the former one
+            engine.eval()
+            engine.backward(loss)
+            engine.train()
+            engine.step()
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    return state | {"drawn": torch.tensor([random.random(), np.random.rand(), model.blocks[0].pythons.random()])}  # type: ignore[union-attr,index]
+
+
+@pytest.mark.parametrize("kind", [Counts, Replaces, Draws, Refills])
+def test_a_block_is_repeated_as_it_was(kind: type[Block], tmp_path: Path) -> None:
+    """Counters, lists, replaced buffers, generators of all kinds, and what the caller changes: once, and the same."""
+    truth = trained(kind, **everything_on_device())
+    ours = trained(kind, **options(tmp_path, activations="recompute"))
+    assert truth.keys() == ours.keys()
+    assert all(torch.equal(ours[name], tensor) for name, tensor in truth.items())
+
+
+@pytest.mark.parametrize("where", ["in the forward", "since"])
+def test_what_is_changed_in_place_is_refused(where: str, tmp_path: Path) -> None:
+    class InPlace(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if where == "in the forward":
+                self.mean.add_(1)
+            return x + self.linear(x - self.mean)
+
+    model = of(InPlace)
+    with offload.Engine(model, offload.AdamW(), **options(tmp_path, activations="recompute")) as engine:
+        with pytest.raises(StateError, match=r"no change in place of mean, .* of blocks\.\d may read"):
+            loss = loss_of(engine, rows(0))
+            model.blocks[0].mean.add_(1)  # type: ignore[union-attr,index,operator]
+            engine.backward(loss)
+
+
+def test_a_model_that_only_says_so_has_its_blocks_repeated(tmp_path: Path) -> None:
+    """As models of transformers do, but nothing else is like theirs."""
+    model = net()
+    model.supports_gradient_checkpointing = True  # type: ignore[assignment]
+    with offload.Engine(model, offload.AdamW(), **options(tmp_path, activations="recompute")) as engine:
+        engine.backward(loss_of(engine, rows(0)))
+        engine.step()
 
 
 def test_a_model_of_transformers_does_it_in_its_own_way() -> None:

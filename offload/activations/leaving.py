@@ -21,7 +21,7 @@ import torch
 
 from offload.activations.away import Away, Room, room_for
 from offload.activations.in_order import InOrder
-from offload.activations.ledger import Activations, Elastic, Meter, Passed, SavedActivation
+from offload.activations.ledger import Activations, Elastic, Meter, Passed, SavedActivation, changed_in_place
 from offload.activations.near import Near
 from offload.errors import BudgetError, StateError
 from offload.memory.arena import view_at
@@ -29,7 +29,7 @@ from offload.memory.budget import Budget
 from offload.memory.transfer import Arriving, LeftToWhoNeedsIt, Mover, Ticket
 from offload.sizes import format_bytes
 from offload.stats import Counters
-from offload.torch_private import no_dispatch, no_functions, storage_place, storage_use_count
+from offload.torch_private import counted_by, no_dispatch, no_functions, storage_place, storage_use_count
 from swap import SwapStore
 
 LEAST_BYTES = 128 << 10  # of a storage that is worth a copy
@@ -73,6 +73,8 @@ class _Record:
             copy that is coming, and so does whoever has the memory next.
         near, needed: see :class:`offload.activations.near.Storage`.
         dead: nobody wants it any more.
+        given: a tensor without elements, which counts changes in place of all that was handed out of it since it has
+            come, or was saved; None where nothing was.
     """
 
     room: Room
@@ -87,6 +89,12 @@ class _Record:
     near: bool = True
     needed: bool = False
     dead: bool = False
+    given: torch.Tensor | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether a node of the backward pass has changed in place what it was handed out."""
+        return self.given is not None and self.given._version > 0
 
 
 class SavedElsewhere:
@@ -180,7 +188,8 @@ class LeavingActivations(Activations):
         found = self._by_number.get(number)
         leaver = found() if found is not None else None
         held = leaver.held if leaver is not None else None
-        if leaver is None or held is None or held.changed or held.version != tensor._version:
+        is_as_saved = held is not None and not held.changed and held.version == tensor._version
+        if leaver is None or not is_as_saved or leaver.record.changed:
             leaver = self._begin(tensor, number, size_bytes)
         leaver.record.handles += 1
         self._near.note(leaver.record)
@@ -229,7 +238,7 @@ class LeavingActivations(Activations):
             room = leaver.record.room
             if not least <= room.size_bytes <= most:
                 held = leaver.held
-                if held is None or held.changed:
+                if held is None or held.changed or leaver.record.changed:
                     self._near.need(leaver.record)
                     continue
                 if storage_use_count(held.tensor.untyped_storage()) <= _ALONE:
@@ -300,6 +309,8 @@ class LeavingActivations(Activations):
             record.coming[0].use(self._deadline_s)
             self._note_wait(begin, time.perf_counter())
         whole = held.get()
+        if record.changed:
+            raise changed_in_place(saved.shape)
         if record.time:
             self._mover.note_use(whole)
         if saved.time != record.time:
@@ -310,7 +321,15 @@ class LeavingActivations(Activations):
         self._near.need(record)
         self._near.note()
         self._moving_s = moving_s + time.perf_counter() - start
-        return view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
+        view = view_at(whole.untyped_storage(), saved.dtype, saved.offset, saved.shape, saved.stride)
+        return self._hand_out(record, view)
+
+    def _hand_out(self, record: _Record, view: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that has the memory of `view`, and whose changes in place count for the record."""
+        with no_functions(), no_dispatch():
+            if record.given is None:
+                record.given = torch.empty(0, dtype=torch.uint8, device=self._place)
+            return counted_by(record.given, view)
 
     def _keep_pace(self) -> None:
         """Let the host wait where it is too far ahead of copies: gradients of what it runs through would pile up."""
@@ -383,7 +402,7 @@ class LeavingActivations(Activations):
         copy = self._mover.restore(away.address(record.room), target, record.size_bytes)
         self._moved_bytes["h2d"] += record.size_bytes
         record.room.copied = True
-        record.coming = copy, held
+        record.coming, record.given = (copy, held), None
         record.time, record.unpacked = record.time + 1, 0
         self._near.come(record)
         self._coming.append(record)

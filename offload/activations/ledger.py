@@ -93,6 +93,15 @@ class Elastic(Protocol):
         """Device memory that the parameters need at least, were they placed for it."""
 
 
+def changed_in_place(shape: torch.Size) -> StateError:
+    """Return the error that a saved tensor of this shape is not what was saved."""
+    return StateError(
+        f"backward: a tensor of shape {tuple(shape)} that its gradient needs was changed in place after the forward "
+        "had used it, so the gradient would be wrong; clone it before the change (torch.autograd.set_detect_anomaly "
+        "names the operation)"
+    )
+
+
 class SavedActivation:
     """A tensor kept for backward, charged to the device budget as long as it is kept.
 
@@ -127,11 +136,7 @@ class SavedActivation:
             StateError: it was changed in place since.
         """
         if self.changed:
-            raise StateError(
-                f"backward: a tensor of shape {tuple(self.tensor.shape)} that its gradient needs was changed in place "
-                "after the forward had used it, so the gradient would be wrong; clone it before the change "
-                "(torch.autograd.set_detect_anomaly names the operation)"
-            )
+            raise changed_in_place(self.tensor.shape)
         return self.tensor
 
     @property

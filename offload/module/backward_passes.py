@@ -1,12 +1,16 @@
 """Numbers backward passes: gradients that come in one pass are added as autograd does, those of another in fp32.
 
 Owns which of torch's graph tasks belong together: a segment of reentrant checkpointing has a task of its own, and
-belongs to the pass in which it was repeated. Next: :mod:`offload.module.gradient_hooks`.
+belongs to the pass in which it was repeated. Refuses passes of two threads at once. Next:
+:mod:`offload.module.gradient_hooks`.
 """
 
 from __future__ import annotations
 
-from offload.torch_private import NO_GRAPH_TASK, graph_task
+import threading
+
+from offload.errors import StateError
+from offload.torch_private import NO_GRAPH_TASK, graph_task, runs_backward
 
 
 class BackwardPasses:
@@ -16,21 +20,39 @@ class BackwardPasses:
         number: of the latest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_callers: bool) -> None:
+        """Begin with none.
+
+        Args:
+            in_callers: torch runs a pass in the thread that calls it, as it does on the CPU; elsewhere in one of its
+                own, where two are never at once.
+        """
         self.number = 0
+        self._in_callers = in_callers
+        self._thread: int | None = None  # that was in the latest
         self._tasks: set[int] = set()  # torch's numbers of that pass, and of those inside it that repeat segments
         self._repeated_in = NO_GRAPH_TASK  # the one in which a segment was repeated last
 
     def note(self) -> None:
-        """Note which backward pass is under way; those that repeat a segment inside it belong to it."""
+        """Note which backward pass is under way; those that repeat a segment inside it belong to it.
+
+        Raises:
+            StateError: another thread is in one, too.
+        """
         task = graph_task()
-        if task in self._tasks:
+        if task in self._tasks or task == NO_GRAPH_TASK:
             return
+        here = threading.get_ident()
+        if self._in_callers and self._thread not in (None, here) and _is_pythons() and runs_backward(self._thread):
+            raise StateError(
+                "backward: expected one thread at a time but another one is in a backward pass of the engine's model; "
+                "let threads take turns, with a threading.Lock around each forward, backward and step"
+            )
         if self._repeated_in in self._tasks:
             self._tasks.add(task)
-        else:
-            self._tasks = {task}
-            self.number += 1
+            return
+        self._tasks, self._thread = {task}, here
+        self.number += 1
 
     def note_repetition(self) -> None:
         """Note that the pass under way repeats a segment."""
@@ -40,4 +62,10 @@ class BackwardPasses:
     def end(self) -> None:
         """Note that the latest backward pass is over: what comes is of another one."""
         self._tasks.clear()
+        self._thread = None
         self._repeated_in = NO_GRAPH_TASK
+
+
+def _is_pythons() -> bool:
+    """Tell whether this thread was made in Python: torch makes those in which segments are repeated deeply nested."""
+    return not isinstance(threading.current_thread(), threading._DummyThread)

@@ -76,6 +76,7 @@ class GradientHooks:
         self._activations = activations
         self._calls = calls
         self._left_out = left_out
+        self._latest = passes.number  # pass whose gradients have come
         self._registered: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -128,10 +129,10 @@ class GradientHooks:
             shape = self._units[unit].slots[slot].shape
             if gradient.dtype != self._binding.dtypes[unit] or tuple(gradient.shape) != shape:
                 raise StateError(self._misfit(gradient, unit, slot))
-            before_it = self._passes.number
             self._passes.note()
             number = self._passes.number
-            if number != before_it:
+            if number != self._latest:
+                self._latest = number
                 self._left_out.look()
             final = calls.final_micro_batch(manager.gradients.passes(unit, slot, number))
             manager.add_gradient(unit, slot, gradient, final=final, backward_pass=number)

@@ -103,10 +103,10 @@ class Hooks:
         """
         self.binding = binding
         self.lending = Lending(binding, manager)
-        self.saved = SavedTensors(binding, manager, activations, device, calls.deferral)
+        self._passes = BackwardPasses(in_callers=manager.tiers.device.addressable)
+        self.saved = SavedTensors(binding, manager, activations, device, calls.deferral, self._passes)
         self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager, calls.deferral)
         self._outside = OutsideAccess(model, binding, self.uses, self.saved, changes, manager)
-        self._passes = BackwardPasses()
         self.left_out = LeftOut(model)
         self._gradients = GradientHooks(binding, book, self._passes, manager, activations, calls, self.left_out)
         self._model = weakref.ref(model)

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.errors import ConfigError, StateError
+from offload.errors import ConfigError
+from offload.module.block_state import BlockState
+from offload.torch_private import flatten, unflatten
 
 
 class Recomputing:
@@ -28,7 +30,7 @@ class Recomputing:
             ConfigError: there are none.
         """
         self._model = model
-        self._asks = bool(getattr(model, "supports_gradient_checkpointing", False))
+        self._asks = _asks(model)
         self._blocks = [] if self._asks else list(blocks_of(model))
         self._before: list[tuple[nn.Module, Any]] = []  # forwards that others had put in place, or None
         self._is_on = False
@@ -69,7 +71,7 @@ class Recomputing:
 
 def can_recompute(model: nn.Module) -> bool:
     """Tell whether a model has blocks that are not computed again so far."""
-    if getattr(model, "supports_gradient_checkpointing", False):
+    if _asks(model):
         return not _recomputes(model)
     return next(blocks_of(model), None) is not None
 
@@ -102,26 +104,42 @@ def _recomputes(model: Any) -> bool:
     return bool(model.is_gradient_checkpointing if found is None else found)
 
 
+def _asks(model: Any) -> bool:
+    """Tell whether a model does it in its own way when it is asked, as those of transformers."""
+    has = any(hasattr(model, name) for name in ("is_activation_checkpointing", "is_gradient_checkpointing"))
+    return bool(getattr(model, "supports_gradient_checkpointing", False)) and has
+
+
 def _is_block(module: nn.Module) -> bool:
     """Tell whether a module is more than one operator, and has something to train."""
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
-def _run(name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward so that backward repeats it.
+def _run(name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block's forward so that backward repeats it: with the same arguments, and with its state as it was.
 
     Raises:
-        StateError: it changes a buffer, which would happen twice.
+        StateError: it changes a tensor of its state in place, which would happen twice.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    buffers = {key: buffer for key, buffer in block.named_buffers() if not buffer.is_inference()}  # nor may they change
-    versions = {key: buffer._version for key, buffer in buffers.items()}
-    output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    changed = next((key for key, buffer in buffers.items() if buffer._version != versions[key]), None)
-    if changed is not None:
-        raise StateError(
-            f"activations: expected a forward that changes no buffer, for it is repeated, but that of {name} changes "
-            f'{changed}; use activations="offload"'
-        )
+    state = BlockState(name, block)
+    leaves, form = flatten((args, kwargs))
+    is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    others = [None if is_one else leaf for leaf, is_one in zip(leaves, is_tensor, strict=True)]
+    given = [(args, kwargs)]  # to the first run, which may change the caller's lists and dictionaries
+
+    def run(*tensors: torch.Tensor) -> Any:
+        if given:
+            own_args, own_kwargs = given.pop()
+            return forward(*own_args, **own_kwargs)
+        state.refuse_changes("since")
+        there = iter(tensors)
+        again = [next(there) if is_one else other for other, is_one in zip(others, is_tensor, strict=True)]
+        same_args, same_kwargs = unflatten(again, form)
+        with state.put_back():
+            return forward(*same_args, **same_kwargs)
+
+    output = checkpoint(run, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), use_reentrant=False)
+    state.refuse_changes("by that forward")
     return output

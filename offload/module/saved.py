@@ -18,6 +18,7 @@ from offload.activations.ledger import Activations, SavedActivation
 from offload.errors import StateError
 from offload.interrupt import Deferral
 from offload.memory.arena import view_at
+from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
 from offload.shards.manager import Manager
 from offload.torch_private import no_functions, top_hooks
@@ -46,6 +47,7 @@ class SavedTensors:
         activations: Activations,
         device: torch.device,
         deferral: Deferral,
+        passes: BackwardPasses,
     ) -> None:
         """Prepare.
 
@@ -55,7 +57,9 @@ class SavedTensors:
             activations: ledger that tensors are charged to.
             device: of the engine; tensors of others are not charged.
             deferral: holds Ctrl-C back while something is half done.
+            passes: of backward, which ask for what was saved.
         """
+        self._passes = passes
         self._binding = binding
         self._manager: Manager | None = manager
         self._activations = activations
@@ -98,11 +102,13 @@ class SavedTensors:
 
     def _bring(self, leaving: LeavingActivations, saved: SavedElsewhere) -> torch.Tensor:
         self._deferral.check()
+        self._passes.note()
         with no_functions():
             return leaving.bring(saved)
 
     def _fetch(self, manager: Manager, saved: SavedView) -> torch.Tensor:
         self._deferral.check()
+        self._passes.note()
         if manager.tiers.param(saved.unit).version != saved.version:
             raise StateError(
                 f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "

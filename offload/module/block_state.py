@@ -1,0 +1,117 @@
+"""What the forward of a block reads beside its parameters and arguments, kept for its repetition in backward.
+
+Owns which state that is, and putting it back while the forward is repeated: attributes and buffers of the block's
+modules, the content of lists, dictionaries and sets among them, and generators of random numbers that torch's
+checkpointing does not know. Only a tensor that is changed in place cannot be put back, and is refused. Next:
+:mod:`offload.module.recomputing` repeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import StateError
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}  # attributes that no forward changes
+_MOST_ELEMENTS = 1000  # of a list whose content is kept
+
+
+class BlockState:
+    """That of one block, as it is now. See the module's text."""
+
+    def __init__(self, name: str, block: nn.Module) -> None:
+        """Keep it.
+
+        Args:
+            name: of the block, for errors.
+            block: the module.
+        """
+        self._name = name
+        self._kept: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = []
+        self._tensors: list[tuple[str, torch.Tensor, int]] = []
+        self._keep(random.getstate, random.setstate)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self._keep(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
+        for path, module in block.named_modules():
+            attributes = self._keep(functools.partial(_attributes, module), functools.partial(_set_attributes, module))
+            buffers = module._buffers
+            if buffers:
+                self._keep(functools.partial(dict, buffers), functools.partial(_refill, buffers))
+            for key, value in (*attributes.items(), *buffers.items()):
+                self._keep_content(f"{path}.{key}" if path else key, value)
+
+    def refuse_changes(self, when: str) -> None:
+        """Refuse to repeat the forward if a tensor was changed in place since this was made.
+
+        Raises:
+            StateError: it was.
+        """
+        for key, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise StateError(
+                    f"activations: expected no change in place of {key}, which the forward of {self._name} may read "
+                    f'and backward repeats, but it was changed {when}; use activations="offload"'
+                )
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Let everything be in the ``with`` block as it was when this was made."""
+        now = [read() for read, _, _ in self._kept]
+        try:
+            for _, write, before in self._kept:
+                write(before)
+            yield
+        finally:
+            for (_, write, _), state in zip(self._kept, now, strict=True):
+                write(state)
+
+    def _keep(self, read: Callable[[], Any], write: Callable[[Any], None]) -> Any:
+        state = read()
+        self._kept.append((read, write, state))
+        return state
+
+    def _keep_content(self, key: str, value: Any) -> None:
+        """Keep what may change inside of an attribute."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():
+                self._tensors.append((key, value, value._version))
+        elif isinstance(value, torch.Generator):
+            self._keep(value.get_state, functools.partial(_set_state, value))
+        elif isinstance(value, random.Random):
+            self._keep(value.getstate, value.setstate)
+        elif hasattr(value, "bit_generator"):  # numpy's
+            generator = value.bit_generator
+            self._keep(lambda: generator.state, functools.partial(setattr, generator, "state"))
+        elif kind in (list, dict, set) and len(value) <= _MOST_ELEMENTS:
+            self._keep(functools.partial(kind, value), functools.partial(_refill, value))
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    own = vars(module)
+    for key in _attributes(module).keys() - attributes.keys():
+        del own[key]
+    own.update(attributes)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Let a list, a dictionary or a set have this content."""
+    container.clear()
+    (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
