@@ -77,6 +77,11 @@ def function_modes() -> list[Any]:
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
+def is_of_a_transform(tensor: torch.Tensor) -> bool:
+    """Tell whether a transform of ``torch.func`` has made a tensor, which has no memory of its own then."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def is_transformed() -> bool:
     """Tell whether torch records or compiles what runs now, instead of just running it."""
     compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None

@@ -739,15 +739,20 @@ def test_an_interrupt_leaves_no_parameter_half_bound(
         assert engine.step()
 
 
-@pytest.mark.parametrize("transform", ["grad", "vjp"])
-def test_transforms_of_torch_func_are_refused(transform: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transform", ["grad", "vjp", "no hooks"])
+@pytest.mark.parametrize("through", ["engine", "model"])
+def test_transforms_of_torch_func_are_refused(through: str, transform: str, tmp_path: Path) -> None:
     model = net()
     with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        call: Callable[[torch.Tensor], torch.Tensor] = engine if through == "engine" else model
         with pytest.raises(offload.StateError, match=r"cannot be differentiated by torch\.func .*use torch\.autograd"):
             if transform == "grad":
-                torch.func.grad(lambda x: model(x).sum())(batch(0))
+                torch.func.grad(lambda x: call(x).sum())(batch(0))
+            elif transform == "vjp":
+                torch.func.vjp(call, batch(0))
             else:
-                torch.func.vjp(model, batch(0))
+                with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+                    call(batch(0))
         engine.backward(loss_of(engine, 0))
         assert engine.step()
 

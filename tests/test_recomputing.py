@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,18 @@ def test_what_is_changed_in_place_is_refused(where: str, tmp_path: Path) -> None
             loss = loss_of(engine, rows(0))
             model.blocks[0].mean.add_(1)  # type: ignore[union-attr,index,operator]
             engine.backward(loss)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_transforms_of_torch_func_are_refused_by_name(transform: str, tmp_path: Path) -> None:
+    x = rows(0)
+    transforms: dict[str, Callable[[Any], Any]] = {
+        "vmap": lambda call: torch.func.vmap(call)(x),
+        "jvp": lambda call: torch.func.jvp(call, (x,), (x,)),
+    }
+    with offload.Engine(net(), offload.AdamW(), **options(tmp_path, activations="recompute")) as engine:
+        with pytest.raises(StateError, match=r"torch\.func \(vmap, jvp\) while blocks\.0 is computed again"):
+            transforms[transform](engine)
 
 
 def test_a_model_that_only_says_so_has_its_blocks_repeated(tmp_path: Path) -> None:

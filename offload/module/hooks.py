@@ -202,11 +202,7 @@ class Hooks:
         if under_way and not repeats and self._forwards.are_stale(module, self._model()):
             self.unwind()  # an interrupt has torn out of what was not called through the engine
         self.deferral.check()
-        if not may_have_hooks():
-            raise StateError(
-                "model: cannot be differentiated by torch.func (grad, vjp, jacrev, vmap) while an engine has it, for "
-                "its parameters come and go; use torch.autograd, or close the engine first"
-            )
+        _refuse_without_hooks()
         if is_transformed():
             raise StateError(
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
@@ -273,7 +269,12 @@ class Hooks:
             self._activations.abandon_pass()
 
     def watch(self) -> contextlib.AbstractContextManager[None]:
-        """Serve parameters that are used outside any module's forward, inside the ``with`` block."""
+        """Serve parameters that are used outside any module's forward, inside the ``with`` block.
+
+        Raises:
+            StateError: what autograd keeps cannot be seen here.
+        """
+        _refuse_without_hooks()
         return self.uses.watch()
 
     def reached(self, loss: torch.Tensor, **options: Any) -> list[Where] | None:
@@ -298,3 +299,17 @@ class Hooks:
                 return
             edge = torch.autograd.graph.get_gradient_edge(loss)
             torch.autograd.backward(edge, (torch.ones_like(loss) if gradient is None else gradient,), **options)
+
+
+def _refuse_without_hooks() -> None:
+    """Refuse to be where nobody sees what autograd keeps.
+
+    Raises:
+        StateError: it is such a place.
+    """
+    if not may_have_hooks():
+        raise StateError(
+            "model: cannot be differentiated by torch.func (grad, vjp, jacrev), nor run inside of "
+            "torch.autograd.graph.disable_saved_tensors_hooks, while an engine has it, for its parameters come and go; "
+            "use torch.autograd, or close the engine first"
+        )

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.module.block_state import BlockState
-from offload.torch_private import flatten, unflatten
+from offload.torch_private import flatten, is_of_a_transform, unflatten
 
 
 class Recomputing:
@@ -119,12 +119,18 @@ def _run(name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any
     """Run a block's forward so that backward repeats it: with the same arguments, and with its state as it was.
 
     Raises:
-        StateError: it changes a tensor of its state in place, which would happen twice.
+        StateError: it changes a tensor of its state in place, which would happen twice; or ``torch.func`` runs it.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    state = BlockState(name, block)
     leaves, form = flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(map(is_of_a_transform, tensors)):
+        raise StateError(
+            f"model: cannot be transformed by torch.func (vmap, jvp) while {name} is computed again in backward; use "
+            'activations="offload" or "keep"'
+        )
+    state = BlockState(name, block)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     others = [None if is_one else leaf for leaf, is_one in zip(leaves, is_tensor, strict=True)]
     given = [(args, kwargs)]  # to the first run, which may change the caller's lists and dictionaries
@@ -140,6 +146,6 @@ def _run(name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any
         with state.put_back():
             return forward(*same_args, **same_kwargs)
 
-    output = checkpoint(run, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), use_reentrant=False)
+    output = checkpoint(run, *tensors, use_reentrant=False)
     state.refuse_changes("by that forward")
     return output
