@@ -424,6 +424,16 @@ class Normed(Loss):
             block[0] = nn.BatchNorm1d(32)
 
 
+class Averaging(Loss):
+    """Has a tensor that is no buffer from the first forward on, and changes it in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a number."""
+        first: Any = self.net.blocks[0]
+        first.mean = torch.zeros(()) if not hasattr(first, "mean") else first.mean.mul_(0.9).add_(x.detach().mean())
+        return super().forward(x)
+
+
 class Straight(nn.Module):
     """Has no blocks."""
 
@@ -438,7 +448,7 @@ class Straight(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("make", [Normed, Straight])
+@pytest.mark.parametrize("make", [Normed, Averaging, Straight])
 def test_what_cannot_be_computed_again_leaves(
     make: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
