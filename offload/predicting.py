@@ -191,8 +191,10 @@ def _chosen(cases: Mapping[str, Case], machine: Hardware | None, asked: Config) 
         found, work = cases[first]
         choice = choose({})[1] if first == KEEP else ""  # else nobody can choose yet
         return first, (dataclasses.replace(found, choice=choice), work), None
-    timings = {mode: _timed(*case, machine, asked) for mode, case in cases.items()}
-    mode, choice = choose({} if first == KEEP else {mode: timing.step_s for mode, timing in timings.items()})
+    fitting = {mode: case for mode, case in cases.items() if not missing_bytes(*case)}
+    timings = {mode: _timed(*case, machine, asked) for mode, case in fitting.items()}
+    seconds = {} if first == KEEP else {mode: timing.step_s for mode, timing in timings.items()}
+    mode, choice = choose(seconds, fits=len(fitting) == len(cases))
     found, work = cases[mode]
     return mode, (dataclasses.replace(found, choice=choice), work), timings[mode]
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_planner import MIB, enlarged, requests
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,11 +23,13 @@ from offload.cli.main import main
 from offload.known_models import KNOWN
 from offload.memory.budget import Tier
 from offload.memory.limits import HOST_HEADROOM
+from offload.planning.asked import Request
 from offload.planning.hardware import DESKTOP, H200
 from offload.planning.planner import make_plan
 from offload.planning.roles import Role
 from offload.planning.timing import timing_of
-from offload.planning.work import work_of
+from offload.planning.uses import Uses
+from offload.planning.work import Work, work_of
 from offload.sizes import figures, format_bytes
 
 ROWS, WIDE, INNER = 6, 32, 64
@@ -227,6 +230,33 @@ def test_clipping_takes_no_less_and_accumulation_takes_more(forecast: offload.Fo
     )
     ahead_s = 2 * in_host.ahead_bytes / DESKTOP.drive_mixed_bytes_s  # read in a backward that updates nothing
     assert clipped.step_s >= plain.step_s - ahead_s and clipped.moved == plain.moved
+
+
+@given(requests(), st.booleans(), st.booleans(), st.sampled_from(["", "host", "drive"]))
+def test_every_plan_beside_an_accelerator_has_seconds(request: Request, clips: bool, ties: bool, away: str) -> None:
+    """The step that is played comes to its end, in any mix of homes, with a tied unit, and with activations away."""
+    apart: dict[str, Any] = {"device_is_host": False, "world_size": 1, "nodes": 1, "rank": 0, "clips": clips}
+    apart["optimizer_tier"] = None if request.optimizer_tier is Tier.DEVICE else request.optimizer_tier
+    if away:
+        apart |= {"activations": "offload", "host_activation_bytes": MIB, "activation_bytes": MIB}
+        apart["nvme_activation_bytes"] = 4 * MIB * (away == "drive")
+    plan = make_plan(enlarged(dataclasses.replace(request, **apart)))
+    if away:
+        size = MIB // 2 if away == "host" else 3 * MIB
+        plan = plan.with_activations({"d2h": size, "h2d": size})
+    order = tuple(unit.index for unit in plan.request.units)
+    uses = Uses((*order, 0), (0, *order[:0:-1])) if ties else Uses(order, order[::-1])
+    for accumulated in (1, 3):
+        work = Work({}, {}, 0, 0, 0, (1e-3, 2e-3), uses=uses)
+        found = timing_of(plan, work, DESKTOP, micro_batches=accumulated, clips=clips)
+        assert 3e-3 * accumulated <= found.step_s * (1 + 1e-9) < 1e3
+
+
+def test_what_auto_chooses_fits() -> None:
+    memory = {"cpu": "1TB", "nvme": "1TB"}
+    asked: dict[str, Any] = {"batch": (1, 65536), "activations": "auto", "chunk_loss": True, "hardware": "desktop"}
+    found = offload.plan("mistral-7b", max_memory=memory, **asked)
+    assert found.fits and "auto: offload, for it does not fit if blocks are computed again" in str(found.plan)
 
 
 def test_with_everything_on_the_device_compute_alone_is_left() -> None:

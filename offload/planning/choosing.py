@@ -13,16 +13,18 @@ from offload.sizes import figures
 AUTO, KEEP, OFFLOAD, RECOMPUTE = "auto", "keep", "offload", "recompute"
 
 
-def choose(seconds: Mapping[str, float]) -> tuple[str, str]:
+def choose(seconds: Mapping[str, float], *, fits: bool = True) -> tuple[str, str]:
     """Return the mode, and the choice in words.
 
     Args:
         seconds: of a step by the plan, per mode that is possible; none of them where all activations fit.
+        fits: computing blocks again does; else it is not among `seconds`.
     """
     if not seconds:
         return KEEP, f"{KEEP}, for they fit the device"
     if RECOMPUTE not in seconds:
-        return OFFLOAD, f"{OFFLOAD}, for no block can be computed again"
+        why = "no block can be computed again" if fits else "it does not fit if blocks are computed again"
+        return OFFLOAD, f"{OFFLOAD}, for {why}"
     mode = OFFLOAD if seconds[OFFLOAD] <= seconds[RECOMPUTE] else RECOMPUTE
     other = RECOMPUTE if mode == OFFLOAD else OFFLOAD
     return mode, f"{mode}, {figures(seconds[mode])} s per step by the plan; {other} {figures(seconds[other])} s"

@@ -159,6 +159,7 @@ class _Play:
         self._queue: deque[tuple[_Way, Moment]] = deque()  # units in host memory that the CPU has, once all is there
         self._in_flight = 0  # pieces, and units that do not pass through staging
         self._staged = self._read_ahead = 0.0  # bytes in staging, and of them those that were read ahead
+        self._is_reading_ahead = False
         self._begun = 0.0  # bytes that backward has begun with, and that were not updated yet
         self._here_until_s = 0.0  # until when the host's thread passes
         self._early: set[int] = set()
@@ -186,6 +187,7 @@ class _Play:
         for process in (self._device(), self._host(), self._updates()):
             self._lanes.begin(process)
         self._lanes.run()
+        assert len(self._ends) == STEPS, "the step that is played has come to a halt"
         late = (way for index, way in self._ways.items() if index not in self._early)
         filled = sum(way.unit.param_bytes for way in late if way.home is Tier.NVME and self._is_sent(way))
         stayed = 0 if self._activations is None else self._activations.stayed_bytes
@@ -372,7 +374,7 @@ class _Play:
 
     def _fill_staging(self) -> Process:
         """Read states ahead, as gradients come, until the step needs the drive itself."""
-        ahead, many = self._plan.ahead_bytes, len(self._ways)
+        ahead, many = min(self._plan.ahead_bytes, self._readable_bytes()), max(len(self._ways), 1)
         piece, read = ahead / many / LEAST_PIECES, 0.0
         while read < ahead and self._missing:
             if read + piece > ahead * (1 - self._missing / many) or self._staged + piece > self._staging_bytes:
@@ -380,8 +382,20 @@ class _Play:
                 continue
             self._staged += piece
             read += piece
+            self._is_reading_ahead = True
             yield READ, piece
+            self._is_reading_ahead = False
             self._read_ahead += piece
+            self._note_change()
+
+    def _readable_bytes(self) -> int:
+        """Return the bytes of states that forward needs before it needs staging for what cannot be read yet."""
+        total = 0
+        for way in (self._ways[index] for index in self._forward.order if index in self._ways):
+            if way.pieces and (not way.update.drive_read or way.gradient.drive_write):
+                break
+            total += way.update.drive_read
+        return total
 
     def _update(self, step: int, way: _Way) -> Process:
         """Begin the pieces of a unit's update, as far as there is room for them."""
@@ -390,6 +404,8 @@ class _Play:
             known = min(way.update.drive_read / pieces, self._read_ahead)
             wanted = max(way.piece_bytes - known, 0.0)
             while way.pieces and self._staged + wanted > self._staging_bytes:
+                if not self._in_flight and not self._is_reading_ahead:
+                    break  # what was read ahead has the rest of its slots
                 yield self._changed
             while early and self._missing and not self._may_begin(wanted):
                 yield self._changed if self._host_is_here else self._passed
@@ -432,5 +448,5 @@ class _Play:
         if last and not early and waits:
             self._come(step, "updated", unit.index)
         self._in_flight -= 1
-        self._staged = max(self._staged - way.piece_bytes, 0.0)
+        self._staged = max(self._staged - max(way.piece_bytes, known), 0.0)
         self._note_change()

@@ -188,13 +188,13 @@ def _passes(
 ) -> tuple[Pass, Pass]:
     """Return the first forward of a step and its last backward, which take so many `seconds` of the device.
 
-    A unit is needed when it is used first, and its gradient is there when it was used last. Where nobody has counted
-    its kernels, its share is that of parameters.
+    A unit is needed when it is used first, and its gradient is there when backward has passed that use again: backward
+    of an embedding does not need the weight, but makes its gradient. Where nobody has counted its kernels, its share is
+    that of parameters.
     """
     numels = {unit.index: float(unit.numel) for unit in plan.request.units}
-    unused = [index for index in numels if index not in uses.backward]
     forward = tuple(dict.fromkeys((*uses.forward, *numels)))
-    backward = tuple(dict.fromkeys((*unused, *reversed(uses.backward))))[::-1]
+    backward = forward[::-1]
     first, last = work.parts or ({}, {})
     return (
         _pass(hardware, forward, first, numels, seconds[0], fetches[0]),
