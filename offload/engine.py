@@ -350,10 +350,15 @@ class Engine(EngineTensors, EngineRuns):
                 :meth:`backward` got; on an accelerator none, for looking at one would wait.
 
         Raises:
-            ConfigError: the file cannot be written.
+            ConfigError: the file cannot be written, or an argument is none of these.
             StateError: the engine is closed.
         """
         manager = self._life.require_records("report")
+        if predicted is not None and not isinstance(predicted, Timing):
+            raise ConfigError(
+                f"report: predicted: expected the timing of a forecast but got a {type(predicted).__name__}; pass "
+                "offload.plan(...).timing"
+            )
         spans = take_spans(self._parts, manager)
         seconds = None if predicted is None else {"step": predicted.step_s, **predicted.seconds}
         host = self._parts.device.addressable
@@ -361,7 +366,11 @@ class Engine(EngineTensors, EngineRuns):
         report = dataclasses.replace(report, activations=self._decision.told)
         if path is not None:
             samples = self._watch.samples()
-            write_page(path, Content(self._watch.title, str(self.plan), report, spans, samples, losses))
+            try:
+                pairs = [(int(step), float(loss)) for step, loss in losses]
+            except (TypeError, ValueError):
+                raise ConfigError(f"report: losses: expected pairs of a step and its loss but got {losses!r}") from None
+            write_page(path, Content(self._watch.title, str(self.plan), report, spans, samples, pairs))
         return report
 
     def trace(self, path: str | Path) -> None:

@@ -99,6 +99,8 @@ def plan(
         ImportError: transformers is needed and not installed.
     """
     _check_ranks(ranks, stage, hardware)
+    if measure_again and hardware != HERE:
+        raise ConfigError('measure_again: expected hardware="here" beside it, which is what is measured; name it')
     here = hardware is None or hardware == HERE
     machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
     options = _without_path(config, options)

@@ -25,11 +25,15 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
     Raises:
         ConfigError: it cannot be written.
     """
+    if not isinstance(path, (str, Path)):
+        raise ConfigError(f"{what}: expected the path of a file but got {path!r}; name a file")
     target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        raise ConfigError(f"{what}: expected the path of a file but got {path}, which is something else; name a file")
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
+        if target.exists() and not target.is_file():
+            raise ConfigError(
+                f"{what}: expected the path of a file but got {path}, which is something else; name a file"
+            )
         with partial.open("w", encoding="utf-8") as file:
             yield file
         os.replace(partial, target)

@@ -163,7 +163,7 @@ def test_shapes_that_cannot_be_known_are_refused() -> None:
         work_of(Asks(), [torch.ones(3)])
 
 
-@pytest.mark.parametrize("batch", [(0, 8), (1, 2, 3), "4x8", ()])
+@pytest.mark.parametrize("batch", [(0, 8), (1, 2, 3), "4x8", (), (True, 2), (10**20, 9), torch.ones(2, 3)])
 def test_a_batch_that_is_none_is_refused(batch: object) -> None:
     with pytest.raises(offload.ConfigError, match="batch: expected"):
         work_of(Block(), batch)  # type: ignore[arg-type]
@@ -388,6 +388,8 @@ def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.Ca
         (["--model", "llama-3.1-8"], "did you mean 'llama-3.1-8b'"),
         (["--model", "llama-3.1-8b", "--hardware", "desk"], "did you mean 'desktop'"),
         (["--model", "llama-3.1-8b", "--cpu", "much"], "error: --cpu: expected bytes"),
+        (["--model", "llama-3.1-8b", "--stage", "2"], "error: --stage: expected ranks beside it"),
+        (["--model", "llama-3.1-8b", "--measure-again"], "error: --measure-again: expected --hardware here"),
     ],
 )
 def test_unknown_models_and_machines_are_refused(

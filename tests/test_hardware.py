@@ -47,7 +47,7 @@ def test_a_missing_number_is_named(name: str, tmp_path: Path) -> None:
         Hardware.load(written(tmp_path, **{name: None}))
 
 
-@pytest.mark.parametrize("value", [-1.0, 1e18, True, "fast", float("nan")])
+@pytest.mark.parametrize("value", [-1.0, 1e18, 10**400, True, "fast", float("nan"), float("inf")])
 @pytest.mark.parametrize("name", NUMBERS)
 def test_an_absurd_number_is_named(name: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(

@@ -268,6 +268,25 @@ def test_a_page_that_cannot_be_written_is_refused_by_name(tmp_path: Path, what: 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_no_argument_of_a_report_is_refused_by_name(tmp_path: Path) -> None:
+    engine, _ = trained(tmp_path, 1)
+    forecast = offload.plan(nn.Linear(8, 8), batch=[torch.ones(2, 8)], hardware="desktop")
+    page: Any = tmp_path / "page.html"
+    with engine:
+        assert "predicted" in str(engine.report(predicted=forecast.timing, losses=[(1, 0.5)]))
+        for words, call in (
+            (r"report: predicted: .*pass offload\.plan\(\.\.\.\)\.timing", lambda: engine.report(predicted=forecast)),  # type: ignore[arg-type]
+            ("report: losses: expected pairs", lambda: engine.report(page, losses=3)),  # type: ignore[arg-type]
+            ("report: losses: expected pairs", lambda: engine.report(page, losses=[(1, 2, 3)])),  # type: ignore[list-item]
+            ("report: expected the path of a file but got 5", lambda: engine.report(5)),  # type: ignore[arg-type]
+            ("trace: expected the path of a file but got None", lambda: engine.trace(None)),  # type: ignore[arg-type]
+            ("trace: expected a file that can be written", lambda: engine.trace(tmp_path / ("x" * 300))),
+        ):
+            with pytest.raises(offload.ConfigError, match=words):
+                call()
+    assert not page.exists()
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """The time that watches see, which the test moves."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 from offload.cli.wording import in_options
 from offload.config import ActivationMode, Config, OffloadTier
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.kernels import optimizers
 from offload.known_models import KNOWN
 from offload.planning.hardware import PRESETS
@@ -107,7 +107,9 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
     }
     if arguments.activations:
         options["activations"] = arguments.activations
-    if "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer):
+    if arguments.stage != "auto" and arguments.ranks == 1:
+        raise ConfigError(f"stage: expected ranks beside it, several, but got --stage {arguments.stage} alone")
+    if arguments.activation_nvme_memory or "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer):
         options["nvme_path"] = arguments.drive
     try:
         with telling(sys.stderr):

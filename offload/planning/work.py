@@ -34,6 +34,8 @@ _CAUSAL = {
     _aten._scaled_dot_product_flash_attention_backward: 11,
 }  # the argument that says so
 
+MOST_TOKENS = 1 << 40  # of a batch: torch counts elements in 64 bits
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blank:
@@ -235,11 +237,14 @@ def _inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), {name: _on_meta(value) for name, value in batch.items()}
     if not isinstance(batch, Sequence) or isinstance(batch, str) or not batch:
-        raise ConfigError(f"batch: expected (rows, length) or what forward takes but got {batch!r}")
+        got = f"a {type(batch).__name__}; put it in a list" if isinstance(batch, torch.Tensor) else repr(batch)
+        raise ConfigError(f"batch: expected (rows, length) or what forward takes but got {got}")
     if not all(isinstance(value, int) for value in batch):
         return tuple(_on_meta(value) for value in batch), {}
-    if len(batch) != 2 or min(batch) < 1:
+    if len(batch) != 2 or min(batch) < 1 or any(isinstance(value, bool) for value in batch):
         raise ConfigError(f"batch: expected (rows, length), two numbers >= 1, but got {batch!r}")
+    if batch[0] * batch[1] > MOST_TOKENS:
+        raise ConfigError(f"batch: expected at most {MOST_TOKENS} tokens but got {batch!r}")
     ids = torch.empty(tuple(batch), dtype=torch.int64, device="meta")
     return (), {"input_ids": ids, "labels": ids}
 
