@@ -54,6 +54,7 @@ from offload.optim.recipe import StepCounts, group_of_slots
 from offload.optim.rules import Rule, rule_of
 from offload.optim.step import Groups, Step
 from offload.optimizer import Calls, OffloadOptimizer
+from offload.planning.asked import Request
 from offload.planning.choosing import AUTO, RECOMPUTE
 from offload.planning.partition import UnitTree, WithReference
 from offload.planning.plan import Plan
@@ -325,23 +326,29 @@ def _plan(
     stage: int,
 ) -> Plan:
     facts = None if run is None else run.facts
-    request = request_of(
-        model,
-        config,
-        rule,
-        tree,
-        limits,
-        device_is_host=device.addressable,
-        updates_on_device=ranks.world == 1 and updates_on(device, rule, config, tree),
-        rank=ranks.rank,
-        world_size=ranks.world,
-        nodes=ranks.owners.world,
-        stage=stage,
-    )
-    if facts is not None:
-        request = dataclasses.replace(request, chunk_numel=facts.chunk_numel)
+    there = ranks.world == 1 and updates_on(device, rule, config, tree)
+
+    def request(tree: UnitTree) -> Request:
+        asked = request_of(
+            model,
+            config,
+            rule,
+            tree,
+            limits,
+            device_is_host=device.addressable,
+            updates_on_device=there,
+            rank=ranks.rank,
+            world_size=ranks.world,
+            nodes=ranks.owners.world,
+            stage=stage,
+        )
+        return asked if facts is None else dataclasses.replace(asked, chunk_numel=facts.chunk_numel)
+
+    def cut(device_bytes: int) -> Request:
+        return request(units_of(model, config, rule, _unit_bytes(config, device_bytes, run)))
+
     try:
-        plan = make_plan(request)
+        plan = make_plan(request(tree), cut if ranks.world == 1 else None)
         if run is not None and run.capacity_bytes > limits[Tier.NVME]:
             raise BudgetError(
                 f"nvme budget: the files in {run.path} have {run.capacity_bytes} bytes but the limit is "

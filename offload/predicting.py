@@ -281,15 +281,21 @@ def _planned(
     stage: int | str,
 ) -> tuple[Plan, UnitTree]:
     sliced = stage in (3, "auto")
-    tree = units_of(module, asked, rule, unit_bytes_of(asked, budgets[Tier.DEVICE]), ranks=ranks, slices_frozen=sliced)
+
+    def cut(device_bytes: int) -> UnitTree:
+        return units_of(module, asked, rule, unit_bytes_of(asked, device_bytes), ranks=ranks, slices_frozen=sliced)
+
+    tree = cut(budgets[Tier.DEVICE])
     device = open_device(asked.device) if here else None
     host = device is not None and device.addressable
     there = ranks == 1 and updates_on(device, rule, asked, tree)
 
     def make(chosen: int) -> Plan:
-        together = {"world_size": ranks, "stage": chosen}
+        options: dict[str, Any] = {"device_is_host": host, "updates_on_device": there}
+        options |= {"world_size": ranks, "stage": chosen}
         return make_plan(
-            request_of(module, asked, rule, tree, budgets, device_is_host=host, updates_on_device=there, **together)
+            request_of(module, asked, rule, tree, budgets, **options),
+            lambda device_bytes: request_of(module, asked, rule, cut(device_bytes), budgets, **options),
         )
 
     if ranks > 1 and stage == "auto":

@@ -18,6 +18,8 @@ from offload.memory.budget import Tier
 from offload.planning.choosing import AUTO, OFFLOAD, RECOMPUTE
 from offload.planning.work import Work, is_ids
 
+EIGHTHS = (8, 9, 10, 12, 16)  # of the device budget that should do, which are tried
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
@@ -116,11 +118,16 @@ def remedies_of(
             most += [[*some, chunk] for some in most if chunks]  # which takes more where the head has more than logits
             found = _first(fits, start, ([each, *some] for each in sizes for some in most))
         yield from (change.text for change in (found,) if change is not None)
-    enough = _whole_mib(start.budgets[Tier.DEVICE] + need - room_bytes)
-    larger = start.and_(f'max_memory["device"]="{enough >> 20}MiB"', budgets={**start.budgets, Tier.DEVICE: enough})
-    bought = next((change for change in (larger, wider(larger)) if fits(change)), None)
+    enough = start.budgets[Tier.DEVICE] + need - room_bytes
+    larger = [_larger(start, enough * eighths // 8) for eighths in EIGHTHS]  # units of a larger device may be larger
+    bought = next((change for each in larger for change in (each, wider(each)) if fits(change)), None)
     if bought is not None:
         yield bought.text
+
+
+def _larger(start: Change, device_bytes: int) -> Change:
+    size = _whole_mib(device_bytes)
+    return start.and_(f'max_memory["device"]="{size >> 20}MiB"', budgets={**start.budgets, Tier.DEVICE: size})
 
 
 def _together(fits: Callable[[Change], bool], start: Change, ways: Sequence[Sequence[Way]]) -> Change | None:

@@ -296,9 +296,9 @@ def test_nothing_is_planned_or_run_twice(monkeypatch: pytest.MonkeyPatch) -> Non
         ran.append((module, batch, can_recompute(module), watch and watch.__self__.rooms))
         return inner(module, batch, watch, tree)
 
-    def plan(request: Any) -> Any:
+    def plan(request: Any, cut: Any) -> Any:
         planned.append((*request.budgets.values(), request.activations, request.activation_bytes))
-        return make(request)
+        return make(request, cut)
 
     monkeypatch.setattr(rehearsing, "work_of", work)
     monkeypatch.setattr(rehearsing, "Rehearsal", Noting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_planner import MIB, enlarged, requests
+from test_planner import MIB, enlarged, named_budgets, requests
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.cli.main import main
+from offload.errors import BudgetError
 from offload.known_models import KNOWN
 from offload.memory.budget import Tier
 from offload.memory.limits import HOST_HEADROOM
@@ -398,6 +400,31 @@ def test_unknown_models_and_machines_are_refused(
     pytest.importorskip("transformers")
     assert main(["plan", *call]) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+def test_the_budget_that_a_refusal_names_does(tier: Tier) -> None:
+    """Units are cut by the device budget, so a larger one has larger units; and states may stay on the device."""
+    pytest.importorskip("transformers")
+    memory: dict[str, Any] = {"device": "512MiB", "nvme": "1TB"} if tier is Tier.DEVICE else {"cpu": 0}
+    with pytest.raises(BudgetError, match="the smallest max_memory") as caught:
+        offload.plan("llama-3.2-1b", hardware="rtx4090", max_memory=memory)
+    enough = named_budgets(caught.value)
+    assert list(enough) == [tier]
+    offload.plan("llama-3.2-1b", hardware="rtx4090", max_memory=memory | {tier.value: enough[tier]})
+    with pytest.raises(BudgetError):
+        offload.plan("llama-3.2-1b", hardware="rtx4090", max_memory=memory | {tier.value: enough[tier] - 4096})
+
+
+def test_a_device_that_is_a_little_too_small_for_activations_is_told_what_would_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("transformers")
+    call = ["plan", "--model", "llama-3.2-1b", "--batch", "1x512", "--hardware", "rtx4090", "--device"]
+    assert main([*call, "1GiB"]) == 1
+    found = re.search(r"it fits with --device (\w+) and --activation-memory (\w+)$", capsys.readouterr().err.strip())
+    assert found is not None
+    assert main([*call, found[1], "--activation-memory", found[2]]) == 0
 
 
 def test_a_batch_that_cannot_be_read_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from offload.errors import BudgetError, ConfigError
 from offload.memory.budget import Tier
@@ -47,8 +47,13 @@ SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
 
 
-def make_plan(request: Request) -> Plan:
+def make_plan(request: Request, cut: Callable[[int], Request] | None = None) -> Plan:
     """Choose homes and sizes.
+
+    Args:
+        request: what is asked.
+        cut: the same with the units of another device budget, where that decides how they are cut. A refusal then names
+            budgets with which they would do.
 
     Raises:
         ConfigError: optimizer states are to stay on a device that cannot update them, whatever the budgets.
@@ -62,17 +67,26 @@ def make_plan(request: Request) -> Plan:
             'offload_param="none": slices of parameters (stage=3) cannot stay on this device: ranks send them from '
             'host memory; use "auto", "cpu" or "nvme", or stage=2'
         )
-    first = None
+    try:
+        first = _by_roles(request)
+    except TooSmall as short:
+        raise _refusal(request, short, cut) from None
+    return by_time(first.request, first)
+
+
+def _by_roles(request: Request) -> Plan:
+    """Return the plan that goes by roles; if no unit's states have room on the device, the one without kernels there.
+
+    Raises:
+        TooSmall: a budget is too small for what has no other place.
+    """
     if request.updates_on_device and request.optimizer_tier is None:
         with contextlib.suppress(TooSmall):
             first = Planner(request).plan()
-        if first is None or not any(map(request.on_device, first.homes)):
-            first, request = None, dataclasses.replace(request, states_may_stay=False)
-    try:
-        first = first or Planner(request).plan()
-    except TooSmall as short:
-        raise _refusal(request, short) from None
-    return by_time(request, first)
+            if any(map(request.on_device, first.homes)):
+                return first
+        request = dataclasses.replace(request, states_may_stay=False)
+    return Planner(request).plan()
 
 
 def _refuse_states_on_device(request: Request) -> None:
@@ -279,7 +293,7 @@ class Planner:
                     raise TooSmall(Tier.HOST, f"{shards.kind} without an NVMe tier{also}")
 
 
-def _refusal(request: Request, short: TooSmall) -> BudgetError:
+def _refusal(request: Request, short: TooSmall, cut: Callable[[int], Request] | None) -> BudgetError:
     """Word a refusal, with the smallest budgets that would do."""
     budgets = dict(request.budgets)
     raised: list[Tier] = []
@@ -288,13 +302,13 @@ def _refusal(request: Request, short: TooSmall) -> BudgetError:
         assert failing not in raised, f"{failing} is too small at any size"
         raised.append(failing)
         budgets[failing] = ENOUGH_BYTES
-        failing = _failing_tier(request, budgets)
+        failing = _failing_tier(request, budgets, cut)
     for tier in raised:  # ...then lower each again; more memory never makes a plan impossible, so bisection is exact
         low, high = request.budgets[tier] // PAGE_BYTES, ENOUGH_BYTES // PAGE_BYTES
         while high - low > 1:
             middle = (low + high) // 2
             budgets[tier] = middle * PAGE_BYTES
-            if _failing_tier(request, budgets) is None:
+            if _failing_tier(request, budgets, cut) is None:
                 high = middle
             else:
                 low = middle
@@ -318,9 +332,11 @@ def _refusal(request: Request, short: TooSmall) -> BudgetError:
     return BudgetError(f"{short.tier.value} budget: {text}")
 
 
-def _failing_tier(request: Request, budgets: Mapping[Tier, int]) -> Tier | None:
+def _failing_tier(request: Request, budgets: Mapping[Tier, int], cut: Callable[[int], Request] | None) -> Tier | None:
+    if cut is not None and budgets[Tier.DEVICE] != request.budgets[Tier.DEVICE]:
+        request = cut(budgets[Tier.DEVICE])
     try:
-        Planner(dataclasses.replace(request, budgets=budgets)).plan()
+        _by_roles(dataclasses.replace(request, budgets=budgets))
     except TooSmall as short:
         return short.tier
     return None
