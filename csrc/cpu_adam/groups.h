@@ -3,9 +3,8 @@
 // Vec.
 
 #if defined(OFFLOAD_ON_CUDA)
-constexpr std::size_t kGroup = 2;  // elements: a thread's, so that neighbours work on neighbouring memory
-constexpr std::size_t kCopyAlign =
-    8;  // bytes: a CUDA device sets memory aside for the copies of all its threads
+constexpr std::size_t kGroup = 2;      // elements: a thread's, so that neighbours work on neighbouring memory
+constexpr std::size_t kCopyAlign = 8;  // bytes: the copies of all threads take memory of the device
 #else
 constexpr std::size_t kGroup = 64;  // elements: a whole number of 64-byte lines in every stream
 constexpr std::size_t kCopyAlign = 64;

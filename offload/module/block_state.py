@@ -35,7 +35,7 @@ class BlockState:
             block: the module.
         """
         self._name = name
-        self._kept: list[tuple[Callable[[], Any], Callable[[Any], None], Any]] = []
+        self._kept: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []  # what reads it, and writes it
         self._tensors: list[tuple[str, torch.Tensor, int]] = []
         self._keep(random.getstate, random.setstate)
         numpy = sys.modules.get("numpy")
@@ -74,7 +74,7 @@ class BlockState:
             for (_, write, _), state in zip(self._kept, now, strict=True):
                 write(state)
 
-    def _keep(self, read: Callable[[], Any], write: Callable[[Any], None]) -> Any:
+    def _keep(self, read: Callable[[], Any], write: Callable[[Any], object]) -> Any:
         state = read()
         self._kept.append((read, write, state))
         return state
@@ -86,7 +86,7 @@ class BlockState:
             if not value.is_inference():
                 self._tensors.append((key, value, value._version))
         elif isinstance(value, torch.Generator):
-            self._keep(value.get_state, functools.partial(_set_state, value))
+            self._keep(value.get_state, value.set_state)
         elif isinstance(value, random.Random):
             self._keep(value.getstate, value.setstate)
         elif hasattr(value, "bit_generator"):  # numpy's
@@ -111,7 +111,3 @@ def _refill(container: Any, content: Any) -> None:
     """Let a list, a dictionary or a set have this content."""
     container.clear()
     (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)

@@ -303,7 +303,9 @@ def _refusal(request: Request, short: TooSmall, cut: Callable[[int], Request] | 
         raised.append(failing)
         budgets[failing] = ENOUGH_BYTES
         failing = _failing_tier(request, budgets, cut)
-    for tier in raised:  # ...then lower each again; more memory never makes a plan impossible, so bisection is exact
+    # ...then lower each again: more memory never makes a plan of the same units impossible, so bisection is exact. If a
+    # larger device has larger units, it finds a budget that does, and of which a page less does not.
+    for tier in raised:
         low, high = request.budgets[tier] // PAGE_BYTES, ENOUGH_BYTES // PAGE_BYTES
         while high - low > 1:
             middle = (low + high) // 2
