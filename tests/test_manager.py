@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from offload.errors import BudgetError, StateError
-from offload.memory.arena import Buffer, view_at
+from offload.memory.arena import Buffer
 from offload.memory.budget import Tier
 from offload.memory.cpu import CpuDevice, CpuMover
 from offload.memory.transfer import MoverNeeds
 from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
+from offload.shards.bound import Form
 from offload.shards.copies import Lease
 from offload.shards.manager import Manager
 from offload.shards.shard import State
@@ -47,6 +48,11 @@ VERSIONS = 1 << 9
 
 def word(unit: int, role: Role, version: int) -> bytes:
     return (unit << 12 | ROLE_NUMBER[role] << 9 | version % VERSIONS).to_bytes(2, "little")
+
+
+def words_of(numel: int) -> Form:
+    """The form of a tensor over the first `numel` words of a unit."""
+    return torch.uint16, 0, torch.Size((numel,)), (1,)
 
 
 def words(data: bytes) -> set[bytes]:
@@ -275,7 +281,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(index=unit_numbers)
     def borrow(self, index: int) -> None:
         try:
-            storage = self.manager.resident_storage(index)
+            tensor = self.manager.view_of(index, words_of(self.UNITS[index].numel))
         except StateError:
             assert self.is_lost(self.UNITS[index], PARAM)
         except BudgetError:
@@ -283,8 +289,7 @@ class ManagerMachine(RuleBasedStateMachine):
         except SwapError as error:
             self.expect_error(error)
         else:
-            unit = self.UNITS[index]
-            self.borrowed.append((index, view_at(storage, torch.uint16, 0, (unit.numel,))))
+            self.borrowed.append((index, tensor))
 
     @precondition(lambda self: self.borrowed)
     @rule(data=st.data())
@@ -585,7 +590,7 @@ def test_reset_does_not_make_a_half_written_unit_whole() -> None:
 def test_a_tensor_of_the_user_keeps_its_memory_when_a_step_fails() -> None:
     units = units_of(2)
     with managing(units, [Homes(H, H, H)] * 2, working_bytes=8 << 10) as (manager, _):
-        tensor: torch.Tensor | None = view_at(manager.resident_storage(0), torch.uint16, 0, (CHUNK,))
+        tensor: torch.Tensor | None = manager.view_of(0, words_of(CHUNK))
 
         def stop(chunk: Chunk) -> None:
             raise Stop
@@ -607,7 +612,7 @@ def test_borrowed_units_stay_and_units_used_last_leave_first() -> None:
         lease = manager.acquire(3)
         assert [index in manager.bound for index in range(4)] == [False, True, True, True]
         lease.close()
-        tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
+        tensor = manager.view_of(1, words_of(CHUNK))
         manager.acquire(0)
         assert 1 in manager.bound and 0 in manager.bound
         assert words(tensor.numpy().tobytes()) == {word(1, Role.PARAM, 1)}
@@ -621,7 +626,7 @@ def test_a_unit_that_will_be_borrowed_does_not_cut_the_room_in_two() -> None:
         for lease in leases:
             lease.close()
         before = manager.bound.storage(2).data_ptr()
-        tensor = view_at(manager.resident_storage(2, aside=True), torch.uint16, 0, (CHUNK,))
+        tensor = manager.view_of(2, words_of(CHUNK), aside=True)
         assert tensor.data_ptr() < before
         manager.acquire(4)
         manager.acquire(1)
@@ -835,7 +840,7 @@ def test_a_gradient_that_is_not_finite_is_counted() -> None:
 
 def test_memory_stays_mapped_for_tensors_that_outlive_the_manager() -> None:
     with managing(units_of(1), [Homes(H, H, H)], working_bytes=8 << 10) as (manager, _):
-        tensor = view_at(manager.resident_storage(0), torch.uint16, 0, (CHUNK,))
+        tensor = manager.view_of(0, words_of(CHUNK))
         manager.close()
     del manager
     gc.collect()
@@ -845,7 +850,7 @@ def test_memory_stays_mapped_for_tensors_that_outlive_the_manager() -> None:
 def test_memory_stays_mapped_for_tensors_of_a_failed_step() -> None:
     units = units_of(1)
     with managing(units, [Homes(H, H, H)], working_bytes=8 << 10) as (manager, _):
-        tensor = view_at(manager.resident_storage(0), torch.uint16, 0, (CHUNK,))
+        tensor = manager.view_of(0, words_of(CHUNK))
 
         def stop(chunk: Chunk) -> None:
             raise Stop
@@ -867,7 +872,7 @@ def test_gradients_need_not_be_contiguous() -> None:
 
 def test_the_dump_names_what_is_not_at_home() -> None:
     with managing(units_of(2), [Homes(H, H, H)] * 2, working_bytes=8 << 10) as (manager, _):
-        tensor = view_at(manager.resident_storage(1), torch.uint16, 0, (CHUNK,))
+        tensor = manager.view_of(1, words_of(CHUNK))
         text = manager.tiers.dump()
         assert "u1/param: resident, home cpu" in text and "borrowed" in text and "u0" not in text
         del tensor

@@ -23,6 +23,7 @@ import torch
 from offload.errors import BudgetError, StateError
 from offload.memory.budget import Budget
 from offload.sizes import format_bytes
+from offload.torch_private import no_functions
 from swap import SwapStore
 
 logger = logging.getLogger(__name__)
@@ -115,18 +116,22 @@ class SavedActivation:
 
     __slots__ = ("_freed", "_key", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, activations: Activations | None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, activations: Activations | None = None, address: int | None = None
+    ) -> None:
         """Keep `tensor`.
 
         Args:
             tensor: what is saved.
             activations: ledger to charge it to; None for a tensor that is not of the engine's device.
+            address: where its storage begins, if that is known.
         """
         self.tensor = tensor.detach() if tensor.requires_grad else tensor
         self.version = tensor._version
         self._freed: collections.deque[int] | None = None
         if activations is not None:
-            self._key = activations.charge(tensor)
+            self._key = tensor.untyped_storage().data_ptr() if address is None else address
+            activations.charge(tensor, self._key)
             self._freed = activations.freed
 
     def get(self) -> torch.Tensor:
@@ -135,14 +140,17 @@ class SavedActivation:
         Raises:
             StateError: it was changed in place since.
         """
-        if self.changed:
-            raise changed_in_place(self.tensor.shape)
-        return self.tensor
+        tensor = self.tensor
+        with no_functions():  # the mode that sees uses of parameters need not see this
+            if tensor._version == self.version:
+                return tensor
+        raise changed_in_place(tensor.shape)
 
     @property
     def changed(self) -> bool:
         """Whether the tensor was changed in place since."""
-        return self.tensor._version != self.version
+        with no_functions():
+            return self.tensor._version != self.version
 
     def __del__(self) -> None:
         if self._freed is not None:
@@ -239,25 +247,20 @@ class Activations:
 
     # --- as booked --------------------------------------------------------------------------------------------------
 
-    def charge(self, tensor: torch.Tensor) -> int:
-        """Charge a tensor's storage, once however many tensors view it; returns the key for the refund."""
+    def charge(self, tensor: torch.Tensor, address: int) -> None:
+        """Charge a tensor's storage, which begins at `address`, once however many tensors view it."""
         if self.freed:
             self.refund()
-        storage = tensor.untyped_storage()
-        key = storage.data_ptr()
-        held = self._held.get(key)
+        held = self._held.get(address)
         if held is not None:
             held[0] += 1
-            return key
-        size_bytes = storage.nbytes()
-        self._held[key] = [1, size_bytes]
-        if self._owed_bytes or size_bytes > self._budget.free_bytes:
+            return
+        size_bytes = tensor.untyped_storage().nbytes()
+        self._held[address] = [1, size_bytes]
+        if self._owed_bytes or not self._claim.grow(size_bytes):
             self._owed_bytes += size_bytes
-        else:
-            self._claim.resize(self._claim.size_bytes + size_bytes)
         if size_bytes >= WORTH_SAMPLING_BYTES:
             self.sample()
-        return key
 
     def refund(self) -> None:
         """Give back the charges of tensors that are gone."""

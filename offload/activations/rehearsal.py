@@ -80,9 +80,8 @@ class _Region:
 class _Uncharged(LeavingActivations):
     """Takes no note of what the device has room for."""
 
-    def charge(self, tensor: torch.Tensor) -> int:
+    def charge(self, tensor: torch.Tensor, address: int) -> None:
         """Charge nothing."""
-        return 0
 
     def refund(self) -> None:
         """Give nothing back."""

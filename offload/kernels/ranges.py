@@ -6,7 +6,9 @@ computed. Next to read: :mod:`offload.kernels.cpu_adam`, which re-exports the pu
 
 from __future__ import annotations
 
+import operator
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 STATE_BLOCK = 128  # elements; kStateBlock in csrc/cpu_adam/kernels.h
@@ -76,6 +78,9 @@ class Range(NamedTuple):
         return self.address + self.entries * self.itemsize
 
 
+_BY_ADDRESS = operator.itemgetter(Range._fields.index("address"))
+
+
 def checked_numel(numel: int) -> int:
     """Return a number of elements.
 
@@ -104,8 +109,8 @@ def check(*ranges: Range) -> None:
                 f"{item.name}: expected an address that is a multiple of {item.itemsize} B but got "
                 f"{item.address:#x}; start the range at an element"
             )
-    ordered = sorted(ranges, key=lambda item: item.address)
-    for a, b in zip(ordered, ordered[1:], strict=False):
+    ordered = sorted(ranges, key=_BY_ADDRESS)
+    for a, b in pairwise(ordered):
         if b.address < a.end:
             raise ValueError(
                 f"{b.name}: expected a range of its own but it overlaps {a.name} by {a.end - b.address} B; "

@@ -63,20 +63,25 @@ class Budget:
         with self._lock:
             return {name: size for name, size in self._held.items() if size}
 
-    def _change(self, name: str, by_bytes: int) -> None:
+    def _add(self, name: str, by_bytes: int) -> bool:
         with self._lock:
             wanted = self._used_bytes + by_bytes
             if by_bytes > 0 and wanted > self.limit_bytes:
-                holders = ", ".join(f"{k} {format_bytes(v)}" for k, v in self._held.items() if v)
-                raise BudgetError(
-                    f"{self.tier.value} budget: {name} needs {format_bytes(by_bytes)} more, "
-                    f"{format_bytes(wanted)} in all, but the limit is {format_bytes(self.limit_bytes)} "
-                    f"(held: {holders or 'nothing'}); "
-                    f'raise max_memory["{self.tier.value}"]'
-                )
+                return False
             self._used_bytes = wanted
             self._held[name] = self._held.get(name, 0) + by_bytes
-            self.peak_bytes = max(self.peak_bytes, wanted)
+            if wanted > self.peak_bytes:
+                self.peak_bytes = wanted
+            return True
+
+    def _refusal(self, name: str, by_bytes: int) -> BudgetError:
+        holders = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.claims().items())
+        return BudgetError(
+            f"{self.tier.value} budget: {name} needs {format_bytes(by_bytes)} more, "
+            f"{format_bytes(self._used_bytes + by_bytes)} in all, but the limit is {format_bytes(self.limit_bytes)} "
+            f"(held: {holders or 'nothing'}); "
+            f'raise max_memory["{self.tier.value}"]'
+        )
 
 
 class Claim:
@@ -102,8 +107,15 @@ class Claim:
             BudgetError: they do not fit. The claim is as it was then.
         """
         assert size_bytes >= 0, f"{self.name}: {size_bytes} bytes"
-        self.budget._change(self.name, size_bytes - self.size_bytes)
-        self.size_bytes = size_bytes
+        if not self.grow(size_bytes - self.size_bytes):
+            raise self.budget._refusal(self.name, size_bytes - self.size_bytes)
+
+    def grow(self, by_bytes: int) -> bool:
+        """Hold so much more, if it fits; returns whether it does."""
+        fits = self.budget._add(self.name, by_bytes)
+        if fits:
+            self.size_bytes += by_bytes
+        return fits
 
     def close(self) -> None:
         """Hold nothing any more. Idempotent."""

@@ -56,7 +56,7 @@ class Binding:
                 self._wrappers_in.setdefault(index, []).append(wrapper)
         self._kinds = [[type(parameter) for parameter in parameters] for parameters in tree.parameters]
         self._lent = [0] * len(tree.units)  # to those who use a unit's parameters now
-        self._bases: dict[int, int] = {}
+        self._bases: dict[int | None, int] = {}  # by address; None is none
         self._base_of: dict[int, int] = {}
         self._bound: dict[int, list[tuple[int, int]]] = {}  # what _look returned when the unit was bound
         self._away: dict[int, list[tuple[int, int]]] = {}  # the same of units whose parameters are stand-ins
@@ -259,7 +259,7 @@ class Binding:
 
     def unit_at(self, address: int | None) -> int | None:
         """Return the unit whose bytes begin at `address`, None where none does."""
-        return self._bases.get(address) if address is not None else None
+        return self._bases.get(address)
 
     def identities(self) -> Iterable[int]:
         """Return the identities of all parameters: they are kept alive, so these are theirs alone."""

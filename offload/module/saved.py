@@ -7,7 +7,6 @@ put the hooks in force.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,12 +16,14 @@ from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import Activations, SavedActivation
 from offload.errors import StateError
 from offload.interrupt import Deferral
-from offload.memory.arena import view_at
 from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
+from offload.shards.bound import Form
 from offload.shards.manager import Manager
 from offload.torch_private import no_functions, top_hooks
 from offload.wrappers import Shell, has_own_storage, is_wrapper, take_apart
+
+_ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SavedView(NamedTuple):
@@ -30,10 +31,7 @@ class SavedView(NamedTuple):
 
     unit: int
     version: int
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
+    form: Form
     in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
@@ -70,15 +68,16 @@ class SavedTensors:
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
         address = address_of(tensor)
+        if address is None:
+            return take_apart(tensor).map(self.pack) if is_wrapper(tensor) else SavedActivation(tensor)
         unit = self._binding.unit_at(address)
         if unit is not None:
             return self._view(tensor, unit, in_segment=False)
-        if address is None and is_wrapper(tensor):
-            return take_apart(tensor).map(self.pack)
-        charged = address is not None and tensor.device == self._device
-        if charged and self._leaving is not None:
+        if tensor.device != self._device:
+            return SavedActivation(tensor)
+        if self._leaving is not None:
             return self._leaving.keep(tensor)
-        return SavedActivation(tensor, self._activations if charged else None)
+        return SavedActivation(tensor, self._activations, address)
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given.
@@ -87,8 +86,7 @@ class SavedTensors:
             StateError: the engine is closed, or the parameters have changed since.
         """
         if isinstance(saved, SavedActivation):
-            with no_functions():  # the mode that sees uses of parameters need not see these
-                return saved.get()
+            return saved.get()
         if isinstance(saved, SavedElsewhere):
             assert self._leaving is not None
             return self._deferral.around(self._bring, self._leaving, saved)
@@ -109,14 +107,13 @@ class SavedTensors:
     def _fetch(self, manager: Manager, saved: SavedView) -> torch.Tensor:
         self._deferral.check()
         self._passes.note()
-        if manager.tiers.param(saved.unit).version != saved.version:
+        if manager.copies.params[saved.unit].version != saved.version:
             raise StateError(
                 f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "
                 "(by a step or by loading), so its graph is stale; run the forward again"
             )
         self._activations.balance()
-        storage = manager.resident_storage(saved.unit, aside=saved.in_segment)
-        return view_at(storage, saved.dtype, saved.offset, saved.shape, saved.stride)
+        return manager.view_of(saved.unit, saved.form, aside=saved.in_segment)
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
@@ -126,10 +123,10 @@ class SavedTensors:
     def view_in_segment(self, tensor: torch.Tensor) -> SavedView | Shell[object] | None:
         """Return the handle of a tensor of a segment that views a unit, None for any other tensor."""
         address = address_of(tensor)
-        unit = self._binding.unit_at(address)
-        if unit is not None:
-            return self._view(tensor, unit, in_segment=True)
-        if address is None and is_wrapper(tensor):
+        if address is not None:
+            unit = self._binding.unit_at(address)
+            return None if unit is None else self._view(tensor, unit, in_segment=True)
+        if is_wrapper(tensor):
             shell = take_apart(tensor)
             if any(self._binding.unit_at(address_of(inner)) is not None for _, inner in shell.items()):
                 return shell.map(lambda inner: self.view_in_segment(inner) or self.pack(inner))
@@ -156,9 +153,9 @@ class SavedTensors:
 
     def _view(self, tensor: torch.Tensor, unit: int, *, in_segment: bool) -> SavedView:
         assert self._manager is not None, "closed"
-        version = self._manager.tiers.param(unit).version
-        offset, shape, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        return SavedView(unit, version, tensor.dtype, offset, shape, stride, in_segment)
+        version = self._manager.copies.params[unit].version
+        form = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return SavedView(unit, version, form, in_segment)
 
 
 class Over:
@@ -185,8 +182,7 @@ class Over:
         return saved.unpack(saved.packed) if isinstance(saved, _Theirs) else self.saved.unpack(saved)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Theirs:
+class _Theirs(NamedTuple):
     """What other saved-tensor hooks made of a tensor."""
 
     packed: Any
@@ -195,7 +191,8 @@ class _Theirs:
 
 def address_of(tensor: torch.Tensor) -> int | None:
     """Return where a tensor's storage begins; None where it has no single one of its own."""
-    if not has_own_storage(type(tensor)) or tensor.layout is not torch.strided:
+    kind = type(tensor)
+    if (kind not in _ORDINARY and not has_own_storage(kind)) or tensor.layout is not torch.strided:
         return None
     with no_functions():
         if tensor._is_zerotensor():  # what forward-mode differentiation makes of a missing tangent

@@ -13,9 +13,13 @@ from typing import Protocol
 import torch
 
 from offload.errors import StateError
-from offload.memory.arena import Arena, Buffer, views_at
+from offload.memory.arena import Arena, Buffer, view_at, views_at
 from offload.planning.units import Unit
-from offload.torch_private import storage_use_count
+from offload.torch_private import no_dispatch, no_functions, storage_use_count
+
+# Of a tensor that views a unit: dtype, first element, shape, stride.
+Form = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+MOST_FORMS = 4  # per parameter that are kept: its own, transposed, and the same of a part
 
 
 class Binder(Protocol):
@@ -39,11 +43,13 @@ class Residency:
         storage: over the bytes.
         views: of the storage, one for each parameter.
         own_references: how many of the storage's are its own, those of the views, and the binding's.
+        others: further views of the storage, by their form, that were asked for: backward asks for the same ones again.
     """
 
     storage: torch.UntypedStorage
     views: list[torch.Tensor]
     own_references: int = 0
+    others: dict[Form, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def at(cls, buffer: Buffer, arena: Arena, unit: Unit) -> Residency:
@@ -67,7 +73,21 @@ class Residency:
 
     def note_unbound(self) -> None:
         """Note that the parameters view them no more."""
-        self.own_references = 1 + len(self.views)
+        self.own_references = 1 + len(self.views) + len(self.others)
+
+    def view(self, form: Form) -> torch.Tensor:
+        """Return a tensor over the bytes, or some of them, of which nobody else has this object."""
+        known = self.others.get(form)
+        if known is None:
+            known = view_at(self.storage, *form)
+            if len(self.others) >= MOST_FORMS * len(self.views):
+                return known
+            self.others[form] = known
+            self.own_references += 1
+        if torch.is_inference_mode_enabled():
+            return view_at(self.storage, *form)
+        with no_functions(), no_dispatch():
+            return known.detach()
 
 
 class BoundUnits:
@@ -99,6 +119,10 @@ class BoundUnits:
     def storage(self, index: int) -> torch.UntypedStorage:
         """Return the storage that a unit's parameters view."""
         return self._residency[index].storage
+
+    def view(self, index: int, form: Form) -> torch.Tensor:
+        """Return a tensor over a unit's bytes, which keeps them where they are as long as it lives."""
+        return self._residency[index].view(form)
 
     def borrowed(self, index: int) -> bool:
         """Tell whether a tensor other than the parameters views the unit's bytes on the device."""

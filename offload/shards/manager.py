@@ -28,7 +28,7 @@ from offload.planning.roles import Role
 from offload.planning.schedule import PREFETCH_WINDOW, Schedule, Schedules
 from offload.planning.units import Unit
 from offload.shards.backward_updates import BackwardUpdates, Recipe
-from offload.shards.bound import Binder
+from offload.shards.bound import Binder, Form
 from offload.shards.commits import RECORD_KEYS, Commits, Record
 from offload.shards.copies import Lease
 from offload.shards.device_updates import DeviceUpdates
@@ -166,19 +166,25 @@ class Manager:
         if index in self.bound:
             self.schedule.use(index)
 
-    def resident_storage(self, index: int, *, aside: bool = False) -> torch.UntypedStorage:
-        """Return the device storage of a unit for a tensor that keeps it there as long as the tensor lives.
+    def view_of(self, index: int, form: Form, *, aside: bool = False) -> torch.Tensor:
+        """Return a tensor over a unit's parameters on the device, which keeps them there as long as it lives.
 
         Args:
             index: unit.
+            form: of the tensor.
             aside: other units may be wanted while the tensor lives, so the unit must not lie in their way.
         """
-        self._schedules.begin(training=True)  # only backward asks for it
-        lease = self.acquire(index)
-        if aside:
-            self.working.lay_aside(self.tiers.param(index))
-        lease.close()
-        return self.bound.storage(index)
+        if self.hides_parameters or index not in self.bound:
+            self._schedules.begin(training=True)  # only backward asks for it
+            lease = self.acquire(index)
+            if aside:
+                self.working.lay_aside(self.tiers.param(index))
+            lease.close()
+        else:
+            self.tiers.counters.hits += 1
+            if self._is_asynchronous:
+                self.working.use(self.copies.params[index])
+        return self.bound.view(index, form)
 
     def begin_pass(self, *, training: bool) -> None:
         """Note that a forward begins: evaluation has its own schedule, each pass a cycle of it."""
