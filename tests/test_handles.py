@@ -1152,3 +1152,100 @@ def test_gathered_gradients_are_charged(tmp_path: Path) -> None:
         assert engine.stats().used_bytes["device"] <= 12 << 20
         assert_close(engine.grad_norm, sum(p.numel() for p in model.parameters()) ** 0.5, 1e-4)
         engine.step()
+
+
+# --- handles that nobody has looked at --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[GradientHandle]:
+    """The handles that were made since."""
+    handles: list[GradientHandle] = []
+    make = GradientHandle.__new__
+
+    def note(cls: type[GradientHandle], *args: Any) -> GradientHandle:
+        handles.append(make(cls, *args))
+        return handles[-1]
+
+    monkeypatch.setattr(GradientHandle, "__new__", note)
+    return handles
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_none_is_made_for_nobody(place: str, made: list[GradientHandle], tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, SGD(lr=0.1), max_grad_norm=0.5, **PLACES[place](model, tmp_path)) as engine:
+        for number in range(3):
+            engine.backward(loss_of(engine, number))
+            assert engine.grad_norm > 0
+            engine.step()
+        assert made == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("looked_at", [None, "all", "first"])
+def test_to_look_changes_nothing(looked_at: str | None, place: str, tmp_path: Path) -> None:
+    """Two micro-batches per step; the gradients are looked at between them, or not."""
+    model, plain = net(), net()
+    with Engine(model, SGD(lr=1e-3), **PLACES[place](model, tmp_path)) as engine:
+        for number in range(4):
+            backward(engine, plain, number)
+            looks = {None: 0, "all": None, "first": 1}[looked_at]
+            for p in list(model.parameters())[:looks]:
+                assert isinstance(p.grad, GradientHandle) and p.grad is p.grad is p._grad
+            if number % 2:
+                engine.step()
+                with torch.no_grad():
+                    for p in plain.parameters():
+                        assert p.grad is not None
+                        p -= 1e-3 * p.grad
+                        p.grad = None
+        for ours, truth in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(ours, truth, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_they_are_there_wherever_a_parameter_is_an_ordinary_one(place: str, tmp_path: Path) -> None:
+    """In a forward, inside gather, in a hook behind ours, and where backward runs inside gather."""
+    model = net()
+    found: list[bool] = []
+
+    def look(parameter: torch.Tensor) -> None:
+        found.append(isinstance(parameter.grad, GradientHandle))
+
+    with Engine(model, SGD(lr=0.1), **PLACES[place](model, tmp_path)) as engine:
+        weight = model.blocks[0].weight
+        engine.backward(loss_of(engine, 0))
+        hook = model.blocks[0].register_forward_pre_hook(lambda module, _: look(module.weight))
+        loss = loss_of(engine, 1)
+        hook.remove()
+        weight.register_post_accumulate_grad_hook(look)
+        engine.backward(loss)
+        engine.zero_grad()
+        loss = loss_of(engine, 2)
+        engine.backward(loss)
+        with engine.gather(weight):
+            assert type(weight) is nn.Parameter
+            look(weight)
+        engine.zero_grad()
+        loss = loss_of(engine, 3)
+        with engine.gather(weight):
+            engine.backward(loss)
+            look(weight)
+    assert len(found) == 6 and all(found)
+
+
+def test_what_is_put_in_the_place_of_one(wrapped: tuple[Engine, Net, Net]) -> None:
+    """None leaves the parameter out of the step, a tensor is the gradient; nobody has looked at either before."""
+    engine, model, plain = wrapped
+    backward(engine, plain, 0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.rare.grad = None
+    model.blocks[0].weight.grad = torch.zeros(WIDTH, WIDTH)
+    engine.step()
+    after = engine.state_dict()
+    assert torch.equal(after["rare"], before["rare"])
+    assert not torch.equal(after["blocks.1.weight"], before["blocks.1.weight"])
+    states = engine.optimizer.state_dict()["state"]
+    names = [name for name, _ in model.named_parameters()]
+    assert states[names.index("blocks.0.weight")]["exp_avg"].abs().max() == 0

@@ -29,7 +29,7 @@ from offload.memory.transfer import MoverNeeds
 from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
-from offload.shards.bound import Form
+from offload.shards.bound import MOST_FORMS, Form
 from offload.shards.copies import Lease
 from offload.shards.manager import Manager
 from offload.shards.shard import State
@@ -616,6 +616,29 @@ def test_borrowed_units_stay_and_units_used_last_leave_first() -> None:
         manager.acquire(0)
         assert 1 in manager.bound and 0 in manager.bound
         assert words(tensor.numpy().tobytes()) == {word(1, Role.PARAM, 1)}
+
+
+def test_views_of_a_unit_are_the_askers_own() -> None:
+    """Their memory is kept to be asked for again, by form; no more than a few forms are, and nobody sees that."""
+    with managing(units_of(3), [Homes(H, H, H)] * 3, working_bytes=16 << 10) as (manager, _):
+        manager.acquire(0).close()
+        for numel in [CHUNK, CHUNK, *range(1, 2 * MOST_FORMS)]:
+            first, second = (manager.view_of(0, words_of(numel)) for _ in range(2))
+            assert first is not second and first.data_ptr() == second.data_ptr() and first.shape == (numel,)
+            del first
+            assert manager.bound.borrowed(0)
+            del second
+            assert not manager.bound.borrowed(0)
+        assert len(manager.bound._residency[0].others) == MOST_FORMS
+        with torch.inference_mode():
+            view = manager.view_of(0, words_of(CHUNK))
+        assert not view.is_inference()
+        del view
+        for index in (1, 2, 0):  # it leaves, and comes again
+            manager.acquire(index).close()
+            assert words(manager.view_of(index, words_of(CHUNK)).numpy().tobytes()) == {word(index, Role.PARAM, 1)}
+            assert not manager.bound.borrowed(index)
+        manager.check()
 
 
 def test_a_unit_that_will_be_borrowed_does_not_cut_the_room_in_two() -> None:

@@ -141,6 +141,9 @@ WAITS_OF_UPDATES: dict[str, tuple[str, str, str, str]] = {
     "who has computed a gradient that is kept is known": (
         f"{SHARDS}.gradients", "Gradients._keep", "self._mover.note_stream()", "pass"
     ),
+    "a forward inside another one may compute on a stream of its own": (
+        "offload.module.hooks", "Hooks._needs_nothing", "and contexts.stream == self._mover.note_stream()", ""
+    ),
     "what was measured is read alone": (
         f"{SHARDS}.gradients", "Gradients.read_sums", "with self._mover.alone():", "if True:"
     ),
@@ -282,7 +285,7 @@ def test_with_all_waits_nothing_is_wrong(tmp_path: Path, programs: dict[str, Pro
 def programs_of_updates(tmp_path: Path) -> Iterator[dict[str, Program]]:
     runs = (states.run_on_new_streams, states.run_on_changing_streams, states.run_added, states.run_reloaded)
     with updating():
-        yield {run.__name__: trained(run, "resident", tmp_path) for run in runs}
+        yield {run.__name__: trained(run, "resident", tmp_path) for run in (*runs, states.run_nested_on_new_streams)}
 
 
 @pytest.mark.parametrize("wait", WAITS_OF_UPDATES)

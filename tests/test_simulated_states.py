@@ -17,7 +17,7 @@ from simulated.instead import MOVER_STREAMS
 from simulated.kernels import SimulatedKernels, updating
 from test_checkpoints import assert_same, directory, seed
 from test_simulated_checkpoints import SimulatedRun
-from test_simulated_engine import MIB, loss_of, net, on_cpu, placed, run_net, seen_now
+from test_simulated_engine import LINEAR_BYTES, MIB, loss_of, net, on_cpu, placed, run_net, seen_now
 from test_simulated_faults import in_use
 from torch import nn
 
@@ -281,6 +281,45 @@ def run_on_new_streams(home: str, path: Path) -> Outcome:
         return _outcome(engine, losses)
 
 
+class Aside(nn.Module):
+    """A unit of two layers; the second is also used beside the forward, and nobody waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.beside: list[Callable[[], torch.Tensor]] = []
+        self.found: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        while self.beside:
+            self.found.append(self.beside.pop()())
+        return self.second(x)
+
+
+def run_nested_on_new_streams(home: str, path: Path) -> Outcome:
+    """Have a module inside of another one compute on a stream that was never used before, and wait for none of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Aside(), Aside())
+    options = everything_on_device() if home == "truth" else placed(home, model, path, unit_bytes=2 * LINEAR_BYTES)
+    with Engine(model, AdamW(lr=1e-2), **options) as engine:
+
+        def beside(aside: Aside, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+            def compute() -> torch.Tensor:
+                with contextlib.nullcontext() if home == "truth" else torch.Stream("sim:0"), torch.no_grad():
+                    return aside.second(x.to(engine.device, non_blocking=True))
+
+            return compute
+
+        for number in range(3):
+            x = batch(number).pin_memory() if home != "truth" else batch(number)
+            for aside in model:
+                aside.beside.append(beside(aside, x))
+            engine.backward(loss_of(engine, x.to(engine.device, non_blocking=True)))
+            engine.step()
+        return _outcome(engine, [found.sum() for aside in model for found in aside.found])
+
+
 def run_added(home: str, path: Path) -> Outcome:
     """Let gradients come on two streams on which nothing was ever computed, and be measured on another."""
     model, norms = net(), []
@@ -309,7 +348,7 @@ def _outcome(engine: Engine, losses: list[torch.Tensor]) -> Outcome:
     return Outcome([loss.cpu() for loss in losses], [], parameters, {}, [], engine.stats(), engine.plan)
 
 
-@pytest.mark.parametrize("run", [run_on_changing_streams, run_on_new_streams, run_added])
+@pytest.mark.parametrize("run", [run_on_changing_streams, run_on_new_streams, run_nested_on_new_streams, run_added])
 def test_streams_of_the_user(run: Callable[[str, Path], Outcome], tmp_path: Path) -> None:
     truth = run("truth", tmp_path)
     for schedule in fixed(MOVER_STREAMS + 1):

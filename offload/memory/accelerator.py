@@ -386,9 +386,9 @@ class AcceleratorMover:
         finally:
             self._ordering.end_alone(others)
 
-    def note_stream(self) -> None:
-        """Let :meth:`alone` wait for the current stream, too."""
-        self._ordering.note_stream()
+    def note_stream(self) -> int:
+        """Let :meth:`alone` wait for the current stream, too; return its number."""
+        return self._ordering.note_stream().stream_id
 
     # --- chunks of what is at home on the device --------------------------------------------------------------------
 

@@ -177,8 +177,9 @@ class CpuMover:
         """Nothing to order."""
         return contextlib.nullcontext()
 
-    def note_stream(self) -> None:
+    def note_stream(self) -> int:
         """Nothing to order."""
+        return 0
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
         """Use the tensor where it is."""

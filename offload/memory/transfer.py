@@ -271,8 +271,8 @@ class Mover(Protocol):
         The block belongs to the stream that is current.
         """
 
-    def note_stream(self) -> None:
-        """Note that the current stream has computed what the device keeps: :meth:`alone` follows it."""
+    def note_stream(self) -> int:
+        """Note that the current stream computes: :meth:`alone` follows it; returns its number, 0 if there are none."""
 
     def read_tensor(self, tensor: torch.Tensor, use: Callable[[int], None], *, group: int, last: bool) -> None:
         """Call `use(address)` with the contiguous bytes of a device `tensor` in host memory, now or later, in order.

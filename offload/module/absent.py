@@ -16,7 +16,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -26,7 +26,17 @@ from torch import nn
 from offload.errors import StateError
 from offload.module.handles import GradientHandle
 from offload.module.refusals import LOST
-from offload.module.torch_calls import DATA, Does, calling_frame, described, name_of, unchanged, what, written
+from offload.module.torch_calls import (
+    DATA,
+    GRADIENTS,
+    Does,
+    calling_frame,
+    described,
+    name_of,
+    unchanged,
+    what,
+    written,
+)
 from offload.nested import tensors_in
 from offload.torch_private import no_subclasses
 from offload.wrappers import has_own_storage
@@ -52,6 +62,9 @@ class Keeper(Protocol):
             StateError: `value` does not fit.
         """
 
+    def show_gradient(self, parameter: torch.Tensor) -> None:
+        """Let ``parameter.grad`` be what it stands for: somebody is about to look, or to put something else there."""
+
     def load(self, parameter: torch.Tensor, value: Any) -> bool:
         """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""
 
@@ -73,6 +86,8 @@ class Absent:
         if does in (Does.LOOK, Does.MEASURE) and not has_own_storage(cls):  # the class itself may answer
             return _passed_on(_absent_in(args, kwargs), lambda: func(*args, **kwargs))
         if does is Does.LOOK:
+            if any(getattr(func, "__self__", None) is gradient for gradient in GRADIENTS):
+                _show_gradients(args[:1])
             with no_subclasses():
                 return func(*args, **kwargs)
         if does is Does.MEASURE:  # what it has when it is lent: a parameter is contiguous in its unit
@@ -173,6 +188,13 @@ def absent_class(kind: type) -> type:
     return type(name, (Absent, kind), {"__module__": kind.__module__, "__qualname__": name})
 
 
+def _show_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        keeper = owners.get(id(parameter))
+        if keeper is not None:
+            keeper.show_gradient(parameter)
+
+
 def _absent_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, Absent)]
 
@@ -222,6 +244,7 @@ def _revive(parameter: torch.Tensor, does: Does, func: Any, args: Any) -> bool:
 
 def _passed_on(absent: list[torch.Tensor], call: Callable[[], Any]) -> Any:
     """Run a call that finds by itself what it needs of parameters: they are ordinary ones meanwhile."""
+    _show_gradients(absent)
     kinds = [type(parameter) for parameter in absent]
     for parameter, kind in zip(absent, kinds, strict=True):
         parameter.__class__ = base_class(kind)
@@ -235,6 +258,7 @@ def _passed_on(absent: list[torch.Tensor], call: Callable[[], Any]) -> Any:
 
 def _make(absent: list[torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
     """Make a tensor like a parameter; not the states of an optimizer that would find no gradients."""
+    _show_gradients(absent)
     with no_subclasses():
         for parameter in absent:
             if isinstance(parameter.grad, GradientHandle):

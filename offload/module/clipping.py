@@ -27,8 +27,8 @@ def handles_of(parameters: Iterable[torch.Tensor]) -> list[GradientHandle] | Non
         Those that are there, in the order of `parameters`; None where there is none, where some have elements, or where
         they differ in dtype or device, so that torch would add their norms in another order.
     """
+    found = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
     with no_subclasses():
-        found = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
         handles = [gradient for gradient in found if isinstance(gradient, GradientHandle)]
         kinds = {(handle.dtype, handle.place) for handle in handles}
     return handles if len(handles) == len(found) and len(kinds) == 1 else None

@@ -29,21 +29,34 @@ class InForce:
     them back when a node of a backward pass ends, or fails: what is on the present stacks then is not touched.
     """
 
-    __slots__ = ("_contexts", "graph_task", "thread")
+    __slots__ = ("_contexts", "_uppermost", "graph_task", "stream", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, stream: int) -> None:
+        """Put nothing there yet, in a forward that computes on the device's stream of this number."""
+        self.stream = stream
         self.thread = threading.get_ident()
         self.graph_task: int = graph_task()
         self._contexts: list[contextlib.AbstractContextManager[object]] = []
+        self._uppermost = top_hooks()
 
     def enter(self, context: contextlib.AbstractContextManager[object]) -> None:
         """Enter a context that :meth:`leave` leaves."""
         context.__enter__()
         self._contexts.append(context)
+        self._uppermost = top_hooks()
+
+    def is_here(self) -> bool:
+        """Tell whether these are the present stacks."""
+        return self.thread == threading.get_ident() and self.graph_task == graph_task()
+
+    def is_uppermost(self) -> bool:
+        """Tell whether these are the present stacks, and nobody has put saved-tensor hooks above."""
+        now, then = top_hooks(), self._uppermost
+        return now is not None and then is not None and now[0] is then[0] and self.is_here()
 
     def leave(self) -> None:
         """Leave all contexts that are still in force."""
-        here = self.thread == threading.get_ident() and self.graph_task == graph_task()
+        here = self.is_here()
         while self._contexts:
             context = self._contexts.pop()
             if isinstance(context, torch.autograd.graph.saved_tensors_hooks):

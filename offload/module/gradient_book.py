@@ -1,7 +1,8 @@
 """The book of one engine's gradients: what is in each ``.grad``, and what the coming step learns from that.
 
 As in torch, ``.grad`` is the truth: where it is None, the step leaves the parameter out; a tensor that somebody has put
-there is the gradient. A gradient that has moved away has left a :class:`.GradientHandle` there.
+there is the gradient. A gradient that has moved away has left a :class:`.GradientHandle` there. The handle is made when
+somebody looks: as long as a parameter's own class sees every call, nobody can tell, and most are never looked at.
 
 Owns which handle is whose, and whether what it was made for is still there. The bytes are in
 :mod:`offload.shards.gradients`, the arithmetic that handles answer is in :mod:`offload.module.handles`. Next:
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from offload.errors import StateError
+from offload.module.absent import Absent
 from offload.module.handles import GradientHandle, Value
 from offload.planning.units import Unit, Where
 from offload.shards.gradients import GradientNorm
@@ -59,17 +61,19 @@ class GradientBook:
             for slot, parameter in enumerate(parameters[unit.index])
         }
         self._units = units
+        self._unseen: dict[Where, Value] = {}  # what handles will stand for that nobody has looked at
         self._origins: dict[Where, object] = {}
         self._contents: dict[Where, object] = {}  # another one when elements have become others
         self._gathered: set[Where] = set()  # whose ``.grad`` has elements for a while
 
     # --- in backward ------------------------------------------------------------------------------------------------
 
-    def take(self, parameter: torch.Tensor, where: Where) -> tuple[torch.Tensor, GradientHandle | None]:
+    def take(self, parameter: torch.Tensor, where: Where) -> tuple[torch.Tensor, GradientHandle | Value | None]:
         """Take what autograd has left in ``.grad``, which is None then.
 
         Returns:
-            The gradient of this pass, and the handle that it was added to; None where nothing was there before.
+            The gradient of this pass, and the handle that it was added to, or what one would stand for; None where
+            nothing was there before.
         """
         if where in self._gathered:
             raise StateError(
@@ -78,29 +82,64 @@ class GradientBook:
             )
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        unseen = self._unseen.get(where)
+        if unseen is not None:
+            self._add_to(where, unseen)
+            return gradient, unseen
         if not isinstance(gradient, GradientHandle):
             if where in self._origins:  # ``.grad`` was cleared since the last pass
                 self._manager.forget_gradient(*where)
             return gradient, None
         try:
             incoming = gradient.take_incoming()
-            value = self.value_of(gradient, where)
-            if value.factor != 1.0:  # of what has arrived so far
-                self._manager.multiply_gradient(*where, value.factor)
-            self._change(where, value)
+            self._add_to(where, self.value_of(gradient, where))
         except BaseException:
             parameter.grad = gradient
             raise
         return incoming, gradient
 
-    def put(self, parameter: torch.Tensor, where: Where, before: GradientHandle | None, *, scale: float = 1.0) -> None:
+    def _add_to(self, where: Where, value: Value) -> None:
+        """Note that something is about to be added to what has arrived of a gradient."""
+        if value.factor != 1.0:
+            self._manager.multiply_gradient(*where, value.factor)
+        self._change(where, value)
+
+    def put(self, parameter: torch.Tensor, where: Where, before: GradientHandle | Value | None) -> None:
         """Leave a handle in ``.grad``, the former one where there was one."""
         if before is None:
-            self._origins[where] = self._contents[where] = new = object()
+            self.put_new(parameter, where)
+        elif isinstance(before, Value):
+            self._leave(parameter, where, before)
+        else:  # with create_graph, autograd has made it a result of its own addition
+            parameter.grad = before if before.grad_fn is None else before.like()
+
+    def put_new(self, parameter: torch.Tensor, where: Where, scale: float = 1.0) -> Value:
+        """Leave a new handle in ``.grad``; returns what it stands for."""
+        self._origins[where] = self._contents[where] = new = object()
+        value = Value(where, new, new, scale)
+        self._leave(parameter, where, value)
+        return value
+
+    def _leave(self, parameter: torch.Tensor, where: Where, value: Value) -> None:
+        self._unseen[where] = value
+        if not isinstance(parameter, Absent):
+            self.show(where)
+
+    def show(self, where: Where) -> None:
+        """Let ``.grad`` be what it stands for: somebody may look there from now on."""
+        value = self._unseen.pop(where, None)
+        if value is None:
+            return
+        with no_subclasses():
+            parameter = self._slots[where]
             shape, dtype = tuple(parameter.shape), parameter.dtype
-            before = GradientHandle(self, shape, dtype, self._device, Value(where, new, new, scale))
-        # With create_graph, autograd has made it a result of its own addition.
-        parameter.grad = before if before.grad_fn is None else before.like()
+            parameter.grad = GradientHandle(self, shape, dtype, self._device, value)
+
+    def show_unit(self, index: int) -> None:
+        """Do as :meth:`show` for each parameter of a unit."""
+        if self._unseen:
+            for slot in range(len(self._units[index].slots)):
+                self.show((index, slot))
 
     def _change(self, where: Where, value: Value) -> None:
         """Note that elements have become others, which `value` stands for: copies from before refuse."""
@@ -111,8 +150,10 @@ class GradientBook:
         """Leave a handle for each gradient that has come from another rank alone."""
         with no_subclasses():
             for where, parameter in self._slots.items():
-                if parameter.grad is None and self._gradients.arrived(where[0])[where[1]]:
-                    self.put(parameter, where, None)
+                if parameter.grad is not None or where in self._unseen:
+                    continue
+                if self._gradients.arrived(where[0])[where[1]]:
+                    self.put_new(parameter, where)
 
     # --- at the step ------------------------------------------------------------------------------------------------
 
@@ -132,7 +173,7 @@ class GradientBook:
                     self.value_of(gradient, where)
                 elif gradient is not None:
                     self.replace(parameter, where, gradient)
-                elif where in self._origins:
+                elif where in self._origins and where not in self._unseen:
                     del self._origins[where]
                     self._manager.forget_gradient(*where)
 
@@ -140,7 +181,7 @@ class GradientBook:
         """Let a tensor be what the coming step uses as a parameter's gradient."""
         dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
         self._manager.overwrite_gradient(*where, dense.detach().reshape(-1))
-        self.put(parameter, where, None, scale=1.0 / self.averaging())
+        self.put_new(parameter, where, 1.0 / self.averaging())
 
     @contextlib.contextmanager
     def gathering(self, places: Iterable[Where]) -> Iterator[None]:
@@ -195,15 +236,13 @@ class GradientBook:
     def restore(self, where: Where, *, scale: float, clip: float) -> None:
         """Let a gradient whose elements are there wait for the next step, multiplied by so much."""
         with no_subclasses():
-            parameter = self._slots[where]
-            self.put(parameter, where, None, scale=scale)
-            gradient = parameter.grad
-        assert isinstance(gradient, GradientHandle)
-        gradient.value.clip = clip
+            value = self.put_new(self._slots[where], where, scale)
+        value.clip = clip
 
     def clear(self) -> None:
         """Let every ``.grad`` be None; handles that somebody has kept refuse from now on."""
         self._origins.clear()
+        self._unseen.clear()
         with no_subclasses():
             for parameter in self._slots.values():
                 parameter.grad = None
@@ -217,7 +256,10 @@ class GradientBook:
         with no_functions():
             found = [(where, parameter.grad) for where, parameter in self._slots.items()]
         for where, gradient in found:
-            if isinstance(gradient, GradientHandle):
+            unseen = self._unseen.get(where)
+            if unseen is not None:
+                yield where, unseen
+            elif isinstance(gradient, GradientHandle):
                 yield where, self.value_of(gradient, where)
 
     # --- what handles ask -------------------------------------------------------------------------------------------

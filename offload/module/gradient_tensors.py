@@ -49,6 +49,8 @@ class GradientTensors:
         self._manager()
         self._book.adopt()
         places = self._places(params)
+        for where in places:
+            self._book.show(where)
         with no_subclasses():
             before = {where: parameter.grad for where, parameter in places.items()}
             size_bytes = sum(places[where].nbytes for where, handle in before.items() if handle is not None)

@@ -102,11 +102,11 @@ class Hooks:
             calls: what is asked of the engine.
         """
         self.binding = binding
-        self.lending = Lending(binding, manager)
+        self.lending = Lending(binding, book, manager)
         self._passes = BackwardPasses(in_callers=manager.tiers.device.addressable)
         self.saved = SavedTensors(binding, manager, activations, device, calls.deferral, self._passes)
         self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager, calls.deferral)
-        self._outside = OutsideAccess(model, binding, self.uses, self.saved, changes, manager)
+        self._outside = OutsideAccess(model, binding, book, self.uses, self.saved, changes, manager)
         self.left_out = LeftOut(model)
         self._gradients = GradientHooks(binding, book, self._passes, manager, activations, calls, self.left_out)
         self._model = weakref.ref(model)
@@ -114,6 +114,7 @@ class Hooks:
         self._forwards = forwards
         self._changes = changes
         self._manager = manager
+        self._mover = manager.tiers.mover
         self._activations = activations
         self._book = book
         self._calls = calls
@@ -189,10 +190,30 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_child(self._process)
-        if in_backward():
+        if self._needs_nothing(module):
+            self.deferral.check()
+            self.deferral.around(self._activations.balance)
+        elif in_backward():
             self.deferral.around(self._repeat_forward, module)
         else:
             self.deferral.around(self._forwards.begin, self._begin_forward, module)
+
+    def _needs_nothing(self, module: nn.Module) -> bool:
+        """Tell whether a forward around has done all that one of `module` needs, and nothing has changed since.
+
+        Not where parameters come and go: each forward is a moment to go on with that.
+        """
+        under_way = self._forwards.under_way
+        if not under_way or self._manager.hides_parameters:
+            return False
+        around, _, contexts = under_way[-1]
+        return (
+            module is not around
+            and all(map(self.binding.is_lent, self._leases[module]))
+            and contexts.is_uppermost()
+            and contexts.stream == self._mover.note_stream()
+            and not is_transformed()
+        )
 
     def _repeat_forward(self, module: nn.Module) -> None:
         self._begin_forward(module, repeats=True)
@@ -248,7 +269,7 @@ class Hooks:
         if outermost and not repeats:
             self._manager.begin_pass(training=torch.is_grad_enabled())
         seen = (not outermost or self.uses.watching) and (not repeats or self.uses.are_seen())
-        contexts = InForce()
+        contexts = InForce(self._mover.note_stream())
         hooks = self.saved.missing_hooks()
         if hooks is not None:
             contexts.enter(hooks)

@@ -10,6 +10,7 @@ import os
 
 from offload.module import refusals
 from offload.module.binding import Binding
+from offload.module.gradient_book import GradientBook
 from offload.shards.copies import Lease
 from offload.shards.manager import Manager
 
@@ -17,8 +18,9 @@ from offload.shards.manager import Manager
 class Lending:
     """Lends the parameters of one engine's model. See the module's text."""
 
-    def __init__(self, binding: Binding, manager: Manager) -> None:
+    def __init__(self, binding: Binding, book: GradientBook, manager: Manager) -> None:
         self._binding = binding
+        self._book = book
         self._manager: Manager | None = manager
         self._process = os.getpid()
 
@@ -28,6 +30,7 @@ class Lending:
         assert self._manager is not None, "closed"
         self._binding.refuse_replaced(index)
         lease = self._manager.acquire(index)
+        self._book.show_unit(index)
         self._binding.lend(index)
         return Loan(self, index, lease)
 

@@ -19,6 +19,7 @@ from offload.errors import BudgetError, StateError
 from offload.module.absent import owners
 from offload.module.binding import Binding
 from offload.module.changes import OutsideChanges
+from offload.module.gradient_book import GradientBook
 from offload.module.load import ModuleLoad
 from offload.module.saved import SavedTensors, address_of
 from offload.module.torch_calls import collects_state
@@ -37,6 +38,7 @@ class OutsideAccess:
         self,
         model: nn.Module,
         binding: Binding,
+        book: GradientBook,
         uses: UnannouncedUses,
         saved: SavedTensors,
         changes: OutsideChanges,
@@ -47,6 +49,7 @@ class OutsideAccess:
         Args:
             model: whose parameters these are.
             binding: knows where they are.
+            book: of their gradients.
             uses: lends them for one call.
             saved: what autograd keeps of them meanwhile.
             changes: takes what is written to them.
@@ -54,6 +57,7 @@ class OutsideAccess:
         """
         self._model = weakref.ref(model)
         self._binding = binding
+        self._book = book
         self._uses = uses
         self._saved = saved
         self._changes = changes
@@ -150,6 +154,12 @@ class OutsideAccess:
         elif self._binding.is_bound(where[0]):
             self._changes.note_handed(where[0])
             self._changes.adopt()
+
+    def show_gradient(self, parameter: torch.Tensor) -> None:
+        """Let ``parameter.grad`` be what it stands for."""
+        where = self._binding.slot_of(parameter)
+        if where is not None:
+            self._book.show(where)
 
     def load(self, parameter: torch.Tensor, value: Any) -> bool:
         """Take the value of a parameter that ``module.load_state_dict`` has come to; False where none is under way."""

@@ -70,6 +70,7 @@ _TABLE = {
 }
 _CONTENT_GETTERS = tuple(getattr(torch.Tensor, name) for name in _CONTENT_PROPERTIES)
 DATA = torch.Tensor.data
+GRADIENTS = (torch.Tensor.grad, torch.Tensor._grad)  # two names of one
 
 
 @functools.lru_cache(maxsize=4096)
