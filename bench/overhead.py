@@ -11,6 +11,10 @@ take per call of a module and per gradient, measured on layers so small that not
 With ``--streamed``, such layers come for each use, from host memory or from NVMe, to a device that has room for a few.
 The figure is processor time of the main thread per use, beyond what a resident layer takes (to reach: 60 us). So
 neither waiting nor what others on the machine do is in it. ``--against`` has these figures, too.
+
+With ``--host``, a Llama is so small that only the host's work counts, as where a GPU waits for the host: milliseconds
+of the main thread for forward, backward and step, of plain PyTorch with its own AdamW and of the engine with everything
+on the device, without and with checkpoints of activations. ``--against`` has these figures, too.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +42,15 @@ STREAMED = (("cpu", 8), ("cpu", 64), ("nvme", 8), ("nvme", 64))  # their home, a
 STREAMED_US = 60.0  # of the main thread per use, to reach
 ACTIVATION_BYTES = 64 << 20
 UNIT_BYTES = 16 << 10  # of a layer, with its padding
+HOST = {"without checkpoints": False, "with checkpoints": True}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+}
 EXTENSIONS = ("offload._cpu_adam", "swap._aio")
 
 
@@ -185,6 +199,78 @@ def print_uses(found: dict[str, list[float]], beginning: str) -> None:
         print(f"{beginning}{name}: {forward:.1f} us per use in forward, {backward:.1f} us in backward")
 
 
+# --- a model so small that nothing but the host's work counts ---------------------------------------------------------
+
+
+def small_llama(checkpointing: bool) -> torch.nn.Module:
+    """Return a Llama of as many modules as one of a billion parameters has."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, tie_word_embeddings=False)
+    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+class Host:
+    """Plain PyTorch and the engine on the small Llama."""
+
+    def __init__(self, checkpointing: bool) -> None:
+        plain = small_llama(checkpointing)
+        memory = {"device": "12GiB", "cpu": "1GiB"}
+        engine = offload.Engine(copy.deepcopy(plain), SPEC, device="cpu", max_memory=memory, max_grad_norm=1.0)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=SPEC.lr, weight_decay=SPEC.weight_decay, foreach=True)
+
+        def step() -> None:
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        self.engine = engine
+        self._sides: list[tuple[Callable[..., Any], Callable[[Any], None], Callable[[], object]]] = [
+            (plain, lambda loss: loss.backward(), step),
+            (engine, engine.backward, engine.step),
+        ]
+
+    def taken(self) -> list[float]:
+        """Return seconds of the main thread for forward, backward and step, of plain PyTorch and of the engine."""
+        batch, found = made_batch(SMALL["vocab_size"], 16), []
+        for forward, backward, step in self._sides:
+            moments = [time.thread_time()]
+            loss = forward(**batch).loss
+            moments.append(time.thread_time())
+            backward(loss)
+            moments.append(time.thread_time())
+            step()
+            moments.append(time.thread_time())
+            found += [after - before for before, after in pairwise(moments)]
+        return found
+
+
+def of_the_host(rounds: int) -> dict[str, list[float]]:
+    """Return medians of :meth:`Host.taken` per case, in milliseconds."""
+    found = {}
+    for name, checkpointing in HOST.items():
+        host = Host(checkpointing)
+        taken = [host.taken() for _ in range(rounds + 3)][3:]
+        found[name] = [1e3 * statistics.median(each) for each in zip(*taken, strict=True)]
+        host.engine.close()
+    return found
+
+
+def print_host(found: dict[str, list[float]], beginning: str = "") -> None:
+    """Print a line per case."""
+    for name, taken in found.items():
+        plain, ours = taken[:3], taken[3:]
+        parts = ", ".join(
+            f"{part} {our:.1f} (plain {their:.1f})"
+            for part, our, their in zip(("forward", "backward", "step"), ours, plain, strict=True)
+        )
+        print(f"{beginning}{name}: {parts} ms; {sum(ours) / sum(plain):.2f} of plain")
+
+
 # --- against an earlier commit ----------------------------------------------------------------------------------------
 
 
@@ -210,7 +296,12 @@ def serve(model_name: str, tokens: int) -> None:
         loss = steps.step(batch)
         return [time.perf_counter() - begin, loss]
 
-    answers = {"step": step, "calls": calls, "uses": lambda: list(streamed(rounds=5).values())}
+    answers = {
+        "step": step,
+        "calls": calls,
+        "uses": lambda: list(streamed(rounds=5).values()),
+        "host": lambda: list(of_the_host(rounds=5).values()),
+    }
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(answers[line.strip()]()), flush=True)
@@ -257,11 +348,13 @@ def compare(revision: str, model_name: str, tokens: int, rounds: int) -> dict[st
         steps: dict[str, list[list[float]]] = {name: [] for name in sides}
         calls: dict[str, list[list[float]]] = {name: [] for name in sides}
         uses: dict[str, list[Any]] = {name: [] for name in sides}
+        hosts: dict[str, list[Any]] = {name: [] for name in sides}
         for number in range(rounds + 2):  # the first two rounds touch memory
             for name in list(sides) if number % 2 else list(sides)[::-1]:
                 steps[name].append(sides[name].ask("step"))
                 calls[name].append(sides[name].ask("calls"))
                 uses[name].append(sides[name].ask("uses"))
+                hosts[name].append(sides[name].ask("host"))
     ratios = [now[0] / before[0] for now, before in zip(steps["now"][2:], steps["before"][2:], strict=True)]
     low, high = interval(ratios)
     micro = {
@@ -269,13 +362,8 @@ def compare(revision: str, model_name: str, tokens: int, rounds: int) -> dict[st
         for name, found in calls.items()
     }
     cases = [f"{home}, room for {room}" for home, room in STREAMED]
-    of_uses = {
-        name: {
-            case: [statistics.median(values) for values in zip(*(taken[number] for taken in found[2:]), strict=True)]
-            for number, case in enumerate(cases)
-        }
-        for name, found in uses.items()
-    }
+    of_uses = {name: medians(cases, found[2:]) for name, found in uses.items()}
+    of_hosts = {name: medians(list(HOST), found[2:]) for name, found in hosts.items()}
     equal = [step[1] for step in steps["now"]] == [step[1] for step in steps["before"]]
     print(
         f"now / {revision} = {statistics.median(ratios):.3f}, 95 % interval {low:.3f} to {high:.3f} in {rounds} rounds"
@@ -283,8 +371,18 @@ def compare(revision: str, model_name: str, tokens: int, rounds: int) -> dict[st
     for name, (call, gradient) in micro.items():
         print(f"hooks, {name}: {call:.1f} us per call of a module, {gradient:.1f} us per gradient")
         print_uses(of_uses[name], f"streamed, {name}, ")
+        print_host(of_hosts[name], f"the host, {name}, ")
     print(f"losses equal: {equal}; to reach: a lower end of at most {WORST}")
-    return {"ratios": ratios, "low": low, "high": high, "microseconds": micro, "uses": of_uses, "losses equal": equal}
+    figures = {"microseconds": micro, "uses": of_uses, "host_ms": of_hosts, "losses equal": equal}
+    return {"ratios": ratios, "low": low, "high": high, **figures}
+
+
+def medians(cases: list[str], found: list[Any]) -> dict[str, list[float]]:
+    """Return the medians of rounds, each of which has a list of figures per case."""
+    return {
+        case: [statistics.median(values) for values in zip(*(taken[number] for taken in found), strict=True)]
+        for number, case in enumerate(cases)
+    }
 
 
 def main() -> None:
@@ -294,6 +392,7 @@ def main() -> None:
     parser.add_argument("--model", default="real", help="as in bench/_common.py: real, tiny, large")
     parser.add_argument("--against", metavar="REV", help="compare with the engine of an earlier commit")
     parser.add_argument("--streamed", action="store_true", help="microseconds per use of layers that come for it")
+    parser.add_argument("--host", action="store_true", help="milliseconds of the host for a model of tiny layers")
     parser.add_argument("--smoke", action="store_true", help="a tiny random model, two rounds")
     parser.add_argument("--serve", metavar="DIR", help=argparse.SUPPRESS)
     parser.add_argument("--json", help="write the result here")
@@ -312,6 +411,11 @@ def main() -> None:
         print_uses(found, "from ")
         print(f"to reach: {STREAMED_US:.0f} us")
         emit(arguments.json, {"uses": found, "bound_us": STREAMED_US, "layers": LAYERS})
+        return
+    if arguments.host:
+        found = of_the_host(arguments.rounds)
+        print_host(found)
+        emit(arguments.json, {"host_ms": found, "model": SMALL})
         return
     against_plain(arguments)
 
