@@ -359,18 +359,19 @@ class Engine(EngineTensors, EngineRuns):
                 f"report: predicted: expected the timing of a forecast but got a {type(predicted).__name__}; pass "
                 "offload.plan(...).timing"
             )
+        try:
+            pairs = [(int(step), float(loss)) for step, loss in losses]
+        except (TypeError, ValueError):
+            raise ConfigError(f"report: losses: expected pairs of a step and its loss but got {losses!r}") from None
+        if pairs and path is None:
+            raise ConfigError("report: losses: expected a path beside them, for the page alone shows them; pass path=")
         spans = take_spans(self._parts, manager)
         seconds = None if predicted is None else {"step": predicted.step_s, **predicted.seconds}
         host = self._parts.device.addressable
         report = make_report(spans, self.stats(), host_computes=host, predicted=seconds)
         report = dataclasses.replace(report, activations=self._decision.told)
         if path is not None:
-            samples = self._watch.samples()
-            try:
-                pairs = [(int(step), float(loss)) for step, loss in losses]
-            except (TypeError, ValueError):
-                raise ConfigError(f"report: losses: expected pairs of a step and its loss but got {losses!r}") from None
-            write_page(path, Content(self._watch.title, str(self.plan), report, spans, samples, pairs))
+            write_page(path, Content(self._watch.title, str(self.plan), report, spans, self._watch.samples(), pairs))
         return report
 
     def trace(self, path: str | Path) -> None:

@@ -258,10 +258,6 @@ class RunState:
         """Return the names by the parameters' identities."""
         return self._parts.tree.names()
 
-    def buffers_bytes(self) -> int:
-        """Return the bytes of what a state dict has beside the parameters."""
-        return sum(value.nbytes for value in self._buffers().values())
-
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return what a state dict has beside the parameters."""
         binding = self._parts.hooks.binding

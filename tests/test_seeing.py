@@ -273,9 +273,10 @@ def test_what_is_no_argument_of_a_report_is_refused_by_name(tmp_path: Path) -> N
     forecast = offload.plan(nn.Linear(8, 8), batch=[torch.ones(2, 8)], hardware="desktop")
     page: Any = tmp_path / "page.html"
     with engine:
-        assert "predicted" in str(engine.report(predicted=forecast.timing, losses=[(1, 0.5)]))
+        assert "predicted" in str(engine.report(tmp_path / "other.html", predicted=forecast.timing, losses=[(1, 0.5)]))
         for words, call in (
             (r"report: predicted: .*pass offload\.plan\(\.\.\.\)\.timing", lambda: engine.report(predicted=forecast)),  # type: ignore[arg-type]
+            ("report: losses: expected a path", lambda: engine.report(losses=[(1, 0.5)])),
             ("report: losses: expected pairs", lambda: engine.report(page, losses=3)),  # type: ignore[arg-type]
             ("report: losses: expected pairs", lambda: engine.report(page, losses=[(1, 2, 3)])),  # type: ignore[list-item]
             ("report: expected the path of a file but got 5", lambda: engine.report(5)),  # type: ignore[arg-type]
