@@ -5,8 +5,9 @@ Owns the names and their types. Knows nothing of engines. The layers' test lets 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +58,17 @@ def top_hooks() -> SavedTensorHooks | None:
     return hooks
 
 
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Be where an ordinary tensor can be made, whatever mode or recording of torch's is in force."""
+    with contextlib.ExitStack() as contexts:
+        if torch.is_inference_mode_enabled():
+            contexts.enter_context(torch.inference_mode(False))
+        if torch._C._len_torch_dispatch_stack():
+            contexts.enter_context(no_modes())
+        yield
+
+
 def in_backward() -> bool:
     """Tell whether this thread is running a backward pass (and so a forward is a recomputation)."""
     return graph_task() != NO_GRAPH_TASK
@@ -80,6 +92,13 @@ def function_modes() -> list[Any]:
 def is_of_a_transform(tensor: torch.Tensor) -> bool:
     """Tell whether a transform of ``torch.func`` has made a tensor, which has no memory of its own then."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def wraps_what_is_made() -> bool:
+    """Tell whether a transform of ``torch.func`` wraps each tensor that is made now, as most do."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return innermost is not None and innermost.key() in (kinds.Grad, kinds.Jvp, kinds.Functionalize)
 
 
 def is_transformed() -> bool:

@@ -757,6 +757,25 @@ def test_transforms_of_torch_func_are_refused(through: str, transform: str, tmp_
         assert engine.step()
 
 
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "functionalize"])
+def test_transforms_that_wrap_what_is_made_are_refused_where_parameters_come(transform: str, tmp_path: Path) -> None:
+    """Where all stays, nothing is made, and they work as on a plain module."""
+    x = batch(0)
+    run: dict[str, Callable[[Any], Any]] = {
+        "jvp": lambda module: torch.func.jvp(module, (x,), (torch.ones_like(x),))[1],
+        "jacfwd": lambda module: torch.func.jacfwd(module)(x),
+        "functionalize": lambda module: torch.func.functionalize(module)(x),
+    }
+    model, plain = net(), net()
+    with Engine(model, SGD(), **tight(model, tmp_path)) as engine:
+        with pytest.raises(offload.StateError, match=r"model: cannot be transformed by torch\.func"):
+            run[transform](model)
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+    with Engine(plain, SGD(), **everything_on_device()):
+        assert torch.allclose(run[transform](plain), run[transform](net()), atol=1e-6)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_rebinding_inside_a_forward_is_refused_by_name(place: str, tmp_path: Path) -> None:
     """There a parameter is an ordinary one, so nobody sees it; it is noticed when the unit would leave, or is saved."""

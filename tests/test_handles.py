@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -1249,3 +1251,140 @@ def test_what_is_put_in_the_place_of_one(wrapped: tuple[Engine, Net, Net]) -> No
     states = engine.optimizer.state_dict()["state"]
     names = [name for name, _ in model.named_parameters()]
     assert states[names.index("blocks.0.weight")]["exp_avg"].abs().max() == 0
+
+
+def step_like_plain(engine: Engine, plain: nn.Module, lr: float = 1e-2) -> None:
+    """Step both with SGD; parameters are equal then."""
+    engine.step()
+    with torch.no_grad():
+        for p in plain.parameters():
+            if p.grad is not None:
+                p -= lr * p.grad
+                p.grad = None
+    state = engine.state_dict()
+    for name, p in plain.named_parameters():
+        assert torch.allclose(state[name], p.detach(), atol=1e-6), name
+
+
+def assigned(model: nn.Module) -> None:
+    for number, p in enumerate(model.parameters()):
+        p.grad = torch.full(p.shape, 0.01 * number)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("noticed", ["in backward", "by the norm", "by a forward"])
+def test_what_was_put_there_is_added_to_once(noticed: str, place: str, tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with Engine(model, SGD(lr=1e-2), **PLACES[place](model, tmp_path)) as engine:
+        ours, truth = loss_of(engine, 0), loss_of(plain, 0)
+        assigned(model)
+        assigned(plain)
+        if noticed == "by the norm":
+            assert engine.grad_norm > 0
+        elif noticed == "by a forward":
+            model.blocks[1](batch(1))
+        (engine.backward if noticed == "in backward" else torch.Tensor.backward)(ours)
+        truth.backward()
+        step_like_plain(engine, plain)
+
+
+def test_gathered_gradients_leave_nothing_behind(wrapped: tuple[Engine, Net, Net]) -> None:
+    """Their elements are gone, what is written to them later counts for nothing, and backward adds to what was kept."""
+    engine, model, _ = wrapped
+    first, second = loss_of(engine, 0), loss_of(engine, 1)
+    engine.backward(first)
+    with engine.gather_gradients(model, modify=True):
+        kept = [p.grad for p in model.parameters()]
+        references = [weakref.ref(gradient) for gradient in kept]
+        for gradient in kept:
+            assert gradient is not None
+            gradient.fill_(0.25)
+    for gradient in kept:
+        assert gradient is not None
+        gradient.fill_(100.0)
+    del kept, gradient
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+    assert_close(engine.grad_norm, 0.25 * math.sqrt(sum(p.numel() for p in model.parameters())))
+    engine.backward(second)
+    engine.step()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("look", ["a forward", "is None", "gather", "gather_gradients"])
+def test_looked_at_in_inference_mode(look: str, place: str, tmp_path: Path) -> None:
+    model, plain = net(), net()
+    with Engine(model, SGD(lr=1e-2), **PLACES[place](model, tmp_path)) as engine:
+        backward(engine, plain, 0)
+        with torch.inference_mode():
+            if look == "a forward":
+                loss_of(engine, 5)
+            elif look == "is None":
+                assert model.blocks[0].weight.grad is not None
+            else:
+                with getattr(engine, look)(model.blocks[0].weight):
+                    pass
+        backward(engine, plain, 1)
+        for module in (model, plain):
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+            for p in module.parameters():
+                assert p.grad is not None
+                p.grad.mul_(0.5)
+        step_like_plain(engine, plain)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("does", ["looks", "takes", "fails"])
+def test_hooks_of_the_user_before_ours(does: str, place: str, tmp_path: Path) -> None:
+    """They see what autograd has made, and may take it; if one fails, a part of the gradient is missing."""
+    model, plain = net(), net()
+    passes = [0, 0]
+
+    def hook(which: int) -> Callable[[torch.Tensor], None]:
+        def act(parameter: torch.Tensor) -> None:
+            if does == "looks":
+                assert parameter.grad is not None
+            elif does == "takes":
+                parameter.grad = None
+            elif passes[which]:
+                raise KeyError("of the user's")
+
+        return act
+
+    for which, module in enumerate((model, plain)):
+        module.blocks[2].weight.register_post_accumulate_grad_hook(hook(which))
+    with Engine(model, SGD(lr=1e-2), **PLACES[place](model, tmp_path)) as engine:
+        losses = [[loss_of(forward, number) for number in range(2)] for forward in (engine, plain)]
+        for which in range(2):
+            losses[which][0].backward()
+        passes[:] = [1, 1]
+        for which in range(2):
+            with pytest.raises(KeyError) if does == "fails" else contextlib.nullcontext():
+                losses[which][1].backward()
+        if does == "fails":
+            with pytest.raises(offload.StateError, match=r"gradient of blocks\.2\.weight: expected all of it"):
+                engine.step()
+            engine.zero_grad()
+            plain.zero_grad()
+            passes[:] = [0, 0]
+            backward(engine, plain, 3)
+        step_like_plain(engine, plain)
+
+
+@pytest.mark.parametrize("looks", ["fake", "traced"])
+def test_looked_at_where_torch_does_something_else(looks: str, wrapped: tuple[Engine, Net, Net]) -> None:
+    engine, model, plain = wrapped
+    backward(engine, plain, 0)
+    weight = model.blocks[0].weight
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return x if weight.grad is None else x + 1
+
+    if looks == "fake":
+        with torch._subclasses.FakeTensorMode():
+            assert isinstance(weight.grad, GradientHandle)
+    else:
+        assert torch.jit.trace(traced, torch.zeros(1))(torch.zeros(1)) == 1
+    assert_close(weight.grad.norm(), plain.blocks[0].weight.grad.norm(), 1e-5)
+    engine.step()
+    assert engine.optimizer.state_dict()["state"][0]["step"] == 1

@@ -641,6 +641,18 @@ def test_views_of_a_unit_are_the_askers_own() -> None:
         manager.check()
 
 
+def test_a_view_that_a_transform_has_wrapped_is_not_kept() -> None:
+    with managing(units_of(1), [Homes(H, H, H)], working_bytes=8 << 10) as (manager, _):
+
+        def ask(x: torch.Tensor) -> torch.Tensor:
+            return x + manager.view_of(0, words_of(CHUNK)).to(x.dtype)
+
+        manager.acquire(0).close()
+        torch.func.functionalize(ask)(torch.zeros(CHUNK))
+        view = manager.view_of(0, words_of(CHUNK))
+        assert view.untyped_storage().data_ptr() == manager.bound.storage(0).data_ptr()
+
+
 def test_a_unit_that_will_be_borrowed_does_not_cut_the_room_in_two() -> None:
     """The region is that of the three largest units, 48 KiB; borrowed in its middle, a small one is in the way."""
     small, large = [make_unit(index, [CHUNK]) for index in range(4)], make_unit(4, [4 * CHUNK])

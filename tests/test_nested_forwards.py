@@ -179,3 +179,29 @@ def test_another_thread_may_not_go_on_inside() -> None:
         del inner.forward
         engine.backward(loss_of(engine, 0))
         engine.step()
+
+
+def test_what_an_interrupt_has_left_is_taken_down_by_the_next_forward_of_the_model() -> None:
+    """It tore out of a part that was called directly; the model has nothing lent for itself."""
+    model = net()
+
+    def interrupted(_: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with Engine(model, SGD(lr=0.1), **everything_on_device()) as engine:
+        block = model.blocks[0]
+        block.register_forward_hook(lambda *_: None)
+        begin, end = Hooks._after_forward, lambda *_: None
+        Hooks._after_forward = end  # type: ignore[method-assign, assignment]
+        try:
+            block.inner.forward = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                block(batch(0))
+        finally:
+            Hooks._after_forward = begin  # type: ignore[method-assign]
+            del block.inner.forward
+        assert engine._parts.hooks._forwards.under_way
+        model(batch(0))
+        assert not engine._parts.hooks._forwards.under_way
+        engine.backward(loss_of(engine, 0))
+        engine.step()

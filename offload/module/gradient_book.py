@@ -24,7 +24,7 @@ from offload.module.handles import GradientHandle, Value
 from offload.planning.units import Unit, Where
 from offload.shards.gradients import GradientNorm
 from offload.shards.manager import Manager
-from offload.torch_private import no_functions, no_subclasses
+from offload.torch_private import no_functions, no_subclasses, without_modes
 
 KEEP = "to keep one, clone it inside 'with engine.gather_gradients(parameter):'"
 NORM_NUMEL = 1 << 20  # elements that a norm other than the usual one looks at together
@@ -68,12 +68,12 @@ class GradientBook:
 
     # --- in backward ------------------------------------------------------------------------------------------------
 
-    def take(self, parameter: torch.Tensor, where: Where) -> tuple[torch.Tensor, GradientHandle | Value | None]:
+    def take(self, parameter: torch.Tensor, where: Where) -> tuple[torch.Tensor, GradientHandle | Value | None] | None:
         """Take what autograd has left in ``.grad``, which is None then.
 
         Returns:
             The gradient of this pass, and the handle that it was added to, or what one would stand for; None where
-            nothing was there before.
+            nothing was there before. None if there is no gradient: a hook of the user has taken it.
         """
         if where in self._gathered:
             raise StateError(
@@ -81,8 +81,11 @@ class GradientBook:
                 "first"
             )
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
         unseen = self._unseen.get(where)
+        if gradient is None:
+            if unseen is None and self._origins.pop(where, None) is not None:
+                self._manager.forget_gradient(*where)
+            return None
         if unseen is not None:
             self._add_to(where, unseen)
             return gradient, unseen
@@ -121,19 +124,24 @@ class GradientBook:
         return value
 
     def _leave(self, parameter: torch.Tensor, where: Where, value: Value) -> None:
+        with no_subclasses():
+            parameter.grad = None
         self._unseen[where] = value
         if not isinstance(parameter, Absent):
             self.show(where)
 
     def show(self, where: Where) -> None:
         """Let ``.grad`` be what it stands for: somebody may look there from now on."""
-        value = self._unseen.pop(where, None)
+        value = self._unseen.get(where)
         if value is None:
             return
-        with no_subclasses():
+        unit = self._units[where[0]]
+        with no_subclasses(), without_modes():
+            handle = GradientHandle(self, unit.slots[where[1]].shape, getattr(torch, unit.dtype), self._device, value)
             parameter = self._slots[where]
-            shape, dtype = tuple(parameter.shape), parameter.dtype
-            parameter.grad = GradientHandle(self, shape, dtype, self._device, value)
+            handle.put_incoming(parameter.grad)  # which autograd has made, and a hook before ours looks at
+            parameter.grad = handle
+        del self._unseen[where]
 
     def show_unit(self, index: int) -> None:
         """Do as :meth:`show` for each parameter of a unit."""
@@ -161,7 +169,8 @@ class GradientBook:
         """Take over what somebody has put in ``.grad``, and forget what somebody has taken out of it.
 
         Raises:
-            StateError: a handle there is of another parameter, or of an earlier step; or gradients are gathered.
+            StateError: a handle there is of another parameter, or of an earlier step; or gradients are gathered; or
+                backward has left something that the engine could not take.
         """
         if self._gathered:
             raise StateError("gradients are gathered: leave the engine.gather_gradients block first")
@@ -169,13 +178,20 @@ class GradientBook:
             found = [(where, parameter, parameter.grad) for where, parameter in self._slots.items()]
         with no_subclasses():
             for where, parameter, gradient in found:
-                if isinstance(gradient, GradientHandle):
-                    self.value_of(gradient, where)
-                elif gradient is not None:
-                    self.replace(parameter, where, gradient)
-                elif where in self._origins and where not in self._unseen:
+                handle, unseen = gradient if isinstance(gradient, GradientHandle) else None, where in self._unseen
+                if handle is not None:
+                    self.value_of(handle, where)
+                if handle.is_added_to if handle is not None else unseen and gradient is not None:
+                    raise StateError(
+                        f"gradient of {self.name_of(where)}: expected all of it but a backward pass has ended before "
+                        "the engine could take what it added, for a hook of yours failed, or set .grad where torch "
+                        "asks no class; call engine.zero_grad() and run the micro-batches again"
+                    )
+                if gradient is None and where in self._origins and not unseen:
                     del self._origins[where]
                     self._manager.forget_gradient(*where)
+                elif gradient is not None and handle is None:
+                    self.replace(parameter, where, gradient)
 
     def replace(self, parameter: torch.Tensor, where: Where, gradient: torch.Tensor) -> None:
         """Let a tensor be what the coming step uses as a parameter's gradient."""

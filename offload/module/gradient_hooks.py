@@ -110,7 +110,10 @@ class GradientHooks:
     def _take(self, parameter: torch.Tensor, unit: int, slot: int) -> None:
         """Hand on what autograd has made, and leave a handle."""
         where, manager, calls = (unit, slot), self._manager, self._calls
-        gradient, before = self._book.take(parameter, where)
+        taken = self._book.take(parameter, where)
+        if taken is None:
+            return
+        gradient, before = taken
         try:
             refusal = calls.refuse_gradient()
             if refusal is not None:

@@ -135,6 +135,15 @@ class GradientHandle(torch.Tensor):
             shape = tuple(self.shape if shape is None else shape)
             return GradientHandle(self.book, shape, dtype or self.dtype, device or self.place, value or self.value)
 
+    @property
+    def is_added_to(self) -> bool:
+        """Whether autograd has added what nobody has taken."""
+        return self._incoming is not None
+
+    def put_incoming(self, gradient: torch.Tensor | None) -> None:
+        """Note what autograd would have added to this handle, had it been there."""
+        self._incoming = gradient
+
     def take_incoming(self) -> torch.Tensor:
         """Return what autograd has added to this handle."""
         incoming, self._incoming = self._incoming, None

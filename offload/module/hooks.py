@@ -43,7 +43,7 @@ from offload.module.unannounced import UnannouncedUses
 from offload.planning.partition import UnitTree
 from offload.planning.units import Where
 from offload.shards.manager import Manager
-from offload.torch_private import in_backward, is_transformed, may_have_hooks, no_subclasses
+from offload.torch_private import in_backward, is_transformed, may_have_hooks, no_subclasses, wraps_what_is_made
 
 # Modules that some engine manages, so that a second one can be refused.
 _managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -210,6 +210,7 @@ class Hooks:
         around, _, contexts = under_way[-1]
         return (
             module is not around
+            and module is not self._model()  # whose forward finds what an interrupt has left
             and all(map(self.binding.is_lent, self._leases[module]))
             and contexts.is_uppermost()
             and contexts.stream == self._mover.note_stream()
@@ -229,6 +230,11 @@ class Hooks:
             raise StateError(
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
                 f"parameters come and go; call it as it is, or close the engine first; {SAVE_FIRST}"
+            )
+        if self._manager.hides_parameters and wraps_what_is_made():
+            raise StateError(
+                "model: cannot be transformed by torch.func (jvp, jacfwd, functionalize) while an engine has it, for "
+                "its parameters come and go; use torch.autograd.forward_ad, or close the engine first"
             )
         if repeats:
             self._passes.note_repetition()

@@ -83,7 +83,8 @@ class Residency:
         known = self.others.get(form)
         if known is None:
             known = view_at(self.storage, *form)
-            if len(self.others) >= MOST_FORMS * len(self.views):
+            plain = known.untyped_storage().data_ptr() == self.address  # else a transform of torch's has wrapped it
+            if not plain or len(self.others) >= MOST_FORMS * len(self.views):
                 return known
             self.others[form] = known
             self.own_references += 1
