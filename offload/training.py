@@ -221,7 +221,6 @@ class Training:
             )
         optimizer.refuse_foreign()
         self._activations.close_pass()
-        self._activations.note_step()
         self._changes.adopt()
         manager.finish_step()  # with updates of units that were not used since the last one
         manager.bound.refuse_changes()

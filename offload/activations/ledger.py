@@ -213,7 +213,6 @@ class Activations:
     ) -> None:
         self.books = gives_way or meter is None or not meter.notes_peaks
         self._is_kept = False  # nothing is booked, and no backward has come since a forward that autograd has seen
-        self._graphs = 0  # of such forwards, that no backward may have used since the last step
         self.freed: collections.deque[int] = collections.deque()
         self._budget = budget
         self._claim = budget.claim("activations")
@@ -372,9 +371,7 @@ class Activations:
             self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = 0
             self._early_bytes = 0 if self._region.leaving_bytes else None  # those of the last pass are in the way
             self._open = True
-        if keeps and not self.books:
-            self._is_kept = True
-            self._graphs += 1
+        self._is_kept |= keeps and not self.books
 
     def note_forward(self) -> None:
         """Note that a forward has ended: what it has kept is measured, if nothing is booked."""
@@ -384,16 +381,10 @@ class Activations:
     def note_backward(self) -> None:
         """Note that backward has begun to use what was kept."""
         self._is_kept = False
-        self._graphs = max(self._graphs - 1, 0)
-
-    def note_step(self) -> None:
-        """Note that a step is taken: no backward is to come for what came before."""
-        self._graphs = 0
 
     def abandon_pass(self) -> None:
         """Note that a micro-batch has failed: what it took says nothing of those that will not."""
         self._open = self._is_kept = False
-        self._graphs = 0
 
     def close_pass(self) -> None:
         """Note that a micro-batch has ended, if nothing is kept of it: adapt the region to what it has needed.
@@ -414,7 +405,7 @@ class Activations:
             leaving -= self._region.make_room(leaving)  # so that what stays can be told from them
             self._meter.trim()
             grown = self._used(self._meter.now_bytes()) - leaving
-            if grown > 0 and not self._graphs:  # what stays when nothing is kept: data of the user, modules imported
+            if grown > 0:  # what stays when nothing is kept is not an activation: data of the user, modules imported
                 self._floor_bytes += grown
                 peak, early = peak - grown, early - grown
         self._spikes.append(self._spike_bytes)
