@@ -14,8 +14,7 @@ neither waiting nor what others on the machine do is in it. ``--against`` has th
 
 With ``--host``, a Llama is so small that only the host's work counts, as where a GPU waits for the host: milliseconds
 of the main thread for forward, backward and step, of plain PyTorch with its own AdamW and of the engine with everything
-on the device, without and with checkpoints of activations. Cases "as a GPU" have a meter that claims to note peaks, so
-nothing is booked, as on a GPU; gradients and updates are the CPU's all the same. ``--against`` has these figures, too.
+on the device, without and with checkpoints of activations. ``--against`` has these figures, too.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ STREAMED = (("cpu", 8), ("cpu", 64), ("nvme", 8), ("nvme", 64))  # their home, a
 STREAMED_US = 60.0  # of the main thread per use, to reach
 ACTIVATION_BYTES = 64 << 20
 UNIT_BYTES = 16 << 10  # of a layer, with its padding
-HOST = {  # name -> checkpoints, as a GPU
-    "without checkpoints": (False, False),
-    "with checkpoints": (True, False),
-    "without checkpoints, as a GPU": (False, True),
-    "with checkpoints, as a GPU": (True, True),
-}
+HOST = {"without checkpoints": False, "with checkpoints": True}
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -74,7 +68,6 @@ from _common import emit, load_model  # noqa: E402
 from _paired import Side, interval  # noqa: E402
 
 import offload  # noqa: E402
-from offload.activations import rss  # noqa: E402
 
 SPEC = offload.AdamW(lr=1e-5, weight_decay=0.1)
 
@@ -259,13 +252,11 @@ class Host:
 def of_the_host(rounds: int) -> dict[str, list[float]]:
     """Return medians of :meth:`Host.taken` per case, in milliseconds."""
     found = {}
-    for name, (checkpointing, as_gpu) in HOST.items():
-        rss.Rss.notes_peaks = as_gpu
+    for name, checkpointing in HOST.items():
         host = Host(checkpointing)
         taken = [host.taken() for _ in range(rounds + 3)][3:]
         found[name] = [1e3 * statistics.median(each) for each in zip(*taken, strict=True)]
         host.engine.close()
-    rss.Rss.notes_peaks = False
     return found
 
 

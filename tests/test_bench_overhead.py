@@ -38,6 +38,6 @@ def test_smoke_of_the_host(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())["host_ms"]
-    assert [name.partition(",")[0] for name in found] == 2 * ["without checkpoints", "with checkpoints"]
+    assert list(found) == ["without checkpoints", "with checkpoints"]
     assert all(len(taken) == 6 and min(taken) > 0 for taken in found.values())
-    assert done.stdout.count(" of plain") == 4
+    assert done.stdout.count(" of plain") == 2
