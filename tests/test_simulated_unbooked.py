@@ -150,12 +150,3 @@ def test_a_graph_that_nobody_wanted_is_no_pass_of_the_next_one(resident: Engine)
     resident.backward(loss_of(resident, x))
     resident.step()
     assert resident._parts.activations.is_empty()
-
-
-def test_the_most_of_the_device_has_activations_in_it(resident: Engine) -> None:
-    """Each of six blocks keeps what it gets."""
-    before = resident.stats().peak_bytes["device"]
-    x = torch.ones(1024, WIDTH, device="sim")
-    resident.backward(resident(x).sum())
-    assert resident.stats().peak_bytes["device"] - before > 6 * x.nbytes
-    assert resident._parts.activations._claim.size_bytes == 0

@@ -399,8 +399,6 @@ class Activations:
         self.sample()
         self._note_high_water()
         peak, early, leaving = self._peak_bytes, self._early_bytes or 0, self._region.leaving_bytes
-        if not self.books:
-            self._tell(peak)
         if peak > self.room_bytes + leaving:
             leaving -= self._region.make_room(leaving)  # so that what stays can be told from them
             self._meter.trim()
@@ -423,12 +421,6 @@ class Activations:
         spare = self.room_bytes + leaving - with_margin(max(self._peaks)) - self._gradient_bytes
         if spare > self._region.size_bytes * LEAST_GROWTH_SHARE:
             self._region.grow(spare)
-
-    def _tell(self, peak_bytes: int) -> None:
-        """Let the budget's own peak tell of a pass of which nothing was booked."""
-        booked_bytes = self._claim.size_bytes
-        self._claim.grow(max(0, min(peak_bytes - booked_bytes, self._budget.free_bytes)))
-        self._claim.resize(booked_bytes)
 
     def _let_others_take_less(self, excess: int, peak_bytes: int, early_bytes: int, room_bytes: int) -> int:
         """Have activations that leave, and gradients on their way, take less where a pass took too much.
