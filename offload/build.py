@@ -379,14 +379,7 @@ def _activations(
     beside_bytes = plan.request.own_bytes if device.addressable else 0
     budget, tiers = budgets[Tier.DEVICE], manager.tiers
     if not plan.near_bytes:
-        return Activations(
-            budget,
-            manager.working,
-            meter,
-            beside_bytes=beside_bytes,
-            gradient_bytes=plan.loose_bytes,
-            gives_way=manager.hides_parameters,
-        )
+        return Activations(budget, manager.working, meter, beside_bytes=beside_bytes, gradient_bytes=plan.loose_bytes)
     store, drive_bytes = tiers.store, plan.request.nvme_activation_bytes
     if plan.apart_bytes:
         paths = config.paths()

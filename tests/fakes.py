@@ -113,9 +113,6 @@ class FakeBinder:
     def unbind(self, unit: Unit) -> None:
         del self.bound[unit.index], self._views[unit.index]
 
-    def renew(self, unit: Unit) -> None:
-        assert unit.index in self.bound
-
     def changed(self, unit: Unit) -> str | None:
         return None
 

@@ -468,17 +468,13 @@ def test_kernels_are_asked_only_where_they_may_be_needed(tmp_path: Path, monkeyp
         assert told == f"updates on the device: {many if asks else 0} of {many} units"
 
 
-def test_states_leave_the_device_for_activations_that_are_told_to_need_the_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_states_leave_the_device_for_activations_that_are_told_to_need_the_room() -> None:
     """The error for a batch that does not fit beside them names the option with which it does."""
-    monkeypatch.setattr(ledger, "TOLERANCE_BYTES", 0)
-    monkeypatch.setattr(ledger, "MARGIN_BYTES", 0)
     options: dict[str, Any] = {"device": "sim", "max_memory": {"device": "2MiB", "cpu": "64MiB"}}
     x = torch.ones(1024, WIDTH, device="sim")
     with Engine(net(), AdamW(), **options) as engine:
         assert sum(map(engine.plan.on_device, engine.plan.request.units)) == 6
-        with pytest.raises(BudgetError, match="set activation_memory to .*, so that optimizer states leave the device"):
+        with pytest.raises(BudgetError, match="or activation_memory, for which optimizer states leave it, or"):
             engine.backward(engine(x).sum())
     with Engine(net(), AdamW(), activation_memory="1900KiB", **options) as engine:
         assert sum(map(engine.plan.on_device, engine.plan.request.units)) == 1

@@ -429,9 +429,9 @@ class LeavingActivations(Activations):
 
     # --- what a micro-batch takes -------------------------------------------------------------------------------------
 
-    def open_pass(self, *, keeps: bool = True) -> None:
+    def open_pass(self) -> None:
         """See :meth:`Activations.open_pass`."""
-        super().open_pass(keeps=keeps)
+        super().open_pass()
         if not self._records:
             self._near.open_pass()
             begin, waited_s = time.perf_counter(), self._counters.waits_seconds - self._waited_s

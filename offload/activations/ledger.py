@@ -182,11 +182,7 @@ class Activations:
     `freed`, and the charge is given back at the next :meth:`refund`. A tensor may be saved in the middle of an
     operation whose parameters must not move: a charge that does not fit is owed until the next :meth:`balance`.
 
-    If nothing gives way to them, and a meter notes peaks, nothing need be booked: then torch itself keeps what autograd
-    saves, and the peak of a pass is all that is known. A pass ends with the first forward behind a backward.
-
     Attributes:
-        books: whether what autograd keeps is charged.
         first_pass, last_pass: that were seen as a whole, of those that are counted; else None.
 
     Args:
@@ -198,21 +194,11 @@ class Activations:
             they take less, the measurement lets the device have it; the two budgets together are kept.
         gradient_bytes: of the device budget outside its arena, for gradients that wait there: they come and go, so the
             region does not grow by what is free of it.
-        gives_way: whether the region ever does.
     """
 
     def __init__(
-        self,
-        budget: Budget,
-        region: Elastic,
-        meter: Meter | None,
-        *,
-        beside_bytes: int = 0,
-        gradient_bytes: int = 0,
-        gives_way: bool = True,
+        self, budget: Budget, region: Elastic, meter: Meter | None, *, beside_bytes: int = 0, gradient_bytes: int = 0
     ) -> None:
-        self.books = gives_way or meter is None or not meter.notes_peaks
-        self._is_kept = False  # nothing is booked, and no backward has come since a forward that autograd has seen
         self.freed: collections.deque[int] = collections.deque()
         self._budget = budget
         self._claim = budget.claim("activations")
@@ -241,8 +227,8 @@ class Activations:
             self._high_water_bytes = meter.high_water_bytes()
 
     def is_empty(self) -> bool:
-        """Tell whether nothing is kept, as far as that is known."""
-        return not self._held and not self._is_kept
+        """Tell whether nothing is kept."""
+        return not self._held
 
     @property
     def store(self) -> SwapStore | None:
@@ -358,11 +344,8 @@ class Activations:
         """Return what helps beside a larger budget, in words."""
         return 'activations="auto", with which they leave the device or are computed again'
 
-    def open_pass(self, *, keeps: bool = True) -> None:
-        """Note that a forward begins, of which autograd keeps something, or not.
-
-        What has been resident before it is no concern of the engine.
-        """
+    def open_pass(self) -> None:
+        """Note that a forward begins. What has been resident before it is no concern of the engine."""
         self.refund()
         if self._meter is not None and self.is_empty():
             if self.sample() > 0:  # what a failed micro-batch, or the user, has left in the heap
@@ -371,20 +354,10 @@ class Activations:
             self._peak_bytes = self._calm_bytes = self._spike_bytes = self._trimmed_bytes = 0
             self._early_bytes = 0 if self._region.leaving_bytes else None  # those of the last pass are in the way
             self._open = True
-        self._is_kept |= keeps and not self.books
-
-    def note_forward(self) -> None:
-        """Note that a forward has ended: what it has kept is measured, if nothing is booked."""
-        if self._meter is not None and not self.books:
-            self._note_used(self._used(self._meter.now_bytes()))
-
-    def note_backward(self) -> None:
-        """Note that backward has begun to use what was kept."""
-        self._is_kept = False
 
     def abandon_pass(self) -> None:
         """Note that a micro-batch has failed: what it took says nothing of those that will not."""
-        self._open = self._is_kept = False
+        self._open = False
 
     def close_pass(self) -> None:
         """Note that a micro-batch has ended, if nothing is kept of it: adapt the region to what it has needed.
@@ -510,16 +483,13 @@ class Activations:
         arena_bytes = self._budget.limit_bytes - room_bytes
         wanted_bytes = with_margin(peak_bytes)
         need_bytes = wanted_bytes + self._region.smallest_arena_bytes
-        leaving, there = "parameters", "parameters"
-        if self._gradient_bytes:
-            leaving, there = "optimizer states", "parameters and optimizer states"
         if need_bytes <= self._budget.limit_bytes:
-            remedy = f"set activation_memory to {format_bytes(wanted_bytes)}, so that {leaving} leave the device"
+            remedy = f"set activation_memory to {format_bytes(wanted_bytes)}, so that parameters leave the device"
         else:
             remedy = f'raise max_memory["device"] to {format_bytes(need_bytes)}'
         return (
             f"device budget: a micro-batch took {format_bytes(peak_bytes)} of activations and temporaries as measured "
-            f"but {format_bytes(room_bytes)} are left beside {format_bytes(arena_bytes)} of {there}; {remedy}, "
+            f"but {format_bytes(room_bytes)} are left beside {format_bytes(arena_bytes)} of parameters; {remedy}, "
             "use gradient checkpointing, or take smaller micro-batches"
         )
 

@@ -90,13 +90,6 @@ class Binding:
                 parameter.data = stand
             self._away[index] = self._seen(index)
 
-    def renew(self, unit: Unit) -> None:
-        """Count a change of the unit's parameters: torch refuses a graph that has kept the former content."""
-        with no_functions():
-            for parameter in self.tree.parameters[unit.index]:
-                torch.autograd.graph.increment_version(parameter)
-        self._bound[unit.index] = [(version + 1, address) for version, address in self._bound[unit.index]]
-
     def _note_rebound(self, unit: Unit, away: list[tuple[int, int]], found: list[tuple[int, int]]) -> None:
         """Note a parameter that is not the stand-in any more, or whose content was written to through an alias."""
         changed = [now != then for now, then in zip(found, away, strict=True)]

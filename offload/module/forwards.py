@@ -52,8 +52,7 @@ class InForce:
     def is_uppermost(self) -> bool:
         """Tell whether these are the present stacks, and nobody has put saved-tensor hooks above."""
         now, then = top_hooks(), self._uppermost
-        same = now is then if now is None or then is None else now[0] is then[0]
-        return same and self.is_here()
+        return now is not None and then is not None and now[0] is then[0] and self.is_here()
 
     def leave(self) -> None:
         """Leave all contexts that are still in force."""

@@ -136,7 +136,6 @@ class GradientHooks:
             number = self._passes.number
             if number != self._latest:
                 self._latest = number
-                self._activations.note_backward()
                 self._left_out.look()
             final = calls.final_micro_batch(manager.gradients.passes(unit, slot, number))
             manager.add_gradient(unit, slot, gradient, final=final, backward_pass=number)

@@ -111,7 +111,6 @@ class Hooks:
         self._gradients = GradientHooks(binding, book, self._passes, manager, activations, calls, self.left_out)
         self._model = weakref.ref(model)
         self._leases = dict(binding.tree.leases)
-        self._repeated: dict[nn.Module, tuple[int, ...]] = {}  # what is lent to forwards that backward repeats
         self._forwards = forwards
         self._changes = changes
         self._manager = manager
@@ -244,7 +243,7 @@ class Hooks:
         contexts = self._enter(repeats=repeats)
         loans: list[Loan] = []
         try:
-            for index in self._leases_of_repeated(module) if repeats else self._leases[module]:
+            for index in self._leases[module]:
                 loans.append(self.lending.lend(index))
             if self.binding.rebound:
                 self._manager.bound.refuse_changes()
@@ -257,21 +256,6 @@ class Hooks:
             raise
         under_way.append((module, loans, contexts))
 
-    def _leases_of_repeated(self, module: nn.Module) -> tuple[int, ...]:
-        """Return the units that a forward is lent which backward repeats, maybe without the module around it.
-
-        If all parameters below `module` are of one unit, it is lent here and not to each module below. Not where
-        parameters come and go: there a unit is on the device no longer than it must.
-        """
-        known = self._repeated.get(module)
-        if known is None:
-            known = self._leases[module]
-            if not known and not self._manager.hides_parameters:
-                below = {index for inner in module.modules() for index in self._leases.get(inner, ())}
-                known = tuple(below) if len(below) == 1 else ()
-            self._repeated[module] = known
-        return known
-
     def _begin_pass(self) -> None:
         """Begin the forward of the outermost module."""
         self._passes.end()
@@ -279,7 +263,7 @@ class Hooks:
         if torch.is_grad_enabled():
             self._book.adopt()
         self._activations.close_pass()  # of a backward that was not called through the engine
-        self._activations.open_pass(keeps=torch.is_grad_enabled())
+        self._activations.open_pass()
 
     def _enter(self, *, repeats: bool) -> InForce:
         """Enter what must be active inside a forward, and inside the forward that a backward pass repeats.
@@ -308,8 +292,6 @@ class Hooks:
         self._manager.advance_updates(self._calls.guess)
         if output is not None:
             self._activations.balance()
-            if not self._forwards.under_way and not in_backward():
-                self._activations.note_forward()
         elif not self._forwards.under_way and not in_backward():  # the forward has failed; a repetition stops early
             self._activations.abandon_pass()
 

@@ -133,12 +133,7 @@ class SavedTensors:
         return None
 
     def missing_hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Return the hooks to put in force, over those of somebody else; None where ours are uppermost.
-
-        None as well where parameters stay and nothing is booked: autograd may keep all that it saves.
-        """
-        if not self._activations.books:
-            return None
+        """Return the hooks to put in force, over those of somebody else; None where ours are uppermost."""
         hidden = top_hooks()
         if hidden is None:
             return self.hooks()

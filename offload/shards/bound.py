@@ -31,9 +31,6 @@ class Binder(Protocol):
     def unbind(self, unit: Unit) -> None:
         """Let the unit's parameters be stand-ins without memory."""
 
-    def renew(self, unit: Unit) -> None:
-        """Let torch know that the unit's bound parameters have another content."""
-
     def changed(self, unit: Unit) -> str | None:
         """Return the name of a bound parameter that somebody else has changed."""
 
@@ -171,11 +168,6 @@ class BoundUnits:
             borrowers = storage_use_count(residency.storage) - residency.own_references
             self._binder.bind(unit, residency.address, residency.views)
             residency.note_bound(borrowers)
-
-    def renew(self, unit: Unit) -> None:
-        """Note that the content of a unit is another one, which was written where it is."""
-        if unit.index in self._residency and unit.index not in self._hidden:
-            self._binder.renew(unit)
 
     def forget(self) -> None:
         """Keep nothing of units that have left: their places may become others'."""

@@ -176,7 +176,6 @@ class Leases:
 
     def _hand_over_param(self, shard: Shard, leaving: Sequence[Ticket]) -> None:
         self._copies.renew(shard)
-        self._bound.renew(shard.unit)
         if shard.state is State.DIRTY and leaving:
             self._copies.flushing(shard, leaving)
         elif shard.state is State.DIRTY:
