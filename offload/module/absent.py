@@ -28,10 +28,10 @@ from offload.module.handles import GradientHandle
 from offload.module.refusals import LOST
 from offload.module.torch_calls import (
     DATA,
-    GRADIENTS,
     Does,
     calling_frame,
     described,
+    is_of_grad,
     name_of,
     unchanged,
     what,
@@ -86,7 +86,7 @@ class Absent:
         if does in (Does.LOOK, Does.MEASURE) and not has_own_storage(cls):  # the class itself may answer
             return _passed_on(_absent_in(args, kwargs), lambda: func(*args, **kwargs))
         if does is Does.LOOK:
-            if any(getattr(func, "__self__", None) is gradient for gradient in GRADIENTS):
+            if is_of_grad(func):
                 _show_gradients(args[:1])
             with no_subclasses():
                 return func(*args, **kwargs)

@@ -29,8 +29,8 @@ class Lending:
         refusals.refuse_child(self._process)
         assert self._manager is not None, "closed"
         self._binding.refuse_replaced(index)
-        lease = self._manager.acquire(index)
         self._book.show_unit(index)
+        lease = self._manager.acquire(index)
         self._binding.lend(index)
         return Loan(self, index, lease)
 

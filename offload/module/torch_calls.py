@@ -70,7 +70,6 @@ _TABLE = {
 }
 _CONTENT_GETTERS = tuple(getattr(torch.Tensor, name) for name in _CONTENT_PROPERTIES)
 DATA = torch.Tensor.data
-GRADIENTS = (torch.Tensor.grad, torch.Tensor._grad)  # two names of one
 
 
 @functools.lru_cache(maxsize=4096)
@@ -88,6 +87,12 @@ def what(func: Any) -> Does:
     in_place = name.endswith("_") and not name.endswith("__")
     augmented = name.startswith("__i") and name.endswith("__") and name[3:-2] in _AUGMENTED
     return Does.WRITE if in_place or augmented or name in _ALSO_WRITING else Does.READ
+
+
+@functools.lru_cache(maxsize=4096)
+def is_of_grad(func: Any) -> bool:
+    """Tell whether a property access of torch is one of ``.grad``, which has two names."""
+    return any(getattr(func, "__self__", None) is owner for owner in (torch.Tensor.grad, torch.Tensor._grad))
 
 
 def name_of(func: Any) -> str:
