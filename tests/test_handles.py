@@ -1371,6 +1371,38 @@ def test_hooks_of_the_user_before_ours(does: str, place: str, tmp_path: Path) ->
         step_like_plain(engine, plain)
 
 
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "mul_": lambda p: p.grad.mul_(0.5),  # type: ignore[union-attr]
+    "zero_": lambda p: p.grad.zero_(),  # type: ignore[union-attr]
+    "another": lambda p: setattr(p, "grad", p.grad * 0.5),  # type: ignore[operator]
+    "negative": lambda p: setattr(p, "grad", -p.grad),  # type: ignore[operator]
+    "data": lambda p: setattr(p.grad, "data", torch.zeros_like(p.grad)),
+    "clipped": lambda p: torch.nn.utils.clip_grad_norm_([p], 1e-3),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_hooks_before_ours_cannot_change_what_is_being_added_to(change: str, place: str, tmp_path: Path) -> None:
+    """What had arrived would change, and what comes would not. The first gradient is still a tensor, and may change."""
+    model, plain = net(), net()
+
+    def hook(parameter: torch.Tensor) -> None:
+        CHANGES[change](parameter)
+
+    for module in (model, plain):
+        module.blocks[2].weight.register_post_accumulate_grad_hook(hook)
+    with Engine(model, SGD(lr=1e-2), **PLACES[place](model, tmp_path)) as engine:
+        backward(engine, plain, 0)
+        step_like_plain(engine, plain)
+        backward(engine, plain, 1)
+        with pytest.raises(offload.StateError, match=r"blocks\.2\.weight: .*(autograd has just added|left the device)"):
+            engine.backward(loss_of(engine, 2))
+        plain.zero_grad()
+        backward(engine, plain, 3)
+        step_like_plain(engine, plain)
+
+
 @pytest.mark.parametrize("looks", ["fake", "traced"])
 def test_looked_at_where_torch_does_something_else(looks: str, wrapped: tuple[Engine, Net, Net]) -> None:
     engine, model, plain = wrapped

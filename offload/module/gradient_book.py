@@ -179,19 +179,19 @@ class GradientBook:
         with no_subclasses():
             for where, parameter, gradient in found:
                 handle, unseen = gradient if isinstance(gradient, GradientHandle) else None, where in self._unseen
-                if handle is not None:
-                    self.value_of(handle, where)
                 if handle.is_added_to if handle is not None else unseen and gradient is not None:
                     raise StateError(
                         f"gradient of {self.name_of(where)}: expected all of it but a backward pass has ended before "
                         "the engine could take what it added, for a hook of yours failed, or set .grad where torch "
                         "asks no class; call engine.zero_grad() and run the micro-batches again"
                     )
-                if gradient is None and where in self._origins and not unseen:
+                if handle is not None:
+                    self.value_of(handle, where)
+                elif gradient is not None:
+                    self.replace(parameter, where, gradient)
+                elif where in self._origins and not unseen:
                     del self._origins[where]
                     self._manager.forget_gradient(*where)
-                elif gradient is not None and handle is None:
-                    self.replace(parameter, where, gradient)
 
     def replace(self, parameter: torch.Tensor, where: Where, gradient: torch.Tensor) -> None:
         """Let a tensor be what the coming step uses as a parameter's gradient."""
@@ -288,9 +288,15 @@ class GradientBook:
         """Return what a handle stands for.
 
         Raises:
-            StateError: the gradient is gone, or it is not the one of the parameter at `where`.
+            StateError: the gradient is gone, or it is not the one of the parameter at `where`, or autograd has added to
+                it what the engine has not taken yet.
         """
         value = handle.value
+        if handle.is_added_to:
+            raise StateError(
+                f"gradient of {handle.book.name_of(value.where)}: expected one that the engine has taken but autograd has "
+                "just added to it, and a hook from before the engine comes first; register it after the engine is made"
+            )
         if where is not None and (handle.book is not self or value.where != where):
             raise StateError(
                 f"gradient of {self.name_of(where)}: expected its own in .grad but got that of "
