@@ -293,9 +293,10 @@ class GradientBook:
         """
         value = handle.value
         if handle.is_added_to:
+            name = handle.book.name_of(value.where)
             raise StateError(
-                f"gradient of {handle.book.name_of(value.where)}: expected one that the engine has taken but autograd "
-                "has just added to it, and a hook from before the engine comes first; register it after the engine is made"
+                f"gradient of {name}: expected one that the engine has taken but autograd has just added to it, and a "
+                "hook from before the engine comes first; register it after the engine is made"
             )
         if where is not None and (handle.book is not self or value.where != where):
             raise StateError(
