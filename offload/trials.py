@@ -6,7 +6,10 @@ Owns what has been tried. Next: :mod:`offload.remedies` has the changes, :mod:`o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -15,8 +18,12 @@ from offload.errors import BudgetError, ConfigError
 from offload.forecast import room_bytes
 from offload.memory.budget import Tier
 from offload.planning.plan import Plan
+from offload.planning.work import is_ids
 from offload.rehearsing import Rehearsals
 from offload.remedies import Change
+
+MANY_TOKENS = 1 << 17  # of a micro-batch: the loss of more takes long, chunk by chunk
+FEWER = 8
 
 Planner = Callable[[Config, Mapping[Tier, int]], Plan]
 Made = Callable[[Change], tuple[nn.Module | None, nn.Module]]
@@ -44,8 +51,11 @@ class Trials:
     def fits(self, change: Change) -> bool:
         """Tell whether a batch fits after a change."""
         with contextlib.suppress(ConfigError):  # no blocks to compute again, no such loss
-            plan, (least, model) = self._plan(change), self._made(change)
-            return plan is not None and not self._is_short(least, change, plan) and self._holds(model, change, plan)
+            plan, fewer = self._plan(change), _fewer(change.batch)
+            if plan is None or (fewer is not None and not self.fits(dataclasses.replace(change, batch=fewer))):
+                return False
+            least, model = self._made(change)
+            return not self._is_short(least, change, plan) and self._holds(model, change, plan)
         return False
 
     def _is_short(self, least: nn.Module | None, change: Change, plan: Plan) -> bool:
@@ -67,3 +77,11 @@ class Trials:
             found = self._planner(change.asked, change.budgets)
         self._plans.append((change.asked, change.budgets, found))
         return found
+
+
+def _fewer(batch: Any) -> tuple[int, int] | None:
+    """Return a smaller batch that takes less time to try, and does not fit unless this one does not; else None."""
+    if not is_ids(batch) or math.prod(batch) <= MANY_TOKENS:
+        return None
+    rows, length = batch
+    return (rows // FEWER, length) if rows >= FEWER else (rows, length // FEWER)

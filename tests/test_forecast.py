@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.activations.cross_entropy import _How
 from offload.cli.main import main
 from offload.errors import BudgetError
 from offload.known_models import KNOWN
@@ -368,6 +370,24 @@ def test_activations_that_do_not_fit_are_told_with_what_would_help(capsys: pytes
     assert "it fits with --chunk-loss and micro-batches of 1x4096, or with --device " in err
     call[call.index("8x4096")] = "1x4096"
     assert main([*call, "--chunk-loss"]) == 0
+
+
+def test_a_batch_of_a_million_rows_is_refused_soon(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunked losses are not run over all of it, if a small part of it does not fit."""
+    pytest.importorskip("transformers")
+    chunks, pieces = list[slice](), _How.pieces
+
+    def seen(how: _How, tokens: int) -> Iterator[slice]:
+        for piece in pieces(how, tokens):
+            chunks.append(piece)
+            yield piece
+
+    monkeypatch.setattr(_How, "pieces", seen)
+    assert main(["plan", "--model", "llama-3.2-1b", "--batch", "1000000x2048", "--hardware", "desktop"]) == 1
+    assert re.search(r"it fits with micro-batches of \d+x2048, or with --device", capsys.readouterr().err)
+    assert 0 < len(chunks) < 2000
 
 
 def test_budgets_that_do_not_do_are_told_with_those_that_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,8 @@ from offload.planning.units import Unit
 from offload.planning.uses import Uses
 from offload.sizes import whole_pages
 
+LEAST_MICRO_BATCHES = 4  # that are simulated of a step with many, beside those at its ends
+
 
 def fetched(
     plan: Plan, uses: Uses, *, micro_batches: int = 1, updated_early: Container[int] = ()
@@ -35,17 +37,38 @@ def fetched(
     """
     units, on_host = plan.request.units, plan.request.device_is_host
     dropped = [u.index for u in units if u.trainable and (u.index in updated_early or not on_host)]
-    region, seen = _WorkingRegion(plan), set[object]()
+    ahead = PREFETCH_WINDOW // max(len(uses.forward) + len(uses.backward), 1) + 2  # micro-batches that a use looks at
+    many = min(micro_batches, 2 * ahead + LEAST_MICRO_BATCHES)
     while True:
-        passes = []
-        for order in (uses.forward, uses.backward) * micro_batches:
-            for index in order:
-                region.use(index)
-            passes.append(region.take_fetched())
+        found, states = _simulated(_WorkingRegion(plan), uses, many, dropped)
+        if many == micro_batches:
+            break
+        alike = [k for k in range(2, many - ahead) if states[k] == states[k - 1]]
+        if alike:  # as this micro-batch, all are until one looks beyond the step
+            at = 2 * alike[0]
+            found[at:at] = found[at : at + 2] * (micro_batches - many)
+            break
+        many = min(micro_batches, 2 * many)
+    return [tuple(units[index] for index in each) for each in found]
+
+
+def _simulated(
+    region: _WorkingRegion, uses: Uses, micro_batches: int, dropped: Iterable[int]
+) -> tuple[list[tuple[int, ...]], list[object]]:
+    """Return what each pass of a step fetches once steps repeat, and what is where before each micro-batch."""
+    seen = set[object]()
+    while True:
+        passes, states = list[tuple[int, ...]](), list[object]()
+        for _ in range(micro_batches):
+            states.append(region.places)
+            for order in (uses.forward, uses.backward):
+                for index in order:
+                    region.use(index)
+                passes.append(region.take_fetched())
         region.end_step(dropped)
         now = (tuple(passes), region.places)
         if now in seen:
-            return [tuple(units[index] for index in found) for found in passes]
+            return passes, states
         seen.add(now)
 
 
