@@ -98,17 +98,19 @@ class Forecast:
 
         Returns:
             ``plan`` as its own, ``fits``, and ``remedies`` if it does not. With a batch: ``flops``, ``tokens``, and
-            ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device, and
-            ``peak_bytes`` per tier. With a machine, too: ``hardware``, ``step_s``, ``bound_s``, ``fill_s``,
-            ``binding``, ``spans`` with seconds per lane, ``bytes`` per lane, ``early_units`` that are updated during
-            backward, and ``savings``; if steps clip, ``clipping`` with the attributes of :class:`Clipping`. Of several
-            ranks, there are ``hardware`` and ``lanes`` instead.
+            ``activation_bytes`` at their peak, of which ``device_activation_bytes`` are on the device, ``peak_bytes``
+            per tier, and of :class:`.Work` ``assumed`` and ``unmeasured``. With a machine, too: ``hardware``,
+            ``step_s``, ``bound_s``, ``fill_s``, ``binding``, ``spans`` with seconds per lane, ``bytes`` per lane,
+            ``early_units`` that are updated during backward, and ``savings``; if steps clip, ``clipping`` with the
+            attributes of :class:`Clipping`; and if budgets are more than the machine has, what it has as
+            ``beyond_machine``. Of several ranks, there are ``hardware`` and ``lanes`` instead.
         """
         found: dict[str, Any] = {"plan": self.plan.to_dict(), "fits": self.fits}
         if self.work is not None:
             found |= {"flops": self.work.flops, "activation_bytes": self.work.peak_bytes, "tokens": self.tokens}
             found |= {"device_activation_bytes": self.work.device_bytes}
             found["peak_bytes"] = {tier.value: size for tier, size in self.peak_bytes.items()}
+            found |= {"assumed": self.work.assumed, "unmeasured": list(self.work.unmeasured)}
         if not self.fits:
             found["remedies"] = list(self.remedies)
         if self.timing is not None and self.hardware is not None:
@@ -125,6 +127,8 @@ class Forecast:
             }
         if self.lanes and self.hardware is not None:
             found |= {"hardware": self.hardware.name, "lanes": dict(self.lanes)}
+        if self.beyond_machine:
+            found["beyond_machine"] = {tier.value: has for tier, has in self.beyond_machine.items()}
         if self.clipping is not None:
             found["clipping"] = dataclasses.asdict(self.clipping)
         return found
@@ -172,17 +176,26 @@ class Forecast:
         if self.clipping is not None:
             yield f"  every step clips: {self._clips(self.clipping, timing)}"
 
-    def _beyond(self) -> Iterator[str]:
-        """Tell which budgets are larger than what the machine has."""
+    @property
+    def beyond_machine(self) -> dict[Tier, float]:
+        """The bytes that the machine has of each tier of which the budgets, of all ranks, are more."""
         if self.hardware is None:
-            return
-        request, machine = self.plan.request, self.hardware
-        for tier, has in ((Tier.DEVICE, machine.device_bytes), (Tier.HOST, machine.host_bytes)):
-            many = request.world_size if tier is Tier.HOST else 1
-            if request.budgets[tier] * many > has:
-                of = f"{many} times " if many > 1 else ""
-                budget = f'{of}max_memory["{tier.value}"], {format_bytes(request.budgets[tier])}'
-                yield f"NOT OF THIS MACHINE: {budget}, is more than the {format_bytes(has)} of {machine.name}"
+            return {}
+        has = {Tier.DEVICE: self.hardware.device_bytes, Tier.HOST: self.hardware.host_bytes}
+        budgets = self.plan.request.budgets
+        return {tier: size for tier, size in has.items() if budgets[tier] * self._budgets_of(tier) > size}
+
+    def _budgets_of(self, tier: Tier) -> int:
+        """Return how many ranks' budgets are of the same memory."""
+        return self.plan.request.world_size if tier is Tier.HOST else 1
+
+    def _beyond(self) -> Iterator[str]:
+        for tier, has in self.beyond_machine.items():
+            many, size = self._budgets_of(tier), self.plan.request.budgets[tier]
+            of = f"{many} times " if many > 1 else ""
+            budget = f'{of}max_memory["{tier.value}"], {format_bytes(size)}'
+            name = self.hardware.name if self.hardware else ""
+            yield f"NOT OF THIS MACHINE: {budget}, is more than the {format_bytes(has)} of {name}"
 
     def _shared(self, hardware: Hardware) -> Iterator[str]:
         ranks = self.plan.request.world_size

@@ -538,10 +538,12 @@ def test_every_known_model_can_be_made() -> None:
 
 
 def test_budgets_that_the_machine_does_not_have_are_told(forecast: offload.Forecast) -> None:
-    assert "NOT OF THIS MACHINE" not in str(forecast)
+    assert "NOT OF THIS MACHINE" not in str(forecast) and "beyond_machine" not in forecast.to_dict()
     model = nn.Linear(8, 8)
     more = {"device": int(DESKTOP.device_bytes) + 1, "cpu": int(DESKTOP.host_bytes) // 2}
-    said = str(offload.plan(model, hardware="desktop", max_memory=more))
+    found = offload.plan(model, hardware="desktop", max_memory=more)
+    said = str(found)
+    assert found.to_dict()["beyond_machine"] == {"device": DESKTOP.device_bytes}
     assert 'NOT OF THIS MACHINE: max_memory["device"], 24.00 GiB, is more than the 24.00 GiB of desktop' in said
     assert "cpu" not in said.partition("NOT OF")[2]
     said = str(offload.plan(model, hardware="desktop", max_memory=more, ranks=3))
