@@ -320,6 +320,8 @@ class Manager:
 
     def advance_updates(self, guess: Callable[[], Recipe | None]) -> None:
         """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
+        if not self.hides_parameters and self.commits is None:
+            return  # steps leave nothing to do
         settled = self.forward.settled
         self.forward.advance()
         if self.forward.settled != settled and self._prefetching.active:
