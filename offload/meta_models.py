@@ -19,6 +19,7 @@ from offload.known_models import KNOWN
 from offload.module.recomputing import blocks_of
 
 KEPT_BLOCKS = 2  # of a model that is shortened
+_OTHER_MODELS = "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
 
 
 def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module:
@@ -30,7 +31,7 @@ def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module
         chunked: its loss forms the logits by chunks.
 
     Raises:
-        ConfigError: it is none of these, or transformers cannot make a causal language model of it.
+        ConfigError: it is none of these, or transformers cannot make a language model of it.
     """
     import transformers
 
@@ -43,24 +44,41 @@ def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module
             f"model {type(model).__name__}: expected weights that are not quantized but it has a quantization_config; "
             "load it with from_pretrained, and pass the module"
         )
-    dtype = getattr(model, "dtype", None) or torch.bfloat16
-    with torch.device("meta"):
-        try:
-            made = transformers.AutoModelForCausalLM.from_config(model, dtype=dtype)
-        except Exception as error:  # of each model's own class, too
-            why = " ".join(str(error).split())
-            if isinstance(error, ValueError) and "Unrecognized configuration class" in why:
-                why = "is no causal language model of transformers"
-            raise ConfigError(
-                f"model {type(model).__name__}: {why}; correct the config, or make the module yourself on the meta "
-                "device, and pass it"
-            ) from error
+    made = _made(model, getattr(model, "dtype", None) or torch.bfloat16)
     if checkpointing and made.supports_gradient_checkpointing:
         compute_again(made)
     made.config.use_cache = False
     if chunked:
         chunk_loss(made)
     return made.train()  # type: ignore[no-any-return]
+
+
+def _made(config: Any, dtype: torch.dtype) -> Any:
+    """Return the language model of a config: of an encoder beside a decoder, both; of one that sees images, all of it.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import transformers
+
+    names = [] if getattr(config, "is_encoder_decoder", False) else ["AutoModelForCausalLM"]
+    why = "is no language model of transformers"
+    for name in (*names, *_OTHER_MODELS):
+        kind: Any = getattr(transformers, name, None)  # older versions have fewer
+        if kind is None:
+            continue
+        try:
+            with torch.device("meta"):
+                return kind.from_config(config, dtype=dtype)
+        except Exception as error:  # of each model's own class, too
+            if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
+                continue
+            why = " ".join(str(error).split())
+            break
+    raise ConfigError(
+        f"model {type(config).__name__}: {why}; correct the config, or make the module yourself on the meta device, "
+        "and pass it"
+    )
 
 
 def shortened(model: nn.Module) -> nn.Module:

@@ -113,6 +113,25 @@ def test_attention_is_one_kernel_whose_scores_take_no_memory() -> None:
     assert work.flops > 6 * sum(p.numel() for n, p in model.named_parameters() if "embed" not in n) * 4096
 
 
+class Narrow(nn.Module):
+    """Attention whose values are narrower than its keys, as of DeepSeek's models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDE, 4 * (24 + 24 + 16)), nn.Linear(4 * 16, WIDE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (rows, length, WIDE)."""
+        query, key, value = self.qkv(x).unflatten(-1, (4, -1)).transpose(1, 2).split((24, 24, 16), -1)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+def test_values_of_attention_may_be_narrower_than_keys() -> None:
+    work = work_of(Narrow(), [torch.ones(1, 4096, WIDE)])
+    assert work.operators and work.peak_bytes < 64 << 20
+
+
 def test_counting_leaves_the_module_as_it_was() -> None:
     model = Block()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -506,7 +525,7 @@ def test_ranks_that_make_no_sense_are_named(asked: dict[str, Any], words: str) -
         ('{"model_type": "nothing"}', "expected a config that transformers can read but got: .*nothing"),
         ("{}", "model_type"),
         ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "100.*7"),
-        ('{"model_type": "vit"}', "ViTConfig: is no causal language model"),
+        ('{"model_type": "vit"}', "ViTConfig: is no language model"),
     ],
 )
 def test_a_config_that_is_no_model_is_named(
@@ -525,6 +544,20 @@ def test_a_config_may_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").rename(tmp_path / "mine.json")
     found = offload.plan(tmp_path / "mine.json", hardware="rtx4090")
     assert found.plan.to_dict() == offload.plan(tiny(), hardware="desktop").plan.to_dict()
+
+
+def test_an_encoder_is_planned_beside_its_decoder() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"num_layers": 2, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 64}
+    config = transformers.T5Config(**small, decoder_start_token_id=0)
+    found = offload.plan(config, batch=(2, 8), hardware="desktop")
+    assert found.timing is not None
+    whole = transformers.T5ForConditionalGeneration(config)
+    numel = sum(parameter.numel() for parameter in whole.parameters())
+    assert sum(slot.numel for unit in found.plan.request.units for slot in unit.slots) == numel
+    heard = transformers.WhisperConfig(encoder_layers=1, decoder_layers=1)
+    names = [unit.name for unit in offload.plan(heard, hardware="desktop").plan.request.units]
+    assert any("encoder" in name for name in names), "not the decoder alone, which is a causal language model"
 
 
 def test_every_known_model_can_be_made() -> None:

@@ -343,7 +343,11 @@ class _Fused(TorchFunctionMode):
             if key.shape[1] != query.shape[1]:  # heads that share keys and values
                 many = query.shape[1] // key.shape[1]
                 key, value = (tensor.repeat_interleave(many, 1) for tensor in (key, value))
-            return _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False)[0]
+            wide, features = query.shape[-1], value.shape[-1]
+            if features < wide:  # this operator has one width for all
+                value = nn.functional.pad(value, (0, wide - features))
+            output = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False)[0]
+            return output if features == wide else output[..., :features]
         return func(*args, **kwargs)
 
 
