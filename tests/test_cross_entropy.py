@@ -129,10 +129,17 @@ def test_the_logits_of_all_tokens_never_exist() -> None:
     assert seen.most == 512 * 64
 
 
-def test_without_a_given_chunk_it_follows_the_vocabulary() -> None:
+@pytest.mark.parametrize(
+    ("classes", "tokens"),
+    [
+        (40_000, 384),  # 64 MiB / 4 / 40000 = 419, down to a multiple of 64
+        (100_000, 256),  # at least
+    ],
+)
+def test_without_a_given_chunk_it_follows_the_vocabulary(classes: int, tokens: int) -> None:
     with _Largest() as seen:
-        ops.linear_cross_entropy(torch.zeros(1000, 2), torch.zeros(40000, 2), torch.zeros(1000, dtype=torch.long))
-    assert seen.most == 384 * 40000  # 64 MiB / 4 / 40000 = 419, down to a multiple of 64
+        ops.linear_cross_entropy(torch.zeros(1000, 2), torch.zeros(classes, 2), torch.zeros(1000, dtype=torch.long))
+    assert seen.most == tokens * classes
 
 
 def test_retained_graphs_and_single_gradients() -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.activations.cross_entropy import _How
 from offload.cli.main import main
-from offload.errors import BudgetError
+from offload.errors import BudgetError, ConfigError
 from offload.known_models import KNOWN
 from offload.memory.budget import Tier
 from offload.memory.limits import HOST_HEADROOM
@@ -552,6 +552,8 @@ def test_an_encoder_is_planned_beside_its_decoder() -> None:
     config = transformers.T5Config(**small, decoder_start_token_id=0)
     found = offload.plan(config, batch=(2, 8), hardware="desktop")
     assert found.timing is not None
+    with pytest.raises(ConfigError, match=r"^chunk_loss: expected T5.* leave chunk_loss out"):
+        offload.plan(config, batch=(2, 8), hardware="desktop", chunk_loss=True)
     whole = transformers.T5ForConditionalGeneration(config)
     numel = sum(parameter.numel() for parameter in whole.parameters())
     assert sum(slot.numel for unit in found.plan.request.units for slot in unit.slots) == numel

@@ -52,7 +52,7 @@ def chunk_loss(model: nn.Module, *, chunk: int | None = None) -> None:
 
     Args:
         model: it is changed: its forward, the forward of its head, and its ``loss_function``.
-        chunk: tokens at a time; None takes as many as have 64 MiB of logits in float32, but at least 64.
+        chunk: tokens at a time; None takes as many as have 64 MiB of logits in float32, but at least 256.
 
     Raises:
         ConfigError: it is no such model, its head is not an ``nn.Linear``, or its loss is another one.

@@ -23,7 +23,8 @@ from offload.errors import ConfigError, StateError
 from offload.sizes import MIB
 
 CHUNK_LOGITS_BYTES = 64 * MIB  # of one chunk in float32, if nothing else is asked for
-LEAST_CHUNK = 64  # tokens
+LEAST_CHUNK = 256  # tokens: each chunk reads the weight three times, and adds to its gradient in memory
+_CHUNK_UNIT = 64
 _REDUCTIONS = ("mean", "sum", "none")
 
 
@@ -53,7 +54,7 @@ def linear_cross_entropy(
         ignore_index: label of tokens that do not count.
         reduction: ``"mean"`` over tokens that count, ``"sum"``, or ``"none"`` for one loss per token.
         label_smoothing: share in [0, 1] that is spread over all classes.
-        chunk: tokens at a time; None takes as many as have 64 MiB of logits in float32, but at least 64.
+        chunk: tokens at a time; None takes as many as have 64 MiB of logits in float32, but at least 256.
 
     Returns:
         float32, or float64: a scalar, or (...) with ``reduction="none"``.
@@ -205,7 +206,8 @@ class _How:
             )
         wide = torch.promote_types(dtype, torch.float32)
         if chunk is None:
-            chunk = max(CHUNK_LOGITS_BYTES // (4 * max(len(weight), 1)) // LEAST_CHUNK, 1) * LEAST_CHUNK
+            chunk = CHUNK_LOGITS_BYTES // (4 * max(len(weight), 1)) // _CHUNK_UNIT * _CHUNK_UNIT
+            chunk = max(chunk, LEAST_CHUNK)
         return _How(device, dtype, wide, ignore_index, smoothing, chunk)
 
     def pieces(self, tokens: int) -> Iterator[slice]:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, StateError
 from offload.nested import tensors_in
 from offload.planning.hardware import Hardware
 from offload.planning.partition import UnitTree
@@ -187,6 +187,8 @@ def work_of(
             passes = _Passes(model, counter, recording)
             inside = {f"model.{name}": tensor for name, tensor in state.items()}
             forward, backward, uses = torch.func.functional_call(passes, inside, arguments, named)
+        except StateError as error:  # of what is put into models: it says what to do
+            raise ConfigError(str(error)) from error
         except Exception as error:
             raise ConfigError(
                 f"model {type(model).__name__}: what a batch takes cannot be told without running it: "
