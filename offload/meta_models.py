@@ -62,7 +62,7 @@ def _made(config: Any, dtype: torch.dtype) -> Any:
     import transformers
 
     names = [] if getattr(config, "is_encoder_decoder", False) else ["AutoModelForCausalLM"]
-    why = "is no language model of transformers"
+    why, cause = "is no language model of transformers", None
     for name in (*names, *_OTHER_MODELS):
         kind: Any = getattr(transformers, name, None)  # older versions have fewer
         if kind is None:
@@ -73,12 +73,12 @@ def _made(config: Any, dtype: torch.dtype) -> Any:
         except Exception as error:  # of each model's own class, too
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue
-            why = " ".join(str(error).split())
+            why, cause = " ".join(str(error).split()), error
             break
     raise ConfigError(
         f"model {type(config).__name__}: {why}; correct the config, or make the module yourself on the meta device, "
         "and pass it"
-    )
+    ) from cause
 
 
 def shortened(model: nn.Module) -> nn.Module:

@@ -80,7 +80,7 @@ class Trials:
 
 
 def _fewer(batch: Any) -> tuple[int, int] | None:
-    """Return a smaller batch that takes less time to try, and does not fit unless this one does not; else None."""
+    """Return a smaller batch, which takes less time: if it does not fit, `batch` does not. None if that is small."""
     if not is_ids(batch) or math.prod(batch) <= MANY_TOKENS:
         return None
     rows, length = batch

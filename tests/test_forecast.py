@@ -113,22 +113,24 @@ def test_attention_is_one_kernel_whose_scores_take_no_memory() -> None:
     assert work.flops > 6 * sum(p.numel() for n, p in model.named_parameters() if "embed" not in n) * 4096
 
 
-class Narrow(nn.Module):
-    """Attention whose values are narrower than its keys, as of DeepSeek's models."""
+class Uneven(nn.Module):
+    """Attention whose values are narrower than its keys, as of DeepSeek's models, or wider."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: int, values: int) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(WIDE, 4 * (24 + 24 + 16)), nn.Linear(4 * 16, WIDE)
+        self.widths = keys, keys, values
+        self.qkv, self.out = nn.Linear(WIDE, 4 * sum(self.widths)), nn.Linear(4 * values, WIDE)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return (rows, length, WIDE)."""
-        query, key, value = self.qkv(x).unflatten(-1, (4, -1)).transpose(1, 2).split((24, 24, 16), -1)
+        query, key, value = self.qkv(x).unflatten(-1, (4, -1)).transpose(1, 2).split(self.widths, -1)
         found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(found.transpose(1, 2).flatten(2))
 
 
-def test_values_of_attention_may_be_narrower_than_keys() -> None:
-    work = work_of(Narrow(), [torch.ones(1, 4096, WIDE)])
+@pytest.mark.parametrize("widths", [(24, 16), (16, 24)])
+def test_values_of_attention_may_have_another_width_than_keys(widths: tuple[int, int]) -> None:
+    work = work_of(Uneven(*widths), [torch.ones(1, 4096, WIDE)])
     assert work.operators and work.peak_bytes < 64 << 20
 
 

@@ -345,11 +345,14 @@ class _Fused(TorchFunctionMode):
             if key.shape[1] != query.shape[1]:  # heads that share keys and values
                 many = query.shape[1] // key.shape[1]
                 key, value = (tensor.repeat_interleave(many, 1) for tensor in (key, value))
-            wide, features = query.shape[-1], value.shape[-1]
-            if features < wide:  # this operator has one width for all
-                value = nn.functional.pad(value, (0, wide - features))
+            features = value.shape[-1]
+            if features != query.shape[-1]:  # this operator has one width for all
+                width = max(features, query.shape[-1])
+                query, key, value = (
+                    nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)
+                )
             output = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False)[0]
-            return output if features == wide else output[..., :features]
+            return output if features == output.shape[-1] else output[..., :features]
         return func(*args, **kwargs)
 
 
