@@ -210,7 +210,8 @@ class Checkpoints:
         if steps.optimizer is None or steps.step is None:
             return facts
         done = steps.step.micro_batches.done
-        return facts | facts_of_step(manager, steps.optimizer.param_groups, steps.run, done)
+        factors = self._parts.book.factors
+        return facts | facts_of_step(manager, factors, steps.optimizer.param_groups, steps.run, done)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from offload.optim.rules import Rule
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
+from offload.planning.units import Where
 from offload.shards.manager import Manager
 from offload.shards.stream import Chunk
 from offload.stats import Counters
@@ -254,13 +255,19 @@ def _digests(manager: Manager) -> dict[str, str]:
 
 
 def agree_on_step(
-    ranks: Ranks, manager: Manager, groups: Iterable[Mapping[str, Any]], run: Progress, micro_batches: int
+    ranks: Ranks,
+    manager: Manager,
+    factors: Callable[[], Mapping[Where, float]],
+    groups: Iterable[Mapping[str, Any]],
+    run: Progress,
+    micro_batches: int,
 ) -> None:
     """Compare what decides on a step, beside the gradients; nothing where there is one rank.
 
     Args:
         ranks: who takes it.
         manager: has the gradients that wait, and knows what was written to parameters.
+        factors: returns what these gradients were multiplied by. Each rank multiplies its slice.
         groups: the optimizer's.
         run: steps so far, and the loss scale.
         micro_batches: closed since the last step.
@@ -273,14 +280,20 @@ def agree_on_step(
         return
     commits = manager.commits
     newest = [] if commits is None else [commits.newest]
-    said = ranks.agree(f"step {run.steps + 1}", facts_of_step(manager, groups, run, micro_batches), numbers=newest)
+    said = ranks.agree(
+        f"step {run.steps + 1}", facts_of_step(manager, factors, groups, run, micro_batches), numbers=newest
+    )
     shared.note_loaded()
     if commits is not None:
         commits.pass_on(int(mark) for (mark,) in said.numbers)
 
 
 def facts_of_step(
-    manager: Manager, groups: Iterable[Mapping[str, Any]], run: Progress, micro_batches: int
+    manager: Manager,
+    factors: Callable[[], Mapping[Where, float]],
+    groups: Iterable[Mapping[str, Any]],
+    run: Progress,
+    micro_batches: int,
 ) -> dict[str, Fact]:
     """Return what decides on a step, beside the gradients, and is the same on all ranks; arguments as above."""
     shared = manager.tiers.shared
@@ -293,8 +306,13 @@ def facts_of_step(
             if name != "params":
                 plain = value.item() if isinstance(value, torch.Tensor) else value
                 facts[f"{name} of parameter group {number}"] = repr(plain)
+    factor_of = factors()
     for unit in manager.units:
         if unit.trainable:
             flags = manager.gradients.arrived(unit.index)
             facts[f"the gradients that wait of {unit.name}"] = "".join("x" if flag else "." for flag in flags)
+            known = [(slot.name, factor_of.get((unit.index, number), 1.0)) for number, slot in enumerate(unit.slots)]
+            scaled = [f"{name} by {factor!r}" for name, factor in known if factor != 1.0]
+            if scaled:
+                facts[f"what gradients of {unit.name} were multiplied by"] = ", ".join(scaled)
     return facts

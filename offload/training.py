@@ -225,7 +225,8 @@ class Training:
         manager.finish_step()  # with updates of units that were not used since the last one
         manager.bound.refuse_changes()
         self._book.adopt()
-        agree_on_step(self._ranks, manager, optimizer.param_groups, self._run, step.micro_batches.done)
+        done = step.micro_batches.done
+        agree_on_step(self._ranks, manager, self._book.factors, optimizer.param_groups, self._run, done)
         manager.await_gradients(step.guess)
         norm = self._book.measure()
         if not self._is_ours and (norm.count == 0 or optimizer.only_makes_states(norm.squares)):

@@ -166,7 +166,16 @@ def test_it_takes_no_memory_and_says_what_it_is(wrapped: tuple[Engine, Net, Net]
     assert (
         repr(handle) == "GradientHandle(blocks.1.weight, shape=(32, 32), dtype=torch.float32, device='cpu', factor=1)"
     )
-    for use in (copy.deepcopy, pickle.dumps, lambda h: h.data_ptr(), lambda h: h.untyped_storage(), bool, float):
+    assert f"{handle}" == repr(handle)
+    for use in (
+        copy.deepcopy,
+        pickle.dumps,
+        lambda h: f"{h:.3f}",
+        lambda h: h.data_ptr(),
+        lambda h: h.untyped_storage(),
+        bool,
+        float,
+    ):
         with pytest.raises((offload.StateError, RuntimeError), match=r"gradient of blocks|Boolean value|converted to"):
             use(handle)
 

@@ -99,6 +99,12 @@ def differ(rank: int) -> dict[str, tuple[str, str]]:
         if odd:
             engine.zero_grad()
         found["dropped"] = error_of(engine.step)
+        engine.zero_grad()
+        backward(engine)
+        if odd:
+            engine.module[0].weight.grad.mul_(0.5)
+        found["scaled"] = error_of(engine.step)
+        engine.zero_grad()
         with engine.gather(engine.module[0].bias, modify=odd), torch.no_grad():
             if odd:
                 engine.module[0].bias.add_(1.0)
@@ -124,6 +130,7 @@ def test_what_differs_is_named_on_all_ranks() -> None:
                 "expected one value of max_grad_norm in making an engine but got 1.0 on ranks 0, 2, 2.0 on rank 1",
             ),
             ("lr", "expected one value of lr of parameter group 0 in step 1 but got"),
+            ("scaled", 'were multiplied by in step 3 but got nothing on ranks 0, 2, "0.weight by 0.5" on rank 1'),
             ("written", "expected one value of what was written to 0.bias in step 3 but got nothing on ranks 0, 2"),
         ):
             assert found[what] == every[0][what], what

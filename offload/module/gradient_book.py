@@ -306,7 +306,7 @@ class GradientBook:
         if not self.is_current(handle):
             raise StateError(
                 f"gradient of {self.name_of(value.where)}: expected one that waits for a step but this handle is from "
-                f"before the last step or zero_grad, and the gradient is gone; {KEEP}"
+                f"before the last step or zero_grad, or .grad was None when a pass began; the gradient is gone; {KEEP}"
             )
         if value.content is not self._contents[value.where]:
             raise StateError(

@@ -162,7 +162,7 @@ class GradientHandle(torch.Tensor):
                 return func(*args, **kwargs)
         if name in _FINITENESS:
             return _finiteness(self, func, args)
-        if name == "__repr__":
+        if name == "__repr__" or (name == "__format__" and args[1:] == ("",)):
             return repr(self)
         if unchanged(func, args, kwargs):
             return args[0]
