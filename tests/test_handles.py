@@ -192,6 +192,13 @@ def test_norms(order: float, foreach: bool | None, wrapped: tuple[Engine, Net, N
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
         assert_close(ours.norm(order), theirs.norm(order), 1e-5)
         assert_close(torch.linalg.vector_norm(ours, order), torch.linalg.vector_norm(theirs, order), 1e-5)
+        dims = tuple(range(ours.dim()))
+        whole = torch.linalg.vector_norm(ours, order, dims, keepdim=True)
+        assert_close(whole, torch.linalg.vector_norm(theirs, order, dims, keepdim=True), 1e-5)
+        if ours.dim() == 2:
+            assert_close(torch.linalg.norm(ours, "fro"), torch.linalg.matrix_norm(theirs), 1e-5)
+            with pytest.raises(offload.StateError, match="along a dimension of the gradient"):
+                torch.linalg.vector_norm(ours, order, (1,))
     total = torch.nn.utils.get_total_norm(gradients(model), order, foreach=foreach)
     assert_close(total, torch.nn.utils.get_total_norm(gradients(plain), order), 1e-5)
     assert total.dtype == torch.float32 and total.device == engine.device

@@ -243,7 +243,8 @@ _FINITENESS = names("isfinite isinf isnan isneginf isposinf")
 _ANSWERED = names(
     "mul mul_ multiply multiply_ div div_ divide divide_ true_divide true_divide_ neg neg_ negative negative_ zero_ "
     "__mul__ __rmul__ __imul__ __truediv__ __itruediv__ __neg__ __pos__ positive detach detach_ clone "
-    "norm vector_norm linalg_vector_norm linalg_norm _foreach_norm _foreach_mul _foreach_mul_ _foreach_div "
+    "norm vector_norm matrix_norm linalg_vector_norm linalg_matrix_norm linalg_norm "
+    "_foreach_norm _foreach_mul _foreach_mul_ _foreach_div "
     "_foreach_div_ _foreach_neg _foreach_neg_ _foreach_zero_ _amp_foreach_non_finite_check_and_unscale_ "
     "to float double half bfloat16 cpu cuda contiguous view reshape flatten view_as ravel alias"
 )
@@ -387,7 +388,8 @@ def _view(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> Gradient
 def _norm(handle: GradientHandle, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     given = {**dict(zip(_arguments_of(func), args, strict=False)), **kwargs}
     order = given.get("ord", given.get("p", 2))
-    if given.get("dim") or given.get("out") is not None:
+    dims = given.get("dim") or range(handle.dim())
+    if {dim % max(handle.dim(), 1) for dim in dims} != set(range(handle.dim())) or given.get("out") is not None:
         handle.refuse(func._schema.name.removeprefix("aten::") + " along a dimension")
     result = _norm_of(handle, 2.0 if order is None else float(order), given.get("dtype"))
     return result.view([1] * handle.dim()) if given.get("keepdim") else result
