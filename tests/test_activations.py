@@ -106,11 +106,11 @@ class FakeMeter:
 class Bench:
     """Budget 1000 MiB; the region has 100 MiB now, and lies between 100 and 600."""
 
-    def __init__(self, *, working: int = 100) -> None:
+    def __init__(self, *, working: int = 100, gradients: int = 0) -> None:
         self.budget = Budget(Tier.DEVICE, 1000 * MIB)
         self.region = FakeRegion(self.budget, working * MIB, 100 * MIB, 600 * MIB)
         self.meter = FakeMeter(self.region, TRIMS)
-        self.activations = Activations(self.budget, self.region, self.meter)
+        self.activations = Activations(self.budget, self.region, self.meter, gradient_bytes=gradients * MIB)
         self.run(spike=0)  # after the first micro-batch, holes in the heap are left to the allocator if there is room
 
     def run(self, *, spike: int) -> None:
@@ -216,6 +216,17 @@ def test_the_refusal_says_where_fewer_parameters_on_the_device_would_do() -> Non
     bench.activations.open_pass()
     bench.meter.spike(600 * MIB)  # 400 are left; 600 and a sixteenth would fit beside 100
     with pytest.raises(BudgetError, match="set activation_memory to 637.50 MiB, so that parameters leave the device"):
+        bench.activations.close_pass()
+
+
+def test_the_refusal_says_where_fewer_states_on_the_device_would_do() -> None:
+    bench = Bench(gradients=50)  # they wait on the device where states are there, too
+    bench.budget.claim("arena", 500 * MIB)
+    bench.activations.open_pass()
+    bench.meter.spike(650 * MIB)
+    with pytest.raises(
+        BudgetError, match=r"of parameters and optimizer states; set .* 637.50 MiB, so that optimizer states leave"
+    ):
         bench.activations.close_pass()
 
 

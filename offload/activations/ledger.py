@@ -483,13 +483,16 @@ class Activations:
         arena_bytes = self._budget.limit_bytes - room_bytes
         wanted_bytes = with_margin(peak_bytes)
         need_bytes = wanted_bytes + self._region.smallest_arena_bytes
+        leaving, there = "parameters", "parameters"
+        if self._gradient_bytes:
+            leaving, there = "optimizer states", "parameters and optimizer states"
         if need_bytes <= self._budget.limit_bytes:
-            remedy = f"set activation_memory to {format_bytes(wanted_bytes)}, so that parameters leave the device"
+            remedy = f"set activation_memory to {format_bytes(wanted_bytes)}, so that {leaving} leave the device"
         else:
             remedy = f'raise max_memory["device"] to {format_bytes(need_bytes)}'
         return (
             f"device budget: a micro-batch took {format_bytes(peak_bytes)} of activations and temporaries as measured "
-            f"but {format_bytes(room_bytes)} are left beside {format_bytes(arena_bytes)} of parameters; {remedy}, "
+            f"but {format_bytes(room_bytes)} are left beside {format_bytes(arena_bytes)} of {there}; {remedy}, "
             "use gradient checkpointing, or take smaller micro-batches"
         )
 
