@@ -6,6 +6,7 @@ these models; :mod:`offload.known_models` has the shapes.
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def made_on_meta(model: Any, *, checkpointing: bool, chunked: bool) -> nn.Module
     return made.train()  # type: ignore[no-any-return]
 
 
+def names_dtype(model: Any) -> bool:
+    """Tell whether a config, or the folder, file or known name of one, says in what its weights are."""
+    if isinstance(model, str) and model.lower() in KNOWN:
+        return True
+    config = _config_of(model) if isinstance(model, (str, os.PathLike)) else model
+    return getattr(config, "dtype", None) is not None
+
+
 def _made(config: Any, dtype: torch.dtype) -> Any:
     """Return the language model of a config: of an encoder beside a decoder, both; of one that sees images, all of it.
 
@@ -61,6 +70,7 @@ def _made(config: Any, dtype: torch.dtype) -> Any:
     """
     import transformers
 
+    config = copy.deepcopy(config)  # models write into theirs
     names = [] if getattr(config, "is_encoder_decoder", False) else ["AutoModelForCausalLM"]
     why, cause = "is no language model of transformers", None
     for name in (*names, *_OTHER_MODELS):

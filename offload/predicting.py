@@ -27,7 +27,7 @@ from offload.memory.budget import Tier
 from offload.memory.devices import open_device
 from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budgets
 from offload.memory.machine import free_bytes
-from offload.meta_models import made_on_meta, shortened
+from offload.meta_models import made_on_meta, names_dtype, shortened
 from offload.module.quantized import ready_meanwhile
 from offload.optim.rules import Rule, rule_of
 from offload.planning.choosing import AUTO, KEEP, choose
@@ -114,6 +114,11 @@ def plan(
         return made_on_meta(model, checkpointing=again, chunked=chunked)
 
     module = model if isinstance(model, nn.Module) else make(chunk_loss, checkpointing)
+    if module is not model and asked.dtype is None and not names_dtype(model):
+        logger.warning(
+            "model: its config names no dtype, so the plan is for bfloat16; if the weights have another one, add it to "
+            'the config, such as "dtype": "float32"'
+        )
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)

@@ -25,7 +25,7 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
     Raises:
         ConfigError: it cannot be written.
     """
-    if not isinstance(path, (str, Path)):
+    if not isinstance(path, (str, Path)) or "\0" in str(path):
         raise ConfigError(f"{what}: expected the path of a file but got {path!r}; name a file")
     target = Path(path).resolve()
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")

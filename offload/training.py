@@ -120,6 +120,7 @@ class Training:
                     clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
                     self._tell(error, "a backward pass", held)
                     raise
+        step.micro_batches.note_backward()
         if self._watch.knows_losses:
             self._watch.note_loss(loss.detach().item())
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
@@ -138,7 +139,6 @@ class Training:
         """Close a micro-batch; at the end of an accumulation, take the step; see ``Engine.step``."""
         self._life.require_open()
         step = self.require_step("step")
-        step.micro_batches.note_meant()
         if not step.micro_batches.close():
             return False
         assert self._optimizer is not None

@@ -6,6 +6,7 @@ nothing, and it asks no device anything. Next: :mod:`offload.snapshot` counts, :
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -52,6 +53,7 @@ class Watch:
         self._publisher = Publisher() if config.visible else None
         self._history = History()
         self._loss_sum, self._losses = 0.0, 0  # since the last sample
+        self._log_sum, self._log_losses = 0.0, 0  # since the last line of the log
         self._loss: float | None = None
         self._phase = "making"
         self._ended_s: float | None = None  # when the last step did
@@ -73,6 +75,8 @@ class Watch:
         """See the loss of a micro-batch."""
         self._loss_sum += loss
         self._losses += 1
+        self._log_sum += loss
+        self._log_losses += 1
 
     def passed(self, what: str) -> None:
         """See the end of a forward or backward pass."""
@@ -99,8 +103,11 @@ class Watch:
                 self._sample_at_s = now_s + SAMPLED_S
                 self._loss_sum, self._losses = 0.0, 0
             if logged and self._logged is not None:
-                logger.info("%s", log_line(Between.of(self._logged, sample), sample))
+                mean = self._log_sum / self._log_losses if self._log_losses else None
+                line = log_line(Between.of(self._logged, sample), dataclasses.replace(sample, loss=mean))
+                logger.info("%s", line)
                 self._logged = sample
+                self._log_sum, self._log_losses = 0.0, 0
         if self._publisher is not None and now_s >= self._publish_at_s:
             self._publish(now_s)
 

@@ -773,3 +773,15 @@ def test_any_sequence_of_steps_gives_the_same(
         where = tight(make(depth=depth), path, units=units)
         where["max_memory"]["nvme"] = nvme
         assert_same_tensors(run(**where), run(**everything_on_device()))
+
+
+def test_what_somebody_uses_at_the_step_is_left_to_the_forward() -> None:
+    """It has to be updated where it is."""
+    with watching(more=1) as bench:
+        for index in (2, 1, 0):
+            bench.add(index)
+        bench.make_all()
+        lease = bench.manager.acquire(2)
+        assert bench.early.reconcile(bench.recipe) == {0, 1}
+        lease.close()
+        bench.manager.check()

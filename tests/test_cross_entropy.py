@@ -292,3 +292,24 @@ def test_ranks_with_slices_of_parameters_have_the_same_bits() -> None:
     for rank, found in enumerate(every):
         assert isinstance(found, tuple), found
         assert found == (one[0][rank::RANKS], one[1])
+
+
+def test_as_many_labels_of_another_shape_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a label for each of"):
+        ops.linear_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(3, 2, dtype=torch.long))
+
+
+def test_the_bias_gradient_is_summed_in_float32() -> None:
+    """Of 4096 equal tokens a bfloat16 sum of one token after the other would stall."""
+    weight, bias = torch.zeros(2, 1, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    hidden, labels = torch.ones(4096, 1, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.long)
+    ops.linear_cross_entropy(hidden, weight, labels, bias=bias, reduction="sum", chunk=1).backward()
+    assert bias.grad.tolist() == [-2048.0, 2048.0]
+
+
+def test_labels_of_bytes_are_classes_all_of_them() -> None:
+    hidden, weight = torch.randn(3, 4), torch.randn(200, 4)
+    labels = torch.tensor([156, 1, 199], dtype=torch.uint8)  # 156 is -100 in a byte
+    for reduction in ("mean", "none"):
+        ours = ops.linear_cross_entropy(hidden, weight, labels, reduction=reduction)
+        assert torch.allclose(ours, functional.cross_entropy(hidden @ weight.T, labels.long(), reduction=reduction))

@@ -122,3 +122,11 @@ def test_a_step_is_no_shorter_than_compute_and_no_longer_than_both(
     time = DriveTime(planned(homes, clips=clips, accumulate=micro_batches > 1))
     length = time.step(compute, micro_batches)
     assert compute * (1 - 1e-9) <= length <= compute + time.work(micro_batches) + 1e-3
+
+
+def test_a_frozen_unit_on_the_drive_is_read_by_each_pass_and_never_updated() -> None:
+    plan = planned([IN_MEMORY] * MANY)
+    frozen = [dataclasses.replace(unit, trainable=unit.index > 0) for unit in plan.request.units]
+    request = dataclasses.replace(plan.request, units=frozen)
+    time = DriveTime(plan_of(request, [Homes(Tier.NVME, None, None), *[IN_MEMORY] * (MANY - 1)]))
+    assert time.work(1) == 2 * PARAM and time.work(3) == 6 * PARAM

@@ -1531,3 +1531,29 @@ def test_an_engine_that_cannot_be_made_leaves_model_and_optimizer(where: str, mo
             theirs.step()
             theirs.zero_grad()
         assert_close(engine.state_dict(), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_whoever_calls_step_once_per_accumulation_is_told(every: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    with Engine(model, AdamW(), device="cpu", gradient_accumulation_steps=3, max_memory=memory) as engine:
+        for number in range(9):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            if every or number % 3 == 2:
+                engine.step()
+    told = [message for message in caplog.messages if "call engine.step() behind each of them" in message]
+    assert len(told) == (not every)
+
+
+@pytest.mark.parametrize("view", [lambda w: w.data, lambda w: w.data[2:], lambda w: w.detach().t()[1]])
+def test_a_buffer_that_views_a_trained_parameter_is_refused(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """It would not follow the parameter any more."""
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_buffer("rows", view(model[1].weight))
+    with pytest.raises(offload.ConfigError, match="(parameter 1.weight|buffer rows).*expected memory of their own"):
+        Engine(model, AdamW(), device="cpu", max_memory=memory)
+    model[1].weight.requires_grad_(False)
+    with Engine(model, AdamW(), device="cpu", max_memory=memory) as engine:
+        engine(torch.ones(2, 4))

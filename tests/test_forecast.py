@@ -599,3 +599,16 @@ def test_peaks_are_those_of_the_plan_and_a_micro_batch(forecast: offload.Forecas
 def test_figures_show_all_that_is_before_the_point() -> None:
     shown = {0.64249: "0.642", 45.32: "45.3", 999.7: "1,000", 2037.4: "2,037", 5.55e6: "5,550,000", 0.0: "0"}
     assert {value: figures(value) for value in shown} == shown
+
+
+def test_a_config_stays_as_it_was_and_a_dtype_that_it_does_not_name_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    transformers = pytest.importorskip("transformers")
+    shapes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**shapes)
+    before = config.to_dict()
+    memory = {"device": "200MiB", "cpu": "200MiB"}
+    for told, options in ((True, {}), (False, {"dtype": "float32"})):
+        caplog.clear()
+        offload.plan(config, device="cpu", max_memory=memory, **options)
+        assert any("its config names no dtype" in message for message in caplog.messages) is told
+    assert config.to_dict() == before

@@ -570,3 +570,10 @@ def test_two_engines_each_finish_their_own(tmp_path: Path) -> None:
     for engine in engines:
         engine.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_graphs_of_before_are_stale_before_anything_is_updated() -> None:
+    """Else the first unit that one asks for would come with the parameters of after the step."""
+    with pending() as (manager, store, forward):
+        assert not happened(store, "visit")
+        assert versions(manager) == [2] * UNITS, "written once, and about to be"

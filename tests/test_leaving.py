@@ -1095,3 +1095,116 @@ def test_no_commit_of_a_durable_run_has_any(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in truth.parameters.items())
     with offload.Engine(net(), offload.AdamW(lr=1e-2), max_grad_norm=0.5, **kept) as engine:  # with another mode, too
         assert engine.resumed is not None and engine.resumed.step == 3
+
+
+def test_an_alias_that_was_changed_before_it_was_saved_is_another_one(bench: Make) -> None:
+    """Its own count tells of later changes; that of the tensor it is an alias of does not."""
+    made = bench(near=2)
+    w = page(1).requires_grad_()
+    with made.hooks():
+        x = page(2)
+        alias = x.data
+        alias.add_(1)
+        before = (w * x).sum()
+        after = (w * alias).sum()
+        alias.mul_(2)
+        with pytest.raises(StateError, match="was changed in place"):
+            after.backward()
+    del before, after
+
+
+def test_what_a_node_has_changed_may_be_saved_anew(bench: Make) -> None:
+    """What is saved then is what there is then."""
+    made = bench(near=2)
+    x, w = page().requires_grad_(), page(1).requires_grad_()
+    with made.hooks():
+        y = x * 2
+        first = Cosine.apply(y).sum()
+        first.backward(retain_graph=True)
+        (w * y.detach()).sum().backward()
+    assert torch.equal(w.grad, y.detach())
+
+
+def test_a_write_of_what_nobody_wants_any_more_may_fail(tmp_path: Path) -> None:
+    """Whoever comes next has lost nothing by it."""
+    arena = HostArena(Tier.HOST, 8 * PAGE)
+    with SwapStore(tmp_path, 64 * PAGE) as store:
+        away = Away(arena.take(8 * PAGE), store, 32 * PAGE)
+        store.inject(Fault(target=FaultTarget.WRITES, forever=True))
+        rooms = [room_for(key, PAGE) for key in range(7)]
+        for room in rooms:  # six may rest
+            assert away.take(room)
+            away.rest(room)
+        assert rooms[0].ticket is not None
+        for room in rooms:
+            away.release(room)
+        away.settle()
+        assert not away.used_bytes and not len(store)
+
+
+def test_what_a_node_has_changed_comes_back_as_it_was_saved(bench: Make) -> None:
+    """Another pass of the same graph has what is elsewhere, and no change of it."""
+    made = bench(near=2)
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = chain(Cosine.apply(x * 2))
+    for retain in (True, False):
+        x.grad = None
+        loss.backward(retain_graph=retain)
+        assert torch.equal(x.grad, gradient(lambda x: chain(Cosine.apply(x * 2))))
+    del loss
+    made.assert_empty()
+
+
+class Keeping(torch.autograd.Function):
+    """The sine, whose backward keeps what it has saved."""
+
+    kept: list[torch.Tensor] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        Keeping.kept.append(ctx.saved_tensors[0])
+        return Keeping.kept[-1].cos() * gradient
+
+
+def test_what_has_come_back_takes_the_budget_as_long_as_somebody_uses_it(bench: Make) -> None:
+    made = bench(near=2)
+    with made.hooks():
+        loss = chain(Keeping.apply(page().requires_grad_() * 2))
+    loss.backward(retain_graph=True)
+    collect()
+    made.ledger.balance()
+    used_bytes = made.budget.used_bytes
+    Keeping.kept.clear()
+    made.ledger.balance()
+    made.ledger.balance()
+    assert made.budget.used_bytes == used_bytes - PAGE
+    del loss
+    made.assert_empty()
+
+
+def test_a_read_that_could_not_begin_is_begun_again(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody takes for the content what is where it should have come to."""
+    made = bench(host=8, drive=64)
+    assert made.store is not None
+    x = page().requires_grad_()
+    with made.hooks():
+        loss = chain(x)
+    with monkeypatch.context() as patch:
+
+        def fails(*_: object, **named: object) -> list[Ticket]:
+            raise SwapError("no more threads")
+
+        patch.setattr(made.store, "get_many", fails)
+        with pytest.raises(SwapError, match="no more threads"):
+            loss.backward(retain_graph=True)
+    x.grad = None
+    loss.backward()
+    assert torch.equal(x.grad, gradient(chain))
+    del loss
+    made.assert_empty()

@@ -302,7 +302,7 @@ def test_parameters_on_the_same_bytes_are_refused() -> None:
     """Torch trains them as one; here each would have a place of its own."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = nn.Parameter(model[0].weight.data)
-    with pytest.raises(ConfigError, match=r"parameters 0\.weight and 1\.weight.*one nn\.Parameter"):
+    with pytest.raises(ConfigError, match=r"parameter 0\.weight and parameter 1\.weight.*one nn\.Parameter"):
         find_units(model, max_unit_bytes=1 << 20)
     find_units(model, max_unit_bytes=1 << 20, train=False)
     whole = torch.zeros(32)

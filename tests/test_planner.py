@@ -17,7 +17,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.kernels.ranges import StateKind
 from offload.memory.budget import Tier
 from offload.planning import homes as filling
-from offload.planning.asked import WORKING_UNITS, Homes, OwnBytes, Request
+from offload.planning.asked import WORKING_UNITS, Commit, Homes, OwnBytes, Request
 from offload.planning.plan import NVME_SLACK_CHUNKS, STAGING_SLOTS, Plan, most_in_flight
 from offload.planning.planner import Planner, make_plan
 from offload.planning.roles import MOMENTS, STATE_ROLES, Role, States, role_bytes
@@ -810,3 +810,30 @@ def test_the_cpu_as_the_device_and_several_ranks_have_homes_by_roles() -> None:
         units = [make_unit(index, MIB) for index in range(16)]
         request = Request(units, budgets(16 * MIB, 120 * MIB, GIB), activation_bytes=0, **more)
         assert make_plan(request) == Planner(request).plan()
+
+
+def test_gradients_in_flight_and_slots_do_not_share_what_is_left() -> None:
+    units = [make_unit(index, 2 * MIB) for index in range(8)]
+    homes = [Homes(Tier.HOST, Tier.HOST, Tier.NVME)] * len(units)
+    asked = {"device_is_host": False, "activation_bytes": 0, "chunk_numel": MIN_CHUNK_NUMEL}
+    for more in range(20, 48):
+        host = 8 * 8 * MIB + more * MIB
+        plan = plan_of(Request(units, budgets(16 * MIB, host, GIB), **asked), homes)
+        assert plan.arena_bytes[Tier.HOST] <= host
+
+
+def test_working_copies_of_slices_stay_within_the_device() -> None:
+    units = [make_unit(index, MIB) for index in range(16)]
+    for device in range(8, 48, 4):
+        asked = {"device_is_host": False, "activation_bytes": 0, "world_size": 2, "stage": 3}
+        plan = make_plan(Request(units, budgets(device * MIB, GIB), **asked))
+        assert plan.arena_bytes[Tier.DEVICE] <= device * MIB
+
+
+def test_a_durable_run_has_homes_by_roles() -> None:
+    """How long commits take of the drive is not known to what compares homes."""
+    units = [make_unit(index, MIB) for index in range(16)]
+    request = Request(units, budgets(16 * MIB, 120 * MIB, GIB), device_is_host=False, activation_bytes=0)
+    assert make_plan(request) != Planner(request).plan(), "there is something to choose"
+    durable = dataclasses.replace(request, commit=Commit(1 << 16, 1))
+    assert make_plan(durable) == Planner(durable).plan()

@@ -462,3 +462,18 @@ def test_any_single_transfer_from_backward_on_may_fail(target: FaultTarget, tmp_
             if ours is not None:
                 assert_same_tensors(ours, truth)
     assert lost == 0 or target is FaultTarget.WRITES
+
+
+def test_what_is_read_ahead_ends_before_a_unit_whose_gradient_passes_through_the_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its update comes before those behind it, and needs the slots."""
+    made = make_plan_with
+
+    def mixed(units: list[Any], homes: list[Homes], **more: Any) -> Any:
+        return made(units, [homes[0], Homes(N, N, N), *homes[2:]], **more)
+
+    monkeypatch.setitem(globals(), "make_plan_with", mixed)
+    with clipping() as bench:
+        bench.backward()
+        assert bench.happened("get") == records(0)

@@ -243,3 +243,17 @@ def test_a_model_of_transformers_does_it_in_its_own_way() -> None:
                 engine.step()
         assert not model.is_gradient_checkpointing
     assert losses[:2] == losses[2:]
+
+
+def test_a_model_of_transformers_that_did_it_before_does_it_afterwards() -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=64, num_attention_heads=2
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    memory = {"device": "16MiB", "cpu": "16MiB"}
+    with offload.Engine(model, offload.SGD(lr=0.1), device="cpu", max_memory=memory, activations="recompute"):
+        assert model.is_gradient_checkpointing
+    assert model.is_gradient_checkpointing

@@ -411,3 +411,15 @@ def test_an_engine_that_only_evaluates_is_seen_too(clock: list[float]) -> None:
 def test_a_number_of_steps_that_makes_no_sense_is_refused(value: Any) -> None:
     with pytest.raises(offload.ConfigError, match="log_every: expected a whole number >= 1"):
         offload.Config(log_every=value)
+
+
+def test_the_loss_of_a_line_is_the_mean_of_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """Whenever samples for the page were taken in between."""
+    caplog.set_level(logging.INFO, logger="offload.watching")
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    with offload.Engine(nn.Linear(4, 4), offload.SGD(lr=0.0), device="cpu", log_every=4, max_memory=memory) as engine:
+        for number in range(8):
+            engine.backward(engine(torch.ones(2, 4)).sum() * 0 + number)
+            engine.step()
+    lines = [message for message in caplog.messages if message.startswith("steps")]
+    assert [re.search(r"loss ([0-9.]+)", line)[1] for line in lines] == ["1.5000", "5.5000"]  # type: ignore[index]

@@ -221,3 +221,25 @@ def test_what_has_to_be_near_is_not_counted_on(
                 return
             engine.step()
     pytest.fail("a budget that was exceeded each time was told once")
+
+
+class Beside(Calm):
+    """Multiplies by what is computed, and differentiated, on the CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        beside = torch.full((WIDTH, 512), 0.5, requires_grad=True).exp().sqrt().mean()
+        return super().forward(x) * beside.to(x.device)
+
+
+def test_what_is_saved_on_the_cpu_stays_there(tmp_path: Path) -> None:
+    data = [rows(number) for number in range(3)]
+    truth = train(Beside(None), data, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **everything_on_device())
+    room = {"activation_cpu_memory": "8MiB", "activation_nvme_memory": 0, "device": "sim"}
+    with running(LAZY) as seen:
+        there = [each.to("sim") for each in data]
+        ours = train(
+            Beside(None), there, optimizer=offload.AdamW(lr=1e-2), loss_of=loss_of, **options(tmp_path, **room)
+        )
+    ours.losses = [loss.cpu() for loss in ours.losses]
+    assert_equal(ours, truth)
+    assert seen.races == []

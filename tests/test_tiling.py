@@ -248,3 +248,32 @@ def test_save_pretrained_writes_whole_layers(tmp_path: Path) -> None:
     for name, value in state.items():
         assert torch.equal(before[name], value) and torch.equal(after[name], trained[name])
         assert not torch.equal(after[name], value), name
+
+
+def test_a_tiled_layer_of_two_names_has_whole_tensors_by_both() -> None:
+    shared = nn.Linear(6, 8)
+    model = nn.ModuleDict({"one": shared, "two": shared})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert ops.tile_(model, larger_than=shared.weight.nbytes // 2) == ["one", "two"]
+    assert model["one"] is model["two"]
+    joined = ops.join_tiles(model, model.state_dict())
+    assert list(joined) == list(before)
+    assert all(torch.equal(joined[name], value) for name, value in before.items())
+    assert ops.split_tiles(model, joined).keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda layer: layer.register_full_backward_pre_hook(print),
+        lambda layer: layer.register_full_backward_hook(print),
+        lambda layer: layer.register_state_dict_pre_hook(print),
+        lambda layer: layer.register_load_state_dict_post_hook(print),
+        lambda layer: layer.weight.register_hook(print),
+    ],
+)
+def test_no_hook_is_lost(hook: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    hook(model[0])
+    with pytest.raises(ConfigError, match="0 has .*, but it has hooks"):
+        ops.tile_(model, larger_than=16)

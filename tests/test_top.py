@@ -273,3 +273,14 @@ def test_it_needs_no_torch(tmp_path: Path) -> None:
     )
     assert done.stdout == "1 False\n" and "found none" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_half_written_file_is_not_read(tmp_path: Path) -> None:
+    """Its head is of one write and its content of another one, as long."""
+    file = tmp_path / "half.engine"
+    state = {**STATE, "version": published.VERSION, "pid": os.getpid(), "start": "", "space": ""}
+    content = published.packed(state)
+    file.write_bytes(content)
+    assert read(file) is not None
+    file.write_bytes(content.replace(b'"step": 3', b'"step": 4'))
+    assert read(file) is None

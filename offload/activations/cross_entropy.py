@@ -78,6 +78,7 @@ def linear_cross_entropy(
             chunk=chunk,
         )
     _check(hidden, weight, labels, bias, reduction, label_smoothing, chunk)
+    labels = labels.long()  # of bytes, no label is -100
     how = _How.of(hidden, weight, ignore_index, label_smoothing, chunk)
     apply: Any = _Losses.apply
     losses: Any = apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), how)

@@ -268,6 +268,19 @@ def _refuse(model: nn.Module, layers: Mapping[nn.Linear, str]) -> None:
             )
 
 
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "forward",
+)
+
+
 def _why_not(layer: nn.Module) -> str | None:
     """Return why a layer cannot be tiled."""
     if type(layer) is not nn.Linear:
@@ -275,7 +288,7 @@ def _why_not(layer: nn.Module) -> str | None:
     others = [type(p).__name__ for p in layer.parameters(recurse=False) if type(p) is not nn.Parameter]
     if others:
         return f"its parameters are of class {others[0]}, as of an engine or a quantizer; tile before"
-    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or "forward" in vars(layer):
+    if any(map(vars(layer).get, _HOOKS)) or any(parameter._backward_hooks for parameter in layer.parameters()):
         return "it has hooks, or a forward of its own"
     if any(parameter.grad is not None for parameter in layer.parameters()):
         return "it has a gradient, which would be lost"

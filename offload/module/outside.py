@@ -138,7 +138,7 @@ class OutsideAccess:
             if not value.is_contiguous() and any(map(_in_format(value), _MEMORY_FORMATS)):
                 raise StateError(
                     f"{name}: expected a tensor in torch's default memory format as its .data but got "
-                    "one with channels last; convert the module before the engine is made"
+                    "one with channels last, which no engine keeps; pass batches in that format, or leave it out"
                 )
             mine = value.data_ptr() == parameter.data_ptr() and value.is_contiguous()
             viewed = self._binding.unit_at(address_of(value)) is not None

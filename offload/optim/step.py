@@ -80,6 +80,8 @@ class MicroBatches:
         self._divides = config.gradient_reduction != "sum"
         self._is_said = config.gradient_reduction is not None
         self._is_meant = self._is_said  # by the user: told, or shown by how steps are made
+        self._passes = 0  # of backward, in the one under way
+        self._is_told = False
 
     @property
     def last(self) -> bool:
@@ -94,8 +96,22 @@ class MicroBatches:
         """Note that the user lets the engine divide."""
         self._is_meant = True
 
+    def note_backward(self) -> None:
+        """Note a backward pass, of the micro-batch under way."""
+        self._passes += 1
+
     def close(self) -> bool:
-        """Close one; returns whether the step is due."""
+        """Close one; returns whether the step is due. Whoever seems to call this for all of them at once is told."""
+        self.note_meant()
+        passes, self._passes = self._passes, 0
+        if passes == self.count > 1 and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "step: closes one micro-batch of gradient_accumulation_steps=%d, but %d backward passes came since "
+                "the last call; call engine.step() behind each of them. If they are losses of one micro-batch, go on",
+                self.count,
+                passes,
+            )
         self.done += 1
         return self.done >= self.count
 

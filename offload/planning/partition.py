@@ -262,7 +262,7 @@ class _Groups:
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse two parameters on the same bytes: they would become two, and be trained apart."""
+    """Refuse two parameters, or one and a buffer, on the same bytes: they would become two, and be trained apart."""
     ranges = []
     with no_subclasses():  # an engine's parameters, which are refused elsewhere, as they are
         for name, parameter in named_leaves(model):
@@ -270,13 +270,23 @@ def _refuse_shared_memory(model: nn.Module) -> None:
             span = sum((size - 1) * stride for size, stride in strides) + 1
             if not parameter.is_meta and parameter.numel() == span:  # without gaps
                 place = (str(parameter.device), parameter.data_ptr(), parameter.nbytes)
-                ranges.append((*place, name, parameter.requires_grad))
+                ranges.append((*place, f"parameter {name}", parameter.requires_grad))
+        for name, buffer in model.named_buffers():
+            if (
+                type(buffer) is torch.Tensor
+                and buffer.layout is torch.strided
+                and not buffer.is_meta
+                and buffer.numel()
+            ):
+                span = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)) + 1
+                place = (str(buffer.device), buffer.data_ptr(), span * buffer.itemsize)
+                ranges.append((*place, f"buffer {name}", False))
     ranges.sort()
     for (device, begin, size, name, trained), (other_device, other_begin, _, other, other_trained) in pairwise(ranges):
         if device == other_device and other_begin < begin + size and (trained or other_trained):
             raise ConfigError(
-                f"parameters {name} and {other}: expected memory of their own but they share it; tie them by making "
-                "them one nn.Parameter, or clone one"
+                f"{name} and {other}: expected memory of their own but they share it; tie parameters by making them "
+                "one nn.Parameter, compute a buffer in forward, or clone one"
             )
 
 
