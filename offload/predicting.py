@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 HERE = "here"
 _MORE = 1.5
+_MOST_MICRO_BATCHES = 100_000  # of a step: some seconds
 _WORTH = 0.98  # of the seconds: what saves less is not told
 
 
@@ -105,6 +106,11 @@ def plan(
     machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
     options = _without_path(config, options)
     asked = Config.load(config, **options)
+    if batch is not None and asked.gradient_accumulation_steps > _MOST_MICRO_BATCHES:
+        raise ConfigError(
+            f"gradient_accumulation_steps: expected at most {_MOST_MICRO_BATCHES} beside a batch, whose passes are "
+            f"counted one by one, but got {asked.gradient_accumulation_steps}; pass fewer, which take as long each"
+        )
     if not isinstance(model, nn.Module):
         logger.info("making the model without its weights")
     if checkpointing is None:

@@ -612,3 +612,10 @@ def test_a_config_stays_as_it_was_and_a_dtype_that_it_does_not_name_is_told(capl
         offload.plan(config, device="cpu", max_memory=memory, **options)
         assert any("its config names no dtype" in message for message in caplog.messages) is told
     assert config.to_dict() == before
+
+
+def test_more_micro_batches_than_can_be_counted_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    words = ["plan", "--model", str(tmp_path), "--hardware", "rtx4090", "--batch", "1x8", "--accumulate", str(10**10)]
+    assert main(words) == 1
+    assert "--accumulate: expected at most 100000 beside a batch" in capsys.readouterr().err

@@ -478,13 +478,17 @@ def test_in_place_changes_are_refused(bench: Make) -> None:
     made.assert_empty()
 
 
-class Cosine(torch.autograd.Function):
-    """The sine, whose backward takes the memory of what it has saved."""
+class Sine(torch.autograd.Function):
+    """The sine."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         return x.sin()
+
+
+class Cosine(Sine):
+    """The sine, whose backward takes the memory of what it has saved."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -1156,15 +1160,10 @@ def test_what_a_node_has_changed_comes_back_as_it_was_saved(bench: Make) -> None
     made.assert_empty()
 
 
-class Keeping(torch.autograd.Function):
+class Keeping(Sine):
     """The sine, whose backward keeps what it has saved."""
 
     kept: list[torch.Tensor] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.sin()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -281,6 +281,7 @@ def test_what_is_no_argument_of_a_report_is_refused_by_name(tmp_path: Path) -> N
             ("report: losses: expected pairs", lambda: engine.report(page, losses=[(1, 2, 3)])),  # type: ignore[list-item]
             ("report: expected the path of a file but got 5", lambda: engine.report(5)),  # type: ignore[arg-type]
             ("trace: expected the path of a file but got None", lambda: engine.trace(None)),  # type: ignore[arg-type]
+            ("trace: expected the path of a file but got 'a", lambda: engine.trace("a\0b")),
             ("trace: expected a file that can be written", lambda: engine.trace(tmp_path / ("x" * 300))),
         ):
             with pytest.raises(offload.ConfigError, match=words):
