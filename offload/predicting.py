@@ -42,7 +42,7 @@ from offload.rehearsing import Case, Rehearsals
 from offload.remedies import Change, remedies_of
 from offload.request import request_of, unit_bytes_of, units_of, updates_on
 from offload.several import stage_alone
-from offload.sizes import Share, format_bytes
+from offload.sizes import Share, format_bytes, parse_bytes
 from offload.spec import OptimizerSpec
 from offload.trials import Trials
 
@@ -370,15 +370,15 @@ def _savings(
             if not missing_bytes(other, computed):
                 seconds[f"activation_memory = {format_bytes(enough)}"] = _timed(other, computed, machine, asked).step_s
     for tier in (Tier.DEVICE, Tier.HOST):
-        more = {**budgets, tier: int(budgets[tier] * _MORE)}
+        said = format_bytes(budgets[tier] * _MORE)
         try:
-            other, computed = planned(more)
-        except BudgetError:  # larger units
+            size = parse_bytes(said, subject=tier.value)  # as whoever follows it does
+            assert isinstance(size, int)
+            other, computed = planned({**budgets, tier: size})
+        except (BudgetError, ConfigError):  # larger units, or more than any machine has
             continue
         computed = dataclasses.replace(computed, measured_s=work.measured_s)
-        seconds[f'max_memory["{tier.value}"] = {format_bytes(more[tier])}'] = _timed(
-            other, computed, machine, asked
-        ).step_s
+        seconds[f'max_memory["{tier.value}"] = {said}'] = _timed(other, computed, machine, asked).step_s
     for lane, names in (
         ("a drive", ("drive_read_bytes_s", "drive_write_bytes_s", "drive_mixed_bytes_s")),
         ("a link to the host", ("h2d_bytes_s", "d2h_bytes_s")),

@@ -374,10 +374,11 @@ def test_a_terminal_shows_what_is_being_done(
             warnings.simplefilter("error", FutureWarning)
             assert main(["plan", "--model", str(tmp_path), "--batch", "1x8", "--hardware", "desktop"]) == 0
     lines = shown.getvalue().split("\r\x1b[K")
-    expected = ["making the model without", "placing parameters", "running a micro-batch", "looking for what would"]
+    expected = ["making the model without", "offload: model: its config names no dtype", "placing parameters"]
+    expected += ["running a micro-batch", "looking for what would"]
     if stream is Terminal:
         assert [line[: len(head)] for line, head in zip(lines[1:], expected, strict=False)] == expected
-    assert lines[-1] == "" and (stream is Terminal) == (len(lines) == 6)
+    assert lines[-1] == "" and (stream is Terminal) == (len(lines) == 7)
     assert "a step on desktop" in capsys.readouterr().out
 
 
@@ -619,3 +620,17 @@ def test_more_micro_batches_than_can_be_counted_are_refused(capsys: pytest.Captu
     words = ["plan", "--model", str(tmp_path), "--hardware", "rtx4090", "--batch", "1x8", "--accumulate", str(10**10)]
     assert main(words) == 1
     assert "--accumulate: expected at most 100000 beside a batch" in capsys.readouterr().err
+
+
+def test_whoever_follows_what_would_help_has_the_seconds_that_were_told() -> None:
+    transformers = pytest.importorskip("transformers")
+    shapes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(**shapes, vocab_size=16000, dtype="bfloat16")
+    memory: dict[str, Any] = {"device": 300 * MIB + 12345, "cpu": "2GiB"}
+    savings = offload.plan(config, batch=(1, 256), hardware="rtx3090", max_memory=memory).savings
+    told = {what: took for what, took in savings.items() if what.startswith('max_memory["device"]')}
+    assert told, savings
+    for what, took in told.items():
+        memory["device"] = what.partition("= ")[2]
+        again = offload.plan(config, batch=(1, 256), hardware="rtx3090", max_memory=memory)
+        assert again.timing is not None and again.timing.step_s == pytest.approx(took)

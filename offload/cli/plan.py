@@ -151,8 +151,9 @@ class _OneLine(logging.Handler):
         self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a line."""
-        self._show(f"{record.getMessage()} ...")
+        """Show a line; a warning stays."""
+        warns = record.levelno >= logging.WARNING
+        self._show(f"offload: {record.getMessage()}\n" if warns else f"{record.getMessage()} ...")
 
     def clear(self) -> None:
         """Leave no line behind."""
