@@ -115,7 +115,7 @@ class Training:
                     self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
                 except BaseException as error:
                     self._tell_ranks(error, NonFiniteError)  # first: what is under way with them ends
-                    step.micro_batches.done = 0
+                    step.micro_batches.drop()
                     held = self._budget.claims()
                     clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
                     self._tell(error, "a backward pass", held)
@@ -165,7 +165,7 @@ class Training:
                     self._note_end()
                 return taken
             except BaseException as error:
-                step.micro_batches.done = 0
+                step.micro_batches.drop()
                 if manager.has_lost_content():
                     self._life.lose(f"a step failed half way ({type(error).__name__}: {error})")
                 else:
@@ -184,7 +184,7 @@ class Training:
             self._hooks.unwind()
             self._drop_gradients(manager)
             if self._step is not None:
-                self._step.micro_batches.done = 0
+                self._step.micro_batches.drop()
 
     def has_gradients(self) -> bool:
         """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""

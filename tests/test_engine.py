@@ -1557,3 +1557,13 @@ def test_a_buffer_that_views_a_trained_parameter_is_refused(view: Callable[[torc
     model[1].weight.requires_grad_(False)
     with Engine(model, AdamW(), device="cpu", max_memory=memory) as engine:
         engine(torch.ones(2, 4))
+
+
+def test_passes_that_were_dropped_do_not_count_as_an_accumulation(caplog: pytest.LogCaptureFixture) -> None:
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    with Engine(nn.Linear(4, 4), AdamW(), device="cpu", gradient_accumulation_steps=2, max_memory=memory) as engine:
+        for _ in range(2):
+            engine.zero_grad()
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    assert not any("call engine.step() behind" in message for message in caplog.messages)

@@ -313,3 +313,15 @@ def test_parameters_on_the_same_bytes_are_refused() -> None:
         find_units(model, max_unit_bytes=1 << 20)
     model[0].weight.requires_grad_(False)
     find_units(model, max_unit_bytes=1 << 20)
+
+
+def test_a_buffer_over_a_frozen_parameter_and_a_trained_one_is_refused() -> None:
+    """Whatever lies between the buffer's beginning and what is trained."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    whole = torch.zeros(32)
+    model[0].weight = nn.Parameter(whole[:16].view(4, 4), requires_grad=False)
+    model[1].weight = nn.Parameter(whole[16:].view(4, 4))
+    find_units(model, max_unit_bytes=1 << 20)
+    model.register_buffer("whole", whole)
+    with pytest.raises(ConfigError, match=r"buffer whole and parameter 1\.weight: expected memory of their own"):
+        find_units(model, max_unit_bytes=1 << 20)

@@ -277,7 +277,6 @@ _HOOKS = (
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
-    "forward",
 )
 
 
@@ -288,7 +287,8 @@ def _why_not(layer: nn.Module) -> str | None:
     others = [type(p).__name__ for p in layer.parameters(recurse=False) if type(p) is not nn.Parameter]
     if others:
         return f"its parameters are of class {others[0]}, as of an engine or a quantizer; tile before"
-    if any(map(vars(layer).get, _HOOKS)) or any(parameter._backward_hooks for parameter in layer.parameters()):
+    of_parameters = (p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters())
+    if any(map(vars(layer).get, _HOOKS)) or any(of_parameters) or "forward" in vars(layer):
         return "it has hooks, or a forward of its own"
     if any(parameter.grad is not None for parameter in layer.parameters()):
         return "it has a gradient, which would be lost"

@@ -115,9 +115,13 @@ class MicroBatches:
         self.done += 1
         return self.done >= self.count
 
+    def drop(self) -> None:
+        """Forget those that are closed, and what has come of the one under way."""
+        self.done = self._passes = 0
+
     def begin_step(self) -> None:
         """Begin the next step."""
-        self.done = 0
+        self.drop()
         self._is_meant = self._is_said
 
     def state_dict(self) -> dict[str, Any]:

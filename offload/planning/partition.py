@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -281,13 +280,16 @@ def _refuse_shared_memory(model: nn.Module) -> None:
                 span = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)) + 1
                 place = (str(buffer.device), buffer.data_ptr(), span * buffer.itemsize)
                 ranges.append((*place, f"buffer {name}", False))
-    ranges.sort()
-    for (device, begin, size, name, trained), (other_device, other_begin, _, other, other_trained) in pairwise(ranges):
-        if device == other_device and other_begin < begin + size and (trained or other_trained):
-            raise ConfigError(
-                f"{name} and {other}: expected memory of their own but they share it; tie parameters by making them "
-                "one nn.Parameter, compute a buffer in forward, or clone one"
-            )
+    ends: dict[tuple[str, bool], tuple[int, str]] = {}  # the last one so far, of what is trained and of what is not
+    for device, begin, size, name, trained in sorted(ranges):
+        for other_trained in (True, False):
+            end, other = ends.get((device, other_trained), (0, ""))
+            if begin < end and (trained or other_trained):
+                raise ConfigError(
+                    f"{other} and {name}: expected memory of their own but they share it; tie parameters by making "
+                    "them one nn.Parameter, compute a buffer in forward, or clone one"
+                )
+        ends[device, trained] = max(ends.get((device, trained), (0, "")), (begin + size, name))
 
 
 def _is_list(module: nn.Module) -> bool:
