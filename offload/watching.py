@@ -30,6 +30,23 @@ SAMPLED_S = 0.05  # at least between two samples later on
 PUBLISHED_S = 1.0  # at least between two writes of the file
 
 
+@dataclasses.dataclass(slots=True)
+class _Mean:
+    """The mean of numbers that come one by one."""
+
+    total: float = 0.0
+    many: int = 0
+
+    def add(self, number: float) -> None:
+        self.total += number
+        self.many += 1
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None of no numbers."""
+        return self.total / self.many if self.many else None
+
+
 class Watch:
     """Sees the passes and steps of one engine. See the module's text.
 
@@ -52,8 +69,7 @@ class Watch:
         self._log_every = config.log_every
         self._publisher = Publisher() if config.visible else None
         self._history = History()
-        self._loss_sum, self._losses = 0.0, 0  # since the last sample
-        self._log_sum, self._log_losses = 0.0, 0  # since the last line of the log
+        self._sampled_loss, self._logged_loss = _Mean(), _Mean()  # since the last sample, and line of the log
         self._loss: float | None = None
         self._phase = "making"
         self._ended_s: float | None = None  # when the last step did
@@ -73,10 +89,8 @@ class Watch:
 
     def note_loss(self, loss: float) -> None:
         """See the loss of a micro-batch."""
-        self._loss_sum += loss
-        self._losses += 1
-        self._log_sum += loss
-        self._log_losses += 1
+        self._sampled_loss.add(loss)
+        self._logged_loss.add(loss)
 
     def passed(self, what: str) -> None:
         """See the end of a forward or backward pass."""
@@ -101,13 +115,11 @@ class Watch:
             if sampled:
                 self._history.add(sample)
                 self._sample_at_s = now_s + SAMPLED_S
-                self._loss_sum, self._losses = 0.0, 0
+                self._sampled_loss = _Mean()
             if logged and self._logged is not None:
-                mean = self._log_sum / self._log_losses if self._log_losses else None
-                line = log_line(Between.of(self._logged, sample), dataclasses.replace(sample, loss=mean))
-                logger.info("%s", line)
-                self._logged = sample
-                self._log_sum, self._log_losses = 0.0, 0
+                of_line = dataclasses.replace(sample, loss=self._logged_loss.value)
+                logger.info("%s", log_line(Between.of(self._logged, sample), of_line))
+                self._logged, self._logged_loss = sample, _Mean()
         if self._publisher is not None and now_s >= self._publish_at_s:
             self._publish(now_s)
 
@@ -121,9 +133,9 @@ class Watch:
             self._publisher.close()
 
     def _sample(self, manager: Manager, now_s: float) -> Sample:
-        if self._losses:
-            self._loss = self._loss_sum / self._losses
-        return take_sample(self._parts, manager, now_s, self._loss if self._losses else None)
+        loss = self._sampled_loss.value
+        self._loss = self._loss if loss is None else loss
+        return take_sample(self._parts, manager, now_s, loss)
 
     def _publish(self, now_s: float) -> None:
         manager = self._life.manager
