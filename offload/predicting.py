@@ -216,16 +216,15 @@ def _without_path(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Give options a path, which nobody opens, where the drive is of another machine."""
-    given = config if isinstance(config, Mapping) else {}
-    memory = options.get("max_memory", given.get("max_memory"))
+    if not isinstance(config, Mapping | None):
+        return options
+    said = {**(config or {}), **options}
+    memory = said.get("max_memory")
     wants = isinstance(memory, Mapping) and any(tier_named(key) == "nvme" for key in memory)
-    wants |= "nvme" in (options.get("offload_param"), options.get("offload_optimizer"))
-    named = any(options.get(name) or given.get(name) for name in ("nvme_path", "run_dir"))
-    return (
-        options
-        if named or not wants or isinstance(config, (Config, str, os.PathLike))
-        else options | {"nvme_path": "."}
-    )
+    wants |= "nvme" in (said.get("offload_param"), said.get("offload_optimizer"))
+    wants |= said.get("activation_nvme_memory") is not None
+    named = said.get("nvme_path") or said.get("run_dir")
+    return options if named or not wants else options | {"nvme_path": "."}
 
 
 def _check_ranks(ranks: int, stage: int | str, hardware: object) -> None:

@@ -131,6 +131,14 @@ def counted_by(counter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether a change in place of one tensor counts as one of the other, as it does for their views."""
+    version = other._version
+    with torch.autograd._unsafe_preserve_version_counter(one):
+        torch.autograd.graph.increment_version(one)
+        return other._version != version
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and Python objects hold `storage` (the argument itself counts as one)."""
     count: int = torch._C._storage_Use_Count(storage._cdata)

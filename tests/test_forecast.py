@@ -440,8 +440,10 @@ def test_unknown_models_and_machines_are_refused(
     call: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
-    assert main(["plan", *call]) == 1
-    assert message in capsys.readouterr().err
+    assert main(["plan", *call, "--json"]) == 2
+    out, err = capsys.readouterr()
+    plain = json.loads(out)
+    assert message in err and plain["fits"] is None and plain["error"] in err
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
@@ -538,7 +540,7 @@ def test_a_config_that_is_no_model_is_named(
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(offload.ConfigError, match=rf"^model .*{words}"):
         offload.plan(tmp_path, hardware="desktop")
-    assert main(["plan", "--model", str(tmp_path / "config.json")]) == 1
+    assert main(["plan", "--model", str(tmp_path / "config.json")]) == 2
     assert capsys.readouterr().err.startswith("offload: error: --model ")
 
 
@@ -618,7 +620,7 @@ def test_a_config_stays_as_it_was_and_a_dtype_that_it_does_not_name_is_told(capl
 def test_more_micro_batches_than_can_be_counted_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     words = ["plan", "--model", str(tmp_path), "--hardware", "rtx4090", "--batch", "1x8", "--accumulate", str(10**10)]
-    assert main(words) == 1
+    assert main(words) == 2
     assert "--accumulate: expected at most 100000 beside a batch" in capsys.readouterr().err
 
 

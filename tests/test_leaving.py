@@ -1117,6 +1117,37 @@ def test_an_alias_that_was_changed_before_it_was_saved_is_another_one(bench: Mak
     del before, after
 
 
+def test_an_alias_that_was_saved_beside_what_it_is_an_alias_of_is_another_one(bench: Make) -> None:
+    """Both have the same count then, but not the same counter: a change is one of the alias alone, as torch has it."""
+    made = bench(near=2)
+    w = page(1).requires_grad_()
+    with made.hooks():
+        x = page(2)
+        alias = x.data
+        before = (w * x).sum()
+        after = (w * alias).sum()
+        alias.mul_(2)
+        with pytest.raises(StateError, match="was changed in place"):
+            after.backward()
+    del before, after
+
+
+def test_views_and_what_is_saved_twice_leave_once(bench: Make) -> None:
+    """Telling counters apart changes none."""
+    made = bench(near=2)
+    w = page(1).requires_grad_()
+    with made.hooks():
+        x = page(2)
+        versions = x._version, w._version
+        loss = (w * x).sum() + (w * x.detach()).sum() + (w[1:] * x[1:]).sum()
+        assert len(made.ledger._records) == 1
+        assert (x._version, w._version) == versions
+    loss.backward()
+    expected = 2 * x
+    expected[1:] += x[1:]
+    assert w.grad is not None and torch.equal(w.grad, expected)
+
+
 def test_what_a_node_has_changed_may_be_saved_anew(bench: Make) -> None:
     """What is saved then is what there is then."""
     made = bench(near=2)

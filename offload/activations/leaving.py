@@ -29,7 +29,14 @@ from offload.memory.budget import Budget
 from offload.memory.transfer import Arriving, LeftToWhoNeedsIt, Mover, Ticket
 from offload.sizes import format_bytes
 from offload.stats import Counters
-from offload.torch_private import counted_by, no_dispatch, no_functions, storage_place, storage_use_count
+from offload.torch_private import (
+    counted_by,
+    have_one_counter,
+    no_dispatch,
+    no_functions,
+    storage_place,
+    storage_use_count,
+)
 from swap import SwapStore
 
 LEAST_BYTES = 128 << 10  # of a storage that is worth a copy
@@ -187,9 +194,7 @@ class LeavingActivations(Activations):
         number = storage_place(tensor)
         found = self._by_number.get(number)
         leaver = found() if found is not None else None
-        held = leaver.held if leaver is not None else None
-        is_as_saved = held is not None and not held.changed and held.version == tensor._version
-        if leaver is None or not is_as_saved or leaver.record.changed:
+        if leaver is None or not _is_as_saved(leaver, tensor):
             leaver = self._begin(tensor, number, size_bytes)
         leaver.record.handles += 1
         self._near.note(leaver.record)
@@ -549,11 +554,12 @@ class LeavingActivations(Activations):
         self._closed = True
         for copies in (self._going, self._coming):
             while copies:
-                record = copies.popleft()
+                record = copies[0]
                 copy = record.going or record.coming
-                record.going = record.coming = None
                 if copy is not None:
                     copy[0].wait(self._deadline_s)
+                record.going = record.coming = None
+                copies.popleft()  # not before: what is late is still under way, and another call waits for it
         self._away.close()
         self._records.clear()
         super().close()
@@ -613,6 +619,14 @@ class LeavingActivations(Activations):
         self._waited_s += end - begin
         self._counters.stall_seconds += end - begin
         self._counters.spans.add_wait("activations", begin, end)
+
+
+def _is_as_saved(leaver: Leaver, tensor: torch.Tensor) -> bool:
+    """Tell whether nobody has changed a storage since it was saved, and would be seen to do so through `tensor`."""
+    held = leaver.held
+    if held is None or held.changed or leaver.record.changed:
+        return False
+    return held.version == tensor._version and have_one_counter(held.tensor, tensor)
 
 
 def _may_leave(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from offload.cli.options import add_options, values_of
 from offload.cli.placement import PlacementSettings
 from offload.cli.waiting import bound_spinning
 from offload.cli.wording import in_options
-from offload.errors import OffloadError, did_you_mean
+from offload.errors import ConfigError, OffloadError, did_you_mean
 
 EXIT_ERROR = 1
 EXIT_USAGE = 2
@@ -225,7 +225,7 @@ def guarded(command: Callable[[], None], names: Collection[str] = ()) -> int:
         return EXIT_STOPPED
     except (OffloadError, SwapError) as error:
         print(f"offload: error: {in_options(str(error), names)}", file=sys.stderr)
-        return EXIT_ERROR
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR
     except OSError as error:  # of a file or folder that the user has named
         if error.filename is None:
             raise

@@ -83,8 +83,14 @@ def run(arguments: argparse.Namespace) -> None:
         BudgetError: it does not fit; after the forecast, if only activations do not.
         ConfigError: an option makes no sense.
     """
-    with _uncollected():
-        found = _forecast(arguments)
+    try:
+        with _uncollected():
+            found = _forecast(arguments)
+    except (BudgetError, ConfigError) as error:
+        if arguments.json:
+            fits = None if isinstance(error, ConfigError) else False  # nobody knows what a wrong call asks for
+            print(json.dumps({"fits": fits, "error": in_options(str(error), vars(arguments))}, indent=1))
+        raise
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else in_options(str(found), vars(arguments)))
     if not found.fits:
         raise BudgetError(found.remedy())
@@ -111,24 +117,19 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
         raise ConfigError(f"stage: expected ranks beside it, several, but got --stage {arguments.stage} alone")
     if arguments.activation_nvme_memory or "nvme" in (*memory, arguments.offload_param, arguments.offload_optimizer):
         options["nvme_path"] = arguments.drive
-    try:
-        with telling(sys.stderr):
-            return plan(
-                arguments.model,
-                getattr(optimizers, arguments.optimizer)(lr=1e-4),
-                batch=arguments.batch,
-                hardware=arguments.hardware,
-                checkpointing=arguments.checkpointing or not (arguments.keep_activations or arguments.activations),
-                chunk_loss=arguments.chunk_loss,
-                ranks=arguments.ranks,
-                stage=arguments.stage if arguments.stage == "auto" else int(arguments.stage),
-                measure_again=arguments.measure_again,
-                config=Config.load(options),
-            )
-    except BudgetError as error:
-        if arguments.json:
-            print(json.dumps({"fits": False, "error": in_options(str(error), vars(arguments))}, indent=1))
-        raise
+    with telling(sys.stderr):
+        return plan(
+            arguments.model,
+            getattr(optimizers, arguments.optimizer)(lr=1e-4),
+            batch=arguments.batch,
+            hardware=arguments.hardware,
+            checkpointing=arguments.checkpointing or not (arguments.keep_activations or arguments.activations),
+            chunk_loss=arguments.chunk_loss,
+            ranks=arguments.ranks,
+            stage=arguments.stage if arguments.stage == "auto" else int(arguments.stage),
+            measure_again=arguments.measure_again,
+            config=Config.load(options),
+        )
 
 
 @contextlib.contextmanager
