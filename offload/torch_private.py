@@ -49,6 +49,7 @@ parse_to: Callable[..., Any] = torch._C._nn._parse_to
 
 _RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward").__code__  # noqa: B009 - untyped
 _autograd: Any = torch._C._autograd
+_keep_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 - untyped
 may_have_hooks: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
 
 
@@ -134,7 +135,7 @@ def counted_by(counter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
 def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether a change in place of one tensor counts as one of the other, as it does for their views."""
     version = other._version
-    with torch.autograd._unsafe_preserve_version_counter(one):
+    with _keep_version(one):
         torch.autograd.graph.increment_version(one)
         return other._version != version
 

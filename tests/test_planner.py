@@ -29,6 +29,7 @@ from offload.planning.sizing import (
     MOST_STAGING_SHARE,
     MOST_STAGING_SLOTS,
     TooSmall,
+    chunk_numel_of,
     plan_of,
 )
 from offload.planning.slices import owned_range
@@ -491,6 +492,23 @@ def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
             make_plan(Request(BLOCKS, budgets(budget, budget), optimizer_tier=Tier.DEVICE, device_is_host=False))
     frozen = [make_unit(0, MIB, trainable=False)]
     assert make_plan(Request(frozen, budgets(GIB, GIB), optimizer_tier=Tier.DEVICE, device_is_host=False))
+
+
+def test_parameters_of_a_gpu_pass_in_chunks_as_large_as_host_memory_has_room_for() -> None:
+    request = Request(BLOCKS, budgets(GIB, GIB), device_is_host=False)
+    least, unit = chunk_numel_of(request), BLOCKS[0].numel
+    assert make_plan(request).chunk_numel == unit > least
+    short = refused(dataclasses.replace(request, budgets=budgets(GIB, 0)))
+    assert short is not None
+    need = named_budgets(short)[Tier.HOST]
+    grads = 2 * 2 * MIB  # of units that leave, beside the first one
+    numels = []
+    for left in (0, grads, grads + 2 * 4 * 12 * MIN_CHUNK_NUMEL, grads + 4 * 4 * 12 * MIN_CHUNK_NUMEL):
+        plan = make_plan(dataclasses.replace(request, budgets=budgets(GIB, need + left)))
+        numels.append(plan.chunk_numel)
+    assert numels == [least, least, least + MIN_CHUNK_NUMEL, least + 2 * MIN_CHUNK_NUMEL]
+    for change in ({"chunk_numel": least}, {"param_tier": Tier.HOST}, {"optimizer_tier": Tier.NVME}):
+        assert make_plan(dataclasses.replace(request, budgets=budgets(GIB, GIB, GIB), **change)).chunk_numel == least
 
 
 def test_host_memory_goes_to_gradients_then_parameters_then_states() -> None:

@@ -176,7 +176,8 @@ def _main(arguments: Sequence[str] | None, process: Process) -> int:
         return EXIT_USAGE
     if parsed.command == "doctor":
         return run_doctor(parsed)
-    return guarded(lambda: _run(parsed, process), vars(parsed))
+    answers = parsed.command == "plan"  # whether a model fits: 1 is no
+    return guarded(lambda: _run(parsed, process), vars(parsed), wrong_call=EXIT_USAGE if answers else EXIT_ERROR)
 
 
 def _run(parsed: argparse.Namespace, process: Process) -> None:
@@ -207,8 +208,13 @@ def _run(parsed: argparse.Namespace, process: Process) -> None:
         drive.run(parsed)
 
 
-def guarded(command: Callable[[], None], names: Collection[str] = ()) -> int:
+def guarded(command: Callable[[], None], names: Collection[str] = (), *, wrong_call: int = EXIT_ERROR) -> int:
     """Run a command, and show what ends it in words of its options, which argparse keeps under these names.
+
+    Args:
+        command: what is run.
+        names: of its options.
+        wrong_call: the exit code where options are understood but make no sense.
 
     Returns:
         The exit code.
@@ -225,7 +231,7 @@ def guarded(command: Callable[[], None], names: Collection[str] = ()) -> int:
         return EXIT_STOPPED
     except (OffloadError, SwapError) as error:
         print(f"offload: error: {in_options(str(error), names)}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_ERROR
+        return wrong_call if isinstance(error, ConfigError) else EXIT_ERROR
     except OSError as error:  # of a file or folder that the user has named
         if error.filename is None:
             raise

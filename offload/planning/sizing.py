@@ -29,6 +29,7 @@ FROZEN_STAGING_SHARE = 0.01  # the same per frozen one, which passes through whe
 MOST_STAGING_SHARE = 0.27  # the same where host memory is left
 APART_STAGING_SHARE = 1.2  # the same beside an accelerator: who starts transfers waits for units of its backward
 CLIPPED_STAGING_SHARE = 0.5  # of states on NVMe: a backward in which no update is made has time to read as much
+LARGER_CHUNKS_SHARE = 0.5  # of host memory that is left, where nothing is on NVMe
 ACTIVATION_SHARE = 0.5
 ENOUGH_BYTES = 1 << 60
 
@@ -142,9 +143,7 @@ def least_buffers(request: Request, leaving: Collection[int], *, nvme: bool, spi
         activation_bytes=request.host_activation_bytes,
     )
     if nvme or not request.device_is_host:  # parameters of a GPU pass through staging, too
-        there = request.updates_on_device and request.states_may_stay
-        may_stay = there and request.optimizer_tier in (None, Tier.DEVICE)
-        buffers.slot_bytes = slot_bytes(request, buffers.chunk_numel, gradients=may_stay, wide=may_stay)
+        buffers.slot_bytes = _least_slot_bytes(request, buffers.chunk_numel)
         buffers.slots = STAGING_SLOTS if buffers.slot_bytes else 0
     if nvme and not request.device_is_host and not request.slices_parameters:
         buffers.fetch_bytes = 2 * max(request.role_bytes(unit, Role.PARAM) for unit in request.units)
@@ -155,6 +154,13 @@ def least_buffers(request: Request, leaving: Collection[int], *, nvme: bool, spi
         buffers.pool_bytes = GRAD_POOL_BUFFERS * spilled
         buffers.slot_bytes = max(buffers.slot_bytes, slot_bytes(request, buffers.chunk_numel))
     return buffers
+
+
+def _least_slot_bytes(request: Request, chunk_numel: int) -> int:
+    """Return bytes of one staging slot where no gradient is on NVMe; those of units that a GPU updates may pass."""
+    there = request.updates_on_device and request.states_may_stay
+    may_stay = there and request.optimizer_tier in (None, Tier.DEVICE)
+    return slot_bytes(request, chunk_numel, gradients=may_stay, wide=may_stay)
 
 
 def worthy_slots(request: Request, buffers: Buffers) -> int:
@@ -222,9 +228,10 @@ class _Sizes:
         left = request.budgets[Tier.HOST] - request.own_bytes - arenas[Tier.HOST] - wide.get(Tier.HOST, 0)
         # What a durable run writes early is what the step writes: the last commit keeps the versions before.
         left_on_drive = ENOUGH_BYTES if request.commit else request.budgets[Tier.NVME] - nvme
-        spare, early = self._beside(buffers.chunk_numel, left, left_on_drive)
-        left -= sum(spare.values())
-        arenas[Tier.HOST] += sum(spare.values()) + self._add_slots(buffers, left, early)
+        larger = self._make_chunks_larger(buffers, left)
+        spare, early = self._beside(buffers.chunk_numel, left - larger, left_on_drive)
+        left -= larger + sum(spare.values())
+        arenas[Tier.HOST] += larger + sum(spare.values()) + self._add_slots(buffers, left, early)
         arenas[Tier.NVME] += 0 if request.commit else early
         return Plan(
             request=request,
@@ -330,6 +337,29 @@ class _Sizes:
                 continue
             early += aside[unit.index]
         return found, min(early, left_on_drive // PAGE_BYTES * PAGE_BYTES)
+
+    def _make_chunks_larger(self, buffers: Buffers, left: int) -> int:
+        """Let parameters of a GPU that the CPU updates pass in larger chunks; returns the bytes that these take more.
+
+        The host begins each chunk with as many calls. On a drive they lie in chunks of a size that no budget changes:
+        it may be that of another machine.
+        """
+        request, before = self._request, buffers.slots * buffers.slot_bytes
+        on_drive = request.commit is not None or any(Tier.NVME in (h.param, h.grad, h.states) for h in self._homes)
+        if request.chunk_numel is not None or request.device_is_host or on_drive:
+            return 0
+        passing = (
+            unit.numel
+            for unit, home in zip(request.units, self._homes, strict=True)
+            if unit.trainable and home.param is Tier.DEVICE and home.states is not Tier.DEVICE
+        )
+        most = round_up(min(MAX_CHUNK_NUMEL, max(passing, default=0)), MIN_CHUNK_NUMEL)
+        for chunk_numel in range(most, buffers.chunk_numel, -MIN_CHUNK_NUMEL):
+            size = _least_slot_bytes(request, chunk_numel)
+            if buffers.slots * size <= before + int(left * LARGER_CHUNKS_SHARE):
+                buffers.chunk_numel, buffers.slot_bytes = chunk_numel, size
+                break
+        return buffers.slots * buffers.slot_bytes - before
 
     def _add_slots(self, buffers: Buffers, left: int, early: int) -> int:
         """Add slots, as the swap files have room for what leaves them; returns their bytes.
