@@ -183,6 +183,8 @@ def test_edges() -> None:
         ({"reduction": "avg"}, "reduction of mean, sum, none but got 'avg'"),
         ({"label_smoothing": 2.0}, r"label_smoothing in \[0, 1\] but got 2.0"),
         ({"labels": torch.zeros(TOKENS)}, "labels that are whole numbers but got torch.float32"),
+        ({"labels": torch.zeros(TOKENS, dtype=torch.bool)}, "labels that are whole numbers but got torch.bool"),
+        ({"labels": torch.zeros(TOKENS, dtype=torch.complex64)}, "whole numbers but got torch.complex64"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, r"a label for each of \(19,\) tokens"),
         ({"weight": torch.zeros(CLASSES, 3)}, r"weight \(37, 3\)"),
         ({"bias": torch.zeros(3)}, r"bias \(3,\)"),

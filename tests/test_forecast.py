@@ -590,6 +590,16 @@ def test_budgets_that_the_machine_does_not_have_are_told(forecast: offload.Forec
     assert 'NOT OF THIS MACHINE: 3 times max_memory["cpu"], 96.00 GiB, is more than the 192.00 GiB of desktop' in said
 
 
+def test_peaks_have_what_an_optimizers_own_class_takes_and_gradients_that_become_fp32() -> None:
+    model = nn.Linear(512, 512, dtype=torch.bfloat16)
+    found = offload.plan(model, torch.optim.RMSprop(model.parameters()), hardware="desktop", offload_optimizer="cpu")
+    plan = found.plan
+    assert plan.request.own_bytes > 0 and plan.wide_bytes[Tier.HOST] == 2 * plan.request.units[0].numel
+    assert found.peak_bytes[Tier.HOST] == sum(
+        (plan.arena_bytes[Tier.HOST], plan.request.own_bytes, plan.wide_bytes[Tier.HOST])
+    )
+
+
 def test_peaks_are_those_of_the_plan_and_a_micro_batch(forecast: offload.Forecast) -> None:
     plan, work = forecast.plan, forecast.work
     assert work is not None

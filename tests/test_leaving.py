@@ -106,6 +106,7 @@ class Bench:
         self.arena = HostArena(Tier.HOST, host * PAGE)
         self.store = store
         self.away = Away(self.arena.take(host * PAGE), store, drive * PAGE)
+        self._drive_bytes = self.away._drive_free_bytes
         self.ledger = LeavingActivations(
             self.budget,
             FakeRegion(self.budget, 0, 0, 0),
@@ -138,6 +139,7 @@ class Bench:
         self.ledger.refund()
         assert self.budget.used_bytes == 0
         assert self.store is None or not len(self.store)
+        assert self.away._drive_free_bytes == self._drive_bytes
 
 
 Make = Callable[..., Bench]
@@ -854,6 +856,43 @@ def test_a_closed_ledger_brings_nothing_back(near: int, bench: Make) -> None:
     with pytest.raises(StateError, match="the engine that ran this forward is closed"):
         loss.backward()
     assert made.moved("h2d") == before
+
+
+def test_what_found_no_room_on_the_device_gives_its_place_in_host_memory_back(
+    bench: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody copies it: whoever comes later may read something else there."""
+    made = bench(host=8, drive=64)
+    with made.hooks():
+        loss = chain(x := page().requires_grad_())
+    balance = made.ledger.balance
+
+    def refuse() -> None:
+        raise BudgetError("device budget: full")
+
+    monkeypatch.setattr(made.ledger, "_bring_ahead", lambda key: None)
+    monkeypatch.setattr(made.ledger, "balance", refuse)
+    with pytest.raises(BudgetError, match="full"):
+        loss.backward(retain_graph=True)
+    assert not any(record.room.copied for record in made.ledger._records.values())
+    monkeypatch.setattr(made.ledger, "balance", balance)
+    x.grad = None
+    loss.backward()
+    assert torch.equal(x.grad, gradient(chain))
+    del loss
+    made.assert_empty()
+
+
+def test_a_ledger_that_closes_waits_for_what_is_leaving(bench: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, going = bench(near=16), list[Late]()
+    save = made.mover.save
+    monkeypatch.setattr(made.mover, "save", lambda *place: (save(*place), Late(going))[1])
+    with made.hooks():
+        loss = chain(page().requires_grad_())
+    assert not all(copy.is_over for copy in going)
+    made.ledger.close()
+    assert all(copy.is_over for copy in going)
+    del loss
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

@@ -255,6 +255,8 @@ def test_losses_that_are_no_numbers_are_left_out() -> None:
     assert len(line.get("points", "").split()) == 2
     [line] = found["Gradient norm"].iter("polyline")
     assert len(line.get("points", "").split()) == 3
+    text = page(content(samples, losses=[(1, float("nan")), (2, 3.0), (3, 2.0), (4, float("-inf"))]))
+    assert "From 3 to 2." in text
 
 
 @pytest.mark.parametrize("what", ["folder", "no folder", "device"])

@@ -271,6 +271,7 @@ def test_a_tiled_layer_of_two_names_has_whole_tensors_by_both() -> None:
         lambda layer: layer.register_load_state_dict_post_hook(print),
         lambda layer: layer.weight.register_hook(print),
         lambda layer: layer.weight.register_post_accumulate_grad_hook(print),
+        lambda layer: setattr(layer, "forward", torch.nn.functional.relu),
     ],
 )
 def test_no_hook_is_lost(hook: Any) -> None:

@@ -77,6 +77,22 @@ def test_two_engines_of_a_process_have_a_file_each(own_folder: Path) -> None:
     second.close()
 
 
+def test_engines_of_other_users_are_neither_shown_nor_removed(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = Publisher()
+    publisher.write(STATE)
+    path = own_folder / "another.engine"
+    path.write_bytes(published.packed({**running()[0].state, "start": "1"}))
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    assert running() == [] and path.exists()
+    monkeypatch.undo()
+    monkeypatch.setattr(published, "folder", lambda: own_folder)
+    assert len(running()) == 1 and not path.exists()
+    publisher.close()
+
+
 def test_files_of_processes_that_have_ended_are_removed(own_folder: Path) -> None:
     """By number and start: the number may be another process's by now."""
     publisher = Publisher()
