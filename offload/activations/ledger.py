@@ -204,7 +204,8 @@ class Activations:
         self._claim = budget.claim("activations")
         self._region = region
         self._meter = meter
-        self._held: dict[int, list[int]] = {}  # address -> [tensors, bytes]
+        self._tensors: dict[int, int] = {}  # that are kept, per address of a storage
+        self._sizes: dict[int, int] = {}  # bytes of these; dicts of numbers: Python looks for garbage among all others
         self._owed_bytes = 0
         self._peak_bytes = 0  # measured, in this pass
         self._early_bytes: int | None = None  # the same, before any gradient was on its way to the host; None: not yet
@@ -228,7 +229,7 @@ class Activations:
 
     def is_empty(self) -> bool:
         """Tell whether nothing is kept."""
-        return not self._held
+        return not self._tensors
 
     @property
     def store(self) -> SwapStore | None:
@@ -251,12 +252,13 @@ class Activations:
         """Charge a tensor's storage, which begins at `address`, once however many tensors view it."""
         if self.freed:
             self.refund()
-        held = self._held.get(address)
-        if held is not None:
-            held[0] += 1
+        tensors = self._tensors.get(address)
+        if tensors is not None:
+            self._tensors[address] = tensors + 1
             return
         size_bytes = tensor.untyped_storage().nbytes()
-        self._held[address] = [1, size_bytes]
+        self._tensors[address] = 1
+        self._sizes[address] = size_bytes
         if self._owed_bytes or not self._claim.grow(size_bytes):
             self._owed_bytes += size_bytes
         if size_bytes >= WORTH_SAMPLING_BYTES:
@@ -264,17 +266,17 @@ class Activations:
 
     def refund(self) -> None:
         """Give back the charges of tensors that are gone."""
-        freed, held_of, given_bytes = self.freed, self._held, 0
+        freed, tensors_of, given_bytes = self.freed, self._tensors, 0
         while freed:
-            key = freed.popleft()
-            held = held_of[key]
-            if held[0] > 1:
-                held[0] -= 1
+            address = freed.popleft()
+            if tensors_of[address] > 1:
+                tensors_of[address] -= 1
                 continue
-            del held_of[key]
-            owed = min(held[1], self._owed_bytes)
+            del tensors_of[address]
+            size_bytes = self._sizes.pop(address)
+            owed = min(size_bytes, self._owed_bytes)
             self._owed_bytes -= owed
-            given_bytes += held[1] - owed
+            given_bytes += size_bytes - owed
         if given_bytes:
             self._claim.resize(self._claim.size_bytes - given_bytes)
 
