@@ -20,6 +20,7 @@ from offload.memory.budget import Tier
 from offload.module import refusals
 from offload.module.absent import is_lost
 from offload.shards.manager import Manager
+from offload.snapshot import keep_drive
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def close(modules: Sequence[nn.Module], parts: Parts, life: Life, manager: Manag
         last.callback(manager.close)
         last.callback(parts.hooks.detach)
         last.callback(parts.activations.close)
+        last.callback(keep_drive, parts, manager)
         if parts.recomputing is not None:
             last.callback(parts.recomputing.detach)
         if restore:

@@ -384,7 +384,7 @@ class Engine(EngineTensors, EngineRuns):
             ConfigError: the file cannot be written.
             StateError: the engine is closed.
         """
-        write_trace(path, take_spans(self._parts, self._life.require_records("trace")).spans)
+        write_trace(path, take_spans(self._parts, self._life.require_records("trace")))
 
     # --- sharing the memory -----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from offload.spans import (
     NVME_READ,
     NVME_WRITE,
     STEP,
+    UPDATES,
     WAIT,
     Recorded,
     Span,
@@ -99,7 +100,7 @@ class Report:
         lines = [f"  {'lane':<11}{'busy':>10}{'of time':>9}{'bytes':>11}{'GB/s':>8}"]
         for name in LINKS:
             lane = self.lanes[name]
-            if name == COLLECTIVES and not lane.size_bytes:  # one rank
+            if name in (COLLECTIVES, UPDATES) and not lane.seconds:  # one rank; nothing is updated by this thread
                 continue
             moved = f"{short_bytes(lane.size_bytes / self._count):>11}{lane.bandwidth_gb_s:>8.2f}"
             share, busy = f"{self._share(lane.seconds):.0f} %", f"{lane.seconds / self._count:.3f} s"
@@ -151,6 +152,7 @@ def make_report(
         recorded: spans of all lanes.
         stats: bytes of the tiers.
         host_computes: the device is the CPU: what its thread waits for or updates in between is not computing.
+            Beginning and following updates is a lane of its own, beside what they wait for and the kernels.
         predicted: seconds of ``step``, and of the lanes ``compute``, ``h2d``, ``d2h``, ``cpu`` and ``drive``, if known.
     """
     steps = whole_steps(recorded, STEPS)
@@ -168,10 +170,13 @@ def make_report(
         lane: LaneReport(seconds(lane), sum(_bytes_inside(span, begin, end) for span in per_lane[lane]))
         for lane in LINKS
     }
+    beside = (WAIT, CPU_ADAM) if host_computes else (WAIT,)  # of the thread that computes
+    lanes[UPDATES] = LaneReport(seconds(UPDATES, *beside) - seconds(*beside), 0)
     if host_computes:
-        lanes[COMPUTE] = LaneReport(seconds(COMPUTE, WAIT, CPU_ADAM) - seconds(WAIT, CPU_ADAM), 0)
+        lanes[COMPUTE] = LaneReport(seconds(COMPUTE, UPDATES, *beside) - seconds(UPDATES, *beside), 0)
     together = {name: seconds(*of) for name, of in _PREDICTED.items()}
-    together["compute"] = lanes[COMPUTE].seconds + (lanes[CPU_ADAM].seconds if host_computes else 0.0)
+    computing = (COMPUTE, UPDATES, CPU_ADAM) if host_computes else (COMPUTE,)
+    together["compute"] = sum(lanes[lane].seconds for lane in computing)
     together |= {"step": end - begin} | ({"cpu": 0.0} if host_computes else {})
     compared = {
         name: (predicted.get(name, 0.0), took / max(len(steps), 1)) for name, took in together.items() if predicted

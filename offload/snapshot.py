@@ -6,7 +6,7 @@ both to users.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from offload.build import Parts
 from offload.memory.budget import Tier
@@ -14,7 +14,7 @@ from offload.seeing.history import Sample
 from offload.shards.manager import Manager
 from offload.spans import NVME_READ, NVME_WRITE, Recorded, Span
 from offload.stats import LinkStats, Stats
-from swap import PAST_TRANSFERS, SwapStore
+from swap import PAST_TRANSFERS, SwapStats, SwapStore
 
 
 def take_snapshot(parts: Parts, manager: Manager | None) -> Stats:
@@ -85,16 +85,34 @@ def _counted(parts: Parts, manager: Manager | None) -> tuple[dict[str, LinkStats
     links = parts.counters.links()
     peak = {tier.value: budget.peak_bytes for tier, budget in parts.budgets.items()}
     if manager is None:
+        if parts.counters.drive_peak_bytes is not None:
+            peak[Tier.NVME.value] = parts.counters.drive_peak_bytes
         return links, {tier.value: budget.used_bytes for tier, budget in parts.budgets.items()}, peak
     used = manager.tiers.used_bytes()
     stores = [store.stats() for store in _stores(parts, manager)]
     if stores:
-        read_s, write_s = (max(getattr(one, name) for one in stores) for name in ("read_seconds", "write_seconds"))
-        links["nvme_read"] = LinkStats(sum(one.read_bytes for one in stores), read_s)
-        links["nvme_write"] = LinkStats(sum(one.written_bytes for one in stores), write_s)
+        links |= _moved(stores)
         used[Tier.NVME.value] = sum(one.used_bytes for one in stores)
         peak[Tier.NVME.value] = sum(one.peak_used_bytes for one in stores)
     return links, used, peak
+
+
+def keep_drive(parts: Parts, manager: Manager) -> None:
+    """Keep what the swap stores have counted: they are about to be closed."""
+    stores = [store.stats() for store in _stores(parts, manager)]
+    if stores:
+        for link, moved in _moved(stores).items():
+            parts.counters.add(link, size_bytes=moved.bytes, seconds=moved.seconds)
+        parts.counters.drive_peak_bytes = sum(one.peak_used_bytes for one in stores)
+
+
+def _moved(stores: Sequence[SwapStats]) -> dict[str, LinkStats]:
+    """Return what stores have read and written, which work side by side."""
+    read_s, write_s = (max(getattr(one, name) for one in stores) for name in ("read_seconds", "write_seconds"))
+    return {
+        NVME_READ: LinkStats(sum(one.read_bytes for one in stores), read_s),
+        NVME_WRITE: LinkStats(sum(one.written_bytes for one in stores), write_s),
+    }
 
 
 def take_spans(parts: Parts, manager: Manager) -> Recorded:

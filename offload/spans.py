@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 STEP, COMPUTE, WAIT, CPU_ADAM = "step", "compute", "wait", "cpu_adam"
+UPDATES = "updates"  # of the thread that computes: it begins and follows them, beside what it waits for
 H2D, D2H, NVME_READ, NVME_WRITE = "h2d", "d2h", "nvme_read", "nvme_write"
 COLLECTIVES = "collectives"  # with other ranks
-LANES = (STEP, COMPUTE, WAIT, CPU_ADAM, H2D, D2H, NVME_READ, NVME_WRITE, COLLECTIVES)
+LANES = (STEP, COMPUTE, WAIT, UPDATES, CPU_ADAM, H2D, D2H, NVME_READ, NVME_WRITE, COLLECTIVES)
 
 KEPT = 4096  # spans per lane, which take less than a MiB
 SHORTEST_WAIT_S = 1e-5  # what is waited for no longer than that had arrived

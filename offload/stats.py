@@ -119,6 +119,7 @@ class Counters:
         self.gathers = 0
         self.gathers_for_others = 0
         self.ranks_seconds = 0.0  # waited for other ranks
+        self.drive_peak_bytes: int | None = None  # of the swap files, once they are closed
 
     @property
     def waits_seconds(self) -> float:

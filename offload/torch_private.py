@@ -85,6 +85,12 @@ def runs_backward(thread: int | None) -> bool:
     return False
 
 
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have torch call this when the task of a backward pass that this thread is in has ended well."""
+    engine: Any = getattr(torch.autograd.Variable, "_execution_engine")  # noqa: B009 - untyped
+    engine.queue_callback(call)
+
+
 def function_modes() -> list[Any]:
     """Return the modes of ``torch.overrides`` that are active in this thread, the outermost first."""
     return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]

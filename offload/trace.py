@@ -8,35 +8,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from offload.replacing import replacing
-from offload.spans import LANES, Span
+from offload.spans import LANES, Recorded, Span
+
+INCOMPLETE = "incomplete"
 
 
-def write_trace(path: str | Path, spans: Sequence[Span]) -> None:
+def write_trace(path: str | Path, recorded: Recorded) -> None:
     """Write spans to a file, in place of what was there, all or nothing.
+
+    Where some were forgotten, a row says until when something is missing.
 
     Args:
         path: of the file; its folder must exist.
-        spans: in any order; times in the file begin with the earliest.
+        recorded: spans; times in the file begin with the earliest.
 
     Raises:
         ConfigError: it cannot be written.
     """
     with replacing(path, "trace") as file:
-        json.dump({"traceEvents": _events(spans), "displayTimeUnit": "ms"}, file)
+        json.dump({"traceEvents": _events(recorded), "displayTimeUnit": "ms"}, file)
 
 
-def _events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+def _events(recorded: Recorded) -> list[dict[str, Any]]:
     """Return the rows' names, then one complete event per span; times are microseconds, exact to the nanosecond."""
-    process = os.getpid()
+    process, spans = os.getpid(), recorded.spans
     events: list[dict[str, Any]] = [_name("process_name", process, 0, name="offload")]
     start = min((span.begin for span in spans), default=0.0)
+    if recorded.complete_from > start:
+        spans = [Span(INCOMPLETE, "lanes lack their oldest spans", start, recorded.complete_from), *spans]
     threads = 0
-    for lane in LANES:
+    for lane in (INCOMPLETE, *LANES):
         first, rows = threads + 1, list[int]()  # per row, when it is free again, in nanoseconds
         for span in sorted((span for span in spans if span.lane == lane), key=lambda span: span.begin):
             begin, end = round((span.begin - start) * 1e9), round((span.end - start) * 1e9)

@@ -28,7 +28,7 @@ from offload.optim.step import Step
 from offload.optimizer import OffloadOptimizer
 from offload.several import agree_on_step
 from offload.shards.manager import Manager
-from offload.spans import COMPUTE, STEP
+from offload.spans import STEP
 from offload.watching import Watch
 
 
@@ -258,8 +258,8 @@ class Training:
 
     def _note_end(self) -> None:
         """Note when a step ended, which loss scaling may have skipped: the next one begins."""
-        begin, end = self._step_begin, time.perf_counter()
-        self._counters.spans.add(STEP, f"step {self._run.steps}", end if begin is None else begin, end)
+        begin, end, number = self._step_begin, time.perf_counter(), self._run.steps + self._run.skipped
+        self._counters.spans.add(STEP, f"step {number}", end if begin is None else begin, end)
         self._step_begin = end
         self._watch.stepped(end)
 
@@ -281,21 +281,10 @@ class Training:
 
     @contextlib.contextmanager
     def _counting(self, what: str) -> Iterator[None]:
-        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing `what`.
-
-        A device that is not the CPU computes later: if it has a clock, its own seconds count.
-        """
-        begin, stalled = time.perf_counter(), self._counters.waits_seconds
-        if self._step_begin is None:
+        """Count the seconds of the ``with`` block as those of computing `what`, and show when it is over."""
+        begin = time.perf_counter()
+        if self._watch.begins(begin) or self._step_begin is None:
             self._step_begin = begin
-        counted = False
-        try:
-            with self._life.require_open().tiers.mover.computing(what) as counted:
-                yield
-        finally:
-            if not counted:
-                waited = self._counters.waits_seconds - stalled
-                end = time.perf_counter()
-                self._counters.add("compute", seconds=max(end - begin - waited, 0.0))
-                self._counters.spans.add(COMPUTE, what, begin, end)
+        with self._hooks.times.counting(what):
+            yield
         self._watch.passed(what)

@@ -47,6 +47,39 @@ class _Mean:
         return self.total / self.many if self.many else None
 
 
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """What was seen of steps that came one behind the other.
+
+    Attributes:
+        step: the last one.
+        logged: what was counted at the last line of the log; at first, before the first step.
+        history: of samples.
+        sampled_loss, logged_loss: since the last sample, and line of the log.
+        loss: the last that is known.
+        ended_s: when the last step did.
+        step_s: that it took.
+        sample_at_s: not before then is there another sample.
+        published: what was counted when the file was written.
+    """
+
+    step: int
+    logged: Sample | None
+    history: History = dataclasses.field(default_factory=History)
+    sampled_loss: _Mean = dataclasses.field(default_factory=_Mean)
+    logged_loss: _Mean = dataclasses.field(default_factory=_Mean)
+    loss: float | None = None
+    ended_s: float | None = None
+    step_s: float | None = None
+    sample_at_s: float = 0.0
+    published: Sample | None = None
+
+    def end_step(self, step: int, now_s: float) -> None:
+        """Note the end of a step."""
+        self.step_s = None if self.ended_s is None else now_s - self.ended_s
+        self.step, self.ended_s = step, now_s
+
+
 class Watch:
     """Sees the passes and steps of one engine. See the module's text.
 
@@ -68,19 +101,10 @@ class Watch:
         self._life = life
         self._log_every = config.log_every
         self._publisher = Publisher() if config.visible else None
-        self._history = History()
-        self._sampled_loss, self._logged_loss = _Mean(), _Mean()  # since the last sample, and line of the log
-        self._loss: float | None = None
         self._phase = "making"
-        self._ended_s: float | None = None  # when the last step did
-        self._step_s: float | None = None
-        self._published: Sample | None = None
         self._publish_at_s = 0.0
-        self._sample_at_s = 0.0
-        manager = life.manager
-        self._logged = None if manager is None else take_sample(parts, manager, time.perf_counter())
-        if manager is not None:
-            self._publish(time.perf_counter())
+        self._seen = self._another_run(time.perf_counter())
+        self._publish(time.perf_counter())
 
     @property
     def knows_losses(self) -> bool:
@@ -89,8 +113,20 @@ class Watch:
 
     def note_loss(self, loss: float) -> None:
         """See the loss of a micro-batch."""
-        self._sampled_loss.add(loss)
-        self._logged_loss.add(loss)
+        self._seen.sampled_loss.add(loss)
+        self._seen.logged_loss.add(loss)
+
+    @property
+    def _step_now(self) -> int:
+        run = self._parts.steps.run
+        return run.steps + run.skipped
+
+    def begins(self, now_s: float) -> bool:
+        """See the beginning of a pass; tells whether it is the first of another run: a checkpoint was loaded."""
+        is_another = self._step_now != self._seen.step
+        if is_another:
+            self._seen = self._another_run(now_s)
+        return is_another
 
     def passed(self, what: str) -> None:
         """See the end of a forward or backward pass."""
@@ -102,30 +138,35 @@ class Watch:
     def stepped(self, now_s: float) -> None:
         """See the end of an optimizer step, or of one that was skipped."""
         self._phase = "step"
-        self._step_s = None if self._ended_s is None else now_s - self._ended_s
-        self._ended_s = now_s
-        manager, run = self._life.manager, self._parts.steps.run
+        manager, seen, step = self._life.manager, self._seen, self._step_now
         if manager is None:
             return
-        step = run.steps + run.skipped
-        sampled = self._history.wants(step) and (now_s >= self._sample_at_s or step <= EVERY_STEP)
+        if step != seen.step + 1:  # a checkpoint was loaded, and no pass was called through the engine
+            self._seen = self._another_run(now_s)
+            return
+        seen.end_step(step, now_s)
+        sampled = seen.history.wants(step) and (now_s >= seen.sample_at_s or step <= EVERY_STEP)
         logged = self._log_every is not None and step % self._log_every == 0
         if sampled or logged:
             sample = self._sample(manager, now_s)
             if sampled:
-                self._history.add(sample)
-                self._sample_at_s = now_s + SAMPLED_S
-                self._sampled_loss = _Mean()
-            if logged and self._logged is not None:
-                of_line = dataclasses.replace(sample, loss=self._logged_loss.value)
-                logger.info("%s", log_line(Between.of(self._logged, sample), of_line))
-                self._logged, self._logged_loss = sample, _Mean()
+                seen.history.add(sample)
+                seen.sample_at_s = now_s + SAMPLED_S
+                seen.sampled_loss = _Mean()
+            if logged and seen.logged is not None:
+                of_line = dataclasses.replace(sample, loss=seen.logged_loss.value)
+                logger.info("%s", log_line(Between.of(seen.logged, sample), of_line))
+                seen.logged, seen.logged_loss = sample, _Mean()
         if self._publisher is not None and now_s >= self._publish_at_s:
             self._publish(now_s)
 
+    def _another_run(self, now_s: float) -> _Run:
+        manager = self._life.manager
+        return _Run(self._step_now, None if manager is None else take_sample(self._parts, manager, now_s))
+
     def samples(self) -> list[Sample]:
         """Return the history of the run."""
-        return list(self._history.samples)
+        return list(self._seen.history.samples)
 
     def close(self) -> None:
         """Take the file away. Idempotent."""
@@ -133,21 +174,22 @@ class Watch:
             self._publisher.close()
 
     def _sample(self, manager: Manager, now_s: float) -> Sample:
-        loss = self._sampled_loss.value
-        self._loss = self._loss if loss is None else loss
+        seen = self._seen
+        loss = seen.sampled_loss.value
+        seen.loss = seen.loss if loss is None else loss
         return take_sample(self._parts, manager, now_s, loss)
 
     def _publish(self, now_s: float) -> None:
-        manager = self._life.manager
+        manager, seen = self._life.manager, self._seen
         if manager is None or self._publisher is None:
             return
-        sample, before = self._sample(manager, now_s), self._published
+        sample, before = self._sample(manager, now_s), seen.published
         between = Between.of(sample if before is None else before, sample)
-        self._published, self._publish_at_s = sample, now_s + PUBLISHED_S
+        seen.published, self._publish_at_s = sample, now_s + PUBLISHED_S
         self._publisher.write(self._state(sample, between))
 
     def _state(self, sample: Sample, between: Between) -> Mapping[str, Any]:
-        parts = self._parts
+        parts, seen = self._parts, self._seen
         return {
             "model": self.title,
             "device": str(parts.device.place),
@@ -156,8 +198,8 @@ class Watch:
             "world": parts.ranks.world,
             "phase": self._phase,
             "step": sample.step,
-            "step_seconds": self._step_s,
-            "loss": self._loss,
+            "step_seconds": seen.step_s,
+            "loss": seen.loss,
             "grad_norm": sample.grad_norm,
             "tiers": {
                 tier.value: {

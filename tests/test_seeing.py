@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import time
 import types
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -372,6 +373,41 @@ def test_an_engine_logs_every_so_many_steps(tmp_path: Path, caplog: pytest.LogCa
         assert re.search(r"forward [\d.]+ ms; backward [\d.]+ ms; updates [\d.]+ ms; waiting for ", line)
         assert "; loss " in line and "; grad norm " in line
     assert "nvme_read" in lines[1] and "nvme_write" in lines[1]  # of what the third step waited for, at the least
+
+
+def test_a_loaded_checkpoint_begins_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines, samples and spans are of steps that came one behind the other, with nothing in between."""
+    caplog.set_level(logging.INFO, logger="offload.watching")
+    engine, _ = trained(tmp_path, 6, log_every=3)
+
+    def train(steps: int) -> None:
+        for number in range(steps):
+            engine.backward(loss_of(engine, number))
+            engine.step()
+
+    def steps_of_lines() -> list[str]:
+        found = [line.removeprefix("steps ").split(",")[0] for line in caplog.messages if line.startswith("steps")]
+        caplog.clear()
+        return found
+
+    with engine:
+        engine.save_checkpoint(tmp_path / "checkpoints")
+        assert steps_of_lines() == ["1 to 3", "4 to 6"]
+        train(4)
+        assert [one.step for one in engine._watch.samples()][-1] == 10 or len(engine._watch.samples()) >= 8
+        engine.load_checkpoint(tmp_path / "checkpoints")
+        time.sleep(0.5)
+        train(3)
+        assert steps_of_lines() == ["7 to 9", "7 to 9"]
+        assert [one.step for one in engine._watch.samples()][0] == 7
+        assert max(engine.report().step_seconds) < 0.5, "a pause is no part of a step"
+    with trained(tmp_path, 0, log_every=3)[0] as engine:
+        engine.load_checkpoint(tmp_path / "checkpoints")
+        loss_of(engine.module, 0).backward()  # what torch's own loops do
+        engine.optimizer.step()
+        train(2)
+        assert steps_of_lines() == ["8 to 9"]
+        assert [one.step for one in engine._watch.samples()][0] == 8
 
 
 def test_looking_costs_a_share_of_the_time_however_short_steps_are(

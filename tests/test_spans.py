@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_stats import snapshot
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload import report as reports
@@ -92,6 +94,18 @@ def test_a_report_sums_what_lies_in_its_steps(host_computes: bool) -> None:
     assert report.binding_lane == "compute"
 
 
+def test_what_the_host_does_for_updates_is_no_computing() -> None:
+    """Beside what they wait for, and beside kernels where these run in the same thread."""
+    spans = (*TWO_STEPS, Span("updates", "updates", 15, 18), Span("updates", "updates", 23, 25))
+    report = make_report(recorded(*spans), snapshot({}), host_computes=True, predicted={"compute": 1.0})
+    assert report.lanes["updates"].seconds == 2 + 1 and report.lanes["compute"].seconds == 11 - 3
+    assert report.compared["compute"][1] == (8 + 3 + 1) / 2  # as a plan has it: all that the processor does
+    assert "\n  updates       1.500 s     15 %\n" in str(report)
+    report = make_report(recorded(*spans), snapshot({}), host_computes=False)
+    assert report.lanes["updates"].seconds == 2 + 2 and report.lanes["compute"].seconds == 16
+    assert "\n  updates " not in str(make_report(recorded(*TWO_STEPS), snapshot({}), host_computes=True))
+
+
 def test_a_report_leaves_out_steps_of_which_something_is_forgotten() -> None:
     report = make_report(recorded(*TWO_STEPS, complete_from=15), snapshot({}), host_computes=True)
     assert report.step_seconds == (10,) and report.waits == {}
@@ -144,7 +158,7 @@ def test_rows_of_a_file_hold_no_two_events_at_once(tmp_path_factory: pytest.Temp
     """Viewers drop or bend what overlaps in a row; and each event is in a row of its lane, with its time and bytes."""
     path = tmp_path_factory.getbasetemp() / "rows.json"
     spans = [Span(lane, f"span {n}", begin, begin + time, n) for n, (lane, begin, time) in enumerate(made)]
-    write_trace(path, spans)
+    write_trace(path, recorded(*spans))
     events, names = events_of(path)
     assert sorted(event["args"]["bytes"] for event in events) == list(range(len(spans)))
     first = min((span.begin for span in spans), default=0.0)
@@ -158,11 +172,20 @@ def test_rows_of_a_file_hold_no_two_events_at_once(tmp_path_factory: pytest.Temp
         assert event["dur"] == pytest.approx((span.end - span.begin) * 1e6, abs=2e-3)
 
 
+def test_a_file_tells_until_when_spans_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(path, recorded(*TWO_STEPS, complete_from=12))
+    events, names = events_of(path)
+    [event] = [event for event in events if names[event["tid"]] == "incomplete"]
+    assert (event["ts"], event["dur"]) == (0, 7e6) and len(events) == len(TWO_STEPS) + 1
+    assert min(names) == event["tid"], "above the others"
+
+
 @pytest.mark.parametrize("what", ["folder", "no folder", "device"])
 def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path: Path, what: str) -> None:
     path = {"folder": tmp_path, "no folder": tmp_path / "no" / "file", "device": Path("/dev/full")}[what]
     with pytest.raises(offload.ConfigError, match=f"trace: expected .* but got {path}.*; name"):
-        write_trace(path, [Span("step", "step 1", 0, 1)])
+        write_trace(path, recorded(Span("step", "step 1", 0, 1)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +199,7 @@ def test_a_file_that_was_there_stays_where_the_drive_is_full(tmp_path: Path, mon
 
     monkeypatch.setattr(json, "dump", full)
     with pytest.raises(offload.ConfigError, match="No space left"):
-        write_trace(path, [])
+        write_trace(path, recorded())
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
@@ -233,6 +256,81 @@ def test_busy_seconds_are_those_of_the_counters(ran: Ran) -> None:
     for lane in ("h2d", "cpu_adam", "nvme_read", "nvme_write"):
         seconds = ran.stats.links[lane].seconds
         assert covered_s(span[2:4] for span in ran.spans if span.lane == lane) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_report_and_the_counters_mean_the_same_by_computing(ran: Ran) -> None:
+    assert ran.report.lanes["compute"].seconds == pytest.approx(ran.stats.links["compute"].seconds, rel=0.02)
+    assert ran.report.lanes["updates"].seconds > 0
+
+
+def test_a_closed_engine_knows_what_its_drive_has_done(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+    engine = offload.Engine(model, offload.AdamW(lr=1e-3), **tight(model, tmp_path, offload_param="cpu"))
+    for number in range(2):
+        engine.backward(loss_of(engine, number))
+        engine.step()
+    engine.drain()
+    before = engine.stats()
+    engine.close(restore=False)
+    after = engine.stats()
+    assert before.links["nvme_read"].bytes and before.links["nvme_write"].bytes
+    for link in ("nvme_read", "nvme_write"):
+        assert after.links[link].bytes == before.links[link].bytes
+        assert after.links[link].seconds >= before.links[link].seconds > 0
+    assert after.peak_bytes["nvme"] == before.peak_bytes["nvme"]
+    engine.close()
+    assert engine.stats() == after
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+def test_a_backward_pass_that_the_user_calls_is_counted(checkpointing: bool | None, tmp_path: Path) -> None:
+    """From the first tensor that it wants to its end; with reentrant segments, and after one that has failed."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                if checkpointing is None:
+                    x = block(x)
+                else:
+                    x = checkpoint(block, x, use_reentrant=checkpointing)
+            return x
+
+    def fail(grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    model = Model()
+    with offload.Engine(model, offload.AdamW(lr=1e-3), **tight(model, tmp_path, offload_param="cpu")) as engine:
+
+        def backward(*, fails: bool = False) -> float:
+            """Return its seconds."""
+            x = torch.ones(64, WIDTH, requires_grad=True)
+            loss = engine(x).sum()
+            if fails:
+                x.register_hook(fail)
+            begin = time.perf_counter()
+            with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+                loss.backward()
+            return time.perf_counter() - begin
+
+        backward(fails=True)
+        engine.zero_grad()
+        took = [backward(), backward()]
+        engine.step()
+        spans = take_spans(engine._parts, engine._life.require_open()).spans
+        found = [span for span in spans if span.lane == "compute"]
+        assert [span.name for span in found] == ["forward", "forward", "backward", "forward", "backward"]
+        for span, seconds in zip(found[2::2], took, strict=True):
+            assert 0.5 * seconds < span.end - span.begin <= seconds
+        before = engine.stats().links["compute"].seconds
+        engine.backward(engine(torch.ones(64, WIDTH, requires_grad=True)).sum())
+        spans = take_spans(engine._parts, engine._life.require_open()).spans
+        assert [span.name for span in spans if span.lane == "compute"][5:] == ["forward", "backward"]
+        assert engine.stats().links["compute"].seconds > before
 
 
 def test_the_report_of_an_engine_is_of_its_steps(ran: Ran) -> None:

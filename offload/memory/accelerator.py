@@ -467,15 +467,16 @@ class AcceleratorMover:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def computing(self, what: str) -> Iterator[bool]:
-        """Count the seconds of the current stream in the ``with`` block, its waits for copies included."""
+    def begin_computing(self) -> object | None:
+        """Return the current stream, and the moment when it has come so far."""
         stream = self._device.current_stream()
         begin = self._watch.start(stream)
-        try:
-            yield begin is not None
-        finally:
-            self._watch.stop("compute", stream, begin, name=what)
+        return None if begin is None else (stream, begin)
+
+    def end_computing(self, what: str, begun: object) -> None:
+        """Count the seconds of that stream since that moment, its waits for copies included."""
+        assert isinstance(begun, tuple)
+        self._watch.stop("compute", *begun, name=what)
 
     def note_times(self) -> None:
         """Count the device's seconds of what is over."""

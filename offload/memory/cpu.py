@@ -200,9 +200,11 @@ class CpuMover:
     def wait(self, timeout_s: float) -> None:
         """Nothing is ever outstanding."""
 
-    def computing(self, what: str) -> contextlib.AbstractContextManager[bool]:
+    def begin_computing(self) -> None:
         """Leave it to the host's clock: compute is synchronous."""
-        return contextlib.nullcontext(False)
+
+    def end_computing(self, what: str, begun: object) -> None:
+        """Do nothing: nothing has begun."""
 
     def note_times(self) -> None:
         """They are counted already."""

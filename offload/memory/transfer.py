@@ -302,11 +302,14 @@ class Mover(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Wait until every `use` of :meth:`read_tensor` has run; raise what went wrong in one."""
 
-    def computing(self, what: str) -> contextlib.AbstractContextManager[bool]:
-        """Count the seconds that the device takes for `what` it is given in the ``with`` block, by its own clock.
+    def begin_computing(self) -> object | None:
+        """Return the moment of the device when it has come so far, by its own clock.
 
-        Gives False where that is left to the host's: there is no other, or compute is synchronous.
+        None where that is left to the host's: there is no other, or compute is synchronous.
         """
+
+    def end_computing(self, what: str, begun: object) -> None:
+        """Count the seconds that the device takes for what it was given since a moment, as those of `what`."""
 
     def note_times(self) -> None:
         """Count the device's seconds of what is over."""

@@ -8,9 +8,17 @@ belongs to the pass in which it was repeated. Refuses passes of two threads at o
 from __future__ import annotations
 
 import threading
+from typing import Protocol
 
 from offload.errors import StateError
 from offload.torch_private import NO_GRAPH_TASK, graph_task, runs_backward
+
+
+class Times(Protocol):
+    """Who counts the seconds of backward passes."""
+
+    def begin_backward(self, *, is_another: bool) -> None:
+        """See the beginning of one of torch's tasks, of another pass or of the one under way, from inside it."""
 
 
 class BackwardPasses:
@@ -18,16 +26,20 @@ class BackwardPasses:
 
     Attributes:
         number: of the latest.
+        is_over: the latest has ended, as far as that is known; none is under way.
     """
 
-    def __init__(self, *, in_callers: bool) -> None:
+    def __init__(self, times: Times, *, in_callers: bool) -> None:
         """Begin with none.
 
         Args:
+            times: sees each beginning.
             in_callers: torch runs a pass in the thread that calls it, as it does on the CPU; elsewhere in one of its
                 own, where two are never at once.
         """
         self.number = 0
+        self.is_over = True
+        self._times = times
         self._in_callers = in_callers
         self._thread: int | None = None  # that was in the latest
         self._tasks: set[int] = set()  # torch's numbers of that pass, and of those inside it that repeat segments
@@ -48,11 +60,13 @@ class BackwardPasses:
                 "backward: expected one thread at a time but another one is in a backward pass of the engine's model; "
                 "let threads take turns, with a threading.Lock around each forward, backward and step"
             )
-        if self._repeated_in in self._tasks:
-            self._tasks.add(task)
-            return
-        self._tasks, self._thread = {task}, here
-        self.number += 1
+        is_another = self._repeated_in not in self._tasks
+        if is_another:
+            self._tasks, self._thread = set(), here
+            self.number += 1
+        self._tasks.add(task)
+        self.is_over = False
+        self._times.begin_backward(is_another=is_another)
 
     def note_repetition(self) -> None:
         """Note that the pass under way repeats a segment."""
@@ -62,6 +76,7 @@ class BackwardPasses:
     def end(self) -> None:
         """Note that the latest backward pass is over: what comes is of another one."""
         self._tasks.clear()
+        self.is_over = True
         self._thread = None
         self._repeated_in = NO_GRAPH_TASK
 

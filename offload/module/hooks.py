@@ -37,6 +37,7 @@ from offload.module.gradient_hooks import GradientHooks, HookCalls
 from offload.module.left_out import LeftOut
 from offload.module.lending import Lending, Loan
 from offload.module.outside import OutsideAccess
+from offload.module.pass_times import PassTimes
 from offload.module.reachable import reachable
 from offload.module.saved import SavedTensors
 from offload.module.unannounced import UnannouncedUses
@@ -103,7 +104,8 @@ class Hooks:
         """
         self.binding = binding
         self.lending = Lending(binding, book, manager)
-        self._passes = BackwardPasses(in_callers=manager.tiers.device.addressable)
+        self.times = PassTimes(manager.tiers.mover, manager.tiers.counters)
+        self._passes = BackwardPasses(self.times, in_callers=manager.tiers.device.addressable)
         self.saved = SavedTensors(binding, manager, activations, device, calls.deferral, self._passes)
         self.uses = UnannouncedUses(binding, forwards, self.lending, self.saved, manager, calls.deferral)
         self._outside = OutsideAccess(model, binding, book, self.uses, self.saved, changes, manager)

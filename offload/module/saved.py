@@ -85,6 +85,8 @@ class SavedTensors:
         Raises:
             StateError: the engine is closed, or the parameters have changed since.
         """
+        if self._passes.is_over:
+            self._passes.note()  # so that its beginning is counted
         if isinstance(saved, SavedActivation):
             return saved.get()
         if isinstance(saved, SavedElsewhere):

@@ -24,6 +24,7 @@ ROWS = 40  # of the table
 COLOURS = {
     "compute": "c1",
     "wait": "c6",
+    "updates": "c0",
     "cpu_adam": "c2",
     "h2d": "c3",
     "d2h": "c8",

@@ -29,6 +29,7 @@ from offload.shards.read_ahead import Record
 from offload.shards.stream import ALL_STATES, Chunk, Pipeline
 from offload.shards.tiers import Tiers
 from offload.shards.worker import Task
+from offload.spans import UPDATES
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,9 @@ class Updates(ABC, Generic[U]):
             with self._safe_point:
                 yield
         finally:
-            self._tiers.counters.update_seconds += time.perf_counter() - begin
+            counters, end = self._tiers.counters, time.perf_counter()
+            counters.update_seconds += end - begin
+            counters.spans.add(UPDATES, "updates", begin, end)
 
     def _wait(self, tickets: Sequence[Ticket]) -> None:
         """Wait for tickets, also for those that are over: for what went wrong."""

@@ -1,0 +1,95 @@
+"""Counts the seconds of forward and backward passes as those of computing, whoever has called them.
+
+Owns when a pass begins and ends. What the engine calls is counted from end to end. A ``loss.backward()`` of the user is
+counted from the first tensor that it asks for to torch's end of it. A device that is not the CPU computes later: if it
+has a clock, its own seconds count. Next: :mod:`offload.training` calls passes, and
+:mod:`offload.module.backward_passes` sees those of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+
+from offload.memory.transfer import Mover
+from offload.spans import COMPUTE
+from offload.stats import Counters
+from offload.torch_private import at_end_of_backward
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Begun:
+    """A pass that has begun.
+
+    Attributes:
+        begin: seconds of the host.
+        waited_s: seconds that were waited for until then.
+        there: the moment of the device; None where it has no clock.
+        tasks: of torch's, for a backward pass of the user: how many are under way.
+    """
+
+    begin: float
+    waited_s: float
+    there: object | None
+    tasks: int = 0
+
+
+class PassTimes:
+    """Seconds of the passes of one engine. See the module's text."""
+
+    def __init__(self, mover: Mover, counters: Counters) -> None:
+        """Begin with none.
+
+        Args:
+            mover: knows the device's clock.
+            counters: of seconds, and of waits, which are no computing.
+        """
+        self._mover = mover
+        self._counters = counters
+        self._ours = 0  # passes under way that the engine has called
+        self._theirs: _Begun | None = None
+
+    @contextlib.contextmanager
+    def counting(self, what: str) -> Iterator[None]:
+        """Count the seconds of the ``with`` block in which nothing was waited for as those of computing `what`."""
+        self._theirs = None  # it has failed
+        begun = self._begin()
+        self._ours += 1
+        try:
+            yield
+        finally:
+            self._ours -= 1
+            self._end(what, begun)
+
+    def begin_backward(self, *, is_another: bool) -> None:
+        """See the beginning of one of torch's tasks, which are all there is of a backward pass, from inside it.
+
+        Args:
+            is_another: pass; else the task belongs to the one under way.
+        """
+        if self._ours:
+            return
+        if is_another or self._theirs is None:
+            self._theirs = self._begin()
+        self._theirs.tasks += 1
+        at_end_of_backward(functools.partial(self._end_backward, self._theirs))
+
+    def _end_backward(self, begun: _Begun) -> None:
+        begun.tasks -= 1
+        if begun is self._theirs and not begun.tasks:
+            self._theirs = None
+            self._end("backward", begun)
+
+    def _begin(self) -> _Begun:
+        return _Begun(time.perf_counter(), self._counters.waits_seconds, self._mover.begin_computing())
+
+    def _end(self, what: str, begun: _Begun) -> None:
+        if begun.there is not None:
+            self._mover.end_computing(what, begun.there)
+            return
+        waited_s, end = self._counters.waits_seconds - begun.waited_s, time.perf_counter()
+        self._counters.add("compute", seconds=max(end - begun.begin - waited_s, 0.0))
+        self._counters.spans.add(COMPUTE, what, begun.begin, end)
