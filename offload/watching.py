@@ -52,7 +52,7 @@ class _Run:
     """What was seen of steps that came one behind the other.
 
     Attributes:
-        step: the last one.
+        last_step: its number.
         logged: what was counted at the last line of the log; at first, before the first step.
         history: of samples.
         sampled_loss, logged_loss: since the last sample, and line of the log.
@@ -63,7 +63,7 @@ class _Run:
         published: what was counted when the file was written.
     """
 
-    step: int
+    last_step: int
     logged: Sample | None
     history: History = dataclasses.field(default_factory=History)
     sampled_loss: _Mean = dataclasses.field(default_factory=_Mean)
@@ -77,7 +77,7 @@ class _Run:
     def end_step(self, step: int, now_s: float) -> None:
         """Note the end of a step."""
         self.step_s = None if self.ended_s is None else now_s - self.ended_s
-        self.step, self.ended_s = step, now_s
+        self.last_step, self.ended_s = step, now_s
 
 
 class Watch:
@@ -123,7 +123,7 @@ class Watch:
 
     def begins(self, now_s: float) -> bool:
         """See the beginning of a pass; tells whether it is the first of another run: a checkpoint was loaded."""
-        is_another = self._step_now != self._seen.step
+        is_another = self._step_now != self._seen.last_step
         if is_another:
             self._seen = self._another_run(now_s)
         return is_another
@@ -141,7 +141,7 @@ class Watch:
         manager, seen, step = self._life.manager, self._seen, self._step_now
         if manager is None:
             return
-        if step != seen.step + 1:  # a checkpoint was loaded, and no pass was called through the engine
+        if step != seen.last_step + 1:  # a checkpoint was loaded, and no pass was called through the engine
             self._seen = self._another_run(now_s)
             return
         seen.end_step(step, now_s)
