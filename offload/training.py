@@ -121,7 +121,7 @@ class Training:
                     self._tell(error, "a backward pass", held)
                     raise
         step.micro_batches.note_backward()
-        if self._watch.knows_losses:
+        if self._watch.knows_losses and loss.numel() == 1:
             self._watch.note_loss(loss.detach().item())
         kept = kwargs.get("retain_graph") or kwargs.get("create_graph")
         self._last_loss = None if kept else weakref.ref(loss)

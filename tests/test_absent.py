@@ -557,6 +557,12 @@ def test_writing_to_a_state_dict_is_refused(place: str, tmp_path: Path) -> None:
         own["blocks.2.bias"].zero_()
         with pytest.raises(offload.StateError, match=refused):
             model.blocks[2].bias.norm()
+        del own
+        for use in (lambda: engine(batch(0)), model.state_dict):  # nor is what nobody keeps lost in silence
+            model.state_dict()["blocks.2.bias"].zero_()
+            with pytest.raises(offload.StateError, match=refused):
+                use()
+            use()
         own = model.state_dict()
         own["blocks.2.bias"].zero_()
         model.load_state_dict(own)  # so nothing is lost

@@ -40,7 +40,7 @@ from harness import (
     tight,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import offload
 from offload import AdamW, Engine
@@ -1266,3 +1266,35 @@ def test_wrapping_again_after_close(tmp_path: Path) -> None:
     with pytest.raises(offload.StateError, match="without restoring.*load the model again"):
         Engine(model, AdamW(), **tight(model, tmp_path))
     assert_nothing_left(tmp_path)
+
+
+@pytest.mark.parametrize("frozen", ["forward", "backward"])
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+def test_what_is_frozen_or_unfrozen_under_checkpointing_is_refused(activations: str, frozen: str) -> None:
+    """What is repeated keeps other tensors, and torch counts those of units in neither run: it took one for another."""
+
+    class Discriminator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = Discriminator()
+    memory = {"device": "64MiB", "cpu": "64MiB"}
+    with Engine(model, offload.AdamW(), device="cpu", max_memory=memory, activations=activations) as engine:
+        x = torch.randn(512, 64, requires_grad=True)
+        model.requires_grad_(frozen == "backward")
+        loss = engine(x).pow(2).sum()
+        model.requires_grad_(frozen == "forward")
+        toggled = "frozen" if frozen == "backward" else "unfrozen"
+        with pytest.raises((offload.StateError, CheckpointError), match=f"was {toggled} after|A different number of"):
+            loss.backward()
+        assert x.grad is None
+        model.requires_grad_(False)  # all along
+        engine(x).pow(2).sum().backward()
+        assert x.grad is not None
+        model.requires_grad_(True)

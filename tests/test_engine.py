@@ -1567,3 +1567,16 @@ def test_passes_that_were_dropped_do_not_count_as_an_accumulation(caplog: pytest
             engine.backward(engine(torch.ones(2, 4)).sum())
         engine.step()
     assert not any("call engine.step() behind" in message for message in caplog.messages)
+
+
+def test_a_loss_that_is_no_scalar_has_the_gradient_that_it_is_given() -> None:
+    """Nobody looks at it as a loss: that came too late, when the gradients were there."""
+    model = nn.Linear(8, 8)
+    x, gradient = torch.randn(4, 8), torch.randn(4, 8)
+    truth = copy.deepcopy(model)
+    truth(x).backward(gradient)
+    with Engine(model, SGD(lr=0.0), **everything_on_device()) as engine:
+        engine.backward(engine(x), gradient=gradient)
+        with engine.gather_gradients(model.weight):
+            assert torch.equal(model.weight.grad, truth.weight.grad)
+        engine.step()

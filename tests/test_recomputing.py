@@ -182,6 +182,53 @@ def test_a_block_is_repeated_as_it_was(kind: type[Block], tmp_path: Path) -> Non
     assert all(torch.equal(ours[name], tensor) for name, tensor in truth.items())
 
 
+def hook_is_removed(model: nn.Module) -> Callable[[], object]:
+    return model.blocks[2][1].register_forward_hook(lambda module, args, output: output * 2).remove
+
+
+def hook_is_added(model: nn.Module) -> Callable[[], object]:
+    def later() -> None:
+        layer = model.blocks[2][1]
+        layer.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+
+    return later
+
+
+def forward_is_replaced(model: nn.Module) -> Callable[[], object]:
+    layer = model.blocks[2][1]
+    layer.forward = lambda x: nn.Linear.forward(layer, x) * 2
+    return lambda: vars(layer).pop("forward")
+
+
+def parameter_is_swapped(model: nn.Module) -> Callable[[], object]:
+    layer, own = model.blocks[2][1], model.blocks[2][1].weight
+    layer.weight = model.blocks[4][1].weight
+    return lambda: setattr(layer, "weight", own)
+
+
+@pytest.mark.parametrize("change", [hook_is_removed, hook_is_added, forward_is_replaced, parameter_is_swapped])
+def test_what_changes_in_modules_of_a_block_is_put_back(
+    change: Callable[[nn.Module], Callable[[], object]], tmp_path: Path
+) -> None:
+    """Between forward and backward, of which the repetition sees nothing; behind it the change is there."""
+    found = []
+    for activations in ("keep", "recompute"):
+        model = net()
+        with offload.Engine(model, offload.AdamW(), **options(tmp_path, activations=activations)) as engine:
+            later = change(model)
+            x = rows(0).requires_grad_()
+            loss = loss_of(engine, x)
+            later()
+            engine.backward(loss)
+            engine.step()
+            found.append([loss.detach(), x.grad, *engine.state_dict().values()])
+            found[-1].append(torch.tensor(len(model.blocks[2][1]._forward_pre_hooks)))
+            assert "forward" not in vars(model.blocks[2][1])
+            assert model.blocks[2][1].weight is not model.blocks[4][1].weight
+    for kept, repeated in zip(*found, strict=True):
+        assert torch.equal(kept, repeated)
+
+
 @pytest.mark.parametrize("where", ["in the forward", "since"])
 def test_what_is_changed_in_place_is_refused(where: str, tmp_path: Path) -> None:
     class InPlace(Block):

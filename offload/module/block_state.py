@@ -1,8 +1,8 @@
 """What the forward of a block reads beside its parameters and arguments, kept for its repetition in backward.
 
-Owns which state that is, and putting it back while the forward is repeated: attributes and buffers of the block's
-modules, the content of lists, dictionaries and sets among them, and generators of random numbers that torch's
-checkpointing does not know. Only a tensor that is changed in place cannot be put back, and is refused. Next:
+Owns which state that is, and putting it back while the forward is repeated: attributes, buffers, parameters and hooks
+of the block's modules, the content of lists, dictionaries and sets among them, and generators of random numbers that
+torch's checkpointing does not know. Only a tensor that is changed in place cannot be put back, and is refused. Next:
 :mod:`offload.module.recomputing` repeats.
 """
 
@@ -12,7 +12,7 @@ import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import nn
 
 from offload.errors import StateError
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"forward"}  # attributes that no forward changes
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes that have a place of their own here, or none
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
 _MOST_ELEMENTS = 1000  # of a list whose content is kept
 
 
@@ -42,10 +43,16 @@ class BlockState:
         if numpy is not None:
             self._keep(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
         for path, module in block.named_modules():
-            attributes = self._keep(functools.partial(_attributes, module), functools.partial(_set_attributes, module))
+            other = _OF_TORCH | {"forward"} if module is block else _OF_TORCH  # that of the block is what is repeated
+            read = functools.partial(_attributes, module, other)
+            attributes = self._keep(read, functools.partial(_set_attributes, module, other))
             buffers = module._buffers
-            if buffers:
-                self._keep(functools.partial(dict, buffers), functools.partial(_refill, buffers))
+            for own in (buffers, module._parameters):
+                if own:
+                    self._keep(functools.partial(dict, own), functools.partial(_refill, own))
+            if module is not block:  # whose hooks are not repeated
+                hooks = [vars(module)[name] for name in _HOOKS]
+                self._keep(functools.partial(_contents, hooks), functools.partial(_refill_all, hooks))
             for key, value in (*attributes.items(), *buffers.items()):
                 self._keep_content(f"{path}.{key}" if path else key, value)
 
@@ -96,15 +103,26 @@ class BlockState:
             self._keep(functools.partial(kind, value), functools.partial(_refill, value))
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _OF_TORCH}
+def _attributes(module: nn.Module, other: frozenset[str]) -> dict[str, Any]:
+    """Return those of a module, but for `other` ones."""
+    return {key: value for key, value in vars(module).items() if key not in other}
 
 
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+def _set_attributes(module: nn.Module, other: frozenset[str], attributes: dict[str, Any]) -> None:
     own = vars(module)
-    for key in _attributes(module).keys() - attributes.keys():
+    for key in _attributes(module, other).keys() - attributes.keys():
         del own[key]
     own.update(attributes)
+
+
+def _contents(containers: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    return [dict(container) for container in containers]
+
+
+def _refill_all(containers: Sequence[dict[Any, Any]], contents: Sequence[dict[Any, Any]]) -> None:
+    for container, content in zip(containers, contents, strict=True):
+        if container or content:
+            _refill(container, content)
 
 
 def _refill(container: Any, content: Any) -> None:

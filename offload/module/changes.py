@@ -18,7 +18,7 @@ from offload.module.binding import Binding
 from offload.module.forwards import Forwards
 from offload.planning.units import Where
 from offload.shards.manager import Manager
-from offload.torch_private import in_backward
+from offload.torch_private import counted_by, in_backward, no_dispatch, no_functions
 
 
 class Writer(Protocol):
@@ -48,7 +48,8 @@ class OutsideChanges:
         self._manager = manager
         self._writer = writer
         self._handed: set[int] = set()  # units that tensors outside the module may still view
-        self._copies: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # that state dicts gave, as they were then
+        # That state dicts gave: what counts changes of each, and how many there were then. Nobody need keep the copy.
+        self._copies: list[tuple[str, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
 
     def note_handed(self, index: int) -> None:
         """Note that tensors outside the module may view a unit."""
@@ -79,21 +80,23 @@ class OutsideChanges:
 
     def note_copies(self, copies: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note what ``module.state_dict()`` gives away, where plain torch gives the parameters' own memory."""
-        self._copies = [entry for entry in self._copies if entry[1]() is not None]
-        for name, copy in copies:
-            if not copy.is_inference():
-                self._copies.append((name, weakref.ref(copy), copy._version))
+        self._refuse_written_copies()
+        with no_functions(), no_dispatch():
+            for name, copy in copies:
+                if not copy.is_inference():
+                    counter = counted_by(copy, torch.empty(0, dtype=copy.dtype, device=copy.device))
+                    self._copies.append((name, weakref.ref(copy), counter, copy._version))
 
     def forget_copies(self) -> None:
         """Let what state dicts gave away be written to."""
         self._copies.clear()
 
     def _refuse_written_copies(self) -> None:
-        for name, reference, version in self._copies:
-            copy = reference()
-            if copy is not None and copy._version != version:
+        for name, _, counter, version in self._copies:
+            if counter._version != version:
                 self.forget_copies()
                 raise StateError(
                     f"state dict: {name} was written to, which changes no parameter: while an engine has the module, "
                     "its state dict has copies; load what was changed with module.load_state_dict(state, strict=False)"
                 )
+        self._copies = [entry for entry in self._copies if entry[1]() is not None]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import Activations, SavedActivation
@@ -27,12 +28,18 @@ _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SavedView(NamedTuple):
-    """What autograd keeps instead of a tensor that views a unit."""
+    """What autograd keeps instead of a tensor that views a unit.
+
+    Attributes:
+        unit, version, form: of the tensor.
+        trained: whether the parameter required a gradient, in a segment of gradient checkpointing, which may be
+            repeated while what was saved is being looked at; None outside.
+    """
 
     unit: int
     version: int
     form: Form
-    in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
+    trained: bool | None
 
 
 class SavedTensors:
@@ -72,7 +79,7 @@ class SavedTensors:
             return take_apart(tensor).map(self.pack) if is_wrapper(tensor) else SavedActivation(tensor)
         unit = self._binding.unit_at(address)
         if unit is not None:
-            return self._view(tensor, unit, in_segment=False)
+            return self._view(tensor, unit)
         if tensor.device != self._device:
             return SavedActivation(tensor)
         if self._leaving is not None:
@@ -114,8 +121,33 @@ class SavedTensors:
                 f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "
                 "(by a step or by loading), so its graph is stale; run the forward again"
             )
+        if saved.trained is not None:
+            self._refuse_toggled(saved)
         self._activations.balance()
-        return manager.view_of(saved.unit, saved.form, aside=saved.in_segment)
+        return manager.view_of(saved.unit, saved.form, aside=saved.trained is not None)
+
+    def _refuse_toggled(self, saved: SavedView) -> None:
+        """Refuse a segment whose repetition keeps other tensors than its forward: torch counts all but those of units.
+
+        Raises:
+            StateError: the parameter was frozen since, or trains again.
+        """
+        parameter, name = self._parameter_at(saved.unit, saved.form)
+        if parameter is not None and parameter.requires_grad is not saved.trained:
+            raise StateError(
+                f"backward: parameter {name} was {'frozen' if saved.trained else 'unfrozen'} after a forward with "
+                "gradient checkpointing, which backward repeats, and then keeps other tensors; change requires_grad "
+                "behind backward"
+            )
+
+    def _parameter_at(self, unit: int, form: Form) -> tuple[nn.Parameter | None, str]:
+        """Return the parameter in which a tensor of a unit begins, and its name; none where it is of another dtype."""
+        slots, offset = self._binding.tree.units[unit].slots, form[1]
+        if form[0] is self._binding.dtypes[unit]:
+            for slot, parameter in zip(slots, self._binding.tree.parameters[unit], strict=True):
+                if slot.offset_numel <= offset < slot.end_numel:
+                    return parameter, slot.name
+        return None, ""
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
@@ -127,7 +159,7 @@ class SavedTensors:
         address = address_of(tensor)
         if address is not None:
             unit = self._binding.unit_at(address)
-            return None if unit is None else self._view(tensor, unit, in_segment=True)
+            return None if unit is None else self._view_in_segment(tensor, unit)
         if is_wrapper(tensor):
             shell = take_apart(tensor)
             if any(self._binding.unit_at(address_of(inner)) is not None for _, inner in shell.items()):
@@ -153,11 +185,16 @@ class SavedTensors:
         """Rebuild no more tensors. Idempotent."""
         self._manager = None
 
-    def _view(self, tensor: torch.Tensor, unit: int, *, in_segment: bool) -> SavedView:
+    def _view_in_segment(self, tensor: torch.Tensor, unit: int) -> SavedView:
+        view = self._view(tensor, unit)
+        parameter, _ = self._parameter_at(unit, view.form)
+        return view._replace(trained=parameter is not None and parameter.requires_grad)
+
+    def _view(self, tensor: torch.Tensor, unit: int) -> SavedView:
         assert self._manager is not None, "closed"
         version = self._manager.copies.params[unit].version
         form = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        return SavedView(unit, version, form, in_segment)
+        return SavedView(unit, version, form, None)
 
 
 class Over:
