@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -328,13 +328,14 @@ def _plan(
     facts = None if run is None else run.facts
     there = ranks.world == 1 and updates_on(device, rule, config, tree)
 
-    def request(tree: UnitTree) -> Request:
+    def request(budgets: Mapping[Tier, int]) -> Request:
+        kept = ranks.world > 1 or budgets[Tier.DEVICE] == limits[Tier.DEVICE]  # all ranks have the same units
         asked = request_of(
             model,
             config,
             rule,
-            tree,
-            limits,
+            tree if kept else units_of(model, config, rule, _unit_bytes(config, budgets[Tier.DEVICE], run)),
+            budgets,
             device_is_host=device.addressable,
             updates_on_device=there,
             rank=ranks.rank,
@@ -344,11 +345,8 @@ def _plan(
         )
         return asked if facts is None else dataclasses.replace(asked, chunk_numel=facts.chunk_numel)
 
-    def cut(device_bytes: int) -> Request:
-        return request(units_of(model, config, rule, _unit_bytes(config, device_bytes, run)))
-
     try:
-        plan = make_plan(request(tree), cut if ranks.world == 1 else None)
+        plan = make_plan(request(limits), request)
         if run is not None and run.capacity_bytes > limits[Tier.NVME]:
             raise BudgetError(
                 f"nvme budget: the files in {run.path} have {run.capacity_bytes} bytes but the limit is "

@@ -220,8 +220,9 @@ class Forecast:
 
 
 def room_bytes(found: Plan) -> int:
-    """Return what a plan leaves to activations; where the CPU is the device, parameters give way to them."""
-    return found.request.budgets[Tier.DEVICE] if found.request.device_is_host else found.activation_bytes
+    """Return what a plan leaves to activations; where the CPU is the device, working copies give way to them."""
+    room = found.activation_bytes
+    return room + found.working_bytes - found.least_working_bytes if found.request.device_is_host else room
 
 
 def missing_bytes(found: Plan, work: Work) -> int:

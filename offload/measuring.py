@@ -12,9 +12,10 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,9 @@ _OBJECT_BYTES, _OBJECTS = 4 * MIB, 64
 _COPY_BYTES = 128 * MIB
 _NONE = 1e6  # bytes per second of a drive that nobody has named: the least that a machine may have
 
+_RATES = ("update", "h2d", "d2h")
+_OPERATOR = "Call("  # the names of these begin so
+
 _ATTENTION = "aten._scaled_dot_product_flash_attention.default"
 _ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_backward.default"
 
@@ -72,7 +76,7 @@ class Here:
     @property
     def operators(self) -> int:
         """How many operators were measured."""
-        return sum(name.startswith("Call(") for name in self._known)
+        return sum(name.startswith(_OPERATOR) for name in self._known)
 
     def timed(self, work: Work, hardware: Hardware) -> Work:
         """Return the work with the seconds that its kernels take on the device.
@@ -118,7 +122,9 @@ class Here:
         what = f"{type(optimizer).__module__}.{type(optimizer).__name__} with {state_dtype}"
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
         alone = "" if self._device.addressable else ", beside no other device"
-        rates = self._value(f"updates of {what}{alone}", lambda: _engine_rates(self._device, optimizer, state_dtype))
+        rates = self._value(
+            f"updates of {what}{alone}", lambda: _engine_rates(self._device, optimizer, state_dtype), _RATES
+        )
         update_bytes_s = rates["update"]
         if paths and piece_numel is not None and self._device.addressable:
             update_bytes_s = self._value(
@@ -133,7 +139,9 @@ class Here:
             place: self._value(f"memory of {place}", functools.partial(_copy_rate, self._device, place))
             for place in ("device", "host")
         }
-        drive = self._value(f"drive {names}", lambda: _drive_rates(paths)) if paths else dict.fromkeys(_DRIVE, _NONE)
+        drive = dict.fromkeys(_DRIVE, _NONE)
+        if paths:
+            drive = self._value(f"drive {names}", lambda: _drive_rates(paths), _DRIVE)
         beside = not self._device.addressable  # the host gives work; else its seconds are in those of operators
         operator_s = self._value("the host's part of an operator", lambda: _operator_s(self._device)) if beside else 0.0
         self._keep()
@@ -161,8 +169,17 @@ class Here:
             gradient_s=DESKTOP.gradient_s * beside,
         )
 
-    def _value(self, name: str, measure: Callable[[], Any]) -> Any:
-        if name not in self._known:
+    def _value(self, name: str, measure: Callable[[], Any], parts: Collection[str] = ()) -> Any:
+        """Return what is known by a name, or is measured now: a number, or one for each of `parts`.
+
+        What is kept is measured again if it cannot be that: somebody else has written to the file.
+        """
+        kept = self._known.get(name)
+        if parts:
+            is_one = isinstance(kept, dict) and kept.keys() == set(parts) and all(map(_is_measured, kept.values()))
+        else:  # an operator may be known to be one that does not run alone
+            is_one = _is_measured(kept) or (kept is None and name in self._known and name.startswith(_OPERATOR))
+        if not is_one:
             self._known[name] = measure()
         return self._known[name]
 
@@ -172,6 +189,11 @@ class Here:
             keep(self.file, self._name, self._known)
         except OSError as error:
             logger.warning("measurements: not kept in %s (%s)", self.file, error)
+
+
+def _is_measured(value: object) -> bool:
+    """Tell whether it is a number that was measured."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

@@ -29,7 +29,9 @@ from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budget
 from offload.memory.machine import free_bytes
 from offload.meta_models import made_on_meta, names_dtype, shortened
 from offload.module.quantized import ready_meanwhile
+from offload.module.refusals import refuse_lazy
 from offload.optim.rules import Rule, rule_of
+from offload.planning.asked import Request
 from offload.planning.choosing import AUTO, KEEP, choose
 from offload.planning.hardware import Hardware
 from offload.planning.partition import UnitTree
@@ -125,6 +127,7 @@ def plan(
             "model: its config names no dtype, so the plan is for bfloat16; if the weights have another one, add it to "
             'the config, such as "dtype": "float32"'
         )
+    refuse_lazy(module)
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)
@@ -303,10 +306,13 @@ def _planned(
     def make(chosen: int) -> Plan:
         options: dict[str, Any] = {"device_is_host": host, "updates_on_device": there}
         options |= {"world_size": ranks, "stage": chosen}
-        return make_plan(
-            request_of(module, asked, rule, tree, budgets, **options),
-            lambda device_bytes: request_of(module, asked, rule, cut(device_bytes), budgets, **options),
-        )
+
+        def request(with_budgets: Mapping[Tier, int]) -> Request:
+            device_bytes = with_budgets[Tier.DEVICE]
+            cut_so = tree if device_bytes == budgets[Tier.DEVICE] else cut(device_bytes)
+            return request_of(module, asked, rule, cut_so, with_budgets, **options)
+
+        return make_plan(request(budgets), request)
 
     if ranks > 1 and stage == "auto":
         stage = stage_alone(make, device_is_host=host)
@@ -384,7 +390,10 @@ def _savings(
         ("host memory", ("update_bytes_s", "host_bytes_s")),
         ("a device", ("flops_16", "flops_32", "device_bytes_s")),
     ):
-        faster = dataclasses.replace(machine, **{name: getattr(machine, name) * 2 for name in names})
+        try:
+            faster = dataclasses.replace(machine, **{name: getattr(machine, name) * 2 for name in names})
+        except ConfigError:  # no machine is
+            continue
         there = work.twice_as_fast() if lane == "a device" else work
         seconds[f"{lane} of twice the speed"] = _timed(found, there, faster, asked).step_s
     yield from (

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from offload.activations.ledger import with_margin
 from offload.config import Config
 from offload.memory.budget import Tier
 from offload.planning.choosing import AUTO, OFFLOAD, RECOMPUTE
@@ -68,11 +69,13 @@ def remedies_of(
         may_checkpoint: the model may be made so that it computes activations again by itself.
         checkpointing: it does so.
     """
-    asked, batch, need = start.asked, start.batch, _whole_mib(work.device_bytes)
+    asked, batch, need = start.asked, start.batch, _whole_mib(with_margin(work.device_bytes))
     moving = asked.activations in (OFFLOAD, AUTO)
 
     def recompute(change: Change) -> Change:
-        text = f'activations="{RECOMPUTE}"'
+        rooms = ("activation_cpu_memory", "activation_nvme_memory")
+        said = [name for name in rooms if getattr(change.asked, name) is not None]
+        text = f'activations="{RECOMPUTE}"' + (f" without {' and '.join(said)}" if said else "")
         return change.with_options(text, activations=RECOMPUTE, activation_cpu_memory=None, activation_nvme_memory=None)
 
     def leave(change: Change) -> Change:

@@ -478,6 +478,7 @@ def on_rank(rank: int, stage: int, path: Path) -> tuple[list[str], dict[str, byt
     """Train with activations kept, and with "auto" on slow links; only the last rank's batches do not fit."""
     leaving.LEAST_BYTES = 4096
     deciding._rate = lambda link, otherwise: 1e6  # type: ignore[assignment]
+    deciding._FORWARD_SHARE = 0.0  # whatever a busy machine takes for a forward, repeating it costs less
     told, found = [], []
     for mode in ("keep", "auto"):
         given = auto(path) | room("64KiB", "8MiB") | {"activations": mode, "threads": 1, "activation_memory": "2MiB"}
@@ -502,3 +503,52 @@ def test_all_ranks_choose_the_same(stage: int, tmp_path: Path) -> None:
     assert all(isinstance(outcome, tuple) for outcome in outcomes), outcomes
     assert outcomes[0] == outcomes[1] == outcomes[2]
     assert outcomes[0][0][0] == "" and outcomes[0][0][1].startswith("recompute, ")
+
+
+def test_what_lives_on_a_cpu_does_not_give_way_to_activations(tmp_path: Path) -> None:
+    """Working copies alone do; and whoever follows a remedy has room for what measurements find beside it."""
+    layers = (layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.GELU()))
+    model, x = nn.Sequential(*layers), torch.ones(2048, 512)
+
+    def planned(device: str) -> offload.Forecast:
+        memory = {"device": device, "cpu": "200MiB"}
+        return offload.plan(model, offload.AdamW(), batch=[x], device="cpu", max_memory=memory)
+
+    short = planned("90MiB")
+    assert short.plan.working_bytes == 0 and short.work is not None
+    assert short.work.device_bytes < 90 << 20, "it would fit if nothing lived there"
+    assert short.missing_bytes == short.work.device_bytes - short.plan.activation_bytes > 0
+    [enough] = [found[1] for text in short.remedies if (found := re.fullmatch(r'max_memory\["device"\]="(\w+)"', text))]
+    assert planned(enough).fits
+    memory = {"device": enough, "cpu": "200MiB"}
+    with offload.Engine(model, offload.AdamW(), device="cpu", max_memory=memory) as engine:
+        for _ in range(3):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+    away = offload.plan(
+        model,
+        offload.AdamW(),
+        batch=[x],
+        device="cpu",
+        max_memory={"device": "90MiB", "cpu": "200MiB"},
+        offload_param="cpu",
+    )
+    least = 3 * away.plan.request.units[0].param_bytes
+    assert away.plan.least_working_bytes == least < away.plan.working_bytes
+    room = away.plan.activation_bytes + away.plan.working_bytes - least
+    assert away.work is not None and away.missing_bytes == max(away.work.device_bytes - room, 0)
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+def test_the_smallest_budget_counts_what_is_set_aside_of_it(tier: str, tmp_path: Path) -> None:
+    """Shares of a larger budget are larger."""
+    memory = {"device": "16MiB", "cpu": "64MiB", "nvme": "64MiB"} | {tier: "2MiB"}
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(12)))
+    with pytest.raises(offload.BudgetError) as caught:
+        offload.plan(model, device="cpu", max_memory=memory, activations="offload")
+    enough = dict(re.findall(r'max_memory\["(\w+)"\](?: that would do is| =) (\d+) bytes', str(caught.value)))
+    assert tier in enough
+    offload.plan(model, device="cpu", max_memory=memory | enough, activations="offload")
+    with pytest.raises(offload.BudgetError):
+        less = str(int(enough[tier]) - 4096)
+        offload.plan(model, device="cpu", max_memory=memory | enough | {tier: less}, activations="offload")

@@ -471,6 +471,29 @@ def test_a_device_that_is_a_little_too_small_for_activations_is_told_what_would_
     assert main([*call, found[1], "--activation-memory", found[2]]) == 0
 
 
+def test_a_remedy_may_be_added_to_the_call(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also beside what it stands in place of; what has to be left out is named."""
+    tiny(layers=8).save_pretrained(tmp_path)
+    call = ["plan", "--model", str(tmp_path), "--hardware", "desktop", "--batch", "1x512", "--device", "8MiB"]
+    main([*call, "--keep-activations", "--checkpointing"])
+    kept = capsys.readouterr().out
+    main([*call, "--checkpointing"])
+    assert capsys.readouterr().out == kept
+    assert main([*call, "--activations", "offload", "--activation-cpu-memory", "1MiB"]) == 1
+    assert "--activations recompute without --activation-cpu-memory" in capsys.readouterr().err
+
+
+def test_a_machine_as_fast_as_any_may_be_has_no_faster_one() -> None:
+    machine = dataclasses.replace(DESKTOP, name="mine", h2d_bytes_s=1e15)
+    found = offload.plan(Block(), batch=[torch.ones(2, WIDE)], hardware=machine)
+    assert found.timing is not None and not any("link" in what for what in found.savings)
+
+
+def test_a_model_without_shapes_is_refused_by_name() -> None:
+    with pytest.raises(offload.ConfigError, match="parameter 0.weight: .* no shape yet; run one forward first"):
+        offload.plan(nn.Sequential(nn.LazyLinear(4)), hardware="rtx4090")
+
+
 def test_a_batch_that_cannot_be_read_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["plan", "--model", "llama-3.1-8b", "--batch", "4,2048"])

@@ -121,6 +121,23 @@ def test_a_file_that_says_nothing_is_no_hindrance(content: str) -> None:
     assert len(known) == 1 + ("other machine" in known)
 
 
+@pytest.mark.parametrize("value", ["fast", [1.0], -5.0, 0.0, float("nan"), True, {"update": 1.0}, {"h2d": None}])
+def test_what_cannot_have_been_measured_is_measured_again(value: object) -> None:
+    """Somebody else has written to the file: no number of a machine follows from it."""
+    here = Here(open_device("cpu"))
+    first = planned()
+    kept = json.loads(here.file.read_text())
+    for known in kept.values():
+        for name in known:
+            known[name] = value
+    here.file.write_text(json.dumps(kept))
+    again = planned()
+    assert again.timing is not None and again.work is not None and first.work is not None
+    assert 0 < again.timing.step_s < 10 and again.work.unmeasured == first.work.unmeasured
+    [known] = json.loads(here.file.read_text()).values()
+    assert all(number != value for number in known.values())
+
+
 def test_a_drive_is_measured_where_the_plan_has_one(tmp_path: Path) -> None:
     memory = {"device": "1MiB", "cpu": "8MiB", "nvme": "64MiB"}
     model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))

@@ -92,7 +92,7 @@ def loss_of(forward: Callable[[torch.Tensor], torch.Tensor], batch: tuple[int, t
 def homes_by(seed: int) -> Iterator[None]:
     """Let engines have homes by chance, and room for working copies of four units."""
 
-    def make_plan(request: Request, cut: object = None) -> Plan:
+    def make_plan(request: Request, asks: object = None) -> Plan:
         homes = any_homes(request, seed)
         there = bytes_at(request, homes, Tier.DEVICE) + request.total_bytes(request.units)
         working = TIGHT_UNITS * max(unit.param_bytes for unit in request.units)

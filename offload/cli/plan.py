@@ -54,10 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dtype", default="float32", help="float32, bfloat16 or int8")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
     parser.add_argument("--clip", action="store_true", help="every step clips the norm of its gradient")
-    again = parser.add_mutually_exclusive_group()
-    again.add_argument("--keep-activations", action="store_true", help="instead of computing them again in backward")
-    again.add_argument(
-        "--checkpointing", action="store_true", help="transformers compute them again, beside --activations, too"
+    parser.add_argument("--keep-activations", action="store_true", help="instead of computing them again in backward")
+    parser.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="transformers compute them again, beside --activations and --keep-activations, too",
     )
     parser.add_argument("--chunk-loss", action="store_true", help="without the logits of all tokens at once")
     parser.add_argument(

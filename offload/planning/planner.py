@@ -47,13 +47,16 @@ SMALL_UNIT_BYTES = 1 << 20
 SMALL_UNITS_SHARE = 0.05
 
 
-def make_plan(request: Request, cut: Callable[[int], Request] | None = None) -> Plan:
+Asks = Callable[[Mapping[Tier, int]], Request]  # the same with other budgets
+
+
+def make_plan(request: Request, asks: Asks | None = None) -> Plan:
     """Choose homes and sizes.
 
     Args:
         request: what is asked.
-        cut: the same with the units of another device budget, where that decides how they are cut. A refusal then names
-            budgets with which they would do.
+        asks: the same with other budgets, where these decide how units are cut, or what is set aside. A refusal then
+            names budgets with which they would do.
 
     Raises:
         ConfigError: optimizer states are to stay on a device that cannot update them, whatever the budgets.
@@ -70,7 +73,7 @@ def make_plan(request: Request, cut: Callable[[int], Request] | None = None) -> 
     try:
         first = _by_roles(request)
     except TooSmall as short:
-        raise _refusal(request, short, cut) from None
+        raise _refusal(request, short, asks) from None
     return by_time(first.request, first)
 
 
@@ -293,7 +296,7 @@ class Planner:
                     raise TooSmall(Tier.HOST, f"{shards.kind} without an NVMe tier{also}")
 
 
-def _refusal(request: Request, short: TooSmall, cut: Callable[[int], Request] | None) -> BudgetError:
+def _refusal(request: Request, short: TooSmall, asks: Asks | None) -> BudgetError:
     """Word a refusal, with the smallest budgets that would do."""
     budgets = dict(request.budgets)
     raised: list[Tier] = []
@@ -302,7 +305,7 @@ def _refusal(request: Request, short: TooSmall, cut: Callable[[int], Request] | 
         assert failing not in raised, f"{failing} is too small at any size"
         raised.append(failing)
         budgets[failing] = ENOUGH_BYTES
-        failing = _failing_tier(request, budgets, cut)
+        failing = _failing_tier(request, budgets, asks)
     # ...then lower each again: more memory never makes a plan of the same units impossible, so bisection is exact. If a
     # larger device has larger units, it finds a budget that does, and of which a page less does not.
     for tier in raised:
@@ -310,7 +313,7 @@ def _refusal(request: Request, short: TooSmall, cut: Callable[[int], Request] | 
         while high - low > 1:
             middle = (low + high) // 2
             budgets[tier] = middle * PAGE_BYTES
-            if _failing_tier(request, budgets, cut) is None:
+            if _failing_tier(request, budgets, asks) is None:
                 high = middle
             else:
                 low = middle
@@ -334,9 +337,10 @@ def _refusal(request: Request, short: TooSmall, cut: Callable[[int], Request] | 
     return BudgetError(f"{short.tier.value} budget: {text}")
 
 
-def _failing_tier(request: Request, budgets: Mapping[Tier, int], cut: Callable[[int], Request] | None) -> Tier | None:
-    if cut is not None and budgets[Tier.DEVICE] != request.budgets[Tier.DEVICE]:
-        request = cut(budgets[Tier.DEVICE])
+def _failing_tier(request: Request, budgets: Mapping[Tier, int], asks: Asks | None) -> Tier | None:
+    sets_aside = request.host_activation_bytes or request.nvme_activation_bytes  # it may be shares of budgets
+    if asks is not None and (sets_aside or budgets[Tier.DEVICE] != request.budgets[Tier.DEVICE]):
+        request = asks(dict(budgets))
     try:
         _by_roles(dataclasses.replace(request, budgets=budgets))
     except TooSmall as short:
