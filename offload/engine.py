@@ -52,6 +52,8 @@ from offload.watching import Watch
 
 logger = logging.getLogger(__name__)
 
+_LARGEST_STEP = 1 << 53  # of which a chart tells the next one
+
 
 class Engine(EngineTensors, EngineRuns):
     """Trains a module whose parameters, gradients and optimizer states do not fit the device.
@@ -361,7 +363,9 @@ class Engine(EngineTensors, EngineRuns):
             )
         try:
             pairs = [(int(step), float(loss)) for step, loss in losses]
-        except (TypeError, ValueError):
+            if any(abs(step) > _LARGEST_STEP for step, _ in pairs):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"report: losses: expected pairs of a step and its loss but got {losses!r}") from None
         if pairs and path is None:
             raise ConfigError("report: losses: expected a path beside them, for the page alone shows them; pass path=")

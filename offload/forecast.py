@@ -170,7 +170,8 @@ class Forecast:
         for span in timing.spans:
             lanes = ", ".join(f"{lane} {figures(seconds)} s" for lane, seconds in span.seconds.items() if seconds)
             yield f"  {span.name}: {lanes}"
-        yield f"  bound {figures(timing.bound_s)} s, fill {figures(timing.fill_s)} s"
+        fill_s = timing.fill_s if timing.fill_s > timing.bound_s * 1e-9 else 0.0  # sums of many numbers
+        yield f"  bound {figures(timing.bound_s)} s, fill {figures(fill_s)} s"
         for what, seconds in self.savings.items():
             yield f"  with {what}: {figures(seconds)} s"
         if self.clipping is not None:
@@ -211,12 +212,14 @@ class Forecast:
 
     def _clips(self, clipping: Clipping, timing: Timing) -> str:
         share = timing.step_s / clipping.bound_s
-        text = f"{share:.2f} of the bound without clipping, {figures(clipping.bound_s)} s"
+        bound = f"{figures(clipping.bound_s)} s"
+        text = f"{share:.2f} of the bound without clipping, {bound}"
         if share <= NEAR:
             return text
         if clipping.host_bytes is None:
             return f"{text}; no host budget brings it to {NEAR}"
-        return f'{text}; {NEAR} with max_memory["{Tier.HOST.value}"] = {format_bytes(clipping.host_bytes)}'
+        enough = f'max_memory["{Tier.HOST.value}"] = {format_bytes(clipping.host_bytes)}'
+        return f"{text}; {NEAR} of these {bound} with {enough}"
 
 
 def room_bytes(found: Plan) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -27,7 +28,10 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
     """
     if not isinstance(path, (str, Path)) or "\0" in str(path):
         raise ConfigError(f"{what}: expected the path of a file but got {path!r}; name a file")
-    target = Path(path).resolve()
+    try:
+        target = Path(path).resolve()
+    except (OSError, RuntimeError) as error:  # before Python 3.13, of links that lead to each other
+        raise ConfigError(f"{what}: expected the path of a file but got {path}: {error}; name a file") from error
     partial = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         if target.exists() and not target.is_file():
@@ -36,6 +40,8 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
             )
         with partial.open("w", encoding="utf-8") as file:
             yield file
+        if target.exists():
+            shutil.copymode(target, partial)
         os.replace(partial, target)
     except OSError as error:
         raise ConfigError(

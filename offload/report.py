@@ -27,6 +27,7 @@ from offload.spans import (
 )
 from offload.stats import Stats
 
+_SHORT_S = 0.01
 STEPS = 8  # that are looked at
 LINKS = tuple(lane for lane in LANES if lane not in (STEP, WAIT))
 # What a plan predicts -> the lanes that are measured for it. On a CPU, computing and updates are one.
@@ -91,10 +92,10 @@ class Report:
 
     def _headline(self) -> str:
         if not self.step_seconds:
-            return f"no whole step is recorded: the last {self.seconds:.3f} s"
+            return f"no whole step is recorded: the last {_text(self.seconds)}"
         count, per = len(self.step_seconds), self.seconds / len(self.step_seconds)
-        spread = f" ({min(self.step_seconds):.3f} to {max(self.step_seconds):.3f} s)" if count > 1 else ""
-        return f"the last {count} steps: {per:.3f} s each{spread}" if count > 1 else f"the last step: {per:.3f} s"
+        spread = f" ({_text(min(self.step_seconds))} to {_text(max(self.step_seconds))})" if count > 1 else ""
+        return f"the last {count} steps: {_text(per)} each{spread}" if count > 1 else f"the last step: {_text(per)}"
 
     def _lane_lines(self) -> list[str]:
         lines = [f"  {'lane':<11}{'busy':>10}{'of time':>9}{'bytes':>11}{'GB/s':>8}"]
@@ -103,7 +104,7 @@ class Report:
             if name in (COLLECTIVES, UPDATES) and not lane.seconds:  # one rank; nothing is updated by this thread
                 continue
             moved = f"{short_bytes(lane.size_bytes / self._count):>11}{lane.bandwidth_gb_s:>8.2f}"
-            share, busy = f"{self._share(lane.seconds):.0f} %", f"{lane.seconds / self._count:.3f} s"
+            share, busy = f"{self._share(lane.seconds):.0f} %", _text(lane.seconds / self._count)
             lines.append(f"  {name:<11}{busy:>10}{share:>9}{moved if lane.size_bytes else ''}")
         binding = self.binding_lane
         if binding is None:
@@ -114,17 +115,19 @@ class Report:
         if not self.compared:
             return []
         lines = [f"  {'seconds':<11}{'predicted':>11}{'measured':>11}"]
-        lines += [f"  {name:<11}{first:>9.3f} s{second:>9.3f} s" for name, (first, second) in self.compared.items()]
+        lines += [
+            f"  {name:<11}{_text(first):>11}{_text(second):>11}" for name, (first, second) in self.compared.items()
+        ]
         return lines
 
     def _wait_lines(self) -> list[str]:
         if not self.waits:
             return ["computing waited for nothing"]
         parts = [
-            f"{what} {seconds / self._count:.3f} s"
+            f"{what} {_text(seconds / self._count)}"
             for what, seconds in sorted(self.waits.items(), key=lambda wait: -wait[1])
         ]
-        waited = f"{self.waited_seconds / self._count:.3f} s, {self._share(self.waited_seconds):.0f} %"
+        waited = f"{_text(self.waited_seconds / self._count)}, {self._share(self.waited_seconds):.0f} %"
         return [f"computing waited {waited}: {', '.join(parts)}"]
 
     def _tier_lines(self) -> list[str]:
@@ -141,6 +144,11 @@ class Report:
 
     def _share(self, seconds: float) -> float:
         return 100 * seconds / self.seconds if self.seconds > 0 else 0.0
+
+
+def _text(seconds: float) -> str:
+    """Return seconds with three decimals, or milliseconds where these would say little."""
+    return f"{seconds * 1e3:.3f} ms" if 0 < seconds < _SHORT_S else f"{seconds:.3f} s"
 
 
 def make_report(

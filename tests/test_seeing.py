@@ -239,7 +239,7 @@ def test_a_page_of_a_long_run_is_small() -> None:
 def test_a_page_before_the_first_step_says_so() -> None:
     text = page(content([], recorded()))
     assert charts(text) == {} and "Nothing is recorded yet" in text
-    assert set(charts(page(content([sample(1)])))) == {"Lanes of the last 2 steps"}
+    assert set(charts(page(content([sample(1)])))) == {"Lanes of the last 2 steps", "Loss", "Gradient norm"}
 
 
 def test_what_others_have_named_cannot_be_markup() -> None:
@@ -257,7 +257,27 @@ def test_losses_that_are_no_numbers_are_left_out() -> None:
     [line] = found["Gradient norm"].iter("polyline")
     assert len(line.get("points", "").split()) == 3
     text = page(content(samples, losses=[(1, float("nan")), (2, 3.0), (3, 2.0), (4, float("-inf"))]))
-    assert "From 3 to 2." in text
+    assert "From 3 to 2. 2 of 4 are not finite, the first one in step 1." in text
+    text = page(content(samples, losses=[(3, float("nan")), (4, float("nan"))]))
+    assert "2 of 2 are not finite, the first one in step 3." in text and "Loss" not in charts(text)
+    [dot] = charts(page(content(samples, losses=[(3, 1.0), (4, 1.7e308)])))["Loss"].iter("circle")
+    assert dot is not None
+
+
+def test_a_loss_that_stands_out_is_seen_however_many_there_are() -> None:
+    points = [(float(step), 99.0 if step == 33_333 else 1.0) for step in range(50_000)]
+    kept = drawing.thinned(points)
+    assert (
+        len(kept) <= drawing.MOST_POINTS
+        and (33_333.0, 99.0) in kept
+        and kept == sorted(kept)
+        and kept[-1] == points[-1]
+    )
+
+
+def test_a_page_of_steps_with_more_spans_than_are_kept_says_so() -> None:
+    spans = recorded(*TWO_STEPS, complete_from=25)
+    assert "Lanes, of a part of a step" in page(content([sample(1), sample(2)], spans))
 
 
 @pytest.mark.parametrize("what", ["folder", "no folder", "device"])
@@ -275,6 +295,8 @@ def test_what_is_no_argument_of_a_report_is_refused_by_name(tmp_path: Path) -> N
     engine, _ = trained(tmp_path, 1)
     forecast = offload.plan(nn.Linear(8, 8), batch=[torch.ones(2, 8)], hardware="desktop")
     page: Any = tmp_path / "page.html"
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
     with engine:
         assert "predicted" in str(engine.report(tmp_path / "other.html", predicted=forecast.timing, losses=[(1, 0.5)]))
         for words, call in (
@@ -282,6 +304,9 @@ def test_what_is_no_argument_of_a_report_is_refused_by_name(tmp_path: Path) -> N
             ("report: losses: expected a path", lambda: engine.report(losses=[(1, 0.5)])),
             ("report: losses: expected pairs", lambda: engine.report(page, losses=3)),  # type: ignore[arg-type]
             ("report: losses: expected pairs", lambda: engine.report(page, losses=[(1, 2, 3)])),  # type: ignore[list-item]
+            ("report: losses: expected pairs", lambda: engine.report(page, losses=[(float("inf"), 1.0)])),  # type: ignore[list-item]
+            ("report: losses: expected pairs", lambda: engine.report(page, losses=[(10**20, 1.0)])),
+            ("trace: expected the path of a file but got .*loop", lambda: engine.trace(loop)),
             ("report: expected the path of a file but got 5", lambda: engine.report(5)),  # type: ignore[arg-type]
             ("trace: expected the path of a file but got None", lambda: engine.trace(None)),  # type: ignore[arg-type]
             ("trace: expected the path of a file but got 'a", lambda: engine.trace("a\0b")),

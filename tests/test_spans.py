@@ -106,6 +106,17 @@ def test_what_the_host_does_for_updates_is_no_computing() -> None:
     assert "\n  updates " not in str(make_report(recorded(*TWO_STEPS), snapshot({}), host_computes=True))
 
 
+def test_short_steps_are_told_in_milliseconds() -> None:
+    spans = (
+        Span("step", "step 1", 0, 0.002),
+        Span("compute", "forward", 0, 0.001),
+        Span("wait", "updates", 0.001, 0.002),
+    )
+    text = str(make_report(recorded(*spans), snapshot({}), host_computes=False))
+    assert text.startswith("the last step: 2.000 ms\n") and "  compute      1.000 ms     50 %\n" in text
+    assert "computing waited 1.000 ms, 50 %: updates 1.000 ms" in text
+
+
 def test_a_report_leaves_out_steps_of_which_something_is_forgotten() -> None:
     report = make_report(recorded(*TWO_STEPS, complete_from=15), snapshot({}), host_computes=True)
     assert report.step_seconds == (10,) and report.waits == {}
@@ -134,7 +145,7 @@ def test_a_report_before_the_first_step_looks_at_all() -> None:
 def test_a_report_fits_on_one_screen() -> None:
     text = str(make_report(recorded(*TWO_STEPS), snapshot({}), host_computes=True)).splitlines()
     assert len(text) <= 24 and max(map(len, text)) <= 80
-    assert text[0] == "the last 2 steps: 10.000 s each (10.000 to 10.000 s)"
+    assert text[0] == "the last 2 steps: 10.000 s each (10.000 s to 10.000 s)"
     assert "  nvme_read     4.000 s     40 %    954 MiB    0.25" in text
     assert "  compute binds: busy in 55 % of the time" in text
     assert "computing waited 2.000 s, 20 %: updates 1.500 s, parameters 1.000 s" in text

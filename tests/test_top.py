@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -208,6 +209,13 @@ def test_it_shows_an_engine_once(engine: offload.Engine, capsys: pytest.CaptureF
     assert capsys.readouterr().out.splitlines()[2] == shown.splitlines()[2]
 
 
+def test_a_narrow_terminal_shows_sizes(engine: offload.Engine) -> None:
+    lines = top.screen(running(), 48)
+    assert max(map(len, lines)) <= 48
+    assert any(re.fullmatch(r"  device +\[#*\s*\] [\d.]+ \w+ of 16 MiB, peak.*", line) for line in lines), lines
+    assert any(line.endswith(">") for line in lines), "what is cut off says so"
+
+
 def test_json_is_for_scripts(engine: offload.Engine, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", "--json"]) == 0
     [one] = json.loads(capsys.readouterr().out)
@@ -226,11 +234,13 @@ def test_it_refuses_by_name_where_no_engine_runs(tmp_path: Path, capsys: pytest.
     assert f"in process 1 but found none; engines run in {os.getpid()}" in capsys.readouterr().err
     assert publisher.path is not None
     copy = tmp_path / "copy"
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait
     copy.write_bytes(published.packed({**running()[0].state, "start": "1"}))
     for path, message in (
         (copy, f"that of {copy}, process {os.getpid()}, does not run here"),
         (tmp_path / "no", "No such file"),
         (Path(__file__), "which is something else"),
+        (tmp_path / "pipe", "which is something else"),
     ):
         assert cli.main(["top", "--run", str(path)]) == 1
         assert message in capsys.readouterr().err

@@ -7,6 +7,7 @@ do. The options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Nex
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import signal
@@ -138,6 +139,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def own_process() -> int:
     """Run the command line of this process, which does nothing else; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of models and programs may have any letters
     return main(process=Process.OWN)
 
 

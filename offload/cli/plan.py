@@ -100,7 +100,8 @@ def run(arguments: argparse.Namespace) -> None:
 def _forecast(arguments: argparse.Namespace) -> Forecast:
     from offload.predicting import plan
 
-    memory = {tier: getattr(arguments, tier) for tier in ("device", "cpu", "nvme") if getattr(arguments, tier)}
+    budgets = {tier: getattr(arguments, tier) for tier in ("device", "cpu", "nvme")}
+    memory = {tier: size for tier, size in budgets.items() if size is not None}
     options: dict[str, Any] = {
         "max_memory": memory,
         "state_dtype": arguments.state_dtype,

@@ -28,7 +28,7 @@ DESCRIPTION = (
     "each lane was since the last look, and what computing waited for. On a terminal the screen is drawn again every "
     "second; Ctrl-C leaves it. Exit code 0: an engine was shown, 1: none runs."
 )
-WIDE = 24  # letters of a bar
+WIDE, LEAST_WIDE = 24, 4  # letters of a bar
 SECONDS = 1.0
 
 
@@ -133,11 +133,12 @@ def screen(engines: Sequence[Running], columns: int) -> list[str]:
     """Return the lines of a screen, none of them wider than a terminal of so many columns."""
     lines = [f"offload top, {datetime.datetime.now():%H:%M:%S}, engines: {len(engines)}"]
     for one in engines:
-        lines += ["", *_lines(one)]
-    return [_clean(line)[: max(columns, 20)] for line in lines]
+        lines += ["", *_lines(one, max(min(WIDE, columns - 55), LEAST_WIDE))]
+    most = max(columns, 20)
+    return [line if len(line) <= most else f"{line[: most - 1]}>" for line in map(_clean, lines)]
 
 
-def _lines(one: Running) -> Iterator[str]:
+def _lines(one: Running, wide: int) -> Iterator[str]:
     state = one.state
     rank = f", rank {state.get('rank')} of {state.get('world')}" if state.get("world", 1) > 1 else ""
     yield f"process {one.pid} ({state.get('program')}), {state.get('device')}{rank}"
@@ -151,12 +152,14 @@ def _lines(one: Running) -> Iterator[str]:
     for name, tier in state["tiers"].items():
         budget = tier["budget"]
         if budget:
-            sizes = f"{short_bytes(tier['used']):>9} of {short_bytes(budget):>9}, peak {short_bytes(tier['peak'])}"
-            yield f"  {name:<11} {_bar(tier['used'] / budget)} {sizes}"
+            used, most = short_bytes(tier["used"]), short_bytes(budget)
+            sizes = f"{used:>9} of {most:>9}" if wide > LEAST_WIDE else f"{used} of {most}"
+            yield f"  {name:<11} {_bar(tier['used'] / budget, wide)} {sizes}, peak {short_bytes(tier['peak'])}"
     for name, lane in state["lanes"].items():
         if lane["share"] or lane["bytes"]:
             rate = f", {lane['gb_s']:.2f} GB/s" if lane["bytes"] else ""
-            yield f"  {name:<11} {_bar(lane['share'])} {100 * lane['share']:>8.0f} %{rate}"
+            percent = f"{100 * lane['share']:.0f} %"
+            yield f"  {name:<11} {_bar(lane['share'], wide)} {percent:>{10 if wide > LEAST_WIDE else 5}}{rate}"
     yield f"  {_waits(state['waits'])}"
 
 
@@ -165,9 +168,9 @@ def _waits(waits: Mapping[str, float]) -> str:
     return f"computing waited for {', '.join(shown)}" if shown else "computing waited for nothing"
 
 
-def _bar(share: float) -> str:
-    full = round(min(max(share, 0.0), 1.0) * WIDE)
-    return f"[{'#' * full}{' ' * (WIDE - full)}]"
+def _bar(share: float, wide: int) -> str:
+    full = round(min(max(share, 0.0), 1.0) * wide)
+    return f"[{'#' * full}{' ' * (wide - full)}]"
 
 
 def _number(value: float) -> str:

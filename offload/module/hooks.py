@@ -245,6 +245,11 @@ class Hooks:
         contexts = self._enter(repeats=repeats)
         loans: list[Loan] = []
         try:
+            if module not in self._leases:
+                raise StateError(
+                    f"model: {type(module).__name__} is a copy of a module that an engine has, whose parameters are "
+                    "elsewhere; call the module itself, or copy the model before the engine is made"
+                )
             for index in self._leases[module]:
                 loans.append(self.lending.lend(index))
             if self.binding.rebound:

@@ -57,10 +57,18 @@ def ticks(low: float, high: float, count: int = 4, *, base: float = 10.0) -> lis
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = MOST_POINTS) -> list[tuple[float, float]]:
-    """Return `most` of the points at most, evenly spread, with the last one; those that are no number are left out."""
+    """Return `most` of the points at most, the lowest and the highest of each part, with the last one.
+
+    Those that are no number are left out.
+    """
     fine = [(x, y) for x, y in points if math.isfinite(y)]
-    apart = -(-len(fine) // most) if fine else 1
-    return [point for number, point in enumerate(reversed(fine)) if number % apart == 0][::-1]
+    if len(fine) <= most:
+        return fine
+    *earlier, last = fine
+    apart = -(-len(earlier) // ((most - 1) // 2))
+    parts = (range(begin, min(begin + apart, len(earlier))) for begin in range(0, len(earlier), apart))
+    ends = [(min(part, key=lambda n: earlier[n][1]), max(part, key=lambda n: earlier[n][1])) for part in parts]
+    return [*(earlier[n] for pair in ends for n in sorted(set(pair))), last]
 
 
 def lines(title: str, about: str, shown: Sequence[Line], *, form: Form, base: float = 10.0, zero: bool = True) -> str:

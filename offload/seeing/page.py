@@ -54,7 +54,8 @@ section{background:var(--card);border:1px solid var(--rule);border-radius:8px;pa
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:12px;margin:16px 0}
 .tile{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:10px 14px}
 .tile b{display:block;font-size:20px}.tile span{color:var(--soft)}
-svg{display:block;width:100%;height:auto}svg text{fill:var(--soft);font-size:12px}
+section{overflow-x:auto}svg{display:block;width:100%;min-width:640px;height:auto}
+svg text{fill:var(--soft);font-size:12px}
 .grid{stroke:var(--rule)}.mark{stroke:var(--soft);stroke-dasharray:3 3}
 .line{fill:none!important;stroke-width:2;stroke-linejoin:round}.dashed{stroke-dasharray:6 4;stroke-width:1.5}
 .key{display:flex;flex-wrap:wrap;gap:4px 16px;margin:0 0 6px;color:var(--soft)}
@@ -164,7 +165,7 @@ def _lanes(content: Content) -> tuple[str, str, str]:
     begin, end = window(steps, recorded)
     heading = f"Lanes of the last {len(steps)} steps" if len(steps) > 1 else "Lanes of the last step"
     if not steps:
-        heading = "Lanes, before a step has ended"
+        heading = "Lanes, of a part of a step" if content.samples else "Lanes, before a step has ended"
     about = "When each lane was busy. What computing waited for is in the lane wait. Point at a block for its name."
     found = []
     for lane in LANES:
@@ -228,16 +229,23 @@ def _tiers(content: Content) -> str:
     return "".join(parts)
 
 
+_LARGEST = 1e100  # what is larger has no place beside other numbers
+
+
 def _losses(content: Content) -> Iterator[tuple[str, str, str]]:
     losses = [(float(step), loss) for step, loss in content.losses]
     losses = losses or [(float(one.step), one.loss) for one in content.samples if one.loss is not None]
     norms = [(float(one.step), one.grad_norm) for one in content.samples if one.grad_norm is not None]
     for heading, colour, points in (("Loss", "c1", losses), ("Gradient norm", "c8", norms)):
-        fine = [(step, value) for step, value in points if value == value and abs(value) != float("inf")]
-        if len(fine) > 1:
-            about = f"From {fine[0][1]:.4g} to {fine[-1][1]:.4g}."
-            zero = heading != "Loss"
-            yield heading, about, lines(heading, about, [Line(heading, colour, fine)], form=_number, zero=zero)
+        fine = [(step, value) for step, value in points if abs(value) < _LARGEST]
+        others = [step for step, value in points if not abs(value) < _LARGEST]
+        about = f"From {fine[0][1]:.4g} to {fine[-1][1]:.4g}." if fine else ""
+        if others:
+            about += f" {len(others)} of {len(points)} are not finite, the first one in step {others[0]:.0f}."
+        chart = [Line(heading, colour, fine)]
+        zero = heading != "Loss"
+        if points:
+            yield heading, about.strip(), lines(heading, about, chart, form=_number, zero=zero) if fine else ""
 
 
 def _number(value: float) -> str:

@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import stat
 import weakref
 import zlib
 from collections.abc import Mapping
@@ -161,7 +162,9 @@ def read(path: Path) -> Running | None:
         OSError: it cannot be read.
     """
     for _ in range(_TRIES):
-        written_s = path.stat().st_mtime
+        about = path.stat()
+        if not stat.S_ISREG(about.st_mode):  # reading a pipe would wait for whoever writes to it
+            return None
         with path.open("rb") as file:
             head, _, rest = file.read(_MOST_BYTES).partition(b"\n")
         with contextlib.suppress(ValueError):
@@ -169,7 +172,7 @@ def read(path: Path) -> Running | None:
             content = rest[: int(length)]
             if len(content) == int(length) and zlib.crc32(content) == int(checksum, 16):
                 state = json.loads(content)
-                return Running(path, state, written_s) if _is_whole(state) else None
+                return Running(path, state, about.st_mtime) if _is_whole(state) else None
     return None
 
 
