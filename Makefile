@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 CACHE  := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/offload
 REPORT ?= finetune-report
-# Processes that share the tests; 0: all in one.
-WORKERS ?= 2
+# Processes that share the tests, one more than cores: they wait for drives and for processes of their own; 0: all in one.
+WORKERS ?= 3
 # For the model's 2.0 GiB of parameters, gradients and states: neither the device nor the host could hold them.
 BUDGETS ?= --device cpu --device-memory 1000MiB --activation-memory 860MiB --cpu-memory 400MiB --nvme-memory 3GiB
 
@@ -29,7 +29,7 @@ $(STAMP): $(SOURCES)
 	@sh scripts/setup_venv.sh "$(PYTHON)" "$(VENV)"
 	@touch $@
 
-test: $(STAMP)    ## the tests, in two processes
+test: $(STAMP)    ## the tests, in three processes
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-oldest: $(STAMP) ## the doors' tests with the oldest libraries that pyproject.toml allows, in an environment of their own

@@ -1,4 +1,4 @@
-"""Shares the tests out to the processes of ``pytest -n 2 --dist loadfile``: a file at a time, the long ones first.
+"""Shares the tests out to the processes of ``pytest -n 3 --dist loadfile``: a file at a time, the long ones first.
 
 Tests of the simulated accelerator go to one process together, whatever their files: it runs them in one more, see
 `simulated/apart.py`.
