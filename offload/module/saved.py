@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import Activations, SavedActivation
@@ -71,6 +70,8 @@ class SavedTensors:
         self._leaving = activations if isinstance(activations, LeavingActivations) else None
         self._device = device
         self._deferral = deferral
+        units = binding.tree.units
+        self._slots = {(unit.index, slot.offset_numel): n for unit in units for n, slot in enumerate(unit.slots)}
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
@@ -132,22 +133,25 @@ class SavedTensors:
         Raises:
             StateError: the parameter was frozen since, or trains again.
         """
-        parameter, name = self._parameter_at(saved.unit, saved.form)
-        if parameter is not None and parameter.requires_grad is not saved.trained:
-            raise StateError(
-                f"backward: parameter {name} was {'frozen' if saved.trained else 'unfrozen'} after a forward with "
-                "gradient checkpointing, which backward repeats, and then keeps other tensors; change requires_grad "
-                "behind backward"
-            )
+        slot = self._slot_at(saved.unit, saved.form)
+        if slot is None or self._binding.tree.parameters[saved.unit][slot].requires_grad is saved.trained:
+            return
+        raise StateError(
+            f"backward: parameter {self._binding.tree.units[saved.unit].slots[slot].name} was "
+            f"{'frozen' if saved.trained else 'unfrozen'} after a forward with gradient checkpointing, which backward "
+            "repeats, and then keeps other tensors; change requires_grad behind backward"
+        )
 
-    def _parameter_at(self, unit: int, form: Form) -> tuple[nn.Parameter | None, str]:
-        """Return the parameter in which a tensor of a unit begins, and its name; none where it is of another dtype."""
-        slots, offset = self._binding.tree.units[unit].slots, form[1]
-        if form[0] is self._binding.dtypes[unit]:
-            for slot, parameter in zip(slots, self._binding.tree.parameters[unit], strict=True):
-                if slot.offset_numel <= offset < slot.end_numel:
-                    return parameter, slot.name
-        return None, ""
+    def _slot_at(self, unit: int, form: Form) -> int | None:
+        """Return the slot of a unit in which a tensor begins; None where it is of another dtype."""
+        dtype, begin = form[:2]
+        if dtype is not self._binding.dtypes[unit]:
+            return None
+        found = self._slots.get((unit, begin))
+        if found is None:  # it begins inside of a parameter
+            slots = enumerate(self._binding.tree.units[unit].slots)
+            found = next((number for number, slot in slots if slot.offset_numel <= begin < slot.end_numel), None)
+        return found
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
@@ -186,9 +190,10 @@ class SavedTensors:
         self._manager = None
 
     def _view_in_segment(self, tensor: torch.Tensor, unit: int) -> SavedView:
-        view = self._view(tensor, unit)
-        parameter, _ = self._parameter_at(unit, view.form)
-        return view._replace(trained=parameter is not None and parameter.requires_grad)
+        unit, version, form, _ = self._view(tensor, unit)
+        slot = self._slot_at(unit, form)
+        trained = slot is not None and self._binding.tree.parameters[unit][slot].requires_grad
+        return SavedView(unit, version, form, trained)
 
     def _view(self, tensor: torch.Tensor, unit: int) -> SavedView:
         assert self._manager is not None, "closed"
