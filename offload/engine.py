@@ -363,7 +363,7 @@ class Engine(EngineTensors, EngineRuns):
             )
         try:
             pairs = [(int(step), float(loss)) for step, loss in losses]
-            if any(abs(step) > _LARGEST_STEP for step, _ in pairs):
+            if any(abs(step) >= _LARGEST_STEP for step, _ in pairs):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             raise ConfigError(f"report: losses: expected pairs of a step and its loss but got {losses!r}") from None

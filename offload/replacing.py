@@ -41,7 +41,8 @@ def replacing(path: str | Path, what: str) -> Iterator[TextIO]:
         with partial.open("w", encoding="utf-8") as file:
             yield file
         if target.exists():
-            shutil.copymode(target, partial)
+            with contextlib.suppress(OSError):  # some file systems have no modes
+                shutil.copymode(target, partial)
         os.replace(partial, target)
     except OSError as error:
         raise ConfigError(

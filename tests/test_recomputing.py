@@ -304,3 +304,13 @@ def test_a_model_of_transformers_that_did_it_before_does_it_afterwards() -> None
     with offload.Engine(model, offload.SGD(lr=0.1), device="cpu", max_memory=memory, activations="recompute"):
         assert model.is_gradient_checkpointing
     assert model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_a_closed_engine_repeats_nothing(restore: bool, tmp_path: Path) -> None:
+    """Its hooks are put back with all others."""
+    engine = offload.Engine(net(), offload.AdamW(), **options(tmp_path, activations="recompute"))
+    loss = loss_of(engine, rows(0))
+    engine.close(restore=restore)
+    with pytest.raises(StateError, match="the engine that ran this forward is closed; run backward before close"):
+        loss.backward()

@@ -344,6 +344,15 @@ def test_a_backward_pass_that_the_user_calls_is_counted(checkpointing: bool | No
         assert engine.stats().links["compute"].seconds > before
 
 
+def test_a_backward_pass_that_repeats_the_engine_is_one_pass(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+    with offload.Engine(model, offload.AdamW(lr=1e-3), **tight(model, tmp_path, offload_param="cpu")) as engine:
+        x = torch.ones(64, WIDTH, requires_grad=True)
+        checkpoint(engine, x.sin(), use_reentrant=False).sin().sum().backward()
+        spans = take_spans(engine._parts, engine._life.require_open()).spans
+    assert [span.name for span in spans if span.lane == "compute"] == ["forward", "backward"]
+
+
 def test_the_report_of_an_engine_is_of_its_steps(ran: Ran) -> None:
     report = ran.report
     assert len(report.step_seconds) == 2 and 0 < report.seconds <= ran.end - ran.begin

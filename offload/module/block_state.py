@@ -116,7 +116,7 @@ def _set_attributes(module: nn.Module, other: frozenset[str], attributes: dict[s
 
 
 def _contents(containers: Sequence[dict[Any, Any]]) -> list[dict[Any, Any]]:
-    return [dict(container) for container in containers]
+    return [dict(container) if container else {} for container in containers]
 
 
 def _refill_all(containers: Sequence[dict[Any, Any]], contents: Sequence[dict[Any, Any]]) -> None:

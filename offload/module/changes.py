@@ -48,8 +48,10 @@ class OutsideChanges:
         self._manager = manager
         self._writer = writer
         self._handed: set[int] = set()  # units that tensors outside the module may still view
-        # That state dicts gave: what counts changes of each, and how many there were then. Nobody need keep the copy.
-        self._copies: list[tuple[str, weakref.ref[torch.Tensor], torch.Tensor, int]] = []
+        # That state dicts gave: what counts changes of each, and how many there were then. On a CPU nobody need keep
+        # the copy. Those of another device are on the CPU, where torch would make another one of each parameter.
+        self._copies: list[tuple[str, weakref.ref[torch.Tensor], torch.Tensor | None, int]] = []
+        self._counts = manager.tiers.device.addressable
 
     def note_handed(self, index: int) -> None:
         """Note that tensors outside the module may view a unit."""
@@ -84,7 +86,8 @@ class OutsideChanges:
         with no_functions(), no_dispatch():
             for name, copy in copies:
                 if not copy.is_inference():
-                    counter = counted_by(copy, torch.empty(0, dtype=copy.dtype, device=copy.device))
+                    nothing = torch.empty(0, dtype=copy.dtype, device=copy.device)
+                    counter = counted_by(copy, nothing) if self._counts else None
                     self._copies.append((name, weakref.ref(copy), counter, copy._version))
 
     def forget_copies(self) -> None:
@@ -92,8 +95,9 @@ class OutsideChanges:
         self._copies.clear()
 
     def _refuse_written_copies(self) -> None:
-        for name, _, counter, version in self._copies:
-            if counter._version != version:
+        for name, reference, own, version in self._copies:
+            counter = reference() if own is None else own
+            if counter is not None and counter._version != version:
                 self.forget_copies()
                 raise StateError(
                     f"state dict: {name} was written to, which changes no parameter: while an engine has the module, "

@@ -192,6 +192,8 @@ class Hooks:
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refusals.refuse_child(self._process)
+        if not self._registered:  # who repeats a forward has put this hook back
+            raise StateError("backward: the engine that ran this forward is closed; run backward before close()")
         if self._needs_nothing(module):
             self.deferral.check()
             self.deferral.around(self._activations.balance)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from offload.memory.transfer import Mover
 from offload.spans import COMPUTE
 from offload.stats import Counters
-from offload.torch_private import at_end_of_backward
+from offload.torch_private import NO_GRAPH_TASK, at_end_of_backward, graph_task, in_backward
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -29,12 +29,14 @@ class _Begun:
         waited_s: seconds that were waited for until then.
         there: the moment of the device; None where it has no clock.
         tasks: of torch's, for a backward pass of the user: how many are under way.
+        first: torch's number of the first one.
     """
 
     begin: float
     waited_s: float
     there: object | None
     tasks: int = 0
+    first: int = NO_GRAPH_TASK
 
 
 class PassTimes:
@@ -55,6 +57,11 @@ class PassTimes:
     @contextlib.contextmanager
     def counting(self, what: str) -> Iterator[None]:
         """Count the seconds of the ``with`` block in which nothing was waited for as those of computing `what`."""
+        if in_backward() and not self._ours:  # of the user, which repeats this
+            if self._theirs is None:
+                self.begin_backward(is_another=True)
+            yield
+            return
         self._theirs = None  # it has failed
         begun = self._begin()
         self._ours += 1
@@ -70,10 +77,12 @@ class PassTimes:
         Args:
             is_another: pass; else the task belongs to the one under way.
         """
-        if self._ours:
+        task = graph_task()
+        if self._ours or (self._theirs is not None and self._theirs.first == task):
             return
         if is_another or self._theirs is None:
             self._theirs = self._begin()
+            self._theirs.first = task
         self._theirs.tasks += 1
         at_end_of_backward(functools.partial(self._end_backward, self._theirs))
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import Activations, SavedActivation
@@ -23,22 +24,18 @@ from offload.shards.manager import Manager
 from offload.torch_private import no_functions, top_hooks
 from offload.wrappers import Shell, has_own_storage, is_wrapper, take_apart
 
+_CHECKPOINTING = torch.utils.checkpoint.__name__
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SavedView(NamedTuple):
-    """What autograd keeps instead of a tensor that views a unit.
-
-    Attributes:
-        unit, version, form: of the tensor.
-        trained: whether the parameter required a gradient, in a segment of gradient checkpointing, which may be
-            repeated while what was saved is being looked at; None outside.
-    """
+    """What autograd keeps instead of a tensor that views a unit."""
 
     unit: int
     version: int
     form: Form
-    trained: bool | None
+    in_segment: bool  # of gradient checkpointing, which may be repeated while what was saved is being looked at
 
 
 class SavedTensors:
@@ -70,8 +67,6 @@ class SavedTensors:
         self._leaving = activations if isinstance(activations, LeavingActivations) else None
         self._device = device
         self._deferral = deferral
-        units = binding.tree.units
-        self._slots = {(unit.index, slot.offset_numel): n for unit in units for n, slot in enumerate(unit.slots)}
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
@@ -80,7 +75,7 @@ class SavedTensors:
             return take_apart(tensor).map(self.pack) if is_wrapper(tensor) else SavedActivation(tensor)
         unit = self._binding.unit_at(address)
         if unit is not None:
-            return self._view(tensor, unit)
+            return self._view(tensor, unit, in_segment=False)
         if tensor.device != self._device:
             return SavedActivation(tensor)
         if self._leaving is not None:
@@ -122,36 +117,8 @@ class SavedTensors:
                 f"backward: parameters of {self._binding.tree.units[saved.unit].name} were changed after this forward "
                 "(by a step or by loading), so its graph is stale; run the forward again"
             )
-        if saved.trained is not None:
-            self._refuse_toggled(saved)
         self._activations.balance()
-        return manager.view_of(saved.unit, saved.form, aside=saved.trained is not None)
-
-    def _refuse_toggled(self, saved: SavedView) -> None:
-        """Refuse a segment whose repetition keeps other tensors than its forward: torch counts all but those of units.
-
-        Raises:
-            StateError: the parameter was frozen since, or trains again.
-        """
-        slot = self._slot_at(saved.unit, saved.form)
-        if slot is None or self._binding.tree.parameters[saved.unit][slot].requires_grad is saved.trained:
-            return
-        raise StateError(
-            f"backward: parameter {self._binding.tree.units[saved.unit].slots[slot].name} was "
-            f"{'frozen' if saved.trained else 'unfrozen'} after a forward with gradient checkpointing, which backward "
-            "repeats, and then keeps other tensors; change requires_grad behind backward"
-        )
-
-    def _slot_at(self, unit: int, form: Form) -> int | None:
-        """Return the slot of a unit in which a tensor begins; None where it is of another dtype."""
-        dtype, begin = form[:2]
-        if dtype is not self._binding.dtypes[unit]:
-            return None
-        found = self._slots.get((unit, begin))
-        if found is None:  # it begins inside of a parameter
-            slots = enumerate(self._binding.tree.units[unit].slots)
-            found = next((number for number, slot in slots if slot.offset_numel <= begin < slot.end_numel), None)
-        return found
+        return manager.view_of(saved.unit, saved.form, aside=saved.in_segment)
 
     def keep(self, tensor: torch.Tensor) -> tuple[Any, Callable[[Any], torch.Tensor]]:
         """Return what keeps `tensor` for backward as autograd would here and now, and what makes it of that again."""
@@ -163,7 +130,7 @@ class SavedTensors:
         address = address_of(tensor)
         if address is not None:
             unit = self._binding.unit_at(address)
-            return None if unit is None else self._view_in_segment(tensor, unit)
+            return None if unit is None else self._view(tensor, unit, in_segment=True)
         if is_wrapper(tensor):
             shell = take_apart(tensor)
             if any(self._binding.unit_at(address_of(inner)) is not None for _, inner in shell.items()):
@@ -189,24 +156,19 @@ class SavedTensors:
         """Rebuild no more tensors. Idempotent."""
         self._manager = None
 
-    def _view_in_segment(self, tensor: torch.Tensor, unit: int) -> SavedView:
-        unit, version, form, _ = self._view(tensor, unit)
-        slot = self._slot_at(unit, form)
-        trained = slot is not None and self._binding.tree.parameters[unit][slot].requires_grad
-        return SavedView(unit, version, form, trained)
-
-    def _view(self, tensor: torch.Tensor, unit: int) -> SavedView:
+    def _view(self, tensor: torch.Tensor, unit: int, *, in_segment: bool) -> SavedView:
         assert self._manager is not None, "closed"
         version = self._manager.copies.params[unit].version
         form = (tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        return SavedView(unit, version, form, None)
+        return SavedView(unit, version, form, in_segment)
 
 
 class Over:
     """Our saved-tensor hooks over those of somebody else: views of units are ours, everything else is theirs.
 
     Gradient checkpointing without reentrance counts the tensors that pass its hooks, in the forward and again in its
-    repetition; views of units pass it by both times. So a unit need not stay on the device while its segment waits.
+    repetition; of views of units it gets an empty tensor both times. So a unit need not stay on the device while its
+    segment waits, and a repetition that saves something else is refused by torch: no other tensor is like that one.
     """
 
     def __init__(
@@ -215,11 +177,16 @@ class Over:
         self.saved = saved
         self._pack = pack
         self._unpack = unpack
+        self._counts = pack.__module__ == _CHECKPOINTING
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
         view = self.saved.view_in_segment(tensor)
-        return view if view is not None else _Theirs(self._pack(tensor), self._unpack)
+        if view is None:
+            return _Theirs(self._pack(tensor), self._unpack)
+        if self._counts:
+            self._pack(_NOTHING)
+        return view
 
     def unpack(self, saved: object) -> torch.Tensor:
         """Return the tensor that :meth:`pack` was given."""

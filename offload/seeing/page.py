@@ -241,7 +241,9 @@ def _losses(content: Content) -> Iterator[tuple[str, str, str]]:
         others = [step for step, value in points if not abs(value) < _LARGEST]
         about = f"From {fine[0][1]:.4g} to {fine[-1][1]:.4g}." if fine else ""
         if others:
-            about += f" {len(others)} of {len(points)} are not finite, the first one in step {others[0]:.0f}."
+            about += (
+                f" {len(others)} of {len(points)} are not finite or too large, the first one in step {others[0]:.0f}."
+            )
         chart = [Line(heading, colour, fine)]
         zero = heading != "Loss"
         if points:
