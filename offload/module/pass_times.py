@@ -25,18 +25,18 @@ class _Begun:
     """A pass that has begun.
 
     Attributes:
+        first: torch's number of its first task, for a backward pass of the user.
         begin: seconds of the host.
         waited_s: seconds that were waited for until then.
         there: the moment of the device; None where it has no clock.
-        tasks: of torch's, for a backward pass of the user: how many are under way.
-        first: torch's number of the first one.
+        tasks: of it, which are under way.
     """
 
+    first: int
     begin: float
     waited_s: float
     there: object | None
     tasks: int = 0
-    first: int = NO_GRAPH_TASK
 
 
 class PassTimes:
@@ -81,8 +81,7 @@ class PassTimes:
         if self._ours or (self._theirs is not None and self._theirs.first == task):
             return
         if is_another or self._theirs is None:
-            self._theirs = self._begin()
-            self._theirs.first = task
+            self._theirs = self._begin(task)
         self._theirs.tasks += 1
         at_end_of_backward(functools.partial(self._end_backward, self._theirs))
 
@@ -92,8 +91,8 @@ class PassTimes:
             self._theirs = None
             self._end("backward", begun)
 
-    def _begin(self) -> _Begun:
-        return _Begun(time.perf_counter(), self._counters.waits_seconds, self._mover.begin_computing())
+    def _begin(self, first: int = NO_GRAPH_TASK) -> _Begun:
+        return _Begun(first, time.perf_counter(), self._counters.waits_seconds, self._mover.begin_computing())
 
     def _end(self, what: str, begun: _Begun) -> None:
         if begun.there is not None:

@@ -25,7 +25,7 @@ from offload.torch_private import no_functions, top_hooks
 from offload.wrappers import Shell, has_own_storage, is_wrapper, take_apart
 
 _CHECKPOINTING = torch.utils.checkpoint.__name__
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever is the default where this is imported
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -177,7 +177,7 @@ class Over:
         self.saved = saved
         self._pack = pack
         self._unpack = unpack
-        self._counts = pack.__module__ == _CHECKPOINTING
+        self._counts = getattr(pack, "__module__", None) == _CHECKPOINTING
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""
