@@ -558,7 +558,8 @@ def test_writing_to_a_state_dict_is_refused(place: str, tmp_path: Path) -> None:
         with pytest.raises(offload.StateError, match=refused):
             model.blocks[2].bias.norm()
         del own
-        for use in (lambda: engine(batch(0)), model.state_dict):  # nor is what nobody keeps lost in silence
+        # Nor is what nobody keeps lost in silence; beside an accelerator torch would make such a copy itself.
+        for use in (lambda: engine(batch(0)), model.state_dict) if engine.device.type == "cpu" else ():
             model.state_dict()["blocks.2.bias"].zero_()
             with pytest.raises(offload.StateError, match=refused):
                 use()
