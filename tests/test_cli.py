@@ -675,7 +675,9 @@ def test_run_through_three_tiers_is_the_run_in_memory(tmp_path: Path) -> None:
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert json.loads((tmp_path / "offloaded/report.json").read_text())["steps"][0]["loss"] == memory.steps[0].loss
     assert (tmp_path / "offloaded/loss.png").is_file()
-    assert "<svg" in (tmp_path / "offloaded/report.html").read_text() and "report.html" in shown
+    page = (tmp_path / "offloaded/report.html").read_text()
+    assert "<svg" in page and "report.html" in shown
+    assert re.search(r"Lanes of the last (\d+ steps|step)<", page), "and not of the evaluation behind them"
     assert list((tmp_path / "swap").iterdir()) == []
     assert "nvme" in shown and "held-out loss" in shown
 

@@ -277,7 +277,7 @@ def test_a_loss_that_stands_out_is_seen_however_many_there_are() -> None:
 
 def test_a_page_of_steps_with_more_spans_than_are_kept_says_so() -> None:
     spans = recorded(*TWO_STEPS, complete_from=25)
-    assert "Lanes, of a part of a step" in page(content([sample(1), sample(2)], spans))
+    assert "Lanes of the last 7 s, which have no whole step" in page(content([sample(1), sample(2)], spans))
 
 
 @pytest.mark.parametrize("what", ["folder", "no folder", "device"])

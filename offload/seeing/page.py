@@ -165,7 +165,8 @@ def _lanes(content: Content) -> tuple[str, str, str]:
     begin, end = window(steps, recorded)
     heading = f"Lanes of the last {len(steps)} steps" if len(steps) > 1 else "Lanes of the last step"
     if not steps:
-        heading = "Lanes, of a part of a step" if content.samples else "Lanes, before a step has ended"
+        heading = f"Lanes of the last {seconds_text(end - begin)}, which have no whole step"
+        heading = heading if content.samples else "Lanes, before a step has ended"
     about = "When each lane was busy. What computing waited for is in the lane wait. Point at a block for its name."
     found = []
     for lane in LANES:

@@ -171,6 +171,9 @@ def train(
         past.steps.append(StepRecord(number, mean, engine.grad_norm, rate, seconds, tokens))
         progress.step(past.steps[-1], stats.used_bytes, meter.add(before, stats))
         log.add(number, step_scalars(past.steps[-1], before, stats))
+        if number == settings.steps and settings.output is not None:  # the lanes behind it are no longer of steps
+            losses = [(record.step, record.loss) for record in past.steps]
+            engine.report(settings.output / "report.html", losses=losses)
         if number in due:
             evaluated(number, f"after step {number}")
             trim_heap()
@@ -300,9 +303,6 @@ def run(settings: Settings, *, stream: TextIO | None = None) -> Report:
         ):
             training = train(engine, data, settings, progress, device, log=log, stop=stop, past=past)
         sample_after = sample()
-        if settings.output is not None:
-            losses = [(record.step, record.loss) for record in training.steps]
-            engine.report(settings.output / "report.html", losses=losses)
         stats = engine.stats()
         ram = ram_budget(stats.budget_bytes, given, open_device(device))
         memory = MemoryReport(meter.baseline_bytes, meter.peak_bytes(), ram)
