@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+from torch.utils import _pytree, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -57,6 +57,11 @@ def top_hooks() -> SavedTensorHooks | None:
     """Return the saved-tensor hooks that are in force in this thread."""
     hooks: SavedTensorHooks | None = _autograd._top_saved_tensors_default_hooks(False)
     return hooks
+
+
+def counts_tensors(pack: Callable[[torch.Tensor], Any]) -> bool:
+    """Tell whether a saved-tensor hook is one of gradient checkpointing, which numbers the tensors that pass it."""
+    return getattr(pack, "__module__", None) == checkpoint.__name__
 
 
 @contextlib.contextmanager

@@ -1329,3 +1329,30 @@ def test_what_is_toggled_and_keeps_the_same_tensors_is_fine(trains: bool, around
             one.requires_grad_(True)
         grads.append(x.grad)
     assert torch.equal(*grads)
+
+
+def test_a_shallow_copy_of_a_module_is_refused_by_name() -> None:
+    """It has the hooks of the one that the engine knows, and none of its parameters."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.also = nn.Linear(8, 8), list[nn.Module]()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Run the copies, too: a list holds them, in which torch sees no modules."""
+            for module in (self.first, *self.also):
+                x = module(x)
+            return x
+
+    model, x = Model(), torch.ones(1, 8)
+    with Engine(model, AdamW(), **everything_on_device()) as engine:
+        engine(x)
+        for module in (copy.copy(model), copy.copy(model.first)):
+            with pytest.raises(offload.StateError, match="is a copy of a module that an engine has"):
+                module(x)
+        model.also.append(copy.copy(model.first))
+        with pytest.raises(offload.StateError, match="Linear is a copy of a module that an engine has"):
+            engine(x)
+        model.also.clear()
+        assert engine(x).shape == x.shape

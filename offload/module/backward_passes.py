@@ -8,17 +8,10 @@ belongs to the pass in which it was repeated. Refuses passes of two threads at o
 from __future__ import annotations
 
 import threading
-from typing import Protocol
 
 from offload.errors import StateError
+from offload.module.pass_times import PassTimes
 from offload.torch_private import NO_GRAPH_TASK, graph_task, runs_backward
-
-
-class Times(Protocol):
-    """Who counts the seconds of backward passes."""
-
-    def begin_backward(self, *, is_another: bool) -> None:
-        """See the beginning of one of torch's tasks, of another pass or of the one under way, from inside it."""
 
 
 class BackwardPasses:
@@ -29,11 +22,11 @@ class BackwardPasses:
         is_over: the latest has ended, as far as that is known; none is under way.
     """
 
-    def __init__(self, times: Times, *, in_callers: bool) -> None:
+    def __init__(self, times: PassTimes, *, in_callers: bool) -> None:
         """Begin with none.
 
         Args:
-            times: sees each beginning.
+            times: of the passes.
             in_callers: torch runs a pass in the thread that calls it, as it does on the CPU; elsewhere in one of its
                 own, where two are never at once.
         """

@@ -71,6 +71,7 @@ class Hooks:
     Attributes:
         binding: units and parameters.
         lending: lends parameters.
+        times: seconds of passes.
         uses: of parameters that no hook announces.
         saved: what autograd keeps.
         left_out: accelerators that would save without the module.
@@ -214,6 +215,7 @@ class Hooks:
         return (
             module is not around
             and module is not self._model()  # whose forward finds what an interrupt has left
+            and module in self._leases  # and no copy of one
             and all(map(self.binding.is_lent, self._leases[module]))
             and contexts.is_uppermost()
             and contexts.stream == self._mover.note_stream()
@@ -247,12 +249,13 @@ class Hooks:
         contexts = self._enter(repeats=repeats)
         loans: list[Loan] = []
         try:
-            if module not in self._leases:
+            leases = self._leases.get(module)
+            if leases is None:
                 raise StateError(
                     f"model: {type(module).__name__} is a copy of a module that an engine has, whose parameters are "
                     "elsewhere; call the module itself, or copy the model before the engine is made"
                 )
-            for index in self._leases[module]:
+            for index in leases:
                 loans.append(self.lending.lend(index))
             if self.binding.rebound:
                 self._manager.bound.refuse_changes()

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 
 from offload.activations.leaving import LeavingActivations, SavedElsewhere
 from offload.activations.ledger import Activations, SavedActivation
@@ -21,10 +20,9 @@ from offload.module.backward_passes import BackwardPasses
 from offload.module.binding import Binding
 from offload.shards.bound import Form
 from offload.shards.manager import Manager
-from offload.torch_private import no_functions, top_hooks
+from offload.torch_private import counts_tensors, no_functions, top_hooks
 from offload.wrappers import Shell, has_own_storage, is_wrapper, take_apart
 
-_CHECKPOINTING = torch.utils.checkpoint.__name__
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # whatever is the default where this is imported
 _ORDINARY = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -177,7 +175,7 @@ class Over:
         self.saved = saved
         self._pack = pack
         self._unpack = unpack
-        self._counts = getattr(pack, "__module__", None) == _CHECKPOINTING
+        self._counts = counts_tensors(pack)
 
     def pack(self, tensor: torch.Tensor) -> object:
         """Return what autograd shall keep for `tensor`."""

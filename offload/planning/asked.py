@@ -204,6 +204,10 @@ class Request:
         sets.append(sorted(among.values(), key=lambda unit: unit.param_bytes, reverse=True)[:WORKING_UNITS])
         return max(reversed(sets), key=lambda held: sum(unit.param_bytes for unit in held))
 
+    def passing(self, homes: Sequence[Homes]) -> list[Unit]:
+        """Return the units that need working copies, or to become whole there."""
+        return [unit for unit in self.units if self.slices_parameters or homes[unit.index].param is not Tier.DEVICE]
+
     def owned(self, unit: Unit, role: Role) -> tuple[int, int]:
         """Return the elements [begin, end) of `unit` that this rank keeps in `role`.
 

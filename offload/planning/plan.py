@@ -170,13 +170,8 @@ class Plan:
     @property
     def least_working_bytes(self) -> int:
         """Bytes of the working region that give way to nothing: those of the units that must be there together."""
-        request = self.request
-        passing = [
-            unit
-            for unit in request.units
-            if request.slices_parameters or self.homes[unit.index].param is not Tier.DEVICE
-        ]
-        return min(sum(unit.param_bytes for unit in request.widest(passing)), self.working_bytes)
+        widest = self.request.widest(self.request.passing(self.homes))
+        return min(sum(unit.param_bytes for unit in widest), self.working_bytes)
 
     def room_bytes(self, unit: Unit, role: Role) -> int:
         """Return the bytes of a shard's home in memory: of a gradient's with the room to become fp32, if there is."""

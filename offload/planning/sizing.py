@@ -7,6 +7,7 @@ Next: :mod:`offload.planning.planner` chooses homes and asks for the plan.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
@@ -257,11 +258,7 @@ class _Sizes:
     def _divide_device(self) -> OnDevice:
         """Divide what is not at home on the device between activations and working copies, which take what is left."""
         request = self._request
-        passing = [
-            unit
-            for unit, home in zip(request.units, self._homes, strict=True)
-            if home.param is not Tier.DEVICE or request.slices_parameters
-        ]
+        passing = request.passing(self._homes)
         widest = request.widest(passing)
         totals = totals_bytes(request, self._homes)
         at_home = bytes_at(request, self._homes, Tier.DEVICE) + totals
@@ -274,12 +271,16 @@ class _Sizes:
             working = min(room, sum(unit.param_bytes for unit in passing)) // PAGE_BYTES * PAGE_BYTES
         return OnDevice(activations, working, totals)
 
+    @property
+    def _uses_drive(self) -> bool:
+        return any(Tier.NVME in (home.param, home.grad, home.states) for home in self._homes)
+
     def _buffers(self) -> Buffers:
         """Return the buffers, with more of those that are worth it if host memory is left; raises `TooSmall`."""
         request, units = self._request, self._request.units
         leaving = [u.index for u in units if u.trainable and self._homes[u.index].grad is not Tier.DEVICE]
         spilled = [request.role_bytes(u, Role.GRAD) for u in units if self._homes[u.index].grad is Tier.NVME]
-        nvme = any(Tier.NVME in (home.param, home.grad, home.states) for home in self._homes)
+        nvme = self._uses_drive
         buffers = least_buffers(request, leaving, nvme=nvme, spilled=max(spilled, default=0))
         left = request.budgets[Tier.HOST] - request.own_bytes - buffers.total_bytes
         left -= bytes_at(request, self._homes, Tier.HOST)
@@ -344,8 +345,8 @@ class _Sizes:
         The host begins each chunk with as many calls. On a drive they lie in chunks of a size that no budget changes:
         it may be that of another machine.
         """
-        request, before = self._request, buffers.slots * buffers.slot_bytes
-        on_drive = request.commit is not None or any(Tier.NVME in (h.param, h.grad, h.states) for h in self._homes)
+        request, slots, before = self._request, buffers.slots, buffers.slots * buffers.slot_bytes
+        on_drive = self._uses_drive or request.commit is not None
         if request.chunk_numel is not None or request.device_is_host or on_drive:
             return 0
         passing = (
@@ -354,12 +355,13 @@ class _Sizes:
             if unit.trainable and home.param is Tier.DEVICE and home.states is not Tier.DEVICE
         )
         most = round_up(min(MAX_CHUNK_NUMEL, max(passing, default=0)), MIN_CHUNK_NUMEL)
-        for chunk_numel in range(most, buffers.chunk_numel, -MIN_CHUNK_NUMEL):
-            size = _least_slot_bytes(request, chunk_numel)
-            if buffers.slots * size <= before + int(left * LARGER_CHUNKS_SHARE):
-                buffers.chunk_numel, buffers.slot_bytes = chunk_numel, size
-                break
-        return buffers.slots * buffers.slot_bytes - before
+        numels = range(buffers.chunk_numel, most + 1, MIN_CHUNK_NUMEL)
+        room = before + int(left * LARGER_CHUNKS_SHARE)
+        fitting = bisect.bisect_right(numels, room, key=lambda numel: slots * _least_slot_bytes(request, numel))
+        if fitting:
+            buffers.chunk_numel = numels[fitting - 1]
+            buffers.slot_bytes = _least_slot_bytes(request, buffers.chunk_numel)
+        return slots * buffers.slot_bytes - before
 
     def _add_slots(self, buffers: Buffers, left: int, early: int) -> int:
         """Add slots, as the swap files have room for what leaves them; returns their bytes.
