@@ -494,7 +494,7 @@ def test_a_gpu_keeps_parameters_but_updates_on_the_host() -> None:
     assert make_plan(Request(frozen, budgets(GIB, GIB), optimizer_tier=Tier.DEVICE, device_is_host=False))
 
 
-def test_parameters_of_a_gpu_pass_in_chunks_as_large_as_host_memory_has_room_for() -> None:
+def test_the_cpu_updates_chunks_as_large_as_host_memory_has_room_for() -> None:
     request = Request(BLOCKS, budgets(GIB, GIB), device_is_host=False)
     least, unit = chunk_numel_of(request), BLOCKS[0].numel
     assert make_plan(request).chunk_numel == unit > least
@@ -507,7 +507,11 @@ def test_parameters_of_a_gpu_pass_in_chunks_as_large_as_host_memory_has_room_for
         plan = make_plan(dataclasses.replace(request, budgets=budgets(GIB, need + left)))
         numels.append(plan.chunk_numel)
     assert numels == [least, least, least + MIN_CHUNK_NUMEL, least + 2 * MIN_CHUNK_NUMEL]
-    for change in ({"chunk_numel": least}, {"param_tier": Tier.HOST}, {"optimizer_tier": Tier.NVME}):
+    for change in ({"param_tier": Tier.HOST}, {"device_is_host": True}):
+        plan = make_plan(dataclasses.replace(request, **change))
+        assert plan.chunk_numel == unit
+    assert not plan.staging_slots and not plan.staging_slot_bytes, "a CPU that computes updates in place"
+    for change in ({"chunk_numel": least}, {"optimizer_tier": Tier.NVME}):
         assert make_plan(dataclasses.replace(request, budgets=budgets(GIB, GIB, GIB), **change)).chunk_numel == least
 
 
@@ -740,9 +744,10 @@ def test_an_undivided_parameter_makes_staging_as_large_as_it_is() -> None:
 @pytest.mark.parametrize("room", range(1, 9))
 def test_room_beside_the_content_is_for_updates_that_have_something_to_go_beside(room: int) -> None:
     """Gradients come from the last unit to the first; the forward, which needs that one first, waits in any case."""
-    everything = make_plan(Request(BLOCKS, budgets(GIB, GIB), Tier.HOST, Tier.HOST, device_is_host=False))
+    request = Request(BLOCKS, budgets(GIB, GIB), Tier.HOST, Tier.HOST, chunk_numel=1, device_is_host=False)
+    everything = make_plan(request)
     host = everything.arena_bytes[Tier.HOST] + everything.wide_bytes[Tier.HOST] - (len(BLOCKS) - room) * 12 * MIB
-    plan = make_plan(Request(BLOCKS, budgets(GIB, host), Tier.HOST, Tier.HOST, device_is_host=False))
+    plan = make_plan(dataclasses.replace(request, budgets=budgets(GIB, host)))
     check_plan(plan)
     assert len(BLOCKS) == 8 and len(plan.spare_units) == room
     assert (0 in plan.spare_units) == (room == 8)

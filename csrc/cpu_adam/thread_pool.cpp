@@ -9,6 +9,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace offload::cpu_adam {
 namespace {
@@ -23,42 +24,42 @@ std::size_t default_threads() {
     return found == 0 ? 1 : found;
 }
 
-class Pool {
-  public:
-    // False when another loop has the pool.
-    bool try_run(std::size_t count, Task task, void* context, std::size_t helpers) {
-        std::unique_lock<std::mutex> running(running_, std::try_to_lock);
-        if (!running.owns_lock()) {
-            return false;
-        }
-        start_workers(helpers);
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            task_ = task;
-            context_ = context;
-            count_ = count;
-            places_ = helpers;
-            next_.store(0, std::memory_order_relaxed);
-            ++generation_;
-        }
-        wake_.notify_all();
-        work(count, task, context);
-        // All chunks are handed out: close the loop for threads that have not woken yet, wait for those at
-        // work.
-        std::unique_lock<std::mutex> lock(mutex_);
-        places_ = 0;
-        idle_.wait(lock, [this] { return busy_ == 0; });
-        return true;
-    }
+// One call of parallel_for. It lies on the caller's stack, who leaves when no worker has it any more.
+struct Loop {
+    const std::size_t count;
+    const Task task;
+    void* const context;
+    std::atomic<std::size_t> next{0};
+    std::size_t places;    // workers that may still join
+    std::size_t busy = 0;  // workers inside
 
-  private:
-    void work(std::size_t count, Task task, void* context) {
-        for (std::size_t i = next_.fetch_add(1, std::memory_order_relaxed); i < count;
-             i = next_.fetch_add(1, std::memory_order_relaxed)) {
+    void work() {
+        for (std::size_t i = next.fetch_add(1, std::memory_order_relaxed); i < count;
+             i = next.fetch_add(1, std::memory_order_relaxed)) {
             task(context, i);
         }
     }
+};
 
+class Pool {
+  public:
+    void run(std::size_t count, Task task, void* context, std::size_t helpers) {
+        Loop loop{.count = count, .task = task, .context = context, .places = helpers};
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            start_workers(helpers);
+            loops_.push_back(&loop);
+        }
+        wake_.notify_all();
+        loop.work();
+        // All chunks are handed out: close the loop for threads that have not woken yet, wait for those at
+        // work.
+        std::unique_lock<std::mutex> lock(mutex_);
+        forget(&loop);
+        left_.wait(lock, [&] { return loop.busy == 0; });
+    }
+
+  private:
     void start_workers(std::size_t wanted) {
         if (started_ >= wanted) {
             return;
@@ -76,41 +77,31 @@ class Pool {
     }
 
     [[noreturn]] void serve() {
-        std::size_t seen = 0;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            wake_.wait(lock, [&] { return generation_ != seen; });
-            seen = generation_;
-            if (places_ == 0) {
-                continue;
+            wake_.wait(lock, [this] { return !loops_.empty(); });
+            Loop& loop = *loops_.front();  // the oldest that wants more workers
+            ++loop.busy;
+            if (--loop.places == 0) {
+                forget(&loop);
             }
-            --places_;
-            ++busy_;
-            const std::size_t count = count_;
-            const Task task = task_;
-            void* const context = context_;
             lock.unlock();
-            work(count, task, context);
+            loop.work();
             lock.lock();
-            if (--busy_ == 0) {
-                idle_.notify_one();
+            forget(&loop);  // all of it is handed out
+            if (--loop.busy == 0) {
+                left_.notify_all();
             }
         }
     }
 
-    std::mutex running_;       // held by the loop that has the pool
-    std::size_t started_ = 0;  // under running_
+    void forget(Loop* loop) { std::erase(loops_, loop); }
 
-    std::mutex mutex_;  // everything below
+    std::mutex mutex_;  // everything below, and what workers change of loops
     std::condition_variable wake_;
-    std::condition_variable idle_;
-    std::size_t generation_ = 0;
-    std::size_t places_ = 0;  // workers that may still join the loop
-    std::size_t busy_ = 0;    // workers inside it
-    std::size_t count_ = 0;
-    Task task_ = nullptr;
-    void* context_ = nullptr;
-    std::atomic<std::size_t> next_{0};
+    std::condition_variable left_;
+    std::size_t started_ = 0;
+    std::vector<Loop*> loops_;  // that more workers may join, the oldest first
 };
 
 std::atomic<std::size_t> g_threads{0};  // 0: not chosen yet
@@ -150,7 +141,8 @@ std::size_t num_threads() {
 
 void parallel_for(std::size_t count, Task task, void* context) {
     const std::size_t wanted = num_threads() < count ? num_threads() : count;
-    if (wanted > 1 && pool().try_run(count, task, context, wanted - 1)) {
+    if (wanted > 1) {
+        pool().run(count, task, context, wanted - 1);
         return;
     }
     for (std::size_t i = 0; i < count; ++i) {

@@ -2,8 +2,8 @@
 //
 // Threads start at the first loop that can use them, block every signal, and are never joined: the pool lives
 // as long as the process. After fork() the child forgets the parent's pool (whose threads it does not have)
-// and makes its own when needed. A second loop that arrives while one is running runs on its calling thread
-// alone, so several callers never wait for each other.
+// and makes its own when needed. Loops of several callers run side by side: idle threads help the oldest one
+// that has chunks left, each caller works on its own, and nobody waits for another's loop.
 #pragma once
 
 #include <cstddef>

@@ -340,27 +340,26 @@ class _Sizes:
         return found, min(early, left_on_drive // PAGE_BYTES * PAGE_BYTES)
 
     def _make_chunks_larger(self, buffers: Buffers, left: int) -> int:
-        """Let parameters of a GPU that the CPU updates pass in larger chunks; returns the bytes that these take more.
+        """Let the CPU update larger chunks; returns the bytes of staging that these take more.
 
-        The host begins each chunk with as many calls. On a drive they lie in chunks of a size that no budget changes:
-        it may be that of another machine.
+        It begins each chunk with as many calls, and its threads share one. On a drive they lie in chunks of a size
+        that no budget changes: it may be that of another machine.
         """
         request, slots, before = self._request, buffers.slots, buffers.slots * buffers.slot_bytes
-        on_drive = self._uses_drive or request.commit is not None
-        if request.chunk_numel is not None or request.device_is_host or on_drive:
+        if request.chunk_numel is not None or self._uses_drive or request.commit is not None:
             return 0
-        passing = (
+        updated = (
             unit.numel
             for unit, home in zip(request.units, self._homes, strict=True)
-            if unit.trainable and home.param is Tier.DEVICE and home.states is not Tier.DEVICE
+            if unit.trainable and (request.device_is_host or home.states is not Tier.DEVICE)
         )
-        most = round_up(min(MAX_CHUNK_NUMEL, max(passing, default=0)), MIN_CHUNK_NUMEL)
+        most = round_up(min(MAX_CHUNK_NUMEL, max(updated, default=0)), MIN_CHUNK_NUMEL)
         numels = range(buffers.chunk_numel, most + 1, MIN_CHUNK_NUMEL)
         room = before + int(left * LARGER_CHUNKS_SHARE)
         fitting = bisect.bisect_right(numels, room, key=lambda numel: slots * _least_slot_bytes(request, numel))
         if fitting:
             buffers.chunk_numel = numels[fitting - 1]
-            buffers.slot_bytes = _least_slot_bytes(request, buffers.chunk_numel)
+            buffers.slot_bytes = _least_slot_bytes(request, buffers.chunk_numel) if slots else 0
         return slots * buffers.slot_bytes - before
 
     def _add_slots(self, buffers: Buffers, left: int, early: int) -> int:
