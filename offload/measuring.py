@@ -44,7 +44,7 @@ _ENOUGH_S, _LEAST, _MOST = 0.03, 3, 7  # of one measurement: so long, and so oft
 _IN_SUCCESSION = 20
 _CACHE_BYTES = 64 * MIB
 _WIDE, _LAYERS = 2048, 4  # of the small model: 32 MiB of parameters, and 192 MiB of states
-_LAYERS_BESIDE = 16  # of that which a processor updates for another device: more than caches of a server have room for
+_WIDE_BESIDE = 4096  # of that which a processor updates for another device: more than caches of a server have room for
 _ROWS, _STEPS = 128, 9  # that it computes on, so that caches are as cold as in a step of others
 _SMALL_LAYERS = 32  # of kernels that take no time
 _OBJECT_BYTES, _OBJECTS = 4 * MIB, 64
@@ -104,7 +104,8 @@ class Here:
         *,
         state_dtype: str,
         paths: Sequence[Path],
-        piece_numel: int | None,
+        chunk_numel: int,
+        streams_states: bool,
         device_bytes: int,
         host_bytes: int,
     ) -> Hardware:
@@ -114,22 +115,25 @@ class Here:
             optimizer: whose updates are measured; one of torch for another model, of which the class and options count.
             state_dtype: in which it keeps its states.
             paths: directories on the drives; where none is named, the drive has no speed.
-            piece_numel: elements at once whose states pass through memory from there; None where none do. A CPU that
-                computes has to see to each piece: what it takes for that counts as time of updates.
+            chunk_numel: elements that are updated at once.
+            streams_states: they pass through memory from a drive. A CPU that computes has to see to each chunk: what it
+                takes for that counts as time of updates.
             device_bytes: of the device.
             host_bytes: of the host.
         """
         what = f"{type(optimizer).__module__}.{type(optimizer).__name__} with {state_dtype}"
         names = "; ".join(drives.device_of(path) or str(path) for path in paths)
-        alone = "" if self._device.addressable else ", beside no other device"
+        at_once = f"{chunk_numel} elements at once"
         rates = self._value(
-            f"updates of {what}{alone}", lambda: _engine_rates(self._device, optimizer, state_dtype), _RATES
+            f"updates of {what}, {at_once}",
+            lambda: _engine_rates(self._device, optimizer, state_dtype, chunk_numel),
+            _RATES,
         )
         update_bytes_s = rates["update"]
-        if paths and piece_numel is not None and self._device.addressable:
+        if paths and streams_states and self._device.addressable:
             update_bytes_s = self._value(
-                f"updates of {what} through drive {names}, {piece_numel} elements at once",
-                lambda: _streamed_rate(optimizer, state_dtype, paths, piece_numel),
+                f"updates of {what} through drive {names}, {at_once}",
+                lambda: _streamed_rate(self._device, optimizer, state_dtype, paths, chunk_numel),
             )
         products = {
             dtype: self._value(f"products in {dtype}", functools.partial(_product_rate, self._device, dtype))
@@ -144,6 +148,7 @@ class Here:
             drive = self._value(f"drive {names}", lambda: _drive_rates(paths), _DRIVE)
         beside = not self._device.addressable  # the host gives work; else its seconds are in those of operators
         operator_s = self._value("the host's part of an operator", lambda: _operator_s(self._device)) if beside else 0.0
+        slower = operator_s / DESKTOP.operator_s  # so is Python in our hooks
         self._keep()
         return Hardware(
             name="this machine",
@@ -165,8 +170,8 @@ class Here:
             copy_s=DESKTOP.copy_s * beside,
             launch_s=DESKTOP.launch_s * beside,
             operator_s=operator_s,
-            hook_s=DESKTOP.hook_s * beside,
-            gradient_s=DESKTOP.gradient_s * beside,
+            hook_s=DESKTOP.hook_s * slower,
+            gradient_s=DESKTOP.gradient_s * slower,
         )
 
     def _value(self, name: str, measure: Callable[[], Any], parts: Collection[str] = ()) -> Any:
@@ -305,13 +310,14 @@ class _Steps:
     processor_s: float
 
 
-def _steps_of(optimizer: OptimizerSpec | torch.optim.Optimizer, layers: int, **options: Any) -> _Steps:
-    """Return what the median step of an engine takes, whose device is the CPU."""
-    model = nn.Sequential(*(nn.Linear(_WIDE, _WIDE, bias=False, dtype=torch.bfloat16) for _ in range(layers)))
-    x = torch.ones(_ROWS, _WIDE, dtype=torch.bfloat16)
+def _steps_of(device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, **options: Any) -> _Steps:
+    """Return what the median step of an engine takes."""
+    wide = _WIDE if device.addressable else _WIDE_BESIDE
+    model = nn.Sequential(*(nn.Linear(wide, wide, bias=False, dtype=torch.bfloat16) for _ in range(_LAYERS)))
+    x = torch.ones(_ROWS, wide, dtype=torch.bfloat16, device=device.place)
     if isinstance(optimizer, torch.optim.Optimizer):
         optimizer = type(optimizer)(model.parameters(), **optimizer.defaults)
-    with Engine(model, optimizer, device="cpu", offload_param="cpu", **options) as engine:
+    with Engine(model, optimizer, device=str(device.place), offload_param="cpu", **options) as engine:
         seen, clock = [], []
         for _ in range(1 + _STEPS):
             engine.backward(engine(x).float().sum() * 0)  # gradients of zero: no learning rate makes weights diverge
@@ -330,15 +336,11 @@ def _median_growth(values: Sequence[float]) -> float:
 
 
 def _engine_rates(
-    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str
+    device: Device, optimizer: OptimizerSpec | torch.optim.Optimizer, state_dtype: str, chunk_numel: int
 ) -> dict[str, float]:
-    """Return bytes per second of updates, as an engine counts them, and of copies: states are in host memory.
-
-    For another device, the processor makes updates beside its compute. So the engine that is measured computes on the
-    CPU: there, nobody else has its threads meanwhile.
-    """
-    layers = _LAYERS if device.addressable else _LAYERS_BESIDE
-    steps = _steps_of(optimizer, layers, state_dtype=state_dtype, offload_optimizer="cpu")
+    """Return bytes per second of updates, as an engine counts them, and of copies: states are in host memory."""
+    options = {"state_dtype": state_dtype, "chunk_numel": chunk_numel, "offload_optimizer": "cpu"}
+    steps = _steps_of(device, optimizer, **options)
     rates = {"update": _updated_bytes(steps.plan) / steps.busy_s["cpu_adam"]}
     for link in ("h2d", "d2h"):
         took = steps.busy_s[link]
@@ -363,14 +365,15 @@ def _link_rate(device: Device, *, to_device: bool) -> float:
 
 
 def _streamed_rate(
+    device: Device,
     optimizer: OptimizerSpec | torch.optim.Optimizer,
     state_dtype: str,
     paths: Sequence[Path],
-    piece_numel: int,
+    chunk_numel: int,
 ) -> float:
     """Return bytes per second of updates whose states are on drives, with what the processor takes to stream these."""
     there, streamed = (
-        _steps_of(optimizer, _LAYERS, state_dtype=state_dtype, chunk_numel=piece_numel, **options)
+        _steps_of(device, optimizer, state_dtype=state_dtype, chunk_numel=chunk_numel, **options)
         for options in (
             {"offload_optimizer": "cpu"},
             {"offload_optimizer": "nvme", "nvme_path": [str(path) for path in paths]},

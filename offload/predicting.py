@@ -276,7 +276,8 @@ def _measured(
         spec,
         state_dtype=asked.state_dtype,
         paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
-        piece_numel=found.chunk_numel if any(homes.states is Tier.NVME for homes in found.homes) else None,
+        chunk_numel=found.chunk_numel,
+        streams_states=any(homes.states is Tier.NVME for homes in found.homes),
         device_bytes=found.request.budgets[Tier.DEVICE],
         host_bytes=found.request.budgets[Tier.HOST],
     )

@@ -247,43 +247,77 @@ class Check:
             yield float(loss.item()), time.perf_counter() - begin
             del loss
 
+    def running(
+        self, step: Callable[[dict[str, Any]], None], shape: dict[str, int], count: int, tokens: int | None = None
+    ) -> float:
+        """Return the seconds of one of `count` steps in succession, of which only the last one is waited for."""
+        batches = [self.batch(number, shape, tokens) for number in range(count)]
+        self.torch.accelerator.synchronize(self.device)
+        begin = time.perf_counter()
+        for batch in batches:
+            step(batch)
+        self.torch.accelerator.synchronize(self.device)
+        return (time.perf_counter() - begin) / len(batches)
+
+    def plain_step(self, shape: dict[str, int]) -> Callable[[dict[str, Any]], None]:
+        """Return a step of plain PyTorch that has all on the device: fp32 masters, clipped, by the fused AdamW."""
+        torch = self.torch
+        model = self.llama(shape, at=str(self.device))
+        masters = [parameter.detach().float().clone().requires_grad_() for parameter in model.parameters()]
+        optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=self.device.type == "cuda")
+
+        def step(batch: dict[str, Any]) -> None:
+            model(**batch).loss.backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad, parameter.grad = parameter.grad.float(), None
+            torch.nn.utils.clip_grad_norm_(masters, 1.0)
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+
+        return step
+
+    @staticmethod
+    def step_of(engine: Any) -> Callable[[dict[str, Any]], None]:
+        """Return a step of an engine."""
+
+        def step(batch: dict[str, Any]) -> None:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+        return step
+
     def resident(self) -> dict[str, Any]:
-        """Return a step's seconds with all parameters on the device, and plain PyTorch's, in turn."""
+        """Return a step's seconds with all on the device, by the engine and by plain PyTorch, in turn.
+
+        And those of an engine with states in host memory; of few tokens and of many.
+        """
         from offload import AdamW, Engine
 
-        torch, shape = self.torch, self.size.small
-        plain = self.llama(shape, at=str(self.device))
-        masters = [parameter.detach().float().clone().requires_grad_() for parameter in plain.parameters()]
-        optimizer = torch.optim.AdamW(masters, lr=1e-4)
-        seconds: dict[str, list[float]] = {"plain": [], "engine": [], "engine, states in host memory": []}
+        shape, found = self.size.small, dict[str, Any]()
         everywhere = self.llama(shape, at=str(self.device)), self.llama(shape, at=str(self.device))
         with (
             Engine(everywhere[0], AdamW(lr=1e-4), **self.options("all", shape, HALF)) as engine,
             Engine(everywhere[1], AdamW(lr=1e-4), **self.options("device", shape, HALF)) as host,
         ):
-            ours, hosts = (self.steps(one, shape, self.size.rounds + 1) for one in (engine, host))
-            for number in range(self.size.rounds + 1):
-                seconds["engine"].append(next(ours)[1])
-                seconds["engine, states in host memory"].append(next(hosts)[1])
-                torch.accelerator.synchronize(self.device)
-                begin = time.perf_counter()
-                plain(**self.batch(number, shape)).loss.backward()
-                for master, parameter in zip(masters, plain.parameters(), strict=True):
-                    master.grad, parameter.grad = parameter.grad.float(), None
-                torch.nn.utils.clip_grad_norm_(masters, 1.0)
-                optimizer.step()
-                with torch.no_grad():
-                    for master, parameter in zip(masters, plain.parameters(), strict=True):
-                        parameter.copy_(master)
-                torch.accelerator.synchronize(self.device)
-                seconds["plain"].append(time.perf_counter() - begin)
-            told = str(engine.plan)
-        (self.output / "plan-resident.txt").write_text(told + "\n")
-        medians = {name: statistics.median(found[1:]) for name, found in seconds.items()}
-        return {
-            **{f"{name} s": round(value, 4) for name, value in medians.items()},
-            "engine / plain": round(medians["engine"] / medians["plain"], 3),
-        }
+            steps = {
+                "plain": self.plain_step(shape),
+                "engine": self.step_of(engine),
+                "engine, states in host memory": self.step_of(host),
+            }
+            for tokens in (self.size.tokens, self.size.long_tokens):
+                seconds: dict[str, list[float]] = {name: [] for name in steps}
+                for _ in range(1 + self.size.rounds):
+                    for name, step in steps.items():
+                        seconds[name].append(self.running(step, shape, 2 * self.size.rounds, tokens))
+                medians = {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
+                found[f"{tokens} tokens"] = {
+                    **{f"{name} s": round(value, 4) for name, value in medians.items()},
+                    "engine / plain": round(medians["engine"] / medians["plain"], 3),
+                }
+            (self.output / "plan-resident.txt").write_text(f"{engine.plan}\n")
+        return found
 
     def placement(self) -> dict[str, Any]:
         """Compare the losses of placements: they must be equal, in kernels that repeat their bits."""
@@ -320,13 +354,13 @@ class Check:
                 **options,
             )
             with offload.Engine(self.llama(shape, at=str(self.device)), offload.AdamW(lr=1e-5), **options) as engine:
-                list(self.steps(engine, shape, 2))
+                step = self.step_of(engine)
+                self.running(step, shape, 2)
                 before = engine.stats().links
-                taken = [seconds for _, seconds in self.steps(engine, shape, self.size.rounds)]
+                measured = self.running(step, shape, self.size.rounds)
                 after = engine.stats().links
+                (self.output / f"forecast-{home}.txt").write_text(f"{predicted}\n\n{engine.report()}\n")
             assert predicted.timing is not None
-            (self.output / f"forecast-{home}.txt").write_text(f"{predicted}\n")
-            measured = statistics.median(taken)
             found[home] = {
                 "predicted s": round(predicted.timing.step_s, 4),
                 "measured s": round(measured, 4),

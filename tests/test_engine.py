@@ -1576,7 +1576,8 @@ def test_a_loss_that_is_no_scalar_has_the_gradient_that_it_is_given() -> None:
     truth = copy.deepcopy(model)
     truth(x).backward(gradient)
     with Engine(model, SGD(lr=0.0), **everything_on_device()) as engine:
-        engine.backward(engine(x), gradient=gradient)
+        output = engine(x)
+        engine.backward(output, gradient=gradient.to(output.device))
         with engine.gather_gradients(model.weight):
             assert torch.equal(model.weight.grad, truth.weight.grad)
         engine.step()

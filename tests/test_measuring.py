@@ -17,6 +17,7 @@ from offload.cli.doctor import gather
 from offload.cli.main import main
 from offload.measuring import Here, seconds_of
 from offload.memory import drives
+from offload.memory.device import Device
 from offload.memory.devices import open_device
 from offload.planning.work import Blank, Call, work_of
 from offload.sizes import MIB
@@ -164,15 +165,15 @@ def test_the_processor_that_streams_states_counts_as_updates(tmp_path: Path, mon
     options: list[dict[str, Any]] = []
     steps_of = measuring._steps_of
 
-    def steps(optimizer: OptimizerSpec, layers: int, **asked: Any) -> measuring._Steps:
+    def steps(device: Device, optimizer: OptimizerSpec, **asked: Any) -> measuring._Steps:
         options.append(asked)
-        found = steps_of(optimizer, layers, **asked)
+        found = steps_of(device, optimizer, **asked)
         assert found.processor_s > 0
         seconds = 3.0 if "nvme_path" in asked else 1.0
         return dataclasses.replace(found, busy_s={"cpu_adam": 1.0}, processor_s=seconds)
 
     monkeypatch.setattr(measuring, "_steps_of", steps)
-    found = measuring._streamed_rate(offload.AdamW(lr=1e-4), "float32", [tmp_path], 1 << 16)
+    found = measuring._streamed_rate(open_device("cpu"), offload.AdamW(lr=1e-4), "float32", [tmp_path], 1 << 16)
     assert [asked["offload_optimizer"] for asked in options] == ["cpu", "nvme"]
     assert {asked["chunk_numel"] for asked in options} == {1 << 16}
     numel = measuring._LAYERS * measuring._WIDE**2

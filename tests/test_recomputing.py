@@ -124,7 +124,7 @@ class Replaces(Block):
 class Draws(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         factor = random.random() + np.random.rand() + self.numpys.random() + self.pythons.random()
-        mask = torch.rand(x.shape, generator=self.drawn) > 0.2
+        mask = (torch.rand(x.shape, generator=self.drawn) > 0.2).to(x.device)
         return x + self.linear(x).tanh() * mask * factor if np.random.rand() < 0.8 else x
 
 
@@ -173,7 +173,9 @@ def trained(kind: type[Block], **more: Any) -> dict[str, torch.Tensor]:
     return state | {"drawn": torch.tensor([random.random(), np.random.rand(), model.blocks[0].pythons.random()])}  # type: ignore[union-attr,index]
 
 
-@pytest.mark.parametrize("kind", [Counts, Replaces, Draws, Refills])
+@pytest.mark.parametrize(
+    "kind", [Counts, Replaces, Draws, pytest.param(Refills, marks=pytest.mark.cpu("its caller gives no copy"))]
+)
 def test_a_block_is_repeated_as_it_was(kind: type[Block], tmp_path: Path) -> None:
     """Counters, lists, replaced buffers, generators of all kinds, and what the caller changes: once, and the same."""
     truth = trained(kind, **everything_on_device())
@@ -245,7 +247,9 @@ def test_what_is_changed_in_place_is_refused(where: str, tmp_path: Path) -> None
             engine.backward(loss)
 
 
-@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+@pytest.mark.parametrize(
+    "transform", ["vmap", pytest.param("jvp", marks=pytest.mark.cpu("elsewhere, parameters may be old"))]
+)
 def test_transforms_of_torch_func_are_refused_by_name(transform: str, tmp_path: Path) -> None:
     x = rows(0)
     transforms: dict[str, Callable[[Any], Any]] = {

@@ -18,7 +18,8 @@ SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 RUN = """
 import runpy, sys
 from offload import measuring
-measuring._WIDE, measuring._LAYERS_BESIDE, measuring._OBJECTS = 128, 4, 2
+measuring._WIDE = measuring._WIDE_BESIDE = 128
+measuring._OBJECTS = 2
 measuring._COPY_BYTES = measuring._CACHE_BYTES = 1 << 20
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -13,7 +13,7 @@ Asks nobody: :mod:`offload.shards.working_set` says when a unit comes and goes. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -261,7 +261,7 @@ class Binding:
         """Return the unit whose bytes begin at `address`, None where none does."""
         return self._bases.get(address)
 
-    def identities(self) -> Iterable[int]:
+    def identities(self) -> Collection[int]:
         """Return the identities of all parameters: they are kept alive, so these are theirs alone."""
         return self._units_of.keys()
 

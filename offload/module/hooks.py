@@ -206,10 +206,10 @@ class Hooks:
     def _needs_nothing(self, module: nn.Module) -> bool:
         """Tell whether a forward around has done all that one of `module` needs, and nothing has changed since.
 
-        Not where parameters come and go: each forward is a moment to go on with that.
+        Not where parameters come and go, or updates are made: each forward is a moment to go on with that.
         """
         under_way = self._forwards.under_way
-        if not under_way or self._manager.hides_parameters:
+        if not under_way or self._manager.has_more_to_do:
             return False
         around, _, contexts = under_way[-1]
         return (
@@ -236,7 +236,7 @@ class Hooks:
                 "model: cannot be traced or compiled (torch.jit.trace, torch.compile) while an engine has it, for its "
                 f"parameters come and go; call it as it is, or close the engine first; {SAVE_FIRST}"
             )
-        if self._manager.hides_parameters and wraps_what_is_made():
+        if self._manager.may_hide_parameters and wraps_what_is_made():
             raise StateError(
                 "model: cannot be transformed by torch.func (jvp, jacfwd, functionalize) while an engine has it, for "
                 "its parameters come and go; use torch.autograd.forward_ad, or close the engine first"

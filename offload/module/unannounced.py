@@ -128,9 +128,16 @@ class _SeeParameters(TorchFunctionMode):
         super().__init__()
         self.uses = uses
         self._binding = binding
+        self._known = binding.identities()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if not kwargs:
+            for value in args:
+                if id(value) in self._known or type(value) in (list, tuple):
+                    break
+            else:  # as in nearly all calls
+                return func(*args)
+            kwargs = {}
         used = self._binding.units_of(args)
         if kwargs:
             used += self._binding.units_of(kwargs.values())

@@ -196,9 +196,10 @@ def _passes(
     forward = tuple(dict.fromkeys((*uses.forward, *numels)))
     backward = forward[::-1]
     first, last = work.parts or ({}, {})
+    hooks_s = {unit.index: len(unit.slots) * hardware.gradient_s for unit in trained_of(plan)}
     return (
-        _pass(hardware, forward, first, numels, seconds[0], fetches[0]),
-        _pass(hardware, backward, last, numels, seconds[1], fetches[-1]),
+        _pass(hardware, forward, first, numels, seconds[0], fetches[0], {}),
+        _pass(hardware, backward, last, numels, seconds[1], fetches[-1], hooks_s),
     )
 
 
@@ -228,11 +229,13 @@ def _pass(
     numels: Mapping[int, float],
     compute_s: float,
     fetches: Sequence[Unit],
+    gradients_s: Mapping[int, float],
 ) -> Pass:
     shares = {index: _device_s(part.kernels, hardware) for index, part in parts.items()} or numels
     total = sum(shares.values()) or 1.0
     calls_s = {
-        index: part.operators * hardware.operator_s + part.calls * hardware.hook_s for index, part in parts.items()
+        index: part.operators * hardware.operator_s + part.calls * hardware.hook_s + gradients_s.get(index, 0.0)
+        for index, part in parts.items()
     }
     shares = {index: compute_s * share / total for index, share in shares.items()}
     return Pass(order, shares, calls_s, frozenset(unit.index for unit in fetches))

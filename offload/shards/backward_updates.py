@@ -104,6 +104,11 @@ class BackwardUpdates(Updates[_Guess]):
         return self._begun
 
     @property
+    def has_more_to_do(self) -> bool:
+        """Whether an update is under way, or waits for its turn."""
+        return bool(self._waiting or self._open)
+
+    @property
     def rests(self) -> bool:
         """Whether nothing is updated early in the backward that is under way: staging is free."""
         return self.completed > 0 and (self._refused or not self._has_room)
@@ -139,7 +144,7 @@ class BackwardUpdates(Updates[_Guess]):
         if not self._has_room:
             completed.clear()
             return
-        if not (completed or self._waiting or self._open):
+        if not (completed or self.has_more_to_do):
             return
         try:
             with self._timed():
@@ -193,7 +198,7 @@ class BackwardUpdates(Updates[_Guess]):
 
         Those would not be made early else. The last ones come first, and most of the room is for what backward uses.
         """
-        if not (self._open or self._waiting):  # as at most uses
+        if not self.has_more_to_do:  # as at most uses
             return []
         tiers, wanted = self._tiers, []
         left = int((tiers.working.size_bytes or tiers.plan.working_bytes) * LARGEST_SHARE_KEPT)

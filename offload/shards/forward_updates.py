@@ -92,6 +92,11 @@ class ForwardUpdates(Updates[Update]):
         return index in self._old
 
     @property
+    def hides_any(self) -> bool:
+        """Whether any unit's parameters are still those of before the step, or were lost."""
+        return bool(self._old) or self.failure is not None
+
+    @property
     def active(self) -> bool:
         """Whether anything is left to do, or was lost."""
         return bool(self._waiting or self._open or self._leaving or self.failure is not None)

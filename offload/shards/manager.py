@@ -58,7 +58,7 @@ class Manager:
         ahead: states that the next step's first updates need, read before it.
         on_device: updates that the device makes.
         commits: of a durable run; None where nothing is committed.
-        hides_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
+        may_hide_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
         overwrites: how often somebody has begun to write content outside of steps.
     """
 
@@ -121,9 +121,11 @@ class Manager:
         self.commits: Commits | None = None
         if store is not None and record is not None:
             self.commits = Commits(store, record, safe_point, counters, self.tiers.ranks)
-        streams_parameters = Role.PARAM in self.copies.regions
+        self._streams_parameters = Role.PARAM in self.copies.regions
         waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
-        self.hides_parameters = streams_parameters or waits_for_updates
+        self.may_hide_parameters = self._streams_parameters or waits_for_updates
+        several = store is not None or plan.request.world_size > 1  # who wait for each other: for drives, or ranks
+        self._always_has_more = self._streams_parameters or (waits_for_updates and several)
         self._is_asynchronous = not device.addressable  # compute: it uses a unit later than the host asks for it
         self._is_sliced = plan.request.slices_parameters
         self._tolerant = LeftToWhoNeedsIt("prefetch")
@@ -135,6 +137,18 @@ class Manager:
     def schedule(self) -> Schedule:
         """That of the pass that is under way."""
         return self._schedules.current
+
+    @property
+    def hides_parameters(self) -> bool:
+        """Whether any unit's parameters may be away now, or until the next step."""
+        return self._streams_parameters or self.forward.hides_any
+
+    @property
+    def has_more_to_do(self) -> bool:
+        """Whether a module's forward is a moment to go on with transfers, or with updates."""
+        if self._always_has_more or not self.may_hide_parameters:
+            return self._always_has_more
+        return self.forward.active or bool(self.gradients.completed) or self.backward.has_more_to_do
 
     def acquire(self, index: int) -> Lease:
         """Return a READ lease on unit `index`'s parameters on the device, fetching them if need be."""
@@ -320,7 +334,7 @@ class Manager:
 
     def advance_updates(self, guess: Callable[[], Recipe | None]) -> None:
         """Let updates go on as far as nothing has to be waited for; `guess` as in :meth:`BackwardUpdates.advance`."""
-        if not self.hides_parameters and self.commits is None:
+        if not self.may_hide_parameters and self.commits is None:
             return  # steps leave nothing to do
         settled = self.forward.settled
         self.forward.advance()
