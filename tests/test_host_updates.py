@@ -45,6 +45,7 @@ from offload.memory.budget import Tier
 from offload.planning.asked import Homes
 from offload.planning.roles import Role
 from offload.planning.units import Unit
+from offload.shards import stream
 from offload.shards.manager import Manager
 from offload.shards.stream import ALL_STATES, Chunk
 
@@ -53,6 +54,13 @@ UNITS = 3
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 ROLES = frozenset({Role.PARAM}) | ALL_STATES
 HOMES = [Homes(H, H, H), Homes(D, H, H)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units are small here, and have two chunks."""
+    monkeypatch.setattr(stream, "LARGE_CHUNK_NUMEL", CHUNK)
+
 
 # --- the order of events ----------------------------------------------------------------------------------------------
 
@@ -152,6 +160,18 @@ def test_what_was_guessed_right_becomes_the_content(home: Homes) -> None:
             bench.manager.drop_gradients()
             assert bench.content() == [[step] * len(found) for found in bench.content()]
         assert bench.manager.tiers.counters.early_units == 9
+
+
+@pytest.mark.parametrize("home", HOMES, ids=str)
+def test_chunks_that_need_no_slots_are_large(home: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "LARGE_CHUNK_NUMEL", 2 * CHUNK)
+    with watching(home) as bench:
+        bench.add(2, 1, 0)
+        while bench.worker.queue:
+            bench.worker.do(1)
+            bench.manager.advance_updates(lambda: bench.recipe)
+        assert sorted(bench.recipe.visited) == [(0, 0), (1, 0), (2, 0)]
+        assert bench.early.reconcile(bench.recipe) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("home", HOMES, ids=str)

@@ -32,6 +32,7 @@ from offload.shards.worker import Task
 from offload.sizes import whole_pages
 
 ALL_STATES = frozenset(STATE_ROLES)
+LARGE_CHUNK_NUMEL = 16 << 20
 
 
 @dataclasses.dataclass(slots=True)
@@ -266,7 +267,7 @@ class Pipeline:
         """Return what is visited, with its number: all at once where everything has host memory of its own.
 
         With gradients that is what this rank owns. Without them it is all of the unit. States are there of what is
-        owned.
+        owned. Aside, chunks that need no slots are large: the host begins each with as many calls.
         """
         plan, copies, roles = self._tiers.plan, self._tiers.copies, self._roles(unit)
         visited = Role.GRAD if Role.GRAD in roles else Role.PARAM
@@ -276,7 +277,8 @@ class Pipeline:
             home = shard.home_buffer
             is_here = home is not None and access.addresses.get(shard.role) == home.address
             if not at_once or not (is_here or (self._has_spare(shard) and not self._aside)):
-                return plan.chunks(unit, visited)
+                chunks = plan.chunks(unit, visited)
+                return _joined_chunks(chunks) if self._aside and not self.takes_slots(unit) else chunks
         return [(0, begin, end)]
 
     def has_room(self, started: int) -> bool:
@@ -468,6 +470,17 @@ class Pipeline:
                 chunk.writing.append(ticket)
                 if role is Role.PARAM:
                     chunk.writing_param.append(ticket)
+
+
+def _joined_chunks(chunks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return chunks as large as they may be without slots; each has the number of its first part."""
+    found: list[tuple[int, int, int]] = []
+    for number, begin, end in chunks:
+        if found and begin == found[-1][2] and end - found[-1][1] <= LARGE_CHUNK_NUMEL:
+            found[-1] = (*found[-1][:2], end)
+        else:
+            found.append((number, begin, end))
+    return found
 
 
 def _joined(buffers: Iterable[Buffer]) -> list[tuple[int, int]]:
