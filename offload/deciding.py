@@ -108,7 +108,7 @@ class Decision:
             moved = {link: size for link, size in moved.items() if link.startswith("nvme")}
 
         def step_s(plan: Plan, backward_s: float) -> float:
-            work = Work({}, {}, 0, 0, 0, (forward_s, backward_s))
+            work = Work({}, {}, (0, 0), 0, 0, (forward_s, backward_s))
             clips = config.max_grad_norm is not None
             steps = config.gradient_accumulation_steps
             return timing_of(plan, work, hardware, micro_batches=steps, clips=clips).step_s

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload.engine import Engine
 from offload.memory import drives
@@ -46,7 +47,7 @@ _CACHE_BYTES = 64 * MIB
 _WIDE, _LAYERS = 2048, 4  # of the small model: 32 MiB of parameters, and 192 MiB of states
 _WIDE_BESIDE = 4096  # of that which a processor updates for another device: more than caches of a server have room for
 _ROWS, _STEPS = 128, 9  # that it computes on, so that caches are as cold as in a step of others
-_SMALL_LAYERS = 32  # of kernels that take no time
+_NARROW, _HEADS, _SMALL_LAYERS = 32, 4, 8  # of kernels that take no time
 _OBJECT_BYTES, _OBJECTS = 4 * MIB, 64
 _COPY_BYTES = 128 * MIB
 _NONE = 1e6  # bytes per second of a drive that nobody has named: the least that a machine may have
@@ -277,11 +278,52 @@ def _product_rate(device: Device, dtype: torch.dtype) -> float:
     return 2.0 * _WIDE**3 / _median_s(lambda: one @ one, device)
 
 
+class _Block(nn.Module):
+    """A decoder's layer in small: the operators that most models have, between Python of as many lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.ModuleList(nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(3))
+        self.out, self.gate, self.up, self.down = (nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(4))
+        self.scales = nn.ParameterList(torch.ones(_NARROW) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._normalized(x, 0)
+        query, key, value = (part(y).view(1, -1, _HEADS, _NARROW // _HEADS).transpose(1, 2) for part in self.into)
+        query, key = (one + torch.cat((-one[..., 1:], one[..., :1]), dim=-1) * 0.5 for one in (query, key))
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        y = self._normalized(x, 1)
+        more: torch.Tensor = self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return x + more
+
+    def _normalized(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        scale: torch.Tensor = self.scales[number]
+        return scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+class _Blocks(nn.Module):
+    """Some of them, checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(_SMALL_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.sum()
+
+
 def _operator_s(device: Device) -> float:
-    """Return the host's seconds per operator, with its share of modules and autograd: kernels take less than that."""
-    layers = (module for _ in range(_SMALL_LAYERS) for module in (nn.Linear(8, 8), nn.GELU()))
-    net, x = nn.Sequential(*layers).to(device.place), torch.ones(8, 8, device=device.place)
-    return _median_s(lambda: net(x), device) / work_of(net, (x,)).operators
+    """Return the host's seconds per operator of both passes, with its share of modules, autograd and checkpointing."""
+    net, x = _Blocks().to(device.place), torch.ones(1, _HEADS, _NARROW, device=device.place)
+
+    def both() -> None:
+        net(x).backward()
+        net.zero_grad()
+
+    return _median_s(both, device) / sum(work_of(net, (x,)).operators)
 
 
 # --- memory, updates, copies, drives ----------------------------------------------------------------------------------

@@ -121,8 +121,8 @@ def timing_of(plan: Plan, work: Work, hardware: Hardware, *, micro_batches: int,
     """
     host, uses = plan.request.device_is_host, work.uses or Uses.in_order(plan.request.units)
     forward_s, backward_s = work.measured_s or (
-        max(_device_s(work.forward, hardware), work.operators * hardware.operator_s),
-        _device_s(work.backward, hardware),
+        max(_device_s(work.forward, hardware), work.operators[0] * hardware.operator_s),
+        max(_device_s(work.backward, hardware), work.operators[1] * hardware.operator_s),
     )
     away, back = activations_of(plan)
     if host:

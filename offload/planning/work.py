@@ -109,7 +109,7 @@ class Work:
 
     Attributes:
         forward, backward: how often each kernel runs; what is computed again belongs to the latter.
-        operators: calls of torch by the host in forward.
+        operators: calls of torch by the host, in forward and in backward.
         peak_bytes: that are alive at once beside parameters and their gradients.
         assumed: questions about values of tensors that were answered with yes: on the meta device there are none.
         measured_s: of forward and of backward, where their kernels were measured on the device.
@@ -121,7 +121,7 @@ class Work:
 
     forward: Mapping[Kernel, int]
     backward: Mapping[Kernel, int]
-    operators: int
+    operators: tuple[int, int]
     peak_bytes: int
     assumed: int
     measured_s: tuple[float, float] | None = None
@@ -195,9 +195,13 @@ def work_of(
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; leave batch out to have "
                 "the plan in bytes"
             ) from error
-    operators = sum(part.operators for part in forward.values())
+    operators = _operators(forward), _operators(backward)
     parts = None if uses is None else (forward, backward)
     return Work(_all(forward), _all(backward), operators, counter.peak_bytes, counter.assumed, uses=uses, parts=parts)
+
+
+def _operators(parts: Mapping[int, Part]) -> int:
+    return sum(part.operators for part in parts.values())
 
 
 def _all(parts: Mapping[int, Part]) -> Mapping[Kernel, int]:
