@@ -8,6 +8,7 @@ one. Next: :mod:`offload.predicting` makes seconds of a step of them.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.engine import Engine
+from offload.kernels.optimizers import SGD
 from offload.memory import drives
 from offload.memory.arena import HOST, HostArena, bytes_at
 from offload.memory.budget import Tier
@@ -53,6 +55,8 @@ _COPY_BYTES = 128 * MIB
 _NONE = 1e6  # bytes per second of a drive that nobody has named: the least that a machine may have
 
 _RATES = ("update", "h2d", "d2h")
+_HOST = ("operator", "hook", "gradient")
+_LITTLE = 1e-9
 _OPERATOR = "Call("  # the names of these begin so
 
 _ATTENTION = "aten._scaled_dot_product_flash_attention.default"
@@ -148,8 +152,9 @@ class Here:
         if paths:
             drive = self._value(f"drive {names}", lambda: _drive_rates(paths), _DRIVE)
         beside = not self._device.addressable  # the host gives work; else its seconds are in those of operators
-        operator_s = self._value("the host's part of an operator", lambda: _operator_s(self._device)) if beside else 0.0
-        slower = operator_s / DESKTOP.operator_s  # so is Python in our hooks
+        host = dict.fromkeys(_HOST, 0.0)
+        if beside:
+            host = self._value("the host's part of a step", lambda: _host_costs(self._device), _HOST)
         self._keep()
         return Hardware(
             name="this machine",
@@ -170,9 +175,9 @@ class Here:
             kernel_s=0.0,  # in those of operators
             copy_s=DESKTOP.copy_s * beside,
             launch_s=DESKTOP.launch_s * beside,
-            operator_s=operator_s,
-            hook_s=DESKTOP.hook_s * slower,
-            gradient_s=DESKTOP.gradient_s * slower,
+            operator_s=host["operator"],
+            hook_s=host["hook"],
+            gradient_s=host["gradient"],
         )
 
     def _value(self, name: str, measure: Callable[[], Any], parts: Collection[str] = ()) -> Any:
@@ -283,23 +288,24 @@ class _Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into = nn.ModuleList(nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(3))
-        self.out, self.gate, self.up, self.down = (nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(4))
-        self.scales = nn.ParameterList(torch.ones(_NARROW) for _ in range(2))
+        linears = (nn.Linear(_NARROW, _NARROW, bias=False) for _ in range(7))
+        self.query, self.key, self.value, self.out, self.gate, self.up, self.down = linears
+        self.before, self.between = (nn.Parameter(torch.ones(_NARROW)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._normalized(x, 0)
-        query, key, value = (part(y).view(1, -1, _HEADS, _NARROW // _HEADS).transpose(1, 2) for part in self.into)
+        y = _normalized(x, self.before)
+        parts = (part(y) for part in (self.query, self.key, self.value))
+        query, key, value = (part.view(1, -1, _HEADS, _NARROW // _HEADS).transpose(1, 2) for part in parts)
         query, key = (one + torch.cat((-one[..., 1:], one[..., :1]), dim=-1) * 0.5 for one in (query, key))
         y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(x.shape))
-        y = self._normalized(x, 1)
+        y = _normalized(x, self.between)
         more: torch.Tensor = self.down(nn.functional.silu(self.gate(y)) * self.up(y))
         return x + more
 
-    def _normalized(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        scale: torch.Tensor = self.scales[number]
-        return scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+def _normalized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
 class _Blocks(nn.Module):
@@ -315,15 +321,55 @@ class _Blocks(nn.Module):
         return x.sum()
 
 
-def _operator_s(device: Device) -> float:
-    """Return the host's seconds per operator of both passes, with its share of modules, autograd and checkpointing."""
-    net, x = _Blocks().to(device.place), torch.ones(1, _HEADS, _NARROW, device=device.place)
+def _host_costs(device: Device) -> dict[str, float]:
+    """Return the host's seconds per operator, with its share of modules, autograd and checkpointing.
 
-    def both() -> None:
-        net(x).backward()
-        net.zero_grad()
+    And what an engine adds to these: per call of a module, and per gradient that leaves the device.
+    """
+    net, x = _Blocks(), torch.ones(1, _HEADS, _NARROW, device=device.place)
+    operators = work_of(net, (x.cpu(),)).operators
+    plain = copy.deepcopy(net).to(device.place)
+    forward_s, backward_s = _passes_s(plain, lambda loss: loss.backward(), plain.zero_grad, x, device)
+    options: dict[str, Any] = {"offload_param": "none", "offload_optimizer": "cpu"}
+    options["max_grad_norm"] = _LITTLE  # every step clips: no update is made in backward
+    with Engine(net, SGD(lr=0.0), device=str(device.place), **options) as engine:
 
-    return _median_s(both, device) / sum(work_of(net, (x,)).operators)
+        def end() -> None:
+            engine.step()
+            engine.drain()  # a forward waits for updates by itself
+
+        ours_s = _passes_s(engine, engine.backward, end, x, device)
+    calls = sum(isinstance(module, (_Block, nn.Linear)) for module in net.modules())  # in a forward, and once more
+    hook_s = max(ours_s[0] - forward_s, _LITTLE) / calls
+    more_s = ours_s[1] - backward_s - hook_s * calls
+    return {
+        "operator": (forward_s + backward_s) / sum(operators),
+        "hook": hook_s,
+        "gradient": max(more_s, _LITTLE) / len(list(net.parameters())),
+    }
+
+
+def _passes_s(
+    model: Callable[[torch.Tensor], torch.Tensor],
+    go_back: Callable[[torch.Tensor], object],
+    end: Callable[[], object],
+    x: torch.Tensor,
+    device: Device,
+) -> tuple[float, float]:
+    """Return the median seconds of a forward and of a backward pass; each is waited for."""
+    seconds: list[tuple[float, float]] = []
+    for _ in range(1 + _MOST):
+        device.synchronize()
+        begin = time.perf_counter()
+        loss = model(x)
+        device.synchronize()
+        between = time.perf_counter()
+        go_back(loss)
+        device.synchronize()
+        seconds.append((between - begin, time.perf_counter() - between))
+        end()
+    forward_s, backward_s = (statistics.median(taken) for taken in zip(*seconds[1:], strict=True))
+    return forward_s, backward_s
 
 
 # --- memory, updates, copies, drives ----------------------------------------------------------------------------------
