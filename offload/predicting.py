@@ -272,16 +272,18 @@ def _measured(
 
     found = next(iter(cases.values()))[0]
     known = Here(open_device(asked.device), again=again)
-    machine = known.hardware(
-        spec,
-        state_dtype=asked.state_dtype,
-        paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
-        chunk_numel=found.chunk_numel,
-        streams_states=any(homes.states is Tier.NVME for homes in found.homes),
-        device_bytes=found.request.budgets[Tier.DEVICE],
-        host_bytes=found.request.budgets[Tier.HOST],
-    )
-    return machine, {mode: (plan, known.timed(work, machine)) for mode, (plan, work) in cases.items()}
+    # The generator of the caller stays as it is, and gradients are computed wherever this is called.
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        machine = known.hardware(
+            spec,
+            state_dtype=asked.state_dtype,
+            paths=tuple(map(_existing, asked.paths())) if found.arena_bytes[Tier.NVME] else (),
+            chunk_numel=found.chunk_numel,
+            streams_states=any(homes.states is Tier.NVME for homes in found.homes),
+            device_bytes=found.request.budgets[Tier.DEVICE],
+            host_bytes=found.request.budgets[Tier.HOST],
+        )
+        return machine, {mode: (plan, known.timed(work, machine)) for mode, (plan, work) in cases.items()}
 
 
 def _planned(

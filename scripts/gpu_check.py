@@ -310,7 +310,7 @@ class Check:
                 seconds: dict[str, list[float]] = {name: [] for name in steps}
                 for _ in range(1 + self.size.rounds):
                     for name, step in steps.items():
-                        seconds[name].append(self.running(step, shape, 2 * self.size.rounds, tokens))
+                        seconds[name].append(self.running(step, shape, self.size.rounds, tokens))
                 medians = {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
                 found[f"{tokens} tokens"] = {
                     **{f"{name} s": round(value, 4) for name, value in medians.items()},
@@ -461,7 +461,7 @@ class Check:
         self.section("machine", self.machine)
         self.section("tests", self.tests, needs_s=60)
         self.section("links", self.links)
-        self.section("resident", self.resident, needs_s=40)
+        self.section("resident", self.resident, needs_s=60)
         self.section("placement", self.placement, needs_s=40)
         self.section("forecast", self.forecast, needs_s=60)
         self.section("activations", self.activations, needs_s=60)

@@ -12,10 +12,21 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeStore, FakeTicket, make_manager, make_plan_with, make_unit, versions
-from harness import WIDTH, assert_same_tensors, batch, everything_on_device, host, loss_of, one_torch_thread, tight
+from harness import (
+    WIDTH,
+    assert_same_tensors,
+    batch,
+    everything_on_device,
+    host,
+    loss_of,
+    one_torch_thread,
+    parameters_on_device,
+    tight,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import AdamW, Engine
 from offload.errors import StateError
@@ -27,6 +38,7 @@ from offload.shards.forward_updates import ForwardUpdates
 from offload.shards.manager import Manager
 from offload.shards.shard import Shard, State
 from offload.shards.stream import ALL_STATES, Chunk
+from offload.torch_private import function_modes, in_backward
 from swap import SwapError
 
 CHUNK = 4096
@@ -577,3 +589,45 @@ def test_graphs_of_before_are_stale_before_anything_is_updated() -> None:
     with pending() as (manager, store, forward):
         assert not happened(store, "visit")
         assert versions(manager) == [2] * UNITS, "written once, and about to be"
+
+
+class Repeats(nn.Module):
+    """Its blocks are checkpointed, and use a weight that no hook announces; it notes whether a mode sees that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(self._part, block, x, use_reentrant=False)
+        return x
+
+    def _part(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((in_backward(), bool(function_modes())))
+        return block(x).tanh() + nn.functional.linear(x, self.first.weight)
+
+
+def test_nothing_is_watched_where_nothing_is_hidden() -> None:
+    """Between the last update of a step and the next step, all parameters are there and as they should be."""
+
+    def trained(**options: Any) -> tuple[list[tuple[bool, bool]], dict[str, torch.Tensor]]:
+        model = Repeats()
+        with Engine(model, AdamW(lr=1e-2), max_grad_norm=1e-3, **options) as engine:
+            for number in range(3):
+                engine.backward(loss_of(engine, number))
+                engine.step()
+            return model.seen, {name: value.clone() for name, value in engine.state_dict().items()}
+
+    resident, truth = trained(**everything_on_device())
+    assert resident == 3 * ([(False, False)] * 3 + [(True, False)] * 3)
+    seen, state = trained(**parameters_on_device())
+    assert_same_tensors(state, truth)
+    first, *others = seen[:6], seen[6:12], seen[12:]
+    assert first == resident[:6], "no step has been taken"
+    for one in others:
+        assert one == [(False, True)] * 3 + [(True, False)] * 3

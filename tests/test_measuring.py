@@ -112,6 +112,14 @@ def test_what_was_measured_is_kept_until_it_is_to_be_measured_again(monkeypatch:
     assert set(measured) == kernels
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_measuring_leaves_the_generator_as_it_is_and_needs_no_gradients_of_the_caller(mode: Any) -> None:
+    model, before = Model(), torch.get_rng_state()
+    with mode():
+        assert offload.plan(model, batch=TOKENS, hardware="here", measure_again=True).timing is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"other machine": {}}'])
 def test_a_file_that_says_nothing_is_no_hindrance(content: str) -> None:
     here = Here(open_device("cpu"))

@@ -124,8 +124,8 @@ class Manager:
         self._streams_parameters = Role.PARAM in self.copies.regions
         waits_for_updates = any(unit.trainable and not plan.stays(unit) for unit in self.units)
         self.may_hide_parameters = self._streams_parameters or waits_for_updates
-        several = store is not None or plan.request.world_size > 1  # who wait for each other: for drives, or ranks
-        self._always_has_more = self._streams_parameters or (waits_for_updates and several)
+        others = store is not None or plan.request.world_size > 1  # a drive, or ranks: whose parts come one by one
+        self._always_has_more = self._streams_parameters or (waits_for_updates and others)
         self._is_asynchronous = not device.addressable  # compute: it uses a unit later than the host asks for it
         self._is_sliced = plan.request.slices_parameters
         self._tolerant = LeftToWhoNeedsIt("prefetch")
