@@ -298,21 +298,7 @@ class Config:
         Raises:
             ConfigError: an option is unknown (with a suggestion) or invalid, or the file is not a JSON object.
         """
-        values: dict[str, Any]
-        if source is None:
-            values = {}
-        elif isinstance(source, Config):
-            values = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
-        elif isinstance(source, Mapping):
-            values = dict(source)
-        else:
-            try:
-                values = json.loads(Path(source).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"config file {os.fspath(source)}: cannot be read as JSON: {error}") from error
-            if not isinstance(values, dict):
-                raise ConfigError(f"config file {os.fspath(source)}: expected a JSON object at the top")
-        values.update(options)
+        values = {**values_of(source), **options}
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
@@ -320,3 +306,24 @@ class Config:
                     f"unknown option {name!r}{did_you_mean(str(name), known)}; options: {', '.join(known)}"
                 )
         return cls(**values)
+
+
+def values_of(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return the options that a config, a mapping or a JSON file names."""
+    if source is None:
+        return {}
+    if isinstance(source, Config):
+        return {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(
+            f"config: expected options, a Config or a JSON file but got a {type(source).__name__}; pass one of them"
+        )
+    try:
+        values = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"config file {os.fspath(source)}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config file {os.fspath(source)}: expected a JSON object at the top")
+    return values

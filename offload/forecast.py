@@ -140,7 +140,7 @@ class Forecast:
         if self.hardware is None and self.plan.request.device_is_host:
             yield (
                 "for the CPU of this machine as the device; name a machine (hardware, --hardware) to plan for a GPU, "
-                "or 'here' to measure this one"
+                "or 'here' and a batch to measure this one"
             )
         if self.work is not None:
             yield (

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -203,8 +202,8 @@ class Here:
 
 
 def _is_measured(value: object) -> bool:
-    """Tell whether it is a number that was measured."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    """Tell whether it is a number that may have been measured: seconds, or something per second."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1e-12 < value < 1e18
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

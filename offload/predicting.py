@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload.activations.ledger import with_margin
-from offload.config import Config, tier_named
+from offload.config import Config, tier_named, values_of
 from offload.errors import BudgetError, ConfigError
 from offload.forecast import NEAR, Clipping, Forecast, missing_bytes, room_bytes
 from offload.kernels.optimizers import AdamW
@@ -29,7 +29,7 @@ from offload.memory.limits import DEVICE_HEADROOM, HOST_HEADROOM, resolve_budget
 from offload.memory.machine import free_bytes
 from offload.meta_models import made_on_meta, names_dtype, shortened
 from offload.module.quantized import ready_meanwhile
-from offload.module.refusals import refuse_lazy
+from offload.module.refusals import refuse_model
 from offload.optim.rules import Rule, rule_of
 from offload.planning.asked import Request
 from offload.planning.choosing import AUTO, KEEP, choose
@@ -56,6 +56,7 @@ _MOST_MICRO_BATCHES = 100_000  # of a step: some seconds
 _WORTH = 0.98  # of the seconds: what saves less is not told
 
 
+@torch.inference_mode(False)  # or a model that is made here, or backward, would be one of inference
 def plan(
     model: nn.Module | str | os.PathLike[str] | Any,
     optimizer: OptimizerSpec | torch.optim.Optimizer | None = None,
@@ -98,12 +99,17 @@ def plan(
 
     Raises:
         ConfigError: an option, the machine or the batch makes no sense, or shapes cannot be known; names it.
+        StateError: somebody else calls, moves or reduces what an engine would.
         BudgetError: the model cannot be trained within the budgets; names the smallest that would do.
         ImportError: transformers is needed and not installed.
     """
     _check_ranks(ranks, stage, hardware)
-    if measure_again and hardware != HERE:
-        raise ConfigError('measure_again: expected hardware="here" beside it, which is what is measured; name it')
+    if measure_again and (hardware != HERE or batch is None):
+        raise ConfigError(
+            'measure_again: expected hardware="here" and a batch beside it, for which it is measured; name both'
+        )
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and all(type(size) is int for size in batch):
+        batch = tuple(batch)
     here = hardware is None or hardware == HERE
     machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
     options = _without_path(config, options)
@@ -127,7 +133,7 @@ def plan(
             "model: its config names no dtype, so the plan is for bfloat16; if the weights have another one, add it to "
             'the config, such as "dtype": "float32"'
         )
-    refuse_lazy(module)
+    refuse_model(module)
     cast = getattr(torch, asked.dtype) if asked.dtype else None
     spec = AdamW(lr=1e-4) if optimizer is None else optimizer
     rule = rule_of(spec, cast)
@@ -138,7 +144,7 @@ def plan(
         if batch is None:
             return Forecast(found, machine, None, None, None, {})
         logger.info("running a micro-batch on shapes alone")
-        rehearsals = Rehearsals()
+        rehearsals = Rehearsals(cast)
         cases = rehearsals.cases(module, batch, found, tree)
         if hardware == HERE:
             logger.info("measuring this machine, as far as it is not known yet")
@@ -163,17 +169,18 @@ def plan(
                 return planner(module, changed, rule, budgets)[0]
 
             trials = Trials(asked, found, replanned, made, rehearsals)
-            remedies = tuple(
-                remedies_of(
-                    trials.fits,
-                    Change("", asked, found.request.budgets, batch),
-                    work,
-                    room_bytes(found),
-                    may_chunk=made_here and not chunk_loss,
-                    may_checkpoint=made_here and not checkpointing,
-                    checkpointing=made_here and checkpointing,
+            with contextlib.suppress(ConfigError):  # more than any machine has: nothing helps
+                remedies = tuple(
+                    remedies_of(
+                        trials.fits,
+                        Change("", asked, found.request.budgets, batch),
+                        work,
+                        room_bytes(found),
+                        may_chunk=made_here and not chunk_loss,
+                        may_checkpoint=made_here and not checkpointing,
+                        checkpointing=made_here and checkpointing,
+                    )
                 )
-            )
         if machine is None or timing is None:
             return Forecast(found, None, work, None, tokens, {}, remedies=remedies)
         if ranks > 1:
@@ -219,9 +226,7 @@ def _without_path(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Give options a path, which nobody opens, where the drive is of another machine."""
-    if not isinstance(config, Mapping | None):
-        return options
-    said = {**(config or {}), **options}
+    said = {**values_of(config), **options}
     memory = said.get("max_memory")
     wants = isinstance(memory, Mapping) and any(tier_named(key) == "nvme" for key in memory)
     wants |= "nvme" in (said.get("offload_param"), said.get("offload_optimizer"))
@@ -273,7 +278,7 @@ def _measured(
     found = next(iter(cases.values()))[0]
     known = Here(open_device(asked.device), again=again)
     # The generator of the caller stays as it is, and gradients are computed wherever this is called.
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         machine = known.hardware(
             spec,
             state_dtype=asked.state_dtype,

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.activations.rehearsal import Rehearsal
@@ -26,8 +27,9 @@ Case = tuple[Plan, Work]
 class Rehearsals:
     """Micro-batches on the meta device. None runs twice, and modules do not change in between."""
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        """Begin with nothing; parameters are cast to `dtype`, if it is given."""
+        self._dtype = dtype
         self._held: dict[tuple[object, ...], tuple[Mapping[str, int], int]] = {}
 
     def cases(self, module: nn.Module, batch: Any, plan: Plan, tree: UnitTree) -> dict[str, Case]:
@@ -62,7 +64,7 @@ class Rehearsals:
             ConfigError: as :meth:`cases`.
         """
         with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
-            work = known or work_of(module, batch, tree=tree)
+            work = known or self._work(module, batch, plan, tree=tree)
         if not plan.near_bytes:
             self._held[_key(module, batch, mode)] = {}, work.peak_bytes
             return plan.with_activations({}), work
@@ -70,6 +72,9 @@ class Rehearsals:
         if known is None and held > plan.activation_bytes:  # then an engine lets go of all that may leave
             held = self.held_bytes(module, batch, plan, mode)
         return plan.with_activations(moved), dataclasses.replace(work, held_bytes=held)
+
+    def _work(self, module: nn.Module, batch: Any, plan: Plan, **asked: Any) -> Work:
+        return work_of(module, batch, **asked, dtype=self._dtype, on_cpu=plan.request.device_is_host)
 
     def held_bytes(self, module: nn.Module, batch: Any, plan: Plan, mode: str) -> int:
         """Return the activations that a micro-batch in a mode has on the device at once, if all leave that may.
@@ -93,7 +98,7 @@ class Rehearsals:
         if key not in self._held:
             rehearsal = Rehearsal(**rooms) if plan.near_bytes else None
             with _recomputing(module) if mode == RECOMPUTE else contextlib.nullcontext():
-                work = work_of(module, batch, rehearsal.watch if rehearsal else None)
+                work = self._work(module, batch, plan, watch=rehearsal.watch if rehearsal else None)
             self._held[key] = rehearsal.moved() if rehearsal else {}, work.peak_bytes
         return self._held[key]
 

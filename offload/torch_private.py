@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id
 is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled")  # noqa: B009 - untyped
 parse_to: Callable[..., Any] = torch._C._nn._parse_to
 
+_CALL_MODULE = torch.nn.Module._call_impl.__code__
 _RUN_BACKWARD = getattr(torch.autograd.graph, "_engine_run_backward").__code__  # noqa: B009 - untyped
 _autograd: Any = torch._C._autograd
 _keep_version: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter")  # noqa: B009 - untyped
@@ -88,6 +90,15 @@ def runs_backward(thread: int | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def calls_under_way(module: torch.nn.Module) -> int:
+    """Return how many calls of a module this thread is in."""
+    frame, count = sys._current_frames().get(threading.get_ident()), 0
+    while frame is not None:
+        count += frame.f_code is _CALL_MODULE and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

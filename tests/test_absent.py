@@ -32,6 +32,7 @@ from offload.module.absent import AbsentParameter
 from offload.module.binding import Binding
 from offload.planning.roles import Role
 from offload.planning.units import Unit
+from offload.torch_private import function_modes, top_hooks
 
 pytestmark = [
     pytest.mark.usefixtures("single_torch_thread"),
@@ -1073,3 +1074,38 @@ def test_merging_adapters(place: str, safe: bool, dora: bool, tmp_path: Path) ->
     for name, value in truth.state_dict().items():
         assert torch.equal(saved.state_dict()[name], value), name
         assert torch.equal(merged.state_dict()[name], value), name
+
+
+class TimeIsUp(Exception):
+    """Of a signal handler."""
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_signal_handler_may_raise_while_parameters_are_lent(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a timeout: SIGALRM is not held back."""
+
+    def up(*_: object) -> None:
+        raise TimeIsUp
+
+    model, calls, real = net(), [0], Binding._set_classes
+
+    def set_classes(self: Binding, *given: Any) -> None:
+        calls[0] += 1
+        if calls[0] == number:
+            signal.raise_signal(signal.SIGALRM)
+        real(self, *given)
+
+    with Engine(model, SGD(lr=0.1), **host(model)) as engine:
+        expected = engine(batch(0)).detach().clone()
+        before = signal.signal(signal.SIGALRM, up)
+        try:
+            monkeypatch.setattr(Binding, "_set_classes", set_classes)
+            with pytest.raises(TimeIsUp):
+                engine(batch(0))
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        monkeypatch.undo()
+        assert torch.equal(engine(batch(0)), expected)
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+    assert top_hooks() is None and not function_modes()

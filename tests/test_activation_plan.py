@@ -102,9 +102,21 @@ def test_bytes_are_known_beforehand(host: str, drive: str | int, checkpointing: 
     assert json.loads(json.dumps(found.to_dict()))["plan"]["activation_step_bytes"] == found.plan.activation_step_bytes
 
 
-def test_bytes_are_those_of_the_simulation_of_a_transformer(tmp_path: Path) -> None:
+T5 = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 128}
+ATTENTION = {  # dropout and a bias that is trained need all scores on a CPU, and a mask is kept in another dtype
+    "causal": ("LlamaConfig", LLAMA),
+    "dropout": ("LlamaConfig", {**LLAMA, "attention_dropout": 0.1}),
+    "mask": ("MistralConfig", {**LLAMA, "sliding_window": 32}),
+    "bias": ("T5Config", {**T5, "dropout_rate": 0.0, "decoder_start_token_id": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_bytes_are_those_of_the_simulation_of_a_transformer(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).train()
+    config, sizes = ATTENTION[kind]
+    auto = transformers.AutoModelForSeq2SeqLM if kind == "bias" else transformers.AutoModelForCausalLM
+    model = auto.from_config(getattr(transformers, config)(**sizes)).train()
     model.config.use_cache = False
     given = options(tmp_path, **room("8MiB", 0)) | {"activation_memory": "2MiB"}
     found = offload.plan(model, offload.AdamW(), batch=(1, 256), **given)
@@ -292,9 +304,9 @@ def test_nothing_is_planned_or_run_twice(monkeypatch: pytest.MonkeyPatch) -> Non
             super().__init__(**rooms)
             self.rooms = tuple(rooms.values())
 
-    def work(module: nn.Module, batch: Any, watch: Any = None, tree: Any = None) -> Any:
+    def work(module: nn.Module, batch: Any, watch: Any = None, **asked: Any) -> Any:
         ran.append((module, batch, can_recompute(module), watch and watch.__self__.rooms))
-        return inner(module, batch, watch, tree)
+        return inner(module, batch, watch, **asked)
 
     def plan(request: Any, cut: Any) -> Any:
         planned.append((*request.budgets.values(), request.activations, request.activation_bytes))

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -492,6 +492,68 @@ def test_a_machine_as_fast_as_any_may_be_has_no_faster_one() -> None:
 def test_a_model_without_shapes_is_refused_by_name() -> None:
     with pytest.raises(offload.ConfigError, match="parameter 0.weight: .* no shape yet; run one forward first"):
         offload.plan(nn.Sequential(nn.LazyLinear(4)), hardware="rtx4090")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (nn.DataParallel, "copies parameters and reduces gradients itself"),
+        (lambda net: nn.Sequential(net, nn.Embedding(4, 4, max_norm=1.0)), "max_norm"),
+    ],
+)
+def test_what_an_engine_refuses_is_not_planned(wrap: Callable[[nn.Module], nn.Module], words: str) -> None:
+    with pytest.raises((offload.ConfigError, offload.StateError), match=words):
+        offload.plan(wrap(nn.Linear(4, 4)), hardware="rtx4090")
+
+
+def test_gradients_count_wherever_a_forecast_is_asked_for() -> None:
+    net, config = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tiny()
+
+    def flops() -> list[float]:
+        found = offload.plan(net, batch=[torch.ones(2, 8)]), offload.plan(config, batch=(1, 8))
+        return [forecast.work.flops for forecast in found if forecast.work is not None]
+
+    expected = flops()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert flops() == expected
+
+
+def test_a_micro_batch_is_of_the_dtype_that_parameters_are_cast_to() -> None:
+    def peak(made: torch.dtype, **options: Any) -> int:
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(made)
+        found = offload.plan(net, batch=[torch.ones(256, 64, dtype=torch.bfloat16)], **options)
+        assert found.work is not None
+        return found.work.peak_bytes
+
+    assert peak(torch.float32, dtype="bfloat16") == peak(torch.bfloat16)
+
+
+def test_a_batch_may_be_a_list_and_options_a_file(tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_text('{"max_memory": {"device": "1GiB", "cpu": "1GiB", "nvme": "1GiB"}}')
+    found = offload.plan(tiny(), batch=[2, 16], hardware="rtx4090", config=tmp_path / "options.json")
+    assert found.tokens == 32
+    assert found.plan.request.budgets[Tier.NVME] == 1 << 30
+    config = offload.Config()
+    assert offload.plan(tiny(), config=config, max_memory={"nvme": "1GiB"}).plan.request.budgets[Tier.NVME] == 1 << 30
+
+
+@pytest.mark.parametrize("options", [{"config": 5}, {"measure_again": True, "hardware": "here"}])
+def test_options_that_make_no_sense_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(offload.ConfigError, match=f"^{next(iter(options))}: expected"):
+        offload.plan(tiny(), **options)
+
+
+def test_json_as_deep_as_nobody_writes_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for option in ("hardware", "config"):
+        with pytest.raises(offload.ConfigError, match="cannot be read as JSON"):
+            offload.plan(tiny(), **{option: tmp_path / "deep.json"})
+
+
+def test_a_batch_of_which_no_machine_has_the_memory_has_no_remedy() -> None:
+    found = offload.plan("llama-3.2-1b", batch=(100_000_000_000, 1), hardware="rtx4090")
+    assert not found.fits and not found.remedies
 
 
 def test_a_batch_that_cannot_be_read_is_a_wrong_call(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,6 +181,28 @@ def test_another_thread_may_not_go_on_inside() -> None:
         engine.step()
 
 
+def test_an_interrupted_evaluation_leaves_nothing_behind_once_the_model_is_called_again() -> None:
+    """The model itself is under way by the books, and its frame is gone; a model that calls itself is in both."""
+    model = net()
+    reached: list[int] = []
+
+    def interrupt(module: nn.Module, args: object) -> None:
+        if reached:
+            raise KeyboardInterrupt
+
+    with Engine(model, SGD(lr=0.1), **everything_on_device()) as engine, torch.no_grad():
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        expected = model(batch(0))
+        for _ in range(3):
+            reached.append(1)
+            with pytest.raises(KeyboardInterrupt):
+                model(batch(0))
+            reached.clear()
+            assert torch.equal(model(batch(0)), expected)
+            assert not engine._parts.hooks._forwards.under_way
+        handle.remove()
+
+
 def test_what_an_interrupt_has_left_is_taken_down_by_the_next_forward_of_the_model() -> None:
     """It tore out of a part that was called directly; the model has nothing lent for itself."""
     model = net()

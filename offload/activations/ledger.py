@@ -153,8 +153,9 @@ class SavedActivation:
             return self.tensor._version != self.version
 
     def __del__(self) -> None:
-        if self._freed is not None:
-            self._freed.append(self._key)
+        freed = getattr(self, "_freed", None)  # nothing, if an interrupt has come while it was made
+        if freed is not None:
+            freed.append(self._key)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -160,7 +160,8 @@ def main(arguments: Sequence[str] | None = None, *, process: Process = Process.S
         try:
             return _main(arguments, process)
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # the shell has closed it
+                sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         return EXIT_PIPE
@@ -240,5 +241,5 @@ def guarded(command: Callable[[], None], names: Collection[str] = (), *, wrong_c
         if error.filename is None:
             raise
         print(f"offload: error: {error.filename}: {error.strerror}; name another file or folder", file=sys.stderr)
-        return EXIT_ERROR
+        return wrong_call
     return 0

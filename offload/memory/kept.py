@@ -15,7 +15,7 @@ from typing import Any
 
 def read_kept(file: Path) -> dict[str, Any]:
     """Return the object in a file; an empty one where there is none, or it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content
@@ -31,6 +31,10 @@ def keep(file: Path, name: str, value: Any) -> None:
     content = {**read_kept(file), name: value}
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=2, sort_keys=True)
-    Path(temporary).replace(file)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(content, stream, indent=2, sort_keys=True)
+        Path(temporary).replace(file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -120,9 +120,13 @@ class Binding:
 
     def lend(self, index: int) -> None:
         """Let a unit's parameters be ordinary ones for one more user."""
+        if not self._lent[index]:
+            try:
+                self._set_classes(index, self._kinds[index])
+            except BaseException:  # a signal handler of the user's, such as that of a timeout
+                self.watch(index)
+                raise
         self._lent[index] += 1
-        if self._lent[index] == 1:
-            self._set_classes(index, self._kinds[index])
 
     def take_back(self, index: int) -> None:
         """Note that one of those who use a unit's parameters is done with them."""

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from offload.errors import StateError
 from offload.module.lending import Loan
-from offload.torch_private import NO_GRAPH_TASK, function_modes, graph_task, top_hooks
+from offload.torch_private import NO_GRAPH_TASK, calls_under_way, function_modes, graph_task, top_hooks
 
 
 class InForce:
@@ -142,7 +142,13 @@ class Forwards:
         """
         if self.under_way[-1][2].graph_task != NO_GRAPH_TASK:
             return True
-        return module is outermost and all(entered is not module for entered, _, _ in self.under_way)
+        if module is not outermost:
+            return False
+        entered = sum(one is module for one, _, _ in self.under_way)
+        if not entered:
+            return True
+        here = self.under_way[-1][2].thread == threading.get_ident()  # another thread has stacks of its own
+        return here and entered >= calls_under_way(module)  # of which one is about to be entered
 
 
 def _is_in(thread: int, module: nn.Module) -> bool:

@@ -31,7 +31,11 @@ class Lending:
         self._binding.refuse_replaced(index)
         self._book.show_unit(index)
         lease = self._manager.acquire(index)
-        self._binding.lend(index)
+        try:
+            self._binding.lend(index)
+        except BaseException:
+            lease.close()
+            raise
         return Loan(self, index, lease)
 
     def take_back(self, index: int) -> None:
@@ -59,5 +63,7 @@ class Loan:
 
     def close(self) -> None:
         """Take the parameters back, and return the lease."""
-        self._lending.take_back(self._index)
-        self._lease.close()
+        try:
+            self._lending.take_back(self._index)
+        finally:  # a signal handler may raise, such as that of a timeout
+            self._lease.close()

@@ -8,7 +8,7 @@ changed, and no library is imported for it, classes of other libraries are known
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -189,18 +189,6 @@ def _device_name(device: Any) -> str:
 
 
 # --- its tensors ------------------------------------------------------------------------------------------------------
-
-
-def refuse_lazy(model: nn.Module) -> None:
-    """Refuse a model whose shapes cannot be known yet.
-
-    Raises:
-        ConfigError: a parameter has none; names it.
-    """
-    tensors: Iterable[tuple[str, torch.Tensor]] = model.named_parameters()
-    for name, tensor in tensors:
-        if is_lazy(tensor):
-            _refuse_tensor(f"parameter {name}", tensor)
 
 
 def unreadable(tensor: torch.Tensor) -> str | None:

@@ -112,14 +112,14 @@ class Hardware:
             )
         if isinstance(source, str) and source.lower() in PRESETS:
             return PRESETS[source.lower()]
-        if not Path(source).exists():
+        if not os.path.exists(source):  # False of a name that is too long, too
             raise ConfigError(
                 f"hardware {os.fspath(source)}: expected one of {names}, or a JSON file, but there is neither"
                 f"{did_you_mean(os.fspath(source), PRESETS)}; name one of them"
             )
         try:
             values: Any = json.loads(Path(source).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"hardware {os.fspath(source)}: cannot be read as JSON: {error}; name a file, or one of {names}"
             ) from error

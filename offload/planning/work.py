@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,21 @@ from offload.torch_private import DispatchMode, storage_place
 from offload.wrappers import is_wrapper
 
 _aten = torch.ops.aten
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> tuple[Any, ...]:
+    """Return the arguments of attention, in this order; torch's function tells no signature."""
+    return query, key, value, attn_mask, dropout_p, is_causal
+
+
 _META = torch.device("meta")
 _CAUSAL = {
     _aten._scaled_dot_product_flash_attention: 4,
@@ -154,6 +170,9 @@ def work_of(
     batch: tuple[int, int] | Mapping[str, Any] | Sequence[Any],
     watch: Watch | None = None,
     tree: UnitTree | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    on_cpu: bool = False,
 ) -> Work:
     """Count what a forward and a backward pass take.
 
@@ -163,13 +182,15 @@ def work_of(
             takes, by name or in order, with tensors of any device. Their values are not looked at.
         watch: is entered around each module's forward, with the parameters; None where nobody looks.
         tree: the model's units, whose uses are noted; None where nobody asks. There is no `watch` then.
+        dtype: that parameters of floating point are cast to; None keeps each one's.
+        on_cpu: the device is a CPU, whose attention makes all scores where it has no kernel.
 
     Raises:
         ConfigError: weights are quantized, or the passes need values of tensors, or fail for another reason; names it.
     """
     arguments, named = _inputs(batch)
     _refuse_quantized(model)
-    state = {name: _hollow(tensor) for name, tensor in model.named_parameters(remove_duplicate=True)}
+    state = {name: _hollow(tensor, dtype) for name, tensor in model.named_parameters(remove_duplicate=True)}
     parameters = list(state.values())
     recording = None if tree is None else Recording(tree, state)
     state |= {name: _hollow(tensor) for name, tensor in model.named_buffers()}
@@ -180,7 +201,8 @@ def work_of(
                 undo.enter_context(contextlib.closing(_Dropped(parameter, counter)))
         watched = watch or (lambda _: contextlib.nullcontext())
         enter = (lambda _: watched(parameters)) if recording is None else recording.enter
-        undo.enter_context(contextlib.closing(_Inside(model, enter, watch is not None)))
+        fused = functools.partial(_Fused, grouped=watch is not None, on_cpu=on_cpu)
+        undo.enter_context(contextlib.closing(_Inside(model, enter, fused)))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(counter)
         try:
@@ -264,9 +286,10 @@ def _on_meta(value: Any) -> Any:
     return _hollow(value) if isinstance(value, torch.Tensor) else value
 
 
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a leaf of the same shape without bytes."""
-    return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+def _hollow(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a leaf of the same shape without bytes; of floating point in `dtype`, if it is given."""
+    dtype = dtype if tensor.is_floating_point() else None
+    return torch.empty_like(tensor, device="meta", dtype=dtype).requires_grad_(tensor.requires_grad)
 
 
 def _loss(output: Any) -> torch.Tensor:
@@ -299,9 +322,12 @@ class _Inside:
     """While a module's forward runs, again in backward, too, it is watched, and attention is one kernel, as on GPUs."""
 
     def __init__(
-        self, model: nn.Module, watch: Callable[[nn.Module], contextlib.AbstractContextManager[Any]], grouped: bool
+        self,
+        model: nn.Module,
+        watch: Callable[[nn.Module], contextlib.AbstractContextManager[Any]],
+        fused: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> None:
-        self._grouped = grouped
+        self._fused = fused
         self._entered: list[contextlib.ExitStack] = []  # by the modules that are running, the outermost attends
         self._watch = watch
         self._handles = [
@@ -316,7 +342,7 @@ class _Inside:
     def _enter(self, module: nn.Module, arguments: Any) -> None:
         entered = contextlib.ExitStack()
         if not self._entered:
-            entered.enter_context(_Fused(grouped=self._grouped))
+            entered.enter_context(self._fused())
         entered.enter_context(self._watch(module))
         self._entered.append(entered)
 
@@ -331,25 +357,28 @@ class _Inside:
 class _Fused(TorchFunctionMode):
     """Takes attention as one operator: the meta device has none, and would make all scores of all heads.
 
-    That operator wants keys and values for each head. With `grouped`, what is kept of heads that share them is what
-    other devices keep.
+    That operator wants keys and values for each head. With `grouped`, what is kept of heads that share them, and of
+    masks, is what other devices keep. A CPU has no kernel with dropout, for a bias that is trained, or for values of
+    another width: it does make all scores.
     """
 
-    def __init__(self, *, grouped: bool) -> None:
+    def __init__(self, *, grouped: bool, on_cpu: bool) -> None:
         super().__init__()
         self._grouped = grouped
+        self._on_cpu = on_cpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
-            query, key, value = args[:3]
-            causal = bool(kwargs.get("is_causal", args[5] if len(args) > 5 else False))
+            query, key, value, mask, dropout, causal = _attend(*args, **kwargs)
+            features, trains = value.shape[-1], mask is not None and mask.requires_grad
+            if self._on_cpu and (dropout or trains or features != query.shape[-1]):
+                return func(*args, **kwargs)
             if self._grouped:
-                return _Grouped.apply(query, key, value, causal)  # type: ignore[no-untyped-call]
+                return _Grouped.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
             if key.shape[1] != query.shape[1]:  # heads that share keys and values
                 many = query.shape[1] // key.shape[1]
                 key, value = (tensor.repeat_interleave(many, 1) for tensor in (key, value))
-            features = value.shape[-1]
             if features != query.shape[-1]:  # this operator has one width for all
                 width = max(features, query.shape[-1])
                 query, key, value = (
@@ -364,16 +393,20 @@ class _Grouped(torch.autograd.Function):
     """Attention that keeps for backward what kernels of other devices keep, in their order."""
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         rows, heads, length, _ = query.shape
         output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(key, query, value, sums, output)
+        if mask is not None and mask.dtype is torch.bool:
+            mask = mask.to(query.dtype)  # as kernels want it
+        ctx.save_for_backward(*(() if mask is None else (mask,)), key, query, value, sums, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        key, query, value, _, _ = ctx.saved_tensors
+        key, query, value, _, _ = ctx.saved_tensors[-5:]
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
 
 
