@@ -519,6 +519,26 @@ def test_gradients_count_wherever_a_forecast_is_asked_for() -> None:
             assert flops() == expected
 
 
+def test_layers_that_are_dropped_at_random_are_counted() -> None:
+    """The chance is small; the answer yes would drop them all."""
+
+    class Drops(nn.Module):
+        def __init__(self, probability: float) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.probability = probability
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                if not (self.probability and torch.rand([]) < self.probability):
+                    x = layer(x)
+            return x
+
+    whole, dropped = (work_of(Drops(probability), [torch.ones(4, 8)]) for probability in (0.0, 0.1))
+    assert dropped.flops == whole.flops > 0
+    assert (whole.assumed, dropped.assumed) == (0, 3)
+
+
 def test_a_micro_batch_is_of_the_dtype_that_parameters_are_cast_to() -> None:
     def peak(made: torch.dtype, **options: Any) -> int:
         net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(made)

@@ -440,6 +440,8 @@ class _Counter(DispatchMode):
         self._alive: dict[int, weakref.ref[Any] | None] = {storage_place(tensor): None for tensor in parameters}
         self._alive_bytes = 0
         self._operators: collections.Counter[int] = collections.Counter()
+        self._drawn: set[int] = set()  # storages of single random numbers
+        self._unlikely: set[int] = set()  # and of answers whether one is less than a probability, by which layers drop
         self.peak_bytes = 0
         self.assumed = 0
 
@@ -467,7 +469,7 @@ class _Counter(DispatchMode):
         self._operators[unit] += 1
         if func is _aten._local_scalar_dense.default and args[0].dtype is torch.bool:
             self.assumed += 1
-            return True
+            return storage_place(args[0]) not in self._unlikely
         if func.is_view:
             output = func(*args, **kwargs)
         else:
@@ -482,10 +484,19 @@ class _Counter(DispatchMode):
             self._made[unit][known] += 1
         if isinstance(output, torch.Tensor):
             self._begin(output)
+            if not output.dim():
+                self._note_draw(func, args, output)
         else:
             for tensor in tensors_in(output):
                 self._begin(tensor)
         return output
+
+    def _note_draw(self, func: Any, args: Any, output: torch.Tensor) -> None:
+        """Note what comes of a random number."""
+        if func.overloadpacket is _aten.rand:
+            self._drawn.add(storage_place(output))
+        elif func.overloadpacket in (_aten.lt, _aten.le) and storage_place(args[0]) in self._drawn:
+            self._unlikely.add(storage_place(output))
 
     def _begin(self, tensor: torch.Tensor) -> None:
         storage, place = tensor.untyped_storage(), storage_place(tensor)
@@ -498,6 +509,8 @@ class _Counter(DispatchMode):
     def _end(self, place: int, size: int) -> None:
         if self._alive.pop(place, None) is not None:
             self._alive_bytes -= size
+            self._drawn.discard(place)
+            self._unlikely.discard(place)
 
 
 def _form(value: Any) -> Any:
