@@ -134,7 +134,7 @@ def test_a_plan_leaves_the_model_as_it_was(options: dict[str, Any], is_quantized
 def test_a_plan_of_weights_that_nobody_can_quantize_is_refused() -> None:
     with torch.device("meta"):
         model = net()
-    with pytest.raises(ConfigError, match=r"^parameter blocks\.0\.base\.weight: expected weights .*; load the model"):
+    with pytest.raises(ConfigError, match=r"^parameter blocks\.0\.base\.weight: expected .*; load the model"):
         plan(model, hardware="desktop")
 
 
