@@ -309,7 +309,11 @@ class Config:
 
 
 def values_of(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return the options that a config, a mapping or a JSON file names."""
+    """Return the options that a config, a mapping or a JSON file names.
+
+    Raises:
+        ConfigError: it is none of these, or the file is not a JSON object.
+    """
     if source is None:
         return {}
     if isinstance(source, Config):

@@ -54,7 +54,7 @@ _COPY_BYTES = 128 * MIB
 _NONE = 1e6  # bytes per second of a drive that nobody has named: the least that a machine may have
 
 _RATES = ("update", "h2d", "d2h")
-_HOST = ("operator", "hook", "gradient")
+_HOST_COSTS = ("operator", "hook", "gradient")
 _LITTLE = 1e-9
 _OPERATOR = "Call("  # the names of these begin so
 
@@ -151,9 +151,9 @@ class Here:
         if paths:
             drive = self._value(f"drive {names}", lambda: _drive_rates(paths), _DRIVE)
         beside = not self._device.addressable  # the host gives work; else its seconds are in those of operators
-        host = dict.fromkeys(_HOST, 0.0)
+        host = dict.fromkeys(_HOST_COSTS, 0.0)
         if beside:
-            host = self._value("the host's part of a step", lambda: _host_costs(self._device), _HOST)
+            host = self._value("the host's part of a step", lambda: _host_costs(self._device), _HOST_COSTS)
         self._keep()
         return Hardware(
             name="this machine",

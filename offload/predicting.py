@@ -77,8 +77,8 @@ def plan(
         model: a module, which is not changed, on the meta device, too; a config of transformers; a folder with
             ``config.json``; or the name of a known model, such as ``"llama-3.1-70b"``.
         optimizer: as in :class:`offload.Engine`; None is ``AdamW``.
-        batch: of one micro-batch: (rows, length) of token ids for a language model, else what its forward takes, as a
-            mapping or a sequence. None: bytes without seconds.
+        batch: of one micro-batch: (rows, length) of token ids, also in a list, for a language model; else what its
+            forward takes, as a mapping or a sequence. None: bytes without seconds.
         hardware: the machine: a preset (``"rtx4090"``, ``"h200"``, ...), a JSON file with the attributes of
             :class:`offload.planning.hardware.Hardware`, or such a value. Its budgets are shares of its memory where
             `max_memory` does not say, and none of NVMe. ``"here"``: this machine, measured once: the operators of the

@@ -29,21 +29,6 @@ from offload.torch_private import DispatchMode, storage_place
 from offload.wrappers import is_wrapper
 
 _aten = torch.ops.aten
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> tuple[Any, ...]:
-    """Return the arguments of attention, in this order; torch's function tells no signature."""
-    return query, key, value, attn_mask, dropout_p, is_causal
-
-
 _META = torch.device("meta")
 _CAUSAL = {
     _aten._scaled_dot_product_flash_attention: 4,
@@ -352,6 +337,19 @@ class _Inside:
     def close(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> tuple[Any, ...]:
+    """Return the arguments of attention, in this order; torch's function tells no signature."""
+    return query, key, value, attn_mask, dropout_p, is_causal
 
 
 class _Fused(TorchFunctionMode):
