@@ -79,8 +79,9 @@ def _made(config: Any, dtype: torch.dtype) -> Any:
             continue
         try:
             with torch.device("meta"):
-                return kind.from_config(config, dtype=dtype)
+                return kind.from_config(config, dtype=dtype, trust_remote_code=False)
         except Exception as error:  # of each model's own class, too
+            _refuse_code(type(config).__name__, error)
             if isinstance(error, ValueError) and "Unrecognized configuration class" in str(error):
                 continue
             why, cause = " ".join(str(error).split()), error
@@ -122,11 +123,21 @@ def _config_of(model: str | os.PathLike[str]) -> Any:
             f"{did_you_mean(str(model), KNOWN)}; known: {', '.join(KNOWN)}"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(file)
+        return transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
     except Exception as error:  # of each model's own class, too
+        _refuse_code(os.fspath(model), error)
         raise ConfigError(
             f"model {os.fspath(model)}: expected a config that transformers can read but got: "
             f"{' '.join(str(error).split())}; correct the file"
+        ) from error
+
+
+def _refuse_code(model: str, error: Exception) -> None:
+    """Raise another error, if `error` says that a model comes with code of its own."""
+    if "trust_remote_code" in str(error):
+        raise ConfigError(
+            f"model {model}: expected a model that is part of transformers but it comes with code of its own, which no "
+            "plan runs; make the module on the meta device, and pass it to offload.plan"
         ) from error
 
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import numbers
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -84,9 +85,9 @@ def plan(
             `max_memory` does not say, and none of NVMe. ``"here"``: this machine, measured once: the operators of the
             model run one by one on the device, and updates, copies and drives (a file in ``nvme_path``) for a few
             seconds. None: the memory of this machine, and no seconds.
-        checkpointing: of activations, where the model is made here; a module stays as it is. None does so unless
+        checkpointing: of activations, where the model is made here; beside a module, it is refused. None does so unless
             `activations` is among the options: what these move, or compute again, is counted.
-        chunk_loss: of a language model that is made here, by :func:`offload.ops.chunk_loss`.
+        chunk_loss: of a language model that is made here, by :func:`offload.ops.chunk_loss`; likewise.
         ranks: that train together on one machine, each with a device: the plan is that of the first one, and budgets
             are each rank's own. There are seconds per lane then, and none of a step.
         stage: of several ranks, as in :class:`offload.Engine`.
@@ -108,8 +109,8 @@ def plan(
         raise ConfigError(
             'measure_again: expected hardware="here" and a batch beside it, for which it is measured; name both'
         )
-    if isinstance(batch, Sequence) and not isinstance(batch, str) and all(type(size) is int for size in batch):
-        batch = tuple(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str) and all(map(_is_size, batch)):
+        batch = tuple(map(int, batch))
     here = hardware is None or hardware == HERE
     machine = None if here else hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)  # type: ignore[arg-type]
     options = _without_path(config, options)
@@ -119,7 +120,9 @@ def plan(
             f"gradient_accumulation_steps: expected at most {_MOST_MICRO_BATCHES} beside a batch, whose passes are "
             f"counted one by one, but got {asked.gradient_accumulation_steps}; pass fewer, which take as long each"
         )
-    if not isinstance(model, nn.Module):
+    if isinstance(model, nn.Module):
+        _check_module_options(checkpointing, chunk_loss)
+    else:
         logger.info("making the model without its weights")
     if checkpointing is None:
         checkpointing = not _names_activations(config, options, asked)
@@ -195,6 +198,21 @@ def plan(
         savings = dict(_savings(planned, asked, machine, (found, work), timing.step_s))
         clipping = _clipping(planned, asked, machine, (found, work), timing.step_s)
         return Forecast(found, machine, work, timing, tokens, savings, clipping, remedies)
+
+
+def _check_module_options(checkpointing: bool | None, chunk_loss: bool) -> None:
+    kept = "expected a model that is made here beside it but got a module, which stays as it is"
+    if checkpointing is not None:
+        raise ConfigError(
+            f"checkpointing: {kept}; turn it on or off in the module, as model.gradient_checkpointing_enable() of "
+            "transformers does"
+        )
+    if chunk_loss:
+        raise ConfigError(f"chunk_loss: {kept}; call offload.ops.chunk_loss(model) before")
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)  # of numpy, too
 
 
 def _names_activations(config: Any, options: Mapping[str, Any], asked: Config) -> bool:

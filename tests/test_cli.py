@@ -434,6 +434,14 @@ def test_output_that_nobody_reads_ends_it_quietly(words: list[str], unbuffered: 
     assert done.returncode == cli.EXIT_PIPE or words == ["--help"]  # argparse itself suppresses errors of its output
 
 
+def test_output_that_has_no_room_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "offload", "--version"]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == os.EX_IOERR
+    assert done.stderr == "offload: error: output: No space left on device; free space, or write it elsewhere\n"
+
+
 REQUIRED = ["finetune", "--model", "m", "--text", "t"]
 
 

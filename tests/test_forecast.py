@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -132,6 +133,32 @@ class Uneven(nn.Module):
 def test_values_of_attention_may_have_another_width_than_keys(widths: tuple[int, int]) -> None:
     work = work_of(Uneven(*widths), [torch.ones(1, 4096, WIDE)])
     assert all(work.operators) and work.peak_bytes < 64 << 20
+
+
+class Experts(nn.Module):
+    """Products of groups of rows with a matrix for each."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, WIDE, 32, dtype=dtype))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Return (rows, 32)."""
+        return torch._grouped_mm(x.to(self.weight.dtype), self.weight, ends)
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has none")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_products_of_experts_are_counted_in_any_dtype(dtype: torch.dtype) -> None:
+    work = work_of(Experts(dtype), [torch.ones(ROWS, WIDE), torch.ones(4, dtype=torch.int32)])
+    assert work.flops == 2 * 2 * ROWS * WIDE * 32  # forward, and the gradient of the weight
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_counted_as_dense_ones(make: type[nn.Embedding | nn.EmbeddingBag]) -> None:
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    sparse, dense = (work_of(make(64, WIDE, sparse=sparse), [ids]) for sparse in (True, False))
+    assert sparse == dense
 
 
 def test_counting_leaves_the_module_as_it_was() -> None:
@@ -551,8 +578,9 @@ def test_a_micro_batch_is_of_the_dtype_that_parameters_are_cast_to() -> None:
 
 def test_a_batch_may_be_a_list_and_options_a_file(tmp_path: Path) -> None:
     (tmp_path / "options.json").write_text('{"max_memory": {"device": "1GiB", "cpu": "1GiB", "nvme": "1GiB"}}')
-    found = offload.plan(tiny(), batch=[2, 16], hardware="rtx4090", config=tmp_path / "options.json")
-    assert found.tokens == 32
+    options = {"hardware": "rtx4090", "config": tmp_path / "options.json"}
+    found = offload.plan(tiny(), batch=[2, 16], **options)
+    assert found.tokens == offload.plan(tiny(), batch=[*np.array([2, 16])], **options).tokens == 32
     assert found.plan.request.budgets[Tier.NVME] == 1 << 30
     config = offload.Config()
     assert offload.plan(tiny(), config=config, max_memory={"nvme": "1GiB"}).plan.request.budgets[Tier.NVME] == 1 << 30
@@ -562,6 +590,12 @@ def test_a_batch_may_be_a_list_and_options_a_file(tmp_path: Path) -> None:
 def test_options_that_make_no_sense_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(offload.ConfigError, match=f"^{next(iter(options))}: expected"):
         offload.plan(tiny(), **options)
+
+
+@pytest.mark.parametrize("options", [{"checkpointing": False}, {"chunk_loss": True}])
+def test_options_of_models_that_are_made_here_are_refused_beside_a_module(options: dict[str, Any]) -> None:
+    with pytest.raises(offload.ConfigError, match=f"^{next(iter(options))}: expected a model that is made here"):
+        offload.plan(nn.Linear(8, 8), **options)
 
 
 def test_json_as_deep_as_nobody_writes_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -581,6 +615,9 @@ def test_a_batch_that_cannot_be_read_is_a_wrong_call(capsys: pytest.CaptureFixtu
         main(["plan", "--model", "llama-3.1-8b", "--batch", "4,2048"])
     assert left.value.code == 2
     assert "expected ROWSxLENGTH" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "llama-3.1-8b", "--keep-activations", "--activations", "recompute"])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 def test_a_config_of_quantized_weights_is_refused(tmp_path: Path) -> None:
@@ -636,6 +673,7 @@ def test_ranks_that_make_no_sense_are_named(asked: dict[str, Any], words: str) -
         ("{}", "model_type"),
         ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "100.*7"),
         ('{"model_type": "vit"}', "ViTConfig: is no language model"),
+        ('{"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}', "comes with code of its own, which no plan runs"),
     ],
 )
 def test_a_config_that_is_no_model_is_named(

@@ -7,6 +7,7 @@ do. The options of ``finetune`` are in :mod:`offload.cli.finetune.settings`. Nex
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import json
 import os
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str] | None = None, *, process: Process = Process.S
 
     Returns:
         The exit code: 0, 1 after an error, 2 for a wrong call, 130 after Ctrl-C, 143 where a run has ended by SIGTERM,
-        141 where nobody reads the output any more (``offload doctor | head -1``).
+        141 where nobody reads the output any more (``offload doctor | head -1``), 74 where it cannot be written.
     """
     try:
         try:
@@ -163,8 +164,18 @@ def main(arguments: Sequence[str] | None = None, *, process: Process = Process.S
             if sys.stdout is not None:  # the shell has closed it
                 sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        _give_up_output()
         return EXIT_PIPE
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        _give_up_output()
+        print(f"offload: error: output: {error.strerror}; free space, or write it elsewhere", file=sys.stderr)
+        return os.EX_IOERR
+
+
+def _give_up_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
 
 
 def _main(arguments: Sequence[str] | None, process: Process) -> int:

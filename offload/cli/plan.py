@@ -54,14 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--state-dtype", default="float32", help="float32, bfloat16 or int8")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
     parser.add_argument("--clip", action="store_true", help="every step clips the norm of its gradient")
-    parser.add_argument("--keep-activations", action="store_true", help="instead of computing them again in backward")
     parser.add_argument(
         "--checkpointing",
         action="store_true",
-        help="transformers compute them again, beside --activations and --keep-activations, too",
+        help="transformers compute them again, beside --activations, too",
     )
     parser.add_argument("--chunk-loss", action="store_true", help="without the logits of all tokens at once")
-    parser.add_argument(
+    activations = parser.add_mutually_exclusive_group()
+    activations.add_argument(
+        "--keep-activations",
+        action="store_const",
+        dest="activations",
+        const="keep",
+        help="the same as --activations keep",
+    )
+    activations.add_argument(
         "--activations",
         choices=get_args(ActivationMode),
         help="what the engine makes of them; if nothing is said, transformers compute them again",
@@ -125,7 +132,7 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
             getattr(optimizers, arguments.optimizer)(lr=1e-4),
             batch=arguments.batch,
             hardware=arguments.hardware,
-            checkpointing=arguments.checkpointing or not (arguments.keep_activations or arguments.activations),
+            checkpointing=arguments.checkpointing or not arguments.activations,
             chunk_loss=arguments.chunk_loss,
             ranks=arguments.ranks,
             stage=arguments.stage if arguments.stage == "auto" else int(arguments.stage),

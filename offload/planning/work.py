@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from offload.errors import ConfigError, StateError
 from offload.nested import tensors_in
 from offload.planning.hardware import Hardware
+from offload.planning.meta_operators import AsDevicesHave, run_on_meta
 from offload.planning.partition import UnitTree
 from offload.planning.uses import Recording, Uses
 from offload.torch_private import DispatchMode, storage_place
@@ -186,7 +186,7 @@ def work_of(
                 undo.enter_context(contextlib.closing(_Dropped(parameter, counter)))
         watched = watch or (lambda _: contextlib.nullcontext())
         enter = (lambda _: watched(parameters)) if recording is None else recording.enter
-        fused = functools.partial(_Fused, grouped=watch is not None, on_cpu=on_cpu)
+        fused = functools.partial(AsDevicesHave, grouped=watch is not None, on_cpu=on_cpu)
         undo.enter_context(contextlib.closing(_Inside(model, enter, fused)))
         undo.enter_context(torch.enable_grad())
         undo.enter_context(counter)
@@ -339,75 +339,6 @@ class _Inside:
             handle.remove()
 
 
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **_: Any,
-) -> tuple[Any, ...]:
-    """Return the arguments of attention, in this order; torch's function tells no signature."""
-    return query, key, value, attn_mask, dropout_p, is_causal
-
-
-class _Fused(TorchFunctionMode):
-    """Takes attention as one operator: the meta device has none, and would make all scores of all heads.
-
-    That operator wants keys and values for each head. With `grouped`, what is kept of heads that share them, and of
-    masks, is what other devices keep. A CPU has no kernel with dropout, for a bias that is trained, or for values of
-    another width: it does make all scores.
-    """
-
-    def __init__(self, *, grouped: bool, on_cpu: bool) -> None:
-        super().__init__()
-        self._grouped = grouped
-        self._on_cpu = on_cpu
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            query, key, value, mask, dropout, causal = _attend(*args, **kwargs)
-            features, trains = value.shape[-1], mask is not None and mask.requires_grad
-            if self._on_cpu and (dropout or trains or features != query.shape[-1]):
-                return func(*args, **kwargs)
-            if self._grouped:
-                return _Grouped.apply(query, key, value, mask)  # type: ignore[no-untyped-call]
-            if key.shape[1] != query.shape[1]:  # heads that share keys and values
-                many = query.shape[1] // key.shape[1]
-                key, value = (tensor.repeat_interleave(many, 1) for tensor in (key, value))
-            if features != query.shape[-1]:  # this operator has one width for all
-                width = max(features, query.shape[-1])
-                query, key, value = (
-                    nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in (query, key, value)
-                )
-            output = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False)[0]
-            return output if features == output.shape[-1] else output[..., :features]
-        return func(*args, **kwargs)
-
-
-class _Grouped(torch.autograd.Function):
-    """Attention that keeps for backward what kernels of other devices keep, in their order."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        rows, heads, length, _ = query.shape
-        output = query.new_empty(rows, length, heads, value.shape[-1]).transpose(1, 2)
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        if mask is not None and mask.dtype is torch.bool:
-            mask = mask.to(query.dtype)  # as kernels want it
-        ctx.save_for_backward(*(() if mask is None else (mask,)), key, query, value, sums, output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor | None, ...]:
-        key, query, value, _, _ = ctx.saved_tensors[-5:]
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class _Known:
     """What is known of an operator on arguments of one form.
@@ -476,7 +407,7 @@ class _Counter(DispatchMode):
             if known is not None and known.output is not None:
                 output = _filled(known.output)
             else:
-                output = func(*args, **kwargs)
+                output = run_on_meta(func, args, kwargs)
             if known is None:
                 known = self._known[form] = _known(func, args, kwargs, output)
             self._made[unit][known] += 1
