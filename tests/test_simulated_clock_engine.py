@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import UNIT_BYTES, working_bytes
-from simulated.clock import Operation, now, operations, spend
+from simulated.clock import Actor, Drive, Operation, now, operations, spend
 from simulated.engine import Cpu, engine_clock, untouched
 from simulated.figures import Figures, watched
 from torch import nn
@@ -312,6 +312,51 @@ def test_kernels_share_host_memory_with_copies() -> None:
             begin = now()
             cpu.run("kernel", 62.72e6)  # within the 4 ms of the copy
             assert now() - begin == pytest.approx(62.72e6 / rate, rel=1e-3)
+
+
+def test_a_copy_that_begins_beside_a_kernel_takes_of_what_is_left_of_it() -> None:
+    """Half of a millisecond goes by at 62.72 GB/s; 46.68 GB/s are left for the other half of the bytes."""
+    host = torch.empty(100_000_000, dtype=torch.uint8).pin_memory()
+    with engine_clock(DESKTOP, dry=True):
+        cpu, begin = Cpu(DESKTOP), now()
+        device = torch.empty(host.numel(), dtype=torch.uint8, device="sim")
+
+        def copy(actor: Actor) -> None:
+            actor.sleep(begin + 5e-4)
+            device.copy_(host, non_blocking=True)
+
+        copies = Actor("copies", copy)
+        cpu.run("kernel", 62.72e6)
+        assert now() - begin == pytest.approx(5e-4 + 31.36e6 / 46.68e9, rel=0.01)
+        copies.join()
+
+
+def test_what_a_drive_moves_beside_a_kernel_takes_of_its_memory() -> None:
+    """20 GB/s leave 51.68."""
+    with engine_clock(DESKTOP, dry=True):
+        cpu = Cpu(DESKTOP)
+        drive = Drive(read=20e9, write=1e9, mixed=1e9, latency_s=0.0)
+        cpu.drives.append(drive)
+        drive.start("read", 100_000_000)
+        begin = now()
+        cpu.run("kernel", 62.72e6)
+        assert now() - begin == pytest.approx(62.72e6 / 51.68e9, rel=0.01)
+        drive.close()
+
+
+def test_kernels_of_two_threads_share_the_memory() -> None:
+    ends = list[float]()
+    with engine_clock(DESKTOP, dry=True):
+        cpu = Cpu(DESKTOP)
+
+        def work(actor: Actor) -> None:
+            cpu.run("kernel", 62.72e6)
+            ends.append(now())
+
+        begin, actors = now(), [Actor(str(number), work) for number in range(2)]
+        for actor in actors:
+            actor.join()
+    assert ends == pytest.approx([begin + 2e-3] * 2, rel=0.05)
 
 
 def test_a_model_of_full_size_takes_no_memory() -> None:

@@ -37,7 +37,7 @@ const char* lane_name(Lane lane) {
 }
 
 double Timeline::place(double ready, double seconds, double past) {
-    while (!busy_.empty() && busy_.begin()->second <= past) busy_.erase(busy_.begin());
+    while (!busy_.empty() && busy_.begin()->second <= past - KEPT_S) busy_.erase(busy_.begin());
     double begin = ready;
     for (const auto& [from, to] : busy_) {
         if (to <= begin) continue;
@@ -60,9 +60,26 @@ double Timeline::place(double ready, double seconds, double past) {
     return begin;
 }
 
-bool Timeline::busy(double at) const {
-    auto after = busy_.upper_bound(at);
-    return after != busy_.begin() && std::prev(after)->second > at;
+std::vector<std::pair<double, double>> Timeline::within(double from, double to) const {
+    std::vector<std::pair<double, double>> found;
+    auto next = busy_.upper_bound(from);
+    if (next != busy_.begin()) --next;
+    for (; next != busy_.end() && next->first < to; ++next) {
+        double begin = std::max(next->first, from), end = std::min(next->second, to);
+        if (begin < end) found.emplace_back(begin, end);
+    }
+    return found;
+}
+
+std::array<double, 3> busy_alone_and_both(const Timeline& one, const Timeline& other, double from,
+                                          double to) {
+    double alone = 0, others = 0, both = 0;
+    for (const auto& [begin, end] : other.within(from, to)) others += end - begin;
+    for (const auto& [begin, end] : one.within(from, to)) {
+        alone += end - begin;
+        for (const auto& [left, right] : other.within(begin, end)) both += right - left;
+    }
+    return {alone - both, others - both, both};
 }
 
 void Clock::start(const Costs& costs, bool dry) {

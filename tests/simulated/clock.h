@@ -5,6 +5,7 @@
 // seen by the others when they have come to that time, and a run depends on the costs alone, not on the
 // machine.
 #pragma once
+#include <array>
 #include <condition_variable>
 #include <cstdint>
 #include <limits>
@@ -12,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace simulated {
@@ -42,13 +44,17 @@ struct Work {
 // used.
 class Timeline {
   public:
+    static constexpr double KEPT_S = 0.1;  // so long what is over is known
     double place(double ready, double seconds,
                  double past);  // returns the begin; nobody asks for times before `past`
-    bool busy(double at) const;
+    std::vector<std::pair<double, double>> within(double from, double to) const;  // when it is busy
 
   private:
     std::map<double, double> busy_;  // begin and end
 };
+
+// Seconds in which `one` is busy alone, `other` is, and both are.
+std::array<double, 3> busy_alone_and_both(const Timeline& one, const Timeline& other, double from, double to);
 
 struct Record {
     std::string lane, name;

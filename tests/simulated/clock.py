@@ -412,6 +412,7 @@ class Drive:
             (side, urgent): collections.deque() for side in self.SIDES for urgent in (True, False)
         }
         self._current: dict[str, VirtualTicket] = {}
+        self._at = self._moved_bytes = 0.0  # when it has last looked, and what it had moved then
         self._open = True
         self._actor = Actor("drive", self._work)
 
@@ -424,9 +425,9 @@ class Drive:
         self._actor.wake()
         return ticket
 
-    def rate(self) -> float:
-        """Return the bytes per second that it moves now."""
-        return sum(self._rate(side) for side in self._current)
+    def moved_bytes(self) -> float:
+        """Return the bytes that it has moved so far."""
+        return self._moved_bytes + (self._core.now() - self._at) * sum(map(self._rate, self._current))
 
     def close(self) -> None:
         """End it, once all is done."""
@@ -447,10 +448,11 @@ class Drive:
     def _work(self, actor: Actor) -> None:
         while self._open or self._current:
             self._take()
-            before = self._core.now()
+            before = self._at = self._core.now()
             rates = {side: self._rate(side) for side in self._current}
             ends = {side: before + ticket.left / rates[side] for side, ticket in self._current.items()}
             time = actor.sleep(min(ends.values(), default=NEVER))
+            self._moved_bytes, self._at = self.moved_bytes(), time
             for side, ticket in list(self._current.items()):
                 ticket.left -= (time - before) * rates[side]
                 if time >= ends[side]:

@@ -51,7 +51,8 @@ from simulated.kernels import UpdatingDevice, on_device
 from simulated.ranks import Wire, Wires, stand_ins
 from swap import PastTransfer, SwapStats, SwapStore
 
-PIECE_BYTES = 64 << 20  # of a kernel on the CPU, after which others may have a turn
+PIECE_BYTES = 4 << 20  # of a kernel on the CPU, after which others have a turn
+LEAST_BYTES = 64 << 10  # that a kernel does in one piece
 # Commands, and doors: these import the libraries that they stand in, which takes seconds, and nothing of an engine.
 _APART = ("offload.cli", "offload.__main__", "offload._cpu_adam", "offload.integrations.")
 
@@ -81,21 +82,31 @@ class Cpu:
         self.drives: list[Drive | Wire] = []  # that use the same memory
 
     def run(self, name: str, size_bytes: float) -> None:
-        """Let the caller work on `size_bytes`, read and written together."""
+        """Let the caller work on `size_bytes`, read and written together.
+
+        What a piece takes at least goes by, and what copies have left of it meanwhile is done: they may begin then.
+        """
         left = size_bytes
         while left > 0:
             piece = min(left, PIECE_BYTES)
             begin = max(self._core.now(), self._free_at)
-            self._free_at = begin + piece / self._rate(begin)
-            self._core.note("cpu", name, int(piece), begin, self._free_at)
-            self._core.wait_until(self._free_at, f"cpu {name}")
-            left -= piece
+            end = self._free_at = begin + piece / self._hardware.update_bytes_s
+            moved = self._moved_by_drives()
+            self._core.wait_until(end, f"cpu {name}")
+            done = piece if piece <= LEAST_BYTES else self._done(begin, end, self._moved_by_drives() - moved)
+            self._core.note("cpu", name, int(done), begin, end)
+            left -= done
 
-    def _rate(self, at: float) -> float:
-        hardware, core = self._hardware, self._core
-        taken = hardware.h2d_bytes_s * core.lane_busy(2, at) + hardware.d2h_bytes_s * core.lane_busy(3, at)
-        taken += sum(drive.rate() for drive in self.drives)
-        return hardware.updates_beside(taken)
+    def _moved_by_drives(self) -> float:
+        return sum(drive.moved_bytes() for drive in self.drives)
+
+    def _done(self, begin: float, end: float, moved: float) -> float:
+        """Return the bytes of a kernel's work that memory had room for, beside copies and what drives have `moved`."""
+        hardware, seconds = self._hardware, end - begin
+        h2d_s, d2h_s, both_s = self._core.copying(begin, end)
+        up, down, drives = hardware.h2d_bytes_s, hardware.d2h_bytes_s, moved / seconds
+        times = (seconds - h2d_s - d2h_s - both_s, 0.0), (h2d_s, up), (d2h_s, down), (both_s, up + down)
+        return sum(took_s * hardware.updates_beside(copied + drives) for took_s, copied in times)
 
 
 class VirtualStore:

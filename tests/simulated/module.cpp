@@ -84,7 +84,10 @@ void add_clock(py::module_& m) {
     m.def("waits", [](bool reset) { return the_clock().waits(reset); });
     m.def("idle", [](bool reset) { return machine().idle(reset); });
     m.def("end_of", [](int stream) { return machine().end_of(stream); });
-    m.def("lane_busy", [](int lane, double at) { return the_clock().lanes[lane].busy(at); });
+    m.def("copying", [](double from, double to) {
+        const Timeline* lanes = the_clock().lanes;
+        return busy_alone_and_both(lanes[int(Lane::h2d)], lanes[int(Lane::d2h)], from, to);
+    });
     m.def("reserve", [](size_t size) { return reinterpret_cast<uint64_t>(reserve(size)); });
     m.def("give_back", [](uint64_t at, size_t size) { give_back(address(at), size); });
 }

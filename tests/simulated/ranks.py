@@ -44,18 +44,19 @@ class Wire:
     def __init__(self, wires: Wires) -> None:
         self.wires = wires
         self._core = simulated.load()
-        self._begin = self._end = 0.0
+        self._end = self._busy_s = 0.0
 
     def start(self, lane: str, size_bytes: int) -> _Work:
         """Begin a collective in which each rank sends `size_bytes`."""
-        self._begin = max(self._core.now(), self._end)
-        self._end = self._begin + self.wires.latency_s + size_bytes / self.wires.bytes_s
-        self._core.note(lane, lane, size_bytes, self._begin, self._end)
+        begin, seconds = max(self._core.now(), self._end), self.wires.latency_s + size_bytes / self.wires.bytes_s
+        self._end = begin + seconds
+        self._busy_s += seconds
+        self._core.note(lane, lane, size_bytes, begin, self._end)
         return _Work(lane, self._end)
 
-    def rate(self) -> float:
-        """Return the bytes per second of host memory that it takes now: what is sent is read, what comes is written."""
-        return 2 * self.wires.bytes_s if self._begin <= self._core.now() < self._end else 0.0
+    def moved_bytes(self) -> float:
+        """Return the bytes of host memory that it has taken so far: what is sent is read, what comes is written."""
+        return 2 * self.wires.bytes_s * (self._busy_s - max(self._end - self._core.now(), 0.0))
 
 
 class _Work:
