@@ -25,6 +25,7 @@ from offload.memory.device import Device
 from offload.module.refusals import refuse_ranks
 from offload.optim.progress import Progress
 from offload.optim.rules import Rule
+from offload.planning.choosing import AUTO
 from offload.planning.partition import UnitTree
 from offload.planning.plan import Plan
 from offload.planning.roles import Role
@@ -138,6 +139,7 @@ def agree_on_options(
         return unit_bytes
     facts: dict[str, Fact] = {option: getattr(config, option) for option in _SAME}
     facts |= {"torch": torch.__version__, "optimizer": type(optimizer).__name__, "stage": stage}
+    facts['activations="auto"'] = config.activations == AUTO  # which ranks choose together
     facts["the kind of device"] = device.place.type
     identity = device.identity()
     known = 0 if identity is None else int(hashlib.sha256(identity.encode()).hexdigest()[:12], 16)

@@ -665,6 +665,23 @@ def in_child(function: object) -> int:
     raise AssertionError("the child hangs")
 
 
+def test_an_error_of_a_signals_handler_comes_as_it_is(engine: str, fd: int) -> None:
+    def raise_late(*_: object) -> None:
+        raise TimeoutError("mine")
+
+    memory, before = Memory(BLOCK), signal.signal(signal.SIGALRM, raise_late)
+    aio = faulty_aio(engine=engine, faults=[Fault(action=FaultAction.HANG)])
+    try:
+        stuck = aio.write(fd, 0, memory.address, BLOCK)
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(TimeoutError, match="^mine$"):
+            stuck.wait(60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(SwapDeadlineError):
+        aio.close(0.05)
+
+
 def test_forked_child_gets_a_clear_error_and_does_not_hang(engine: str, fd: int) -> None:
     memory = Memory(BLOCK)
     aio = faulty_aio(engine=engine, faults=[Fault(action=FaultAction.HANG)])

@@ -201,3 +201,16 @@ def test_four_ranks_are_one_process(name: str, tmp_path: Path) -> None:
 )
 def test_ranks_that_accumulate_are_one_process(world: int, micro_batches: int, name: str, tmp_path: Path) -> None:
     check(world, micro_batches, name, tmp_path)
+
+
+def train_elsewhere(rank: int, world: int, path: str, stage: int) -> dict[str, Any]:
+    return train(rank, world, world, f"float32-float32-{list(HOMES)[rank]}", path, stage)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_each_rank_may_have_other_homes(stage: int, tmp_path: Path) -> None:
+    (one,) = run(train, 1, 1, 3, "float32-float32-device", str(tmp_path), 1)
+    every = run(train_elsewhere, 3, 3, str(tmp_path), stage)
+    check_bits(one, every)
+    assert [found["homes"] for found in every] == [HOMES[home] for home in ("device", "host", "nvme")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ def differ(rank: int) -> dict[str, tuple[str, str]]:
     found["shapes"] = error_of(lambda: engine_of(nn.Linear(4, 4 + odd)))
     found["wrappers"] = error_of(lambda: engine_of(net_of_named("odd" if odd else "even")))
     found["option"] = error_of(lambda: engine_of(max_grad_norm=1.0 + odd))
+    found["activations"] = error_of(lambda: engine_of(activations="auto" if odd else "offload"))
     small = {"device": "16KiB", "cpu": "16KiB"}
     found["budget"] = error_of(lambda: engine_of(**({"max_memory": small} if odd else {})))
     model = net()
@@ -125,6 +127,7 @@ def test_what_differs_is_named_on_all_ranks() -> None:
             ("values", "expected one value of the values of 0.bias in loading but got"),
             ("shapes", 'parameter bias in planning but got "float32 (4,) trained at 0/128" on ranks 0, 2'),
             ("wrappers", "expected one value of what makes 0.weight in planning but got"),
+            ("activations", 'expected one value of activations="auto" in making an engine but got'),
             (
                 "option",
                 "expected one value of max_grad_norm in making an engine but got 1.0 on ranks 0, 2, 2.0 on rank 1",
@@ -178,6 +181,20 @@ def test_what_needs_one_process_is_refused_by_name() -> None:
         assert found["parameters"] == ("nothing", "")
 
 
+def error_of_a_loss_that_is_not_finite(engine: Engine) -> tuple[str, str]:
+    """Return what it raises; nothing keeps what the loss was computed from."""
+    kept = list[weakref.ref[torch.Tensor]]()
+
+    def go() -> None:
+        loss = engine(torch.full((2, 8), float("nan"))).mean()
+        kept.append(weakref.ref(loss))
+        engine.backward(loss)
+
+    told = error_of(go)
+    assert kept[0]() is None
+    return told
+
+
 def fail(rank: int, how: str, stage: int) -> tuple[tuple[str, str], tuple[str, str]]:
     with engine_of(stage=stage) as engine:
         backward(engine)
@@ -196,7 +213,8 @@ def fail(rank: int, how: str, stage: int) -> tuple[tuple[str, str], tuple[str, s
         else:
             if how == "nan":  # what waits is dropped on all ranks
                 backward(engine)
-            first = error_of(lambda: backward(engine, float("nan") if rank == 1 and how == "nan" else 1.0))
+            fails = rank == 1 and how == "nan"
+            first = error_of_a_loss_that_is_not_finite(engine) if fails else error_of(lambda: backward(engine))
         afterwards = error_of(lambda: backward(engine))
         if afterwards[0] == "nothing":
             assert engine.step()

@@ -44,6 +44,7 @@ LOOK_S = 0.05  # between looks for words, while waiting
 CENSUS_S = 0.3  # in which all who wait say where
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 5e-3
 _CLOSED = "ranks: closed"
+_TOLD = "_offload_told"  # attribute of an error: the ranks that an agreement has told of it
 _GROUP_TIMEOUT = 4  # times the deadline: gloo's own is only for what nobody waits for any more
 
 _opened: Counter[tuple[int, ...]] = Counter()  # engines of each set of ranks so far: their words have different names
@@ -160,7 +161,6 @@ class Processes:
         self._link = link
         self._beside: list[Processes] = []
         self._is_beside = beside
-        self._told: BaseException | None = None  # why this rank could not go on, as an agreement has told all
         self._node: Ranks | None = None  # where there are several
         self._owners: Ranks = OneRank()
         if among is None and meeting.nodes > 1:
@@ -223,8 +223,11 @@ class Processes:
         most = max(record.detail_bytes for record in records)
         rows = self._gather_bytes(detail, most, where)
         if error is not None:
-            self._told = error
-            raise error
+            vars(error)[_TOLD] = self._meeting
+            try:
+                raise error
+            finally:
+                del error  # or its traceback, which has the user's tensors, would have itself
         details = [row[: record.detail_bytes] for row, record in zip(rows, records, strict=True)]
         raise RanksError(disagreement(records, details))
 
@@ -329,7 +332,7 @@ class Processes:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed, unless they have agreed on it; see :meth:`Ranks.fail`."""
-        if self._meeting.ended is None and error is not self._told:
+        if self._meeting.ended is None and not self.has_told(error):
             text = f"rank {self._meeting.rank}: {type(error).__name__}: {error}"
             with contextlib.suppress(RuntimeError):  # the store is gone, and with it whoever could be told
                 text = self._words.fail(text)
@@ -347,7 +350,7 @@ class Processes:
 
     def has_told(self, error: BaseException) -> bool:
         """Tell whether an agreement has told all of an error; see :meth:`Ranks.has_told`."""
-        return error is self._told
+        return vars(error).get(_TOLD) is self._meeting
 
     def _raise_census(self, where: str, reason: str) -> NoReturn:
         """Ask all where they are, and let it be what all of them raise."""

@@ -159,7 +159,10 @@ class Exchanges:
             BaseException: `error`.
         """
         self._number += 1
-        self._main.agree(self.where, error=error)
+        try:
+            self._main.agree(self.where, error=error)
+        finally:
+            del error  # of whose traceback this is a part
 
     def take(self, where: Where, source: int) -> None:
         """Let a parameter have a gradient: at address `source`, in its dtype. A second one is added in that.

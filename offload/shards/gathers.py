@@ -1,8 +1,8 @@
 """Parameters of several ranks after a step: each rank has updated its slices, and takes the others' in.
 
 Owns the way from a shard's home, wherever it is, to the other ranks and back. All ranks come through here with the same
-units in one order. What the host has in place goes round by a thread of its own, while the next unit is updated. Next:
-:mod:`offload.shards.gradients_of_ranks` has the memory, :mod:`offload.optim.step` calls.
+units in one order. What the hosts of all ranks have in place goes round by a thread of its own, while the next unit is
+updated. Next: :mod:`offload.shards.gradients_of_ranks` has the memory, :mod:`offload.optim.step` calls.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 
-from offload.memory.budget import Tier
 from offload.planning.roles import Role
 from offload.planning.units import Unit
 from offload.shards.gradients_of_ranks import MicroBatch
@@ -35,11 +34,9 @@ def make_updates(manager: Manager, units: Sequence[Unit]) -> None:
     if shared is None or request.slices == 1 or request.slices_parameters:  # each has made all; or who needs it gathers
         manager.finish_updates()
         return
-    in_place = Tier.DEVICE if manager.tiers.device.addressable else Tier.HOST
-    homes = [(unit, manager.tiers.plan.home(unit, Role.PARAM)) for unit in units]
-    _go_round(manager, shared, [unit for unit, home in homes if home is in_place])
-    for unit, home in homes:
-        if home is not in_place:
+    _go_round(manager, shared, [unit for unit in units if unit.index in shared.in_place])
+    for unit in units:
+        if unit.index not in shared.in_place:
             _gather(manager, shared, unit)
 
 

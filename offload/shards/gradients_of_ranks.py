@@ -39,6 +39,7 @@ class MicroBatch:
 
     Attributes:
         exchanges: of gradients.
+        in_place: units whose parameters all ranks have where the host can work on them; homes may be each rank's own.
     """
 
     def __init__(
@@ -57,7 +58,16 @@ class MicroBatch:
         if self._node.world > 1 and not request.slices_parameters:
             self._beside = ranks.beside("updated parameters")
             self._gathers = ThreadPoolExecutor(1, "offload-gather")
+        self.in_place = self._in_place(plan)
         self._written: dict[str, str] | None = None  # digests of what was written to parameters, once they are loaded
+
+    def _in_place(self, plan: Plan) -> frozenset[int]:
+        if self._gathers is None:
+            return frozenset()
+        where = Tier.DEVICE if plan.request.device_is_host else Tier.HOST
+        mine = torch.tensor([plan.home(unit, Role.PARAM) is where for unit in plan.request.units], dtype=torch.uint8)
+        by_all = self._ranks.gather_from_all(mine, "making an engine").all(dim=0).tolist()
+        return frozenset(index for index, here in enumerate(by_all) if here)
 
     def _parts_of(self, unit: Unit, rank: int) -> list[Part]:
         spans = [(slot.offset_numel, slot.end_numel) for slot in unit.slots]
@@ -199,7 +209,10 @@ class SharedGradients(Gradients):
 
     def refuse_backward(self, error: BaseException) -> None:
         """Let no rank have this backward pass; see :meth:`Exchanges.refuse`."""
-        self._exchanges.refuse(error)
+        try:
+            self._exchanges.refuse(error)
+        finally:
+            del error  # of whose traceback this is a part
 
     def add(self, index: int, slot: int, gradient: torch.Tensor, *, final: bool, backward_pass: int = 0) -> None:
         """Take one parameter's gradient of this micro-batch; see :meth:`Gradients.add`.

@@ -346,12 +346,12 @@ class Aio:
 
 
 class _as_swap_error(contextlib.AbstractContextManager[None]):
-    """Turn the extension's OSError (closed, forked) into SwapError."""
+    """Turn the extension's OSError (closed, forked) into SwapError; one without a number is of a signal's handler."""
 
     __slots__ = ()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError) and not isinstance(error, SwapError):
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, SwapError):
             raise SwapError(str(error.strerror), errno=error.errno) from None
 
 

@@ -158,6 +158,8 @@ class IoTicket:
         try:
             return self._operation.wait(max(timeout_s, 0.0))
         except OSError as error:
+            if error.errno is None:  # a TimeoutError, say, of a signal's handler
+                raise
             raise SwapError(str(error.strerror), errno=error.errno) from None
 
     def deadline_error(self, limit_s: float, state: str) -> SwapDeadlineError:
