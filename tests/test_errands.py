@@ -75,15 +75,19 @@ def test_without_errands_there_are_no_threads() -> None:
 
 
 def test_what_is_urgent_is_done_inside_of_an_errand_that_looks_for_it() -> None:
-    errands, may_look, log = Errands[None](1, "test"), threading.Event(), list[str]()
+    errands, log = Errands[None](1, "test"), list[str]()
+    begun, may_look = threading.Event(), threading.Event()
 
     def look(number: int) -> None:
-        assert may_look.wait(60.0)
+        begun.set()
+        assert may_look.wait(DEADLINE_S)
         log.append("looks")
         errands.do_urgent()
         log.append("goes on")
 
-    futures = [errands.submit(look, urgent=False), errands.submit(lambda _: log.append("later"), urgent=False)]
+    futures = [errands.submit(look, urgent=False)]
+    assert begun.wait(DEADLINE_S)  # or what is urgent would be done before it
+    futures.append(errands.submit(lambda _: log.append("later"), urgent=False))
     futures += [errands.submit(lambda _, name=name: log.append(name), urgent=True) for name in ("first", "second")]
     futures.append(errands.submit(lambda _: [][0], urgent=True))
     may_look.set()
