@@ -295,3 +295,30 @@ def test_two_threads_of_a_rank_get_what_each_has_asked_for() -> None:
         return agreement
 
     assert together(2, set(), act) == [Agreement(False, ())] * 2
+
+
+def test_who_closes_behind_a_block_fails_nobody_where_the_thread_has_yet_to_notice_its_end() -> None:
+    def act(one: Rank, rank: int) -> None:
+        conductor, begun, met, closes = one.conductor, *(threading.Event() for _ in range(3))
+        ranks, do_urgent = conductor._ranks, conductor._errands.do_urgent
+        agree = ranks.agree
+
+        def agree_and_note(*args: Any, **options: Any) -> Agreement:
+            agreement = agree(*args, **options)
+            met.set()
+            return agreement
+
+        def do_late() -> None:
+            begun.set()
+            do_urgent()
+            assert not met.is_set() or closes.wait(LIMIT_S)
+
+        conductor._errands.do_urgent = do_late  # type: ignore[method-assign]
+        ranks.agree = agree_and_note  # type: ignore[method-assign]
+        ranks.close = closes.set  # type: ignore[method-assign]
+        with conductor.serving("elsewhere"):
+            assert begun.wait(LIMIT_S)
+            conductor.agree("the end")  # what serves does it
+        conductor.close()
+
+    assert together(2, set(), act) == [None] * 2

@@ -96,13 +96,13 @@ def test_what_is_urgent_is_done_inside_of_an_errand_that_looks_for_it() -> None:
     assert [type(future.exception()) for future in futures] == [type(None)] * 4 + [IndexError]
 
 
-def test_it_is_busy_until_the_last_errand_is_done() -> None:
+def test_it_is_busy_until_the_last_urgent_errand_is_done() -> None:
     errands: Errands[int] = Errands(1, "test")
-    assert not errands.busy
     begun, may_end = threading.Event(), threading.Event()
     first = errands.submit(lambda thread: begun.set() or int(may_end.wait(DEADLINE_S)), urgent=False)
-    second = errands.submit(lambda thread: 2, urgent=False)
-    assert begun.wait(DEADLINE_S) and errands.busy
+    assert begun.wait(DEADLINE_S) and not errands.busy
+    second = errands.submit(lambda thread: 2, urgent=True)
+    assert errands.busy
     may_end.set()
     assert first.result(DEADLINE_S) and second.result(DEADLINE_S) == 2 and not errands.busy
     errands.close()

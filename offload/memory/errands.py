@@ -28,13 +28,13 @@ class Errands(Generic[T]):
         self._threads: list[threading.Thread] = []
         self._count = itertools.count()
         self._queue: list[tuple[bool, int, Errand[T], Future[T]]] = []
-        self._undone: weakref.WeakSet[Future[T]] = weakref.WeakSet()  # and perhaps some that are done
+        self._undone: weakref.WeakSet[Future[T]] = weakref.WeakSet()  # urgent, and perhaps done
         self._changed = threading.Condition()
         self._closed = False
 
     @property
     def busy(self) -> bool:
-        """Whether an errand waits or is under way."""
+        """Whether an urgent errand waits or is under way."""
         with self._changed:
             return not all(future.done() for future in self._undone)
 
@@ -43,7 +43,8 @@ class Errands(Generic[T]):
         future: Future[T] = Future()
         with self._changed:
             assert not self._closed and self._wanted
-            self._undone.add(future)
+            if urgent:
+                self._undone.add(future)
             heapq.heappush(self._queue, (not urgent, next(self._count), errand, future))
             self._changed.notify()
         while len(self._threads) < self._wanted:

@@ -90,6 +90,8 @@ class Conductor:
         self._deadline_s = deadline_s
         self._errands: Errands[Any] = Errands(1, "offload-ranks")
         self._called = threading.Event()  # the thread, which may be serving
+        self._blocks = set[threading.Event]()  # in which it serves: an event of each, which is set behind it
+        self._meets = False  # it may be in an agreement with others, though this rank wants nothing
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
@@ -235,19 +237,22 @@ class Conductor:
                     self._errands.do_urgent()
                     pause_s = _SHORTEST_PAUSE_S if self.standing.computes else min(2 * pause_s, _LONGEST_PAUSE_S)
                     heard, waits = self.standing.heard
-                    if over.is_set() or not waits or self.standing.computes:
-                        continue
-                    if self._serve(self.node.agree(where, wants=NOTHING, numbers=[heard])):
-                        pause_s = _SHORTEST_PAUSE_S
+                    self._meets = True  # before it looks: whoever ends the block and then closes has to know
+                    if not over.is_set() and waits and not self.standing.computes:
+                        if self._serve(self.node.agree(where, wants=NOTHING, numbers=[heard])):
+                            pause_s = _SHORTEST_PAUSE_S
+                    self._meets = False
             except BaseException as error:
                 self._ranks.fail(error)  # nobody looks at what becomes of this
                 raise
 
-        self._submit(serve, urgent=False)
+        self._blocks.add(over)
         try:
+            self._submit(serve, urgent=False)
             yield
         finally:
             over.set()
+            self._blocks.discard(over)
             self._called.set()
 
     def gather(self, full: torch.Tensor, where: str) -> None:
@@ -285,8 +290,11 @@ class Conductor:
         return self._ranks.has_told(error)
 
     def close(self) -> None:
-        """End the thread. Whoever waits for something that was started here is told. Idempotent."""
-        if self._errands.busy:
+        """End the thread. Whoever waits for something that was started here is told. Idempotent.
+
+        Nobody waits for a thread that has not noticed yet that the block in which it served is over.
+        """
+        if self._errands.busy or self._blocks or self._meets:
             self._ranks.fail(RanksError(f"rank {self.rank} has closed its engine"))
         self._ranks.close()
         self._errands.close()
