@@ -90,3 +90,4 @@ def _do(errand: Errand[T], number: int, future: Future[T]) -> None:
         future.set_result(errand(number))
     except BaseException as error:
         future.set_exception(error)
+        del errand, future  # of whose traceback this is a part

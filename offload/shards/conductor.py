@@ -216,6 +216,8 @@ class Conductor:
             raise
         finally:
             self._counters.wait_for_ranks(begin, time.perf_counter())
+            del future
+            error = None  # this may be a part of its traceback
 
     @contextlib.contextmanager
     def serving(self, where: str) -> Iterator[None]:
