@@ -42,7 +42,7 @@ from offload.memory.budget import Tier
 from offload.planning.asked import Homes, Request
 from offload.planning.hardware import PRESETS
 from offload.planning.plan import Plan
-from offload.planning.planner import make_plan
+from offload.planning.planner import Asks, make_plan
 from offload.planning.roles import STATE_ROLES, Role
 from offload.planning.sizing import TooSmall, least_buffers, plan_of
 
@@ -113,7 +113,7 @@ SETTINGS = (
 
 
 @contextlib.contextmanager
-def homes_by(choose: Callable[[Request], Plan]) -> Iterator[None]:
+def homes_by(choose: Callable[[Request, Asks], Plan]) -> Iterator[None]:
     """Let engines have plans by `choose`."""
     before = build.make_plan
     build.make_plan = choose
@@ -164,7 +164,7 @@ def _homes(request: Request, chance: random.Random) -> list[Homes]:
     ]
 
 
-def timed(setting: Setting, sizes: dict[str, int], choose: Callable[[Request], Plan]) -> tuple[Plan, Figures]:
+def timed(setting: Setting, sizes: dict[str, int], choose: Callable[[Request, Asks], Plan]) -> tuple[Plan, Figures]:
     """Return the plan, and what a step takes."""
     hardware = PRESETS[MACHINE]
     with engine_clock(hardware, dry=True) as watch, homes_by(choose), tempfile.TemporaryDirectory() as folder:
@@ -227,7 +227,7 @@ def run_setting(setting: Setting, sizes: dict[str, int], many: int, seed: int) -
     began = time.perf_counter()
     chosen = described(*timed(setting, sizes, make_plan))
     chance = random.Random(seed)
-    others = [described(*timed(setting, sizes, lambda request: drawn(request, chance))) for _ in range(many)]
+    others = [described(*timed(setting, sizes, lambda request, _: drawn(request, chance))) for _ in range(many)]
     best = min(others, key=lambda each: each["step_s"])
     median = statistics.median(each["step_s"] for each in others)
     ratio = chosen["step_s"] / best["step_s"]
