@@ -39,11 +39,8 @@ const char* lane_name(Lane lane) {
 double Timeline::place(double ready, double seconds, double past) {
     while (!busy_.empty() && busy_.begin()->second <= past - KEPT_S) busy_.erase(busy_.begin());
     double begin = ready;
-    for (const auto& [from, to] : busy_) {
-        if (to <= begin) continue;
-        if (begin + seconds <= from) break;
-        begin = to;
-    }
+    for (auto next = since(ready); next != busy_.end() && begin + seconds > next->first; ++next)
+        begin = std::max(begin, next->second);
     if (seconds > 0) {
         auto after = busy_.lower_bound(begin);
         double end = begin + seconds;
@@ -60,11 +57,14 @@ double Timeline::place(double ready, double seconds, double past) {
     return begin;
 }
 
+std::map<double, double>::const_iterator Timeline::since(double at) const {
+    auto next = busy_.upper_bound(at);
+    return next == busy_.begin() ? next : std::prev(next);
+}
+
 std::vector<std::pair<double, double>> Timeline::within(double from, double to) const {
     std::vector<std::pair<double, double>> found;
-    auto next = busy_.upper_bound(from);
-    if (next != busy_.begin()) --next;
-    for (; next != busy_.end() && next->first < to; ++next) {
+    for (auto next = since(from); next != busy_.end() && next->first < to; ++next) {
         double begin = std::max(next->first, from), end = std::min(next->second, to);
         if (begin < end) found.emplace_back(begin, end);
     }

@@ -50,6 +50,9 @@ class Timeline {
     std::vector<std::pair<double, double>> within(double from, double to) const;  // when it is busy
 
   private:
+    // The last one that begins by then, and later ones.
+    std::map<double, double>::const_iterator since(double at) const;
+
     std::map<double, double> busy_;  // begin and end
 };
 
