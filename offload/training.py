@@ -94,32 +94,45 @@ class Training:
 
     def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Run backward; see ``Engine.backward``."""
-        manager, step = self._life.require_open(), self.require_step("backward")
-        self._hooks.refuse_other_threads()
-        step.micro_batches.note_meant()
-        with self._telling_ranks(NonFiniteError), self._counting("backward"):
-            if self._ranks.world == 1:
-                self._refuse_loss(manager, loss)
+        drops = True  # what Ctrl-C tears out of: outside of the block, or behind its last safe point
+        try:
+            with self._deferral:
+                drops = False
+                manager, step = self._life.require_open(), self.require_step("backward")
+                self._hooks.refuse_other_threads()
+                step.micro_batches.note_meant()
+                with self._telling_ranks(NonFiniteError), self._counting("backward"):
+                    self._backward(manager, step, loss, kwargs)
+                drops = True
+        except BaseException:
+            if drops and self._life.manager is not None:
+                with self._deferral:
+                    self._forget_step(self._life.manager)
+            raise
+
+    def _backward(self, manager: Manager, step: Step, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        if self._ranks.world == 1:
+            self._refuse_loss(manager, loss)
+        try:
             self._book.adopt()
-            with self._run.scaler.applied() as factor, self._deferral:
-                try:
-                    gradients = manager.gradients
-                    if self._ranks.world > 1:
-                        self._refuse_loss(manager, loss)
-                    gradients.begin_backward(lambda: self._hooks.reached(loss, **kwargs))
-                    self._hooks.backward(loss if factor is None else loss * factor, **kwargs)
-                    self._activations.close_pass()
-                    if self._ranks.world > 1:
-                        gradients.exchange()
-                        self._book.note_arrived()
-                    self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
-                except BaseException as error:
-                    self._tell_ranks(error, NonFiniteError)  # first: what is under way with them ends
-                    step.micro_batches.drop()
-                    held = self._budget.claims()
-                    clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
-                    self._tell(error, "a backward pass", held)
-                    raise
+            with self._run.scaler.applied() as factor:
+                gradients = manager.gradients
+                if self._ranks.world > 1:
+                    self._refuse_loss(manager, loss)
+                gradients.begin_backward(lambda: self._hooks.reached(loss, **kwargs))
+                self._hooks.backward(loss if factor is None else loss * factor, **kwargs)
+                self._activations.close_pass()
+                if self._ranks.world > 1:
+                    gradients.exchange()
+                    self._book.note_arrived()
+            self._deferral.check()  # before it counts: whoever is interrupted here runs the micro-batch again
+        except BaseException as error:
+            self._tell_ranks(error, NonFiniteError)  # first: what is under way with them ends
+            step.micro_batches.drop()
+            held = self._budget.claims()
+            clean_up(self._hooks.unwind, self._book.clear, self._activations.abandon_pass, manager.reset)
+            self._tell(error, "a backward pass", held)
+            raise
         step.micro_batches.note_backward()
         if self._watch.knows_losses and loss.numel() == 1:
             self._watch.note_loss(loss.detach().item())
@@ -181,10 +194,7 @@ class Training:
         manager = self._life.require_open()
         self._hooks.refuse_other_threads()
         with self._deferral:
-            self._hooks.unwind()
-            self._drop_gradients(manager)
-            if self._step is not None:
-                self._step.micro_batches.drop()
+            self._forget_step(manager)
 
     def has_gradients(self) -> bool:
         """Tell whether any gradient waits for the next step; take over what somebody has put in ``.grad``."""
@@ -274,6 +284,13 @@ class Training:
         full = self._device.out_of_memory(error, what=what, limit_bytes=budget.limit_bytes, held=held)
         if full is not None:
             raise full from error
+
+    def _forget_step(self, manager: Manager) -> None:
+        """Let the step that comes next begin anew."""
+        self._hooks.unwind()
+        self._drop_gradients(manager)
+        if self._step is not None:
+            self._step.micro_batches.drop()
 
     def _drop_gradients(self, manager: Manager) -> None:
         self._book.clear()
