@@ -16,6 +16,8 @@ from offload.module import refusals
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 0.1  # after which whoever waits looks for Ctrl-C
+
 
 class PendingCheckpoint:
     """A checkpoint under way: what ``engine.save_checkpoint(wait=False)`` returns.
@@ -67,9 +69,10 @@ class PendingCheckpoint:
             raise self._error
         return self.path
 
-    def settle(self) -> None:
-        """Wait until it is over; raise why it failed, unless somebody was told."""
-        self._over.wait()
+    def settle(self, pause: Callable[[], None]) -> None:
+        """Wait until it is over, calling `pause` now and then; raise why it failed, unless somebody was told."""
+        while not self._over.wait(PAUSE_S):
+            pause()
         self.tell()
 
     def tell(self) -> None:

@@ -194,6 +194,7 @@ def build(
     life = calls.life
     budgets = {tier: Budget(tier, limits[tier]) for tier in Tier}
     loader = Loader(everything, tree, binding, config.init_weights or getattr(model, "_init_weights", None), weights)
+    calls.deferral.check()  # from here on, there is something to undo
     manager = open_tiers(
         plan, config, device, budgets, binding, counters, calls.deferral, calls.record, there_bytes, ranks
     )

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,8 @@ class Checkpoints:
         file_bytes: int = FILE_BYTES,
     ) -> Path:
         """Write a checkpoint; see ``Engine.save_checkpoint``. With `latest`, that file names it."""
-        with self._begin(directory, tag, client_state, keep, file_bytes, hold=False) as save:
+        deferral = self._parts.hooks.deferral
+        with deferral, self._begin(directory, tag, client_state, keep, file_bytes, hold=False) as save:
             path = save.complete(latest=latest)
         if save.ranks.rank == 0 and save.folder.given_up():
             with contextlib.suppress(RuntimeError):  # no thread could be started: the next save deletes it
@@ -100,6 +101,12 @@ class Checkpoints:
         file_bytes: int = FILE_BYTES,
     ) -> PendingCheckpoint:
         """Write what lives in memory, hold what lives on NVMe, and have a thread do the rest."""
+        with self._parts.hooks.deferral:
+            return self._begin_copy(directory, tag, client_state, keep, file_bytes)
+
+    def _begin_copy(
+        self, directory: str | Path, tag: str | None, client_state: Any, keep: int | None, file_bytes: int
+    ) -> PendingCheckpoint:
         with contextlib.ExitStack() as undo:
             save = undo.enter_context(self._begin(directory, tag, client_state, keep, file_bytes, hold=True))
             save.staging.step_back()
@@ -124,10 +131,10 @@ class Checkpoints:
             raise
         return self._pending
 
-    def settle(self) -> None:
-        """Wait until no save is under way; raise why it failed, if nobody was told."""
+    def settle(self, pause: Callable[[], None] = lambda: None) -> None:
+        """Wait until no save is under way, calling `pause`; raise why it failed, if nobody was told."""
         if self._pending is not None and self._life.here:
-            self._pending.settle()
+            self._pending.settle(pause)
             self._pending = None
 
     def tell(self) -> None:
@@ -191,7 +198,7 @@ class Checkpoints:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(f"keep: expected a whole number of at least 1, or None, but got {keep!r}")
         tag = check_tag(f"step-{parts.steps.run.steps:08d}" if tag is None else tag)
-        self.settle()
+        self.settle(manager.safe_point.check)
         parts.changes.adopt()
         manager.bound.refuse_changes()
         parts.book.adopt()
@@ -238,13 +245,13 @@ class Checkpoints:
 
     def load(self, directory: str | Path, *, tag: str | None, strict: bool) -> Any:
         """Read a checkpoint; see ``Engine.load_checkpoint``."""
-        with Together(self._parts.ranks, "load_checkpoint") as together:
+        with self._parts.hooks.deferral, Together(self._parts.ranks, "load_checkpoint") as together:
             with self._life.refilling(f"loading a checkpoint of {directory}", strict=strict) as again:
                 return self._load(directory, tag, together, strict=strict, again=again)
 
     def _load(self, directory: str | Path, tag: str | None, together: Together, *, strict: bool, again: bool) -> Any:
         manager, parts = self._life.require_open(), self._parts
-        self.settle()
+        self.settle(manager.safe_point.check)
         with Folder(directory).reading(None if tag is None else check_tag(tag)) as path:
             index = Index.read(path / FILE_NAME)
             source = Source(path, index)

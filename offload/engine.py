@@ -126,43 +126,50 @@ class Engine(EngineTensors, EngineRuns):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
         counters = Counters()
         ranks = ranks_of(stage, group, counters, trains=optimizer is not None)
-        with made_together(ranks):
-            refusals.refuse_model(model)
-            if reference is not None:
-                refusals.refuse_reference(model, reference)
-                reference.requires_grad_(False)
-            self.module, self.reference = model, reference
-            self.config = run_of_rank(Config.load(config, **options), ranks)
-            deferral = Deferral()
-            self._durable = self._begin_run(optimizer)
-            calls = EngineCalls(Calls(self._step_now, self.zero_grad), deferral, self._life, self._durable)
-            if weights is not None and not isinstance(weights, Weights):
-                weights = find_weights(model, weights)
-            with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
-                self._parts = build(
-                    model,
-                    unwrapped(optimizer),
-                    self.config,
-                    calls,
-                    ranks,
-                    counters,
-                    weights,
-                    reference=reference,
-                    stage=None if stage == APART else stage,
-                )
-        self._watch = Watch(type(model).__name__, self.config, self._parts, self._life)
-        self._decision = Decision(model, self._parts, self.config, self._life)
-        self._training = Training(self._parts, self._life, deferral, self._decision, self._watch, self._durable)
-        state = RunState(model, self._parts, self._life)
-        self._checkpoints = Checkpoints(state, self._parts, self._life, self._training)
-        self._sleeping = Sleeping(self.config, self._parts, self._life)
-        self.device = self._parts.device.place
-        self.optimizer: OffloadOptimizer | None = self._parts.steps.optimizer
-        self._step = self._parts.steps.step
+        self._deferral = Deferral()
+        is_made = False
         try:
-            self._resumed = self._take_up(state, begin)
-        except BaseException:
-            self._close(restore=None, commit=False)
+            with self._deferral:
+                with made_together(ranks):
+                    refusals.refuse_model(model)
+                    if reference is not None:
+                        refusals.refuse_reference(model, reference)
+                        reference.requires_grad_(False)
+                    self.module, self.reference = model, reference
+                    self.config = run_of_rank(Config.load(config, **options), ranks)
+                    self._durable = self._begin_run(optimizer)
+                    calls = EngineCalls(
+                        Calls(self._step_now, self.zero_grad, self._deferral), self._deferral, self._life, self._durable
+                    )
+                    if weights is not None and not isinstance(weights, Weights):
+                        weights = find_weights(model, weights)
+                    with contextlib.closing(weights) if weights is not None else contextlib.nullcontext():
+                        self._parts = build(
+                            model,
+                            unwrapped(optimizer),
+                            self.config,
+                            calls,
+                            ranks,
+                            counters,
+                            weights,
+                            reference=reference,
+                            stage=None if stage == APART else stage,
+                        )
+                parts, life = self._parts, self._life
+                self._watch = Watch(type(model).__name__, self.config, parts, life)
+                self._decision = Decision(model, parts, self.config, life)
+                self._training = Training(parts, life, self._deferral, self._decision, self._watch, self._durable)
+                state = RunState(model, parts, life)
+                self._checkpoints = Checkpoints(state, parts, life, self._training)
+                self._sleeping = Sleeping(self.config, parts, life, self._deferral)
+                self.device = parts.device.place
+                self.optimizer: OffloadOptimizer | None = parts.steps.optimizer
+                self._step = parts.steps.step
+                is_made = True
+                self._resumed = self._take_up(state, begin)
+        except BaseException:  # Ctrl-C, perhaps, that came meanwhile
+            if is_made:
+                self._close(restore=None, commit=False)
             raise
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -236,9 +243,10 @@ class Engine(EngineTensors, EngineRuns):
         self._require_open()
         if not isinstance(max_norm, (int, float)) or not max_norm >= 0:
             raise ConfigError(f"clip_grad_norm_: expected max_norm as a number of at least 0 but got {max_norm!r}")
-        if not self._training.has_gradients():
-            raise StateError("clip_grad_norm_: expected gradients but none has arrived; call backward first")
-        return clip_grad_norm_(self._parts.book.parameters(), max_norm, norm_type)
+        with self._deferral:
+            if not self._training.has_gradients():
+                raise StateError("clip_grad_norm_: expected gradients but none has arrived; call backward first")
+            return clip_grad_norm_(self._parts.book.parameters(), max_norm, norm_type)
 
     def drain(self) -> None:
         """Wait until the last step is done and home; without this, that is when the next forward has used all units.
@@ -447,7 +455,7 @@ class Engine(EngineTensors, EngineRuns):
         manager = self._manager
         if manager is None or self._life.closed or not self._life.here:
             return
-        with contextlib.ExitStack() as last:
+        with self._deferral, contextlib.ExitStack() as last:
             last.enter_context(torch.inference_mode(False))  # parameters that are given back shall be ordinary ones
             last.callback(self._sleeping.close)
             last.callback(self._watch.close)
@@ -494,6 +502,9 @@ class Engine(EngineTensors, EngineRuns):
             if error is None:
                 raise
             logger.warning("close: %s", failure)  # the error on its way up came first
+        except BaseException:  # Ctrl-C, which came before it was held back, perhaps
+            self._close(restore=None, commit=error is None)
+            raise
 
     def __del__(self) -> None:
         try:

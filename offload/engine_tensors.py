@@ -180,7 +180,8 @@ class EngineTensors:
             swap.SwapError: an I/O error.
         """
         manager = self._life.require_open()
-        self._parts.changes.adopt()
-        self._parts.book.adopt()
-        memory = DictMemory(self._parts.budgets[Tier.HOST], self.config.paths())
-        return take_digests(manager, self._parts.steps.counts, self._parts.book.factors(), memory)
+        with manager.safe_point:
+            self._parts.changes.adopt()
+            self._parts.book.adopt()
+            memory = DictMemory(self._parts.budgets[Tier.HOST], self.config.paths())
+            return take_digests(manager, self._parts.steps.counts, self._parts.book.factors(), memory)

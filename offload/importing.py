@@ -64,7 +64,7 @@ class Fitting:
 
 def import_checkpoint(path: str | Path, module: nn.Module, parts: Parts, life: Life, *, strict: bool) -> Facts:
     """Load a checkpoint; see ``Engine.import_checkpoint``."""
-    with Together(parts.ranks, "import_checkpoint") as together:
+    with parts.hooks.deferral, Together(parts.ranks, "import_checkpoint") as together:
         with life.refilling(f"importing {path}", strict=strict) as again:
             return _import(path, module, parts, life, together, strict=strict, again=again)
 
@@ -88,6 +88,7 @@ def _import(
         make_blank(manager, parts.steps.counts)
     if optimizer is not None and fitting.packed is not None:
         optimizer.load_state_dict(fitting.packed)  # it refuses before it writes
+    manager.safe_point.check()
     parts.tensors.load(fitting.weights, strict=False)
     together.end()
     return fitting.facts

@@ -16,6 +16,7 @@ import torch
 from offload.checkpoint.optimizer_dict import REMEDY, SUBJECT, by_parameter, part, saved_groups
 from offload.checkpoint.optimizer_state import OptimizerStates
 from offload.errors import TRAIN_MORE, ConfigError, StateError
+from offload.interrupt import Deferral
 from offload.kernels.optimizers import Adam, AdamW
 from offload.optim import progress
 from offload.optim.offloaded_states import OffloadedStates, refuse
@@ -31,10 +32,12 @@ class Calls:
     Attributes:
         step: takes the step.
         zero_grad: forgets the gradients.
+        deferral: holds Ctrl-C back while something is half done.
     """
 
     step: Callable[[], object]
     zero_grad: Callable[[], None]
+    deferral: Deferral
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -294,7 +297,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         packed = super().state_dict()
         positions = {parameter: position for position, parameter in enumerate(self._parameters())}
-        states, masters = self._offloaded.gather()
+        with self._calls.deferral:
+            states, masters = self._offloaded.gather()
         packed["state"] = {positions[parameter]: state for parameter, state in states.items()}
         own = {positions[parameter]: master for parameter, master in masters.items() if parameter in positions}
         if own:
@@ -328,12 +332,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if entry:  # torch takes an empty one for none, too
                 states[parameter] = dict(entry)
         own = by_parameter(masters, "masters", numbers_of, parameters)
-        loaded = self._converted(saved)
-        self._offloaded.replace(states, own)
-        if run is not None:
-            self._run.load_state_dict(run)
-        for group, values in zip(groups, loaded, strict=True):
-            group.update(values)
+        with self._calls.deferral:
+            loaded = self._converted(saved)
+            self._offloaded.replace(states, own)
+            if run is not None:
+                self._run.load_state_dict(run)
+            for group, values in zip(groups, loaded, strict=True):
+                group.update(values)
 
     def check_groups(self, state_dict: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the param groups of a state dict, with which steps can be made.

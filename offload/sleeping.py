@@ -19,6 +19,7 @@ from offload.build import Parts
 from offload.config import Config
 from offload.distributed.together import Together
 from offload.errors import BudgetError, StateError
+from offload.interrupt import Deferral
 from offload.life import Life
 from offload.memory.arena import Buffer, bytes_at
 from offload.memory.budget import Budget, Tier
@@ -106,18 +107,19 @@ class _OnDrive:
 class Sleeping:
     """One engine's sleep. See the module's text."""
 
-    def __init__(self, config: Config, parts: Parts, life: Life) -> None:
-        """Begin awake."""
+    def __init__(self, config: Config, parts: Parts, life: Life, deferral: Deferral) -> None:
+        """Begin awake; `deferral` holds Ctrl-C back while something is half done."""
         self._config = config
         self._parts = parts
         self._life = life
+        self._deferral = deferral
         self._place: _Place | None = None
         self._tiers: tuple[Tier, ...] = ()
         self._left: list[mmap.mmap] = []  # memory of pieces that the drive may still use
 
     def sleep(self, *, host: bool) -> None:
         """Give the memory back; see ``Engine.sleep``."""
-        with Together(self._parts.ranks, "sleep") as together:
+        with self._deferral, Together(self._parts.ranks, "sleep") as together:
             manager = self._prepare(host=host)
             together.meet()  # with slices of parameters: what ranks have asked each other for ahead has come
             self._tiers = (Tier.DEVICE, Tier.HOST) if host else (Tier.DEVICE,)
@@ -129,12 +131,13 @@ class Sleeping:
                 self._place = self._room(size_bytes, host=host)
                 undo.callback(self._forget)
                 for at, buffer, first, size in _pieces(content):
+                    self._deferral.check()
                     with self._on_host(buffer, first, size, write=False) as address:
                         self._place.put(at, address, size)
                 together.end()
                 undo.pop_all()
-        manager.tiers.release(self._tiers)
-        self._life.sleep()
+            manager.tiers.release(self._tiers)
+            self._life.sleep()
 
     def _prepare(self, *, host: bool) -> Manager:
         """Let nothing be under way; returns the owner of the shards."""
@@ -154,15 +157,15 @@ class Sleeping:
 
     def wake(self) -> None:
         """Take the memory again; see ``Engine.wake``."""
-        with Together(self._parts.ranks, "wake") as together:
-            self._take_again(together.end).prefetch()
+        with self._deferral, Together(self._parts.ranks, "wake") as together:
+            self._take_again(together.end, self._deferral.check).prefetch()
 
     def wake_alone(self) -> None:
         """Do the same without other ranks, to close."""
-        self._take_again(lambda: None)
+        self._take_again(lambda: None, lambda: None)
 
-    def _take_again(self, agree: Callable[[], object]) -> Manager:
-        """Have the content in its memory; asleep still, if it cannot be, or if `agree` raises."""
+    def _take_again(self, agree: Callable[[], object], pause: Callable[[], None]) -> Manager:
+        """Have the content in its memory; asleep still, if it cannot be, or if `agree` or `pause` raises."""
         if not self._life.asleep:
             self._life.require_open()
             raise StateError("engine: expected to be asleep but it is awake; call engine.sleep() before engine.wake()")
@@ -171,6 +174,7 @@ class Sleeping:
         manager.tiers.take_again(self._tiers)
         try:
             for at, buffer, first, size in _pieces(manager.tiers.content(self._tiers)):
+                pause()
                 with self._on_host(buffer, first, size, write=True) as address:
                     self._place.get(at, address, size)
             agree()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload.interrupt import Deferral
 from offload.memory.arena import Arena, HostArena
 from offload.memory.budget import Budget, Tier
 from offload.memory.cpu import CpuDevice
@@ -347,6 +348,6 @@ def make_manager(
         binder or FakeBinder(),
         Counters(),
         deadline_s=30.0,
-        safe_point=contextlib.nullcontext(),
+        safe_point=Deferral(),
         prefetch=prefetch,
     )

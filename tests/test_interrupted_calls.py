@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import signal
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,20 @@ import torch
 from torch import nn
 
 import offload
-from offload import Engine
+from offload import AdamW, Engine
+from offload.checkpoint import module_state, values
+from offload.checkpoints import Checkpoints
+from offload.deciding import Decision
 from offload.interrupt import Deferral
+from offload.life import Life
 from offload.module.gradient_book import GradientBook
+from offload.module.lending import Lending, Loan
 from offload.optim.step import MicroBatches
+from offload.shards.leases import Leases
+from offload.shards.manager import Manager
+from offload.shards.stream import Pipeline
+from offload.shards.tiers import Tiers
+from offload.training import Training
 from offload.watching import Watch
 
 MEMORY = {"max_memory": {"device": "32MiB", "cpu": "16MiB"}}
@@ -88,3 +101,238 @@ def test_an_interrupted_backward_drops_the_gradients_of_the_step(owner: type, na
 
     expected = norm(None)
     assert norm(0) == norm(1) == expected
+
+
+# --- all other calls ----------------------------------------------------------------------------------------------
+
+
+Run = Callable[[Callable[[], object]], None]  # makes the call that a test is of
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+
+def options(path: Path) -> dict[str, Any]:
+    homes = {"offload_param": "nvme", "offload_optimizer": "nvme", "nvme_path": path, "unit_bytes": 1 << 14}
+    return {"device": "cpu", **homes, "max_memory": {"device": "32MiB", "cpu": "16MiB", "nvme": "64MiB"}}
+
+
+def step(engine: Engine, number: int) -> None:
+    engine.backward(engine(torch.full((2, 64), float(number))).square().mean())
+    assert engine.step()
+
+
+def bits(engine: Engine) -> list[torch.Tensor]:
+    assert engine.optimizer is not None
+    states = engine.optimizer.state_dict()["state"].values()
+    moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    return [*(value.clone() for value in engine.state_dict().values()), *moments]
+
+
+def assert_same(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> None:
+    assert len(ours) == len(truth) and all(map(torch.equal, ours, truth))
+
+
+def load_states(engine: Engine, path: Path, run: Run) -> None:
+    assert engine.optimizer is not None
+    packed = copy.deepcopy(engine.optimizer.state_dict())
+    for state in packed["state"].values():
+        state["exp_avg"].fill_(0.5)
+    run(lambda: engine.optimizer.load_state_dict(packed))  # type: ignore[union-attr]
+
+
+def load(engine: Engine, path: Path, run: Run) -> None:
+    state = {name: value + 0.5 for name, value in engine.state_dict().items()}
+    run(lambda: engine.load_state_dict(state))
+
+
+def apply(engine: Engine, path: Path, run: Run) -> None:
+    run(lambda: engine.apply(lambda name, parameter: parameter.fill_(0.25)))
+
+
+def gather(engine: Engine, path: Path, run: Run) -> None:
+    def change() -> None:
+        with engine.gather(engine.module[2], modify=True), torch.no_grad():  # type: ignore[index]
+            engine.module[2].weight.fill_(0.25)  # type: ignore[index,union-attr,operator]
+
+    run(change)
+
+
+def sleep(engine: Engine, path: Path, run: Run) -> None:
+    run(lambda: engine._life.asleep or engine.sleep(host=True))
+    engine.wake()
+
+
+def wake(engine: Engine, path: Path, run: Run) -> None:
+    engine.sleep()
+    run(lambda: engine._life.asleep and engine.wake())
+
+
+def look(engine: Engine, path: Path, run: Run) -> None:
+    run(engine.state_dict)
+
+
+def digest(engine: Engine, path: Path, run: Run) -> None:
+    run(engine.digests)
+
+
+def look_at_states(engine: Engine, path: Path, run: Run) -> None:
+    run(lambda: engine.optimizer.state_dict())  # type: ignore[union-attr]
+
+
+def save(engine: Engine, path: Path, run: Run) -> None:
+    run(lambda: engine.save_checkpoint(path / "checkpoints", tag="one"))
+
+
+@pytest.mark.parametrize(
+    ("call", "owner", "name", "nth"),
+    [
+        (load_states, values, "_move_states", 2),
+        (load_states, Leases, "close", 1),
+        (load, values, "_write_parameter", 2),
+        (apply, Lending, "lend", 2),
+        (apply, Loan, "close", 1),
+        (apply, values, "_write_parameter", 2),
+        (gather, module_state._Seen, "take_out", 1),
+        (gather, values, "scatter_parameters", 1),
+        (gather, values, "_write_parameter", 1),
+        (gather, Deferral, "__exit__", 1),
+        (sleep, Tiers, "release", 1),
+        (sleep, Life, "sleep", 1),
+        (wake, Tiers, "take_again", 1),
+        (wake, Life, "wake", 1),
+        (wake, Manager, "go_on", 1),
+        (look, Leases, "close", 1),
+        (digest, Leases, "close", 1),
+        (look_at_states, Leases, "close", 1),
+        (save, Leases, "close", 1),
+    ],
+)
+def test_an_interrupted_call_is_made_or_repeated(
+    call: Callable[[Engine, Path, Run], None],
+    owner: Any,
+    name: str,
+    nth: int,
+    tmp_path: Path,
+) -> None:
+    def run(interrupted: bool) -> list[torch.Tensor]:
+        def made(function: Callable[[], object]) -> None:
+            if interrupted:
+                with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    calls = interrupt(patch, owner, name, nth=nth)
+                    function()
+                assert calls[0] >= nth
+            function()
+
+        with Engine(net(), AdamW(lr=1e-2), **options(tmp_path)) as engine:
+            step(engine, 1)
+            call(engine, tmp_path, made)
+            engine._manager.check()  # type: ignore[union-attr]
+            step(engine, 2)
+            return bits(engine)
+
+    assert_same(run(interrupted=True), run(interrupted=False))
+
+
+@pytest.mark.parametrize("call", [look, digest, look_at_states, save])
+def test_a_long_read_ends_between_units(call: Callable[[Engine, Path, Run], None], tmp_path: Path) -> None:
+    model = net()
+    with Engine(model, AdamW(lr=1e-2), **options(tmp_path)) as engine:
+        step(engine, 1)
+        engine.drain()
+
+        def made(function: Callable[[], object]) -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                calls = interrupt(patch, Pipeline, "write", nth=0)
+                function()
+            whole = calls[0]
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                calls = interrupt(patch, Pipeline, "write", nth=2)
+                function()
+            assert calls[0] == 2 < whole
+
+        call(engine, tmp_path, made)
+        step(engine, 2)
+
+
+def test_the_user_s_own_code_is_interrupted_at_once(tmp_path: Path) -> None:
+    reached = False
+
+    def function(name: str, parameter: nn.Parameter) -> None:
+        nonlocal reached
+        signal.raise_signal(signal.SIGINT)
+        reached = True
+
+    with Engine(net(), AdamW(lr=1e-2), **options(tmp_path)) as engine:
+        before = bits(engine)
+        with pytest.raises(KeyboardInterrupt):
+            engine.apply(function)
+        with pytest.raises(KeyboardInterrupt), engine.gather(engine.module, modify=True):
+            function("", nn.Parameter())
+        assert not reached
+        assert_same(bits(engine), before)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Tiers, "drop_training_state"),
+        (Manager, "reset"),
+        (Manager, "close"),
+        (values, "gather_parameters"),
+        (Life, "close"),
+        (Life, "end"),
+    ],
+)
+def test_an_interrupted_close_gives_the_parameters_back(owner: Any, name: str, tmp_path: Path) -> None:
+    engine = Engine(net(), AdamW(lr=1e-2), **options(tmp_path))
+    step(engine, 1)
+    expected = [value.clone() for value in engine.state_dict().values()]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, owner, name)
+        engine.close()
+    engine.close()
+    assert_same(list(engine.module.state_dict().values()), expected)
+    engine.module(torch.ones(1, 64))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Manager, "prefetch"), (Decision, "__init__"), (Training, "__init__"), (Checkpoints, "__init__"), (Life, "open")],
+)
+@pytest.mark.parametrize("behind", [False, True])
+def test_an_engine_whose_making_was_interrupted_leaves_the_model(
+    owner: Any, name: str, behind: bool, tmp_path: Path
+) -> None:
+    model = net()
+    expected = [value.clone() for value in model.state_dict().values()]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt(patch, owner, name, behind=behind)
+        Engine(model, AdamW(lr=1e-2), **options(tmp_path))
+    assert_same(list(model.state_dict().values()), expected)
+    assert not list(tmp_path.iterdir())
+    with Engine(model, AdamW(lr=1e-2), **options(tmp_path)) as engine:
+        step(engine, 1)
+
+
+def test_states_that_failed_half_way_are_loaded_again(tmp_path: Path) -> None:
+    with Engine(net(), AdamW(lr=1e-2), **options(tmp_path)) as engine:
+        assert engine.optimizer is not None
+        step(engine, 1)
+        expected, packed = bits(engine), copy.deepcopy(engine.optimizer.state_dict())
+        real, calls = values._move_states, [0]
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            calls[0] += 1
+            if calls[0] == 2:
+                raise OSError(errno.EIO, "broken")
+            real(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="broken"):
+            patch.setattr(values, "_move_states", fail)
+            engine.optimizer.load_state_dict(packed)
+        engine.optimizer.load_state_dict(packed)
+        assert_same(bits(engine), expected)

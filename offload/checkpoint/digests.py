@@ -128,6 +128,7 @@ def _read(
     scratch = torch.empty(MASTER_NUMEL, dtype=torch.float32, device="cpu")
 
     def visit(chunk: Chunk) -> None:
+        manager.safe_point.check()
         unit = chunk.unit
         first, last = request.owned(unit, Role.GRAD)
         for position, slot, begin, end in overlaps(chunk):

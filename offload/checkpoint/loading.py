@@ -6,7 +6,6 @@ each unit's way home and out. Next: :mod:`offload.build`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from offload.checkpoint.pretrained import Weights
 from offload.config import Config
 from offload.distributed.ranks import Ranks
 from offload.errors import ConfigError, RanksError
+from offload.interrupt import Deferral
 from offload.memory import drives
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
@@ -44,7 +44,7 @@ def open_tiers(
     budgets: dict[Tier, Budget],
     binder: Binder,
     counters: Counters,
-    safe_point: contextlib.AbstractContextManager[object],
+    safe_point: Deferral,
     record: Record | None = None,
     capacity_bytes: int = 0,
     ranks: Ranks | None = None,
@@ -132,6 +132,7 @@ class Loader:
         self._eight_bit.release()
         meta_buffers = self._materialise_buffers()
         for unit in self._tree.units:
+            manager.safe_point.check()
             members = self._tree.parameters[unit.index]
             given = self._take_weights(unit.index)
             if any(parameter.is_meta for parameter in members):

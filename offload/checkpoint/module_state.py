@@ -7,6 +7,7 @@ the bytes are is :mod:`offload.checkpoint.values`'s business. Next: :mod:`offloa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -81,7 +82,8 @@ class ModuleTensors:
             if outermost and outermost[0][:2] == (module, prefix):
                 _, _, keep_vars = outermost.pop()
                 if not keep_vars:  # else the values are the parameters themselves
-                    self._fill(module, state, prefix)
+                    with self._hooks.deferral:
+                        self._fill(module, state, prefix)
 
         for module in self._tree.leases:
             self._handles.append(module.register_state_dict_pre_hook(begin))
@@ -128,9 +130,10 @@ class ModuleTensors:
     def deferred_state(self, module: nn.Module) -> dict[str, Any]:
         """Return a module's state dict with deferred tensors; see ``Engine.deferred_state_dict``."""
         manager = self._manager()
-        self._changes.adopt()
-        manager.bound.refuse_changes()
-        return deferred_state(module, self._binding, manager)
+        with self._hooks.deferral:
+            self._changes.adopt()
+            manager.bound.refuse_changes()
+            return deferred_state(module, self._binding, manager)
 
     def load(self, state_dict: Mapping[str, torch.Tensor | Source], *, strict: bool) -> None:
         """Load parameters and buffers by name; see ``Engine.load_state_dict``."""
@@ -161,8 +164,8 @@ class ModuleTensors:
             if tuple(tensor.shape) != tuple(value.shape):
                 raise ConfigError(f"{name}: expected shape {tuple(tensor.shape)} but got {tuple(value.shape)}")
             buffers.append((tensor, value))
-        self._changes.write(values)  # first, for it may refuse
-        with torch.no_grad():
+        with self._hooks.deferral, torch.no_grad():
+            self._changes.write(values)  # first, for it may refuse
             for tensor, value in buffers:
                 tensor.copy_(value)
 
@@ -179,62 +182,80 @@ class ModuleTensors:
     @contextlib.contextmanager
     def gather(self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter], *, modify: bool) -> Iterator[None]:
         """Give parameters real data on the device inside the ``with`` block; see ``Engine.gather``."""
-        manager = self._manager()
+        gathered, begun = _Gathered(self._manager(), modify), False
+        try:
+            with self._hooks.deferral:
+                self._begin_gather(gathered, params)
+            yield
+            gathered.whole = True
+        finally:
+            try:
+                with self._hooks.deferral:
+                    begun = True
+                    self._end_gather(gathered)
+            except BaseException:
+                if not begun:  # Ctrl-C came before it was held back
+                    with self._hooks.deferral:
+                        self._end_gather(gathered)
+                raise
+
+    def _begin_gather(self, gathered: _Gathered, params: object) -> None:
+        manager, modify = gathered.manager, gathered.modify
         places = self._places(params)
         self._changes.adopt()
         manager.finish_updates()  # what is changed must not be on its way home
         indices = dict.fromkeys(index for index, _ in places)
         if modify:
             manager.tiers.refuse_leased(self._tree.units[index] for index in indices)
-        loans: list[Loan] = []
-        stale: set[Where] = set()
+        for index in indices:
+            gathered.loans.append(self._hooks.lending.lend(index))
+        gathered.stale = self._refuse_changes(places)
+        gathered.seen = {
+            (index, slot): _Seen(parameter, keep=modify)
+            for index in indices
+            for slot, parameter in enumerate(self._tree.parameters[index])
+            if (index, slot) in places or not self._gathered[index, slot]
+        }
+        self._gathered.update(places.keys())
+        gathered.places = places
+        gathered.watch.enter_context(self._hooks.watch())
+
+    def _end_gather(self, gathered: _Gathered) -> None:
+        manager, places, seen, stale = gathered.manager, gathered.places, gathered.seen, gathered.stale
+        modify, whole = gathered.modify, gathered.whole
         values = {}
         refused: list[Where] = []  # changed, but not to be modified
         left: list[Where] = []  # of these, what is not undone yet
-        whole = False
+        rebound: list[Where] = []
         try:
-            with self._hooks.deferral:
-                for index in indices:
-                    loans.append(self._hooks.lending.lend(index))
-            stale = self._refuse_changes(places)
-            seen = {
-                (index, slot): _Seen(parameter, keep=modify)
-                for index in indices
-                for slot, parameter in enumerate(self._tree.parameters[index])
-                if (index, slot) in places or not self._gathered[index, slot]
-            }
+            gathered.watch.close()
             mine = [where for where in seen if modify and where in places]
-            self._gathered.update(places.keys())
-            try:
-                with self._hooks.watch():
-                    yield
-                whole = True
-            finally:
-                self._gathered.subtract(places.keys())
-                rebound = [where for where in mine if not seen[where].rebind()]
-                changed = [where for where in mine if where in stale or seen[where].changed()]
-                values = {where: seen[where].take_out() for where in changed}  # all is as it was, whatever happens next
-                refused = [where for where, one in seen.items() if where not in mine and one.refuse()]
-                left = [where for where in refused if not modify and seen[where].written()]
-                seen.clear()  # a view of a unit keeps it where it is
-                for index in {index for index, _ in (*changed, *refused)}:
-                    self._binding.accept_changes(self._tree.units[index])
-            if rebound:
-                whole = False
-                parameter = places[rebound[0]]
-                raise StateError(
-                    f"gather: {self._name(rebound[0])} was replaced by a tensor of another shape, dtype or device than "
-                    f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
-                )
+            self._gathered.subtract(places.keys())
+            rebound = [where for where in mine if not seen[where].rebind()]
+            whole = whole and not rebound
+            changed = [where for where in mine if where in stale or seen[where].changed()]
+            values = {where: seen[where].take_out() for where in changed}  # all is as it was, whatever happens next
+            refused = [where for where, one in seen.items() if where not in mine and one.refuse()]
+            left = [where for where in refused if not modify and seen[where].written()]
+            seen.clear()  # a view of a unit keeps it where it is
+            for index in {index for index, _ in (*changed, *refused)}:
+                self._binding.accept_changes(self._tree.units[index])
         finally:
-            with self._hooks.deferral:
-                for loan in loans:
-                    loan.close()
+            for loan in gathered.loans:
+                loan.close()
             for index in {index for index, _ in left}:
                 manager.discard_working_copy(index)
             self._mark_changed(where for where in left if where[0] in manager.bound)
             if not whole:
                 self._mark_changed(where for where in values if where in stale)
+        if not gathered.whole:
+            return
+        if rebound:
+            parameter = places[rebound[0]]
+            raise StateError(
+                f"gather: {self._name(rebound[0])} was replaced by a tensor of another shape, dtype or device than "
+                f"{tuple(parameter.shape)}, {parameter.dtype}, {parameter.device}; write into it instead"
+            )
         if values:
             checkpoint.scatter_parameters(manager, values, keep_masters=not stale)
         for where in sorted(refused, key=lambda where: where not in places):
@@ -318,7 +339,7 @@ class ModuleTensors:
         manager.bound.refuse_changes()
         everything = {where for found in wanted.values() for where in found}
         with self._memory.open("state_dict", sum(map(self._bytes, everything))) as memory:
-            values = checkpoint.gather_parameters(manager, everything, memory)
+            values = checkpoint.gather_parameters(manager, everything, memory, pauses=True)
         for name, found in wanted.items():
             wrapper = wrappers.get(name)
             state[name] = values[found[0]] if wrapper is None else wrapper.shell.map(values.__getitem__).tensor()
@@ -341,6 +362,20 @@ def tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 tensors[prefix + name] = buffer
     return tensors
+
+
+@dataclasses.dataclass(slots=True)
+class _Gathered:
+    """What one block has gathered, and how it was."""
+
+    manager: Manager
+    modify: bool
+    places: Mapping[Where, nn.Parameter] = dataclasses.field(default_factory=dict)
+    loans: list[Loan] = dataclasses.field(default_factory=list)
+    seen: dict[Where, _Seen] = dataclasses.field(default_factory=dict)
+    stale: set[Where] = dataclasses.field(default_factory=set)  # places that were changed before, or may have been
+    watch: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    whole: bool = False  # the block has ended well
 
 
 class _Seen:

@@ -83,7 +83,7 @@ class OptimizerStates:
             with self._memory.open(where, checkpoint.states_bytes(manager, counts)) as memory:
                 together.meet({"the updates of parameters": str(list(counts.counts.values()))})
                 with together.sending():
-                    states = checkpoint.gather_states(manager, counts, memory, where=where)
+                    states = checkpoint.gather_states(manager, counts, memory, where=where, pauses=True)
                     masters = checkpoint.gather_masters(manager, states, memory, where=where)
         return (
             {parameters[index][slot]: state for (index, slot), state in states.items()},

@@ -300,6 +300,7 @@ class Restorer:
         with Reader(lanes, staging, widths) as reader:
 
             def visit(chunk: Chunk) -> None:
+                self._manager.safe_point.check()  # whoever loads knows what to do about the rest
                 for column, _, start, stop in self._pieces(chunk.unit, chunk.begin, chunk.end):
                     reader.take(column.label, column.address(chunk, start), column.size_bytes(stop - start))
 

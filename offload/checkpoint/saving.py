@@ -92,6 +92,7 @@ class Contents:
             by_unit.setdefault(span.unit, []).append(span)
 
         def visit(chunk: Chunk) -> None:
+            self._manager.safe_point.check()
             for span in by_unit.get(chunk.unit.index, ()):
                 for column in self.now.columns.of[chunk.unit.index]:
                     for position, slot, start, stop in span.overlaps(chunk.unit, chunk.begin, chunk.end):

@@ -50,7 +50,8 @@ class ParameterReader:
                     source = chunk.at(Role.PARAM, start, size)
                     ctypes.memmove(address + (start - first) * size, source, (stop - start) * size)
 
-        self.manager.stream([unit], visit, reads=frozenset({Role.PARAM}), span=(first, last))
+        with self.manager.safe_point:
+            self.manager.stream([unit], visit, reads=frozenset({Role.PARAM}), span=(first, last))
 
 
 def warn_of_shard(most: int | str, total_bytes: int, budget_bytes: int) -> None:

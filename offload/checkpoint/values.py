@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import math
 import numbers
 from collections.abc import Container, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +38,7 @@ MOST_UPDATES = 1 << 53  # which a float counts exactly
 
 
 def gather_parameters(
-    manager: Manager, wanted: set[Where] | None = None, memory: Memory = ORDINARY
+    manager: Manager, wanted: set[Where] | None = None, memory: Memory = ORDINARY, *, pauses: bool = False
 ) -> dict[Where, torch.Tensor]:
     """Return parameters as tensors of their shape and stored dtype.
 
@@ -45,6 +46,7 @@ def gather_parameters(
         manager: owner of the shards.
         wanted: which ones; None for all.
         memory: of the tensors.
+        pauses: Ctrl-C may end it.
     """
     result: dict[Where, torch.Tensor] = {}
     units = _units_of(manager, wanted)
@@ -55,6 +57,8 @@ def gather_parameters(
                 result[unit.index, index] = memory.empty(slot.shape, dtype, slot.name)
 
     def visit(chunk: Chunk) -> None:
+        if pauses:
+            manager.safe_point.check()
         size = chunk.unit.itemsize
         for index, slot, start, stop in overlaps(chunk):
             tensor = result.get((chunk.unit.index, index))
@@ -220,6 +224,7 @@ def gather_states(
     *,
     wanted: Container[Where] | None = None,
     where: str | None = None,
+    pauses: bool = False,
 ) -> dict[Where, dict[str, Any]]:
     """Return per parameter ``step`` (0-dim fp32) and the optimizer's states by name (fp32, parameter's shape).
 
@@ -227,7 +232,7 @@ def gather_states(
     a ``master``, too; fp32 ones are their own, and a second copy could become stale. Parameters that have never been
     updated are left out, as in torch; so are those that are not `wanted`.
 
-    Several ranks ask together, for the same: `where` is what for.
+    Several ranks ask together, for the same: `where` is what for. If it `pauses`, Ctrl-C may end it.
 
     Raises:
         StateError: this is one of several ranks, which asks alone.
@@ -250,6 +255,8 @@ def gather_states(
     units = _units_of(manager, set(result))
 
     def visit(chunk: Chunk) -> None:
+        if pauses:
+            manager.safe_point.check()
         for index, slot, start, stop in overlaps(chunk):
             tensors = moved.get((chunk.unit.index, index))
             if tensors is None:
@@ -302,6 +309,7 @@ def gather_masters(
     differ: set[Where] = set()
 
     def visit(chunk: Chunk) -> None:
+        manager.safe_point.check()
         for index, slot, start, stop in overlaps(chunk):
             at = chunk.unit.index, index
             if at not in found:
@@ -443,12 +451,29 @@ def scatter_states(
             elif where in given and Role.MASTER in chunk.addresses:
                 _set_masters(chunk, start, numel, chunk.at(Role.PARAM, start, 2), all_of_them=True)
 
-    roles = ALL_STATES | {Role.PARAM}
-    manager.stream(_units_of(manager, set(sources) | set(given)), visit, reads=roles, writes=roles, parts=True)
+    units = _units_of(manager, set(sources) | set(given))
+    for roles, some in itertools.groupby(units, lambda unit: _roles_of_states(manager, unit)):
+        manager.stream(some, visit, reads=roles.reads, writes=roles.writes, parts=True)
     for (index, position), entry in values.items():
         counts.counts[index][position] = updates[index, position]
         if records is not None:
             records.put((index, position), recorded(entry, sources[index, position]))
+
+
+class _Roles(NamedTuple):
+    reads: frozenset[Role]
+    writes: frozenset[Role]
+
+
+def _roles_of_states(manager: Manager, unit: Unit) -> _Roles:
+    """Return what of a unit is read and written with its states: parameters only where these have masters.
+
+    States that were lost begin anew, but for what is given: all that had any.
+    """
+    writes = ALL_STATES if unit.dtype == "float32" else ALL_STATES | {Role.PARAM}
+    found = (manager.copies.get(unit.index, role) for role in ALL_STATES)
+    lost = any(shard is not None and manager.copies.is_lost(shard) for shard in found)
+    return _Roles(writes - ALL_STATES if lost else writes, writes)
 
 
 def _read_states(

@@ -46,28 +46,47 @@ class GradientTensors:
         self, params: nn.Parameter | nn.Module | Iterable[nn.Parameter] | None, *, modify: bool
     ) -> Iterator[None]:
         """Let ``.grad`` have elements inside the ``with`` block; see ``Engine.gather_gradients``."""
-        self._manager()
-        self._book.adopt()
-        places = self._places(params)
-        for where in places:
-            self._book.show(where)
-        with no_subclasses():
-            before = {where: parameter.grad for where, parameter in places.items()}
-            size_bytes = sum(places[where].nbytes for where, handle in before.items() if handle is not None)
-        with self._budget.claim("gathered gradients", size_bytes):
-            given = self._give(places, before)
-            with self._book.gathering(places):
-                whole = False
-                try:
-                    yield
-                    whole = True
-                finally:
-                    changed = self._put_back(places, before, given, modify=modify and whole)
-            if changed and not modify:
+        deferral = self._manager().safe_point
+        claims = contextlib.ExitStack()
+        places: dict[Where, nn.Parameter] = {}
+        before: dict[Where, torch.Tensor | None] = {}
+        given: dict[Where, torch.Tensor] = {}
+        whole = begun = False
+
+        def end() -> None:
+            with claims:
+                changed = self._put_back(places, before, given, modify=modify and whole)
+            if changed and not modify and whole:
                 raise StateError(
                     f"gather_gradients: the gradient of {self._book.name_of(changed[0])} was changed; pass "
                     "modify=True to keep changes"
                 )
+
+        try:
+            with deferral:
+                self._book.adopt()
+                found = self._places(params)
+                for where in found:
+                    self._book.show(where)
+                with no_subclasses():
+                    before.update({where: parameter.grad for where, parameter in found.items()})
+                size_bytes = sum(found[where].nbytes for where, handle in before.items() if handle is not None)
+                claims.enter_context(self._budget.claim("gathered gradients", size_bytes))
+                given.update(self._give(found, before))
+                claims.enter_context(self._book.gathering(found))
+                places.update(found)
+            yield
+            whole = True
+        finally:
+            try:
+                with deferral:
+                    begun = True
+                    end()
+            except BaseException:
+                if not begun:  # Ctrl-C came before it was held back
+                    with deferral:
+                        end()
+                raise
 
     def _give(
         self, places: Mapping[Where, nn.Parameter], before: Mapping[Where, torch.Tensor | None]

@@ -20,6 +20,7 @@ import torch
 
 from offload.distributed.ranks import OneRank, Ranks
 from offload.errors import ASLEEP, PARTS, BudgetError, RanksError, StateError
+from offload.interrupt import Deferral
 from offload.memory.budget import Budget, Tier
 from offload.memory.device import Device
 from offload.memory.transfer import LeftToWhoNeedsIt
@@ -60,6 +61,7 @@ class Manager:
         commits: of a durable run; None where nothing is committed.
         may_hide_parameters: whether any unit's parameters are away at times: at home elsewhere, or old after a step.
         overwrites: how often somebody has begun to write content outside of steps.
+        safe_point: held while something is half done: hands Ctrl-C on at its end.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Manager:
         counters: Counters,
         *,
         deadline_s: float,
-        safe_point: contextlib.AbstractContextManager[object],
+        safe_point: Deferral,
         prefetch: bool = True,
         record: Record | None = None,
         ranks: Ranks | None = None,
@@ -87,7 +89,7 @@ class Manager:
             binder: rebinds parameters.
             counters: of bytes and seconds.
             deadline_s: after which an operation counts as lost.
-            safe_point: held while an update is half done: hands Ctrl-C on at its end.
+            safe_point: see above.
             prefetch: bring parameters before they are asked for.
             record: of a durable run, beside what the store has; None where nothing is committed.
             ranks: who trains together; None for one process.
@@ -110,6 +112,7 @@ class Manager:
         self.copies, self.gradients = self.tiers.copies, self.tiers.gradients
         self.bound, self.working = self.tiers.bound, self.tiers.working
         self._schedules = Schedules([unit.index for unit in self.units])
+        self.safe_point = safe_point
         self.forward = ForwardUpdates(self.tiers, safe_point, self._schedules)
         self.backward = BackwardUpdates(self.tiers, safe_point)
         self.ahead = ReadAhead(self.tiers, safe_point)
