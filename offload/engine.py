@@ -126,7 +126,7 @@ class Engine(EngineTensors, EngineRuns):
             raise ConfigError(f"model: expected a torch.nn.Module but got {type(model).__name__}")
         counters = Counters()
         ranks = ranks_of(stage, group, counters, trains=optimizer is not None)
-        self._deferral = Deferral()
+        self._deferral = Deferral(self._life.tear)
         is_made = False
         try:
             with self._deferral:

@@ -10,6 +10,9 @@ A handler may raise between any two instructions, also in those that install our
 * Whoever hands a signal on at once has put the former handler back before, so that it does not matter what is skipped.
 * What is left where some other exception has skipped the end of a ``with`` block (a timeout's alarm) is found at the
   next one: the function that the block was in is not running any more (of a generator that cannot be told).
+
+What such an exception, or a second Ctrl-C, has torn out of is half done, and nobody can say which half. The owner of
+the deferral is told, unless the handler raised in code of the user's that the engine has called.
 """
 
 from __future__ import annotations
@@ -18,18 +21,33 @@ import _signal  # type: ignore[import-not-found]  # `signal` makes enumerations 
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from signal import SIGINT
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_OURS = tuple(f"{Path(__file__).parent.parent / package}/" for package in ("offload", "swap"))
+_MOST_ARGUMENTS = 3  # of a signal handler: its object, the signal, the frame
+_users_code: set[CodeType] = set()
+
+
+def calls_users_code(function: _Function) -> _Function:
+    """Say of a function that what is raised in it is raised by the user's code that it calls: nothing is half done."""
+    code = function.__code__
+    _users_code.update([code, *(inner for inner in code.co_consts if isinstance(inner, CodeType))])
+    return function
 
 
 class Deferral:
     """Holds SIGINT back inside a ``with`` statement; may be nested and used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, torn: Callable[[BaseException], None] = lambda error: None) -> None:
+        """Begin with nothing held; `torn` is told of an exception that came out of what is half done now."""
+        self._torn = torn
         self._handler: Callable[[int, FrameType | None], Any] | None = None  # the former one
         self._inside: list[FrameType] = []  # the frames of the `with` statements, outermost first
         self._pending = False
@@ -54,6 +72,9 @@ class Deferral:
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
+        torn = None if error is None else _torn_by(error, trace)
+        if torn is not None:
+            self._torn(torn)
         caller = sys._getframe(1)
         while self._inside and self._inside.pop() is not caller:
             pass
@@ -111,6 +132,53 @@ class Deferral:
         if inside and _signal.getsignal(SIGINT) == self._handler:  # it did not raise: go on
             self._inside, self._pending = inside, pending
             _signal.signal(SIGINT, self._note)
+
+
+def _torn_by(error: BaseException | None, trace: TracebackType | None) -> BaseException | None:
+    """Return what a signal handler has raised in the midst of the engine's work: an error, or that of which it came."""
+    around: list[FrameType] = []  # frames that the error which has taken this one's place went through
+    while error is not None:
+        frames = list(_frames(trace))
+        if around and frames:
+            if frames[0] not in around:  # it was there before
+                return None
+            frames = around[: around.index(frames[0])] + frames
+        for number in range(1, len(frames)):
+            if _is_handler(frames[number], frames[number - 1]):
+                return error if _works(frames[:number]) else None
+        around = frames
+        error = error.__cause__ or error.__context__
+        trace = None if error is None else error.__traceback__
+    return None
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _is_handler(frame: FrameType, interrupted: FrameType) -> bool:
+    """Tell whether a frame is a signal handler's: nobody else is given the frame that he comes from."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    several = bool(code.co_flags & inspect.CO_VARARGS)
+    if not code.co_flags & inspect.CO_OPTIMIZED or not several and count > _MOST_ARGUMENTS:
+        return False
+    there = frame.f_locals
+    given = [there.get(name) for name in code.co_varnames[: count + several]]
+    if sys.version_info < (3, 13):
+        there.clear()  # the frame would keep them, though it is cleared
+    return any(any(one is interrupted for one in (value if type(value) is tuple else (value,))) for value in given)
+
+
+def _works(frames: Sequence[FrameType]) -> bool:
+    """Tell whether the innermost frame of the engine is one that works itself."""
+    for frame in reversed(frames):
+        code = frame.f_code
+        if code.co_filename.startswith(_OURS) and code.co_filename != __file__:
+            return code not in _users_code
+    return False
 
 
 def _is_running(frame: FrameType, innermost: FrameType | None) -> bool:

@@ -48,7 +48,13 @@ class Life:
 
     def lose(self, what: str) -> None:
         """Note that the engine cannot be used further, and why."""
-        self.unusable = what
+        self.unusable, self._is_refillable = what, False
+
+    def tear(self, error: BaseException) -> None:
+        """Note that a signal handler has torn out of the engine's work: nothing of the content can be relied on."""
+        if self.manager is not None and not self.closed:
+            self.lose(f"a signal handler raised in the midst of its work ({type(error).__name__}: {error})")
+            self.manager.give_up(f"engine: {self.unusable}; {self._CLOSE}")
 
     @contextlib.contextmanager
     def refilling(self, what: str, *, strict: bool) -> Iterator[bool]:

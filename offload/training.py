@@ -20,7 +20,7 @@ from offload.closing import clean_up
 from offload.deciding import Decision
 from offload.durable import DurableRun
 from offload.errors import TRAIN_LISTED, TRAIN_MORE, ConfigError, NonFiniteError, RanksError, StateError
-from offload.interrupt import Deferral
+from offload.interrupt import Deferral, calls_users_code
 from offload.life import Life
 from offload.memory.budget import Tier
 from offload.module import refusals
@@ -75,6 +75,7 @@ class Training:
         self._is_ours = False  # the step: not asked for by optimizer.step(), which does nothing where torch's would not
         self._last_loss: weakref.ref[torch.Tensor] | None = None
 
+    @calls_users_code
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward; see ``Engine.__call__``."""
         self._hooks.refuse_other_threads()

@@ -1,4 +1,7 @@
-"""One Ctrl-C inside a call of the engine: the call is repeated, or was made, and nothing is lost or counted twice."""
+"""One Ctrl-C inside a call of the engine: the call is repeated, or was made, and nothing is lost or counted twice.
+
+A second one, or a signal handler that raises, in the midst of the engine's work: every later call says so.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import errno
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -336,3 +340,140 @@ def test_states_that_failed_half_way_are_loaded_again(tmp_path: Path) -> None:
             engine.optimizer.load_state_dict(packed)
         engine.optimizer.load_state_dict(packed)
         assert_same(bits(engine), expected)
+
+
+# --- what is not held back ----------------------------------------------------------------------------------------
+
+
+class TimeIsUp(Exception):
+    """Of a signal handler."""
+
+
+@pytest.fixture
+def _alarm() -> Iterator[None]:
+    def up(number: int, frame: FrameType | None) -> None:
+        raise TimeIsUp("late")
+
+    before = signal.signal(signal.SIGALRM, up)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+def alarm() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+def interrupt_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+def alarm_in_disguise() -> None:
+    try:
+        alarm()
+    except TimeIsUp as error:
+        raise OSError("read failed") from error
+
+
+def all_calls(engine: Engine, path: Path) -> list[Callable[[], object]]:
+    assert engine.optimizer is not None
+    model, weight = engine.module, next(engine.module.parameters())
+    return [
+        lambda: engine(torch.ones(2, 64)),
+        lambda: model(torch.ones(2, 64)),
+        lambda: engine.backward(torch.ones(1)),
+        engine.step,
+        engine.state_dict,
+        model.state_dict,
+        engine.optimizer.state_dict,
+        engine.digests,
+        engine.drain,
+        engine.sleep,
+        lambda: engine.apply(print),
+        lambda: engine.gather(model).__enter__(),
+        lambda: engine.save_checkpoint(path / "checkpoints"),
+        lambda: weight.sum(),
+    ]
+
+
+@pytest.mark.usefixtures("_alarm")
+@pytest.mark.parametrize(
+    ("raised", "error"),
+    [(alarm, TimeIsUp), (interrupt_twice, KeyboardInterrupt), (alarm_in_disguise, OSError)],
+)
+@pytest.mark.parametrize("place", ["forward", "backward", "step", "state_dict"])
+def test_what_a_signal_handler_has_torn_out_of_is_not_relied_on(
+    place: str, raised: Callable[[], None], error: type[BaseException], tmp_path: Path
+) -> None:
+    owner, name = {"step": (Training, "_note_end"), "state_dict": (Leases, "open")}.get(place, (Manager, "acquire"))
+    if place == "backward":
+        owner, name = Manager, "add_gradient"
+
+    def torn(*args: object, **kwargs: object) -> None:
+        raised()
+
+    engine = Engine(net(), AdamW(lr=1e-2), **options(tmp_path))
+    step(engine, 1)
+    engine.drain()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(error):
+        if place == "state_dict":
+            patch.setattr(owner, name, torn)
+            engine.state_dict()
+        else:
+            loss = engine(torch.ones(2, 64)).square().mean() if place != "forward" else None
+            if place == "step":
+                assert loss is not None
+                engine.backward(loss)
+            patch.setattr(owner, name, torn)
+            if place == "step":
+                engine.step()
+            elif loss is not None:
+                engine.backward(loss)
+            else:
+                engine(torch.ones(2, 64))
+    for call in all_calls(engine, tmp_path):
+        with pytest.raises(
+            offload.StateError, match="a signal handler raised in the midst of its work.*(late|Keyb).*close it"
+        ):
+            call()
+    engine.close()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(offload.StateError, match="without restoring it"):
+        engine.module(torch.ones(2, 64))
+
+
+@pytest.mark.usefixtures("_alarm")
+@pytest.mark.parametrize(("raised", "error"), [(alarm, TimeIsUp), (interrupt_twice, KeyboardInterrupt)])
+def test_a_signal_handler_may_raise_in_the_user_s_own_code(
+    raised: Callable[[], None], error: type[BaseException], tmp_path: Path
+) -> None:
+    """As any error there."""
+
+    def run(disturbed: bool) -> list[torch.Tensor]:
+        model = net()
+        with Engine(model, AdamW(lr=1e-2), **options(tmp_path)) as engine:
+            step(engine, 1)
+            for kind in ("register_forward_hook", "register_full_backward_hook") if disturbed else ():
+                handle = getattr(model[2], kind)(lambda *args: raised())
+                with pytest.raises(error):
+                    step(engine, 5)
+                handle.remove()
+            if disturbed:
+                with pytest.raises(error), engine.gather(model, modify=True):
+                    raised()
+            step(engine, 2)
+            return bits(engine)
+
+    assert_same(run(disturbed=True), run(disturbed=False))
+
+
+def test_other_errors_are_no_signal_handler_s(tmp_path: Path) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("read failed")
+
+    with Engine(net(), AdamW(lr=1e-2), **options(tmp_path)) as engine:
+        for raised in (fail, lambda *args: fail()):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="read failed"):
+                patch.setattr(Manager, "acquire", raised)
+                engine(torch.ones(2, 64))
+            step(engine, 1)

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.activations.ledger import Activations
 from offload.errors import NEW_ENGINE, SAVE_FIRST, StateError
+from offload.interrupt import calls_users_code
 from offload.module import refusals
 from offload.module.absent import is_lost, owner_of
 from offload.module.backward_passes import BackwardPasses
@@ -325,6 +326,7 @@ class Hooks:
             places = (self.binding.slot_of(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter))
         return [place for place in places if place is not None]
 
+    @calls_users_code
     def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None, **options: Any) -> None:
         """Run ``loss.backward(gradient, **options)``, watching.
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.errors import ConfigError, StateError
+from offload.interrupt import calls_users_code
 from offload.module.block_state import BlockState
 from offload.torch_private import flatten, is_of_a_transform, unflatten
 
@@ -115,6 +116,7 @@ def _is_block(module: nn.Module) -> bool:
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
+@calls_users_code
 def _run(name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a block's forward so that backward repeats it: with the same arguments, and with its state as it was.
 

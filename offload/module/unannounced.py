@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from offload.interrupt import Deferral
+from offload.interrupt import Deferral, calls_users_code
 from offload.module.binding import Binding
 from offload.module.forwards import Forwards
 from offload.module.lending import Lending, Loan
@@ -130,6 +130,7 @@ class _SeeParameters(TorchFunctionMode):
         self._binding = binding
         self._known = binding.identities()
 
+    @calls_users_code
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not kwargs:
             for value in args:

@@ -117,6 +117,7 @@ class Manager:
         self.backward = BackwardUpdates(self.tiers, safe_point)
         self.ahead = ReadAhead(self.tiers, safe_point)
         self._away: list[int] | None = None  # while memory is given back: units that are at home on the device
+        self._refusal = ASLEEP
         self._held: Held | None = None  # what somebody has asked to hold last
         self.overwrites = 0
         self._rewritten = Rewritten(self.tiers)
@@ -523,9 +524,13 @@ class Manager:
         away, self._away = self._away, None
         self.working.come_back(away or ())
 
+    def give_up(self, why: str) -> None:
+        """Refuse everything but to be closed, with this text."""
+        self._away, self._refusal = [], why
+
     def _require_awake(self) -> None:
         if self._away is not None:
-            raise StateError(ASLEEP)
+            raise StateError(self._refusal)
 
     def hold(self) -> Held:
         """Finish the last step, and hold what lives on NVMe as it is then, until it is released.
@@ -595,10 +600,11 @@ class Manager:
 
     def close(self) -> None:
         """Drop everything and return the memory. Idempotent."""
-        self._withdraw_early()
-        if self.commits is not None:
-            self.commits.close()
-        self.tiers.close()
+        with contextlib.ExitStack() as last:  # all of it, whatever state it is in
+            last.callback(self.tiers.close)
+            if self.commits is not None:
+                last.callback(self.commits.close)
+            self._withdraw_early()
 
     def check(self) -> None:
         """Check the invariants of every shard; used by tests and after resets.
