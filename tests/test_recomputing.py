@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,27 @@ def test_the_model_is_as_it_was(tmp_path: Path) -> None:
     assert model.blocks[0].forward is own
     for block, was in zip(model.blocks[1:], before[1:], strict=True):
         assert vars(block).keys() == was.keys()
+
+
+def test_a_forward_looks_as_it_did(tmp_path: Path) -> None:
+    """To models that ask which arguments a block takes; in whatever way its forward was put in place."""
+
+    def plain(x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+        return x.sin() * (2 if twice else 1)
+
+    model = net()
+    model.blocks[1].forward = plain
+    model.blocks[2].forward = model.blocks[0].forward  # a method of somebody else
+    model.blocks[3].forward = functools.partial(plain, twice=True)
+    before = [block.forward for block in model.blocks]
+    with offload.Engine(model, offload.AdamW(), **options(tmp_path, activations="recompute")):
+        for block, forward in zip(model.blocks, before, strict=True):
+            assert block.forward != forward and inspect.signature(block.forward) == inspect.signature(forward)
+            for name in ("__name__", "__qualname__", "__doc__", "__self__"):
+                assert not hasattr(forward, name) or getattr(block.forward, name) == getattr(forward, name)
+        assert inspect.signature(model.blocks[0].forward.__func__) == inspect.signature(nn.Sequential.forward)
+        assert torch.equal(model.blocks[3](torch.ones(2)), 2 * torch.ones(2).sin())
+    assert [block.forward for block in model.blocks] == before
 
 
 def test_a_failed_engine_leaves_the_model(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ to do it in its own way. Next: :mod:`offload.build`.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,7 +54,7 @@ class Recomputing:
             return
         for name, block in self._blocks:
             self._before.append((block, vars(block).get("forward")))
-            block.forward = functools.partial(_run, name, block, block.forward)
+            block.forward = _repeated(name, block, block.forward)
 
     def detach(self) -> None:
         """Let the model be as it was. Idempotent."""
@@ -114,6 +115,23 @@ def _asks(model: Any) -> bool:
 def _is_block(module: nn.Module) -> bool:
     """Tell whether a module is more than one operator, and has something to train."""
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _repeated(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs a block's forward so that backward repeats it; who looks at it finds the forward's signature."""
+    if not isinstance(forward, types.MethodType):
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return _run(name, block, forward, *args, **kwargs)
+
+        return run
+
+    @functools.wraps(forward.__func__)
+    def run_method(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return _run(name, block, forward, *args, **kwargs)
+
+    return types.MethodType(run_method, forward.__self__)
 
 
 @calls_users_code
