@@ -66,6 +66,25 @@ def counts_tensors(pack: Callable[[torch.Tensor], Any]) -> bool:
     return getattr(pack, "__module__", None) == checkpoint.__name__
 
 
+StopsRepetition: type[Exception] = checkpoint._StopRecomputationError  # a repeated forward has saved all that it had
+
+
+def stops_repetitions() -> bool:
+    """Tell whether a forward that gradient checkpointing runs now will be repeated until it has saved all."""
+    return getattr(checkpoint, "_enable_checkpoint_early_stop", None) is not False
+
+
+@contextlib.contextmanager
+def compared_by(look: Callable[[torch.Tensor], object]) -> Iterator[str]:
+    """Yield the ``determinism_check`` of gradient checkpointing that compares what `look` returns of what is saved."""
+    name = f"offload {id(look)}"
+    checkpoint._allowed_determinism_checks_to_fns[name] = look
+    try:
+        yield name
+    finally:
+        del checkpoint._allowed_determinism_checks_to_fns[name]
+
+
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Be where an ordinary tensor can be made, whatever mode or recording of torch's is in force."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import inspect
 import random
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from torch import nn
 import offload
 from offload.errors import ConfigError, StateError
 from offload.memory.budget import Tier
+from offload.module import repetition
 from offload.module.recomputing import blocks_of
 
 pytestmark = pytest.mark.usefixtures("single_torch_thread")
@@ -137,6 +142,44 @@ class Counts(Block):
         return x + self.linear(x).tanh() * (sum(self.seen) + self.own["first"] + self.later) * self.scale
 
 
+class Nested(Block):
+    """Has state inside of containers of all kinds, in attributes and in an argument that torch does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        class Own(dict[str, Any]):
+            pass
+
+        own = Own(n=0)
+        own.more = {"n": 0}  # type: ignore[attr-defined]
+        self.states: tuple[Any, ...] = (
+            {"x": [{"n": 0}]}, deque(maxlen=2), Counter(), OrderedDict(n=0), defaultdict(int), [0] * 1001, bytearray(1),
+            array.array("d", [0]), types.SimpleNamespace(n=[0]), {0}, own
+        )  # fmt: skip
+        self.states[0]["itself"] = self.states
+
+    def count(self, given: Counter[str]) -> float:
+        """Change all of it; return what follows from it."""
+        nested, last, counter, ordered, default, long, bits, numbers, names, found, own = self.states
+        for counts in (nested["x"][0], counter, ordered, default, own, own.more, given):
+            counts["n"] += 1
+        ordered.move_to_end("n")
+        last.append(len(long))
+        long.append(1)
+        bits[0] += 1
+        bits.append(1)
+        numbers[0] += 0.5
+        names.n[0] += 1
+        names.m = names.n[0]
+        found.add(len(found))
+        counts_ = nested["x"][0]["n"], counter["n"], ordered["n"], default["n"], own["n"], own.more["n"], given["n"]
+        return float(sum(counts_) + sum(last) - 1000 + sum(bits) + numbers[0] + names.m + len(found))
+
+    def forward(self, x: torch.Tensor, given: Counter[str]) -> torch.Tensor:
+        return x + self.linear(x * self.count(given) / 40).tanh()
+
+
 class Replaces(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
@@ -169,6 +212,7 @@ def of(kind: type[Block]) -> nn.Module:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             more: dict[str, Any] = {"name": {"of the caller": [x + 0]}, "debug": True} if kind is Refills else {}
+            more |= {"given": Counter()} if kind is Nested else {}
             for block in self.blocks:
                 x = block(x, **more)
             return x
@@ -197,7 +241,7 @@ def trained(kind: type[Block], **more: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "kind", [Counts, Replaces, Draws, pytest.param(Refills, marks=pytest.mark.cpu("its caller gives no copy"))]
+    "kind", [Counts, Nested, Replaces, Draws, pytest.param(Refills, marks=pytest.mark.cpu("its caller gives no copy"))]
 )
 def test_a_block_is_repeated_as_it_was(kind: type[Block], tmp_path: Path) -> None:
     """Counters, lists, replaced buffers, generators of all kinds, and what the caller changes: once, and the same."""
@@ -205,6 +249,69 @@ def test_a_block_is_repeated_as_it_was(kind: type[Block], tmp_path: Path) -> Non
     ours = trained(kind, **options(tmp_path, activations="recompute"))
     assert truth.keys() == ours.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in truth.items())
+
+
+class Remembers(Block):
+    """Has state that nobody can put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states = Owned(), np.zeros(1), iter(range(100))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        owned, numbers, numbered = self.states
+        if what == "object":
+            owned.n += 1
+            factor = owned.n
+        elif what == "array":
+            numbers += 0.01
+            factor = 1 + numbers[0]
+        else:
+            factor = next(numbered)
+        y = self.linear(x * factor if what not in ("shape", "fewer") else x)
+        if what == "fewer":
+            return y if factor % 2 else y.tanh().sin()
+        return y[: len(y) - factor].tanh() if what == "shape" else y.tanh()
+
+
+class Owned:
+    n = 0
+
+
+what = ""
+
+
+@pytest.mark.parametrize("state", ["object", "array", "iterator", "shape", "fewer"])
+def test_a_block_that_cannot_be_repeated_is_refused(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "what", state)
+    with offload.Engine(of(Remembers), offload.AdamW(), **options(tmp_path, activations="recompute")) as engine:
+        with pytest.raises(
+            StateError, match=r"^activations: expected the forward of blocks\.2 to do the same"
+        ) as found:
+            engine.backward(loss_of(engine, rows(0)))
+        said = {"shape": "saves a tensor of shape", "fewer": "it saves fewer tensors"}.get(state, "has other values")
+        assert said in str(found.value) and 'use activations="offload"' in str(found.value)
+
+
+def test_values_are_compared_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding apart, which may differ where a device adds in any order."""
+    places = []
+    look = repetition._values
+    monkeypatch.setattr(repetition, "_values", lambda tensor: (places.append(tensor.shape), look(tensor))[1])
+    seen = []
+    with offload.Engine(net(), offload.AdamW(), **options(tmp_path, activations="recompute")) as engine:
+        for number in range(3):
+            engine.backward(loss_of(engine, rows(number)))
+            engine.step()
+            seen.append(len(places))
+    assert 0 < seen[0] == seen[1] == seen[2]
+    tensor = torch.rand(300, 40).t()
+    values = look(tensor)
+    assert values is not None and len(set(values.tolist())) > 1000
+    assert repetition._are_close(values, values * (1 + 1e-7)) and not repetition._are_close(values, values * 1.0001)
+    assert repetition._are_close(torch.tensor([torch.nan, torch.inf]), torch.tensor([torch.nan, torch.inf]))
 
 
 def hook_is_removed(model: nn.Module) -> Callable[[], object]:

@@ -1,18 +1,22 @@
 """What the forward of a block reads beside its parameters and arguments, kept for its repetition in backward.
 
 Owns which state that is, and putting it back while the forward is repeated: attributes, buffers, parameters and hooks
-of the block's modules, the content of lists, dictionaries and sets among them, and generators of random numbers that
-torch's checkpointing does not know. Only a tensor that is changed in place cannot be put back, and is refused. Next:
+of the block's modules, the content of containers among them and in these, and generators of random numbers that torch's
+checkpointing does not know. A tensor that is changed in place cannot be put back, and is refused. What cannot be put
+back either, as objects of other classes, :mod:`offload.module.repetition` finds out. Next:
 :mod:`offload.module.recomputing` repeats.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,18 +26,21 @@ from offload.errors import StateError
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes that have a place of their own here, or none
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
-_MOST_ELEMENTS = 1000  # of a list whose content is kept
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})  # have nothing inside that changes
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)  # and subclasses
+_BYTES: tuple[Any, ...] = (bytearray, array.array)
 
 
 class BlockState:
     """That of one block, as it is now. See the module's text."""
 
-    def __init__(self, name: str, block: nn.Module) -> None:
+    def __init__(self, name: str, block: nn.Module, arguments: Iterable[Any]) -> None:
         """Keep it.
 
         Args:
             name: of the block, for errors.
             block: the module.
+            arguments: of its forward that are no tensors.
         """
         self._name = name
         self._kept: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = []  # what reads it, and writes it
@@ -42,6 +49,7 @@ class BlockState:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             self._keep(functools.partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
+        held = [("an argument", argument) for argument in arguments]
         for path, module in block.named_modules():
             other = _OF_TORCH | {"forward"} if module is block else _OF_TORCH  # that of the block is what is repeated
             read = functools.partial(_attributes, module, other)
@@ -53,8 +61,10 @@ class BlockState:
             if module is not block:  # whose hooks are not repeated
                 hooks = [vars(module)[name] for name in _HOOKS]
                 self._keep(functools.partial(_contents, hooks), functools.partial(_refill_all, hooks))
-            for key, value in (*attributes.items(), *buffers.items()):
-                self._keep_content(f"{path}.{key}" if path else key, value)
+            held += [
+                (f"{path}.{key}" if path else key, value) for key, value in (*attributes.items(), *buffers.items())
+            ]
+        self._keep_content(held)
 
     def refuse_changes(self, when: str) -> None:
         """Refuse to repeat the forward if a tensor was changed in place since this was made.
@@ -86,21 +96,37 @@ class BlockState:
         self._kept.append((read, write, state))
         return state
 
-    def _keep_content(self, key: str, value: Any) -> None:
-        """Keep what may change inside of an attribute."""
-        kind = type(value)
-        if isinstance(value, torch.Tensor):
-            if not value.is_inference():
-                self._tensors.append((key, value, value._version))
-        elif isinstance(value, torch.Generator):
-            self._keep(value.get_state, value.set_state)
-        elif isinstance(value, random.Random):
-            self._keep(value.getstate, value.setstate)
-        elif hasattr(value, "bit_generator"):  # numpy's
-            generator = value.bit_generator
-            self._keep(lambda: generator.state, functools.partial(setattr, generator, "state"))
-        elif kind in (list, dict, set) and len(value) <= _MOST_ELEMENTS:
-            self._keep(functools.partial(kind, value), functools.partial(_refill, value))
+    def _keep_content(self, held: list[tuple[str, Any]]) -> None:
+        """Keep what may change inside of attributes with these names, and inside of that."""
+        seen = set[int]()
+        while held:
+            key, value = held.pop()
+            if type(value) in _PLAIN or id(value) in seen:
+                continue
+            seen.add(id(value))
+            inner: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, torch.Tensor):
+                if not value.is_inference():
+                    self._tensors.append((key, value, value._version))
+            elif isinstance(value, torch.Generator):
+                self._keep(value.get_state, value.set_state)
+            elif isinstance(value, random.Random):
+                self._keep(value.getstate, value.setstate)
+            elif isinstance(value, _CONTAINERS):
+                content = self._keep(functools.partial(_content, value), functools.partial(_refill, value))
+                inner = content.items() if isinstance(content, dict) else enumerate(content)
+            elif isinstance(value, _BYTES):
+                self._keep(functools.partial(value.__getitem__, slice(None)), functools.partial(_refill, value))
+            elif isinstance(value, tuple):
+                inner = enumerate(value)
+            elif hasattr(value, "bit_generator"):  # numpy's
+                generator = value.bit_generator
+                self._keep(
+                    functools.partial(getattr, generator, "state"), functools.partial(setattr, generator, "state")
+                )
+            held += [(f"{key}[{place!r}]", one) for place, one in inner if type(one) not in _PLAIN]
+            if isinstance(value, (types.SimpleNamespace, *_CONTAINERS)):
+                held.append((key, getattr(value, "__dict__", None)))
 
 
 def _attributes(module: nn.Module, other: frozenset[str]) -> dict[str, Any]:
@@ -125,7 +151,19 @@ def _refill_all(containers: Sequence[dict[Any, Any]], contents: Sequence[dict[An
             _refill(container, content)
 
 
+def _content(container: Any) -> Any:
+    """Return what is in one of :data:`_CONTAINERS`."""
+    for kind in (dict, set):
+        if isinstance(container, kind):
+            return kind(container)
+    return list(container)
+
+
 def _refill(container: Any, content: Any) -> None:
-    """Let a list, a dictionary or a set have this content."""
-    container.clear()
-    (container.extend if isinstance(container, list) else container.update)(content)
+    """Let a container have this content, by the methods of its kind: a subclass may count in its own."""
+    if isinstance(container, _BYTES):
+        container[:] = content
+        return
+    kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    kind.clear(container)
+    (kind.update if hasattr(kind, "update") else kind.extend)(container, content)

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from offload.errors import ConfigError, StateError
 from offload.interrupt import calls_users_code
 from offload.module.block_state import BlockState
-from offload.torch_private import flatten, is_of_a_transform, unflatten
+from offload.module.repetition import Repetition
+from offload.torch_private import compared_by, flatten, is_of_a_transform, stops_repetitions, unflatten
 
 
 class Recomputing:
@@ -35,6 +36,7 @@ class Recomputing:
         self._asks = _asks(model)
         self._blocks = [] if self._asks else list(blocks_of(model))
         self._before: list[tuple[nn.Module, Any]] = []  # forwards that others had put in place, or None
+        self._unseen = set[str]()  # blocks whose first repetition has not been compared
         self._is_on = False
         if not self._asks and not self._blocks:
             raise ConfigError(
@@ -54,7 +56,8 @@ class Recomputing:
             return
         for name, block in self._blocks:
             self._before.append((block, vars(block).get("forward")))
-            block.forward = _repeated(name, block, block.forward)
+            block.forward = self._repeated(name, block, block.forward)
+            self._unseen.add(name)
 
     def detach(self) -> None:
         """Let the model be as it was. Idempotent."""
@@ -69,6 +72,22 @@ class Recomputing:
                 vars(block).pop("forward", None)
             else:
                 block.forward = before
+
+    def _repeated(self, name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a block's forward so that backward repeats it, with the signature of that forward."""
+        if not isinstance(forward, types.MethodType):
+
+            @functools.wraps(forward)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                return _run(Repetition(name, self._unseen), block, forward, *args, **kwargs)
+
+            return run
+
+        @functools.wraps(forward.__func__)
+        def run_method(_: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return _run(Repetition(name, self._unseen), block, forward, *args, **kwargs)
+
+        return types.MethodType(run_method, forward.__self__)
 
 
 def can_recompute(model: nn.Module) -> bool:
@@ -117,32 +136,17 @@ def _is_block(module: nn.Module) -> bool:
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
-def _repeated(name: str, block: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs a block's forward so that backward repeats it; who looks at it finds the forward's signature."""
-    if not isinstance(forward, types.MethodType):
-
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return _run(name, block, forward, *args, **kwargs)
-
-        return run
-
-    @functools.wraps(forward.__func__)
-    def run_method(_: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return _run(name, block, forward, *args, **kwargs)
-
-    return types.MethodType(run_method, forward.__self__)
-
-
 @calls_users_code
-def _run(name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _run(repetition: Repetition, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a block's forward so that backward repeats it: with the same arguments, and with its state as it was.
 
     Raises:
-        StateError: it changes a tensor of its state in place, which would happen twice; or ``torch.func`` runs it.
+        StateError: it changes a tensor of its state in place, which would happen twice; or ``torch.func`` runs it. In
+            backward, the repetition does something else.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    name = repetition.name
     leaves, form = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(map(is_of_a_transform, tensors)):
@@ -150,9 +154,10 @@ def _run(name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any
             f"model: cannot be transformed by torch.func (vmap, jvp) while {name} is computed again in backward; use "
             'activations="offload" or "keep"'
         )
-    state = BlockState(name, block)
     is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     others = [None if is_one else leaf for leaf, is_one in zip(leaves, is_tensor, strict=True)]
+    state = BlockState(name, block, others)
+    stops = stops_repetitions()
     given = [(args, kwargs)]  # to the first run, which may change the caller's lists and dictionaries
 
     def run(*tensors: torch.Tensor) -> Any:
@@ -164,8 +169,12 @@ def _run(name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any
         again = [next(there) if is_one else other for other, is_one in zip(others, is_tensor, strict=True)]
         same_args, same_kwargs = unflatten(again, form)
         with state.put_back():
-            return forward(*same_args, **same_kwargs)
+            output = forward(*same_args, **same_kwargs)
+        if stops:  # torch would have
+            raise repetition.refuse("it saves fewer tensors then")
+        return output
 
-    output = checkpoint(run, *tensors, use_reentrant=False)
+    with compared_by(repetition.look) as comparison:
+        output = checkpoint(run, *tensors, use_reentrant=False, determinism_check=comparison)
     state.refuse_changes("by that forward")
     return output

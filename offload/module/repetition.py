@@ -1,0 +1,101 @@
+"""Whether the forward of a block does the same when backward repeats it.
+
+Owns the comparison of what autograd saves in both: number, shapes and dtypes each time, and values in a block's first
+repetition, at some places of each tensor. So a state that was not put back is not silently another one. Next:
+:mod:`offload.module.recomputing` repeats.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.errors import StateError
+from offload.torch_private import no_dispatch, no_functions
+
+PLACES = 1024  # of a tensor whose values are compared
+_GOLDEN = 2654435769  # 2 ** 32 times the golden ratio's fraction: multiples of it fall everywhere, whatever is left out
+_UNITS = 8  # in the last place of the largest value, that a device may round otherwise when it does the same again
+_COMPARED = frozenset(
+    {
+        torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
+    }
+)  # fmt: skip
+
+
+class Repetition:
+    """What is saved in one forward of a block, which :meth:`look` is given, and in its repetition."""
+
+    def __init__(self, name: str, unseen: set[str]) -> None:
+        """Begin.
+
+        Args:
+            name: of the block.
+            unseen: blocks whose values were not compared so far; this one leaves when they were.
+        """
+        self.name = name
+        self.unseen = unseen
+        self._compares_values = name in unseen
+
+    def look(self, tensor: torch.Tensor) -> Saved:
+        """Return what is compared of a tensor that is saved."""
+        return Saved(self, tensor, _values(tensor) if self._compares_values else None)
+
+    def refuse(self, what: str) -> StateError:
+        """Return the error that the repetition has done something else."""
+        return StateError(
+            f"activations: expected the forward of {self.name} to do the same again when backward repeats it, but "
+            f"{what}; it depends on what is not put back, as objects of other classes, arrays of NumPy, iterators, and "
+            'whether parameters are frozen; use activations="offload"'
+        )
+
+
+class Saved:
+    """What is compared of one tensor. Torch asks whether both are equal."""
+
+    __slots__ = ("_kind", "_repetition", "_values")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, repetition: Repetition, tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+        self._repetition = repetition
+        self._kind = tensor.shape, tensor.dtype, tensor.device
+        self._values = values
+
+    def __eq__(self, other: object) -> bool:
+        """Return true.
+
+        Raises:
+            StateError: they are not equal, in words for whoever has the model.
+        """
+        assert isinstance(other, Saved)
+        if self._kind != other._kind:
+            raise self._repetition.refuse(f"it saves {other._told()} then, and did save {self._told()}")
+        if self._values is not None and other._values is not None:
+            if not _are_close(self._values, other._values):
+                raise self._repetition.refuse(f"{self._told()} that it saves has other values then")
+            self._repetition.unseen.discard(self._repetition.name)
+        return True
+
+    def _told(self) -> str:
+        shape, dtype, _ = self._kind
+        return f"a tensor of shape {tuple(shape)} in {str(dtype).removeprefix('torch.')}"
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return those at up to :data:`PLACES` places; None where nothing is compared, as of integers: some are not set."""
+    if tensor.dtype not in _COMPARED or tensor.layout is not torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    with torch.no_grad(), no_functions(), no_dispatch():
+        if tensor.numel() <= PLACES:
+            return tensor.detach().clone()
+        numbers = torch.arange(PLACES, device=tensor.device) * _GOLDEN % (1 << 32)
+        places = numbers * min(tensor.numel(), 1 << 31) >> 32
+        return tensor.detach()[torch.unravel_index(places, tensor.shape)]
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch.no_grad(), no_functions(), no_dispatch():
+        if one.dtype is torch.bool:
+            return torch.equal(one, other)
+        rounding = _UNITS * torch.finfo(one.dtype).eps
+        largest = float(torch.where(one.isfinite(), one, 0).abs().max())
+        return torch.allclose(one, other, rtol=rounding, atol=rounding * largest, equal_nan=True)
