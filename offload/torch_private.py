@@ -68,6 +68,8 @@ def counts_tensors(pack: Callable[[torch.Tensor], Any]) -> bool:
 
 StopsRepetition: type[Exception] = checkpoint._StopRecomputationError  # a repeated forward has saved all that it had
 
+DEVICE_ERRORS: tuple[type[Exception], ...] = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
+
 
 def stops_repetitions() -> bool:
     """Tell whether a forward that gradient checkpointing runs now will be repeated until it has saved all."""

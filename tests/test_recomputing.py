@@ -268,7 +268,9 @@ class Remembers(Block):
             factor = 1 + numbers[0]
         else:
             factor = next(numbered)
-        y = self.linear(x * factor if what not in ("shape", "fewer") else x)
+        y = self.linear(x * factor if what not in ("shape", "fewer", "error") else x)
+        if what == "error":
+            y = y.view(-1, 32 + factor)
         if what == "fewer":
             return y if factor % 2 else y.tanh().sin()
         return y[: len(y) - factor].tanh() if what == "shape" else y.tanh()
@@ -281,7 +283,7 @@ class Owned:
 what = ""
 
 
-@pytest.mark.parametrize("state", ["object", "array", "iterator", "shape", "fewer"])
+@pytest.mark.parametrize("state", ["object", "array", "iterator", "shape", "fewer", "error"])
 def test_a_block_that_cannot_be_repeated_is_refused(
     state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +293,11 @@ def test_a_block_that_cannot_be_repeated_is_refused(
             StateError, match=r"^activations: expected the forward of blocks\.2 to do the same"
         ) as found:
             engine.backward(loss_of(engine, rows(0)))
-        said = {"shape": "saves a tensor of shape", "fewer": "it saves fewer tensors"}.get(state, "has other values")
+        said = {
+            "shape": "it saves a tensor of shape",
+            "fewer": "it saves fewer tensors",
+            "error": "it fails then with RuntimeError: shape '[-1, 33]' is invalid",
+        }.get(state, "has other values")
         assert said in str(found.value) and 'use activations="offload"' in str(found.value)
 
 

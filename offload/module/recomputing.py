@@ -168,7 +168,7 @@ def _run(repetition: Repetition, block: nn.Module, forward: Callable[..., Any], 
         there = iter(tensors)
         again = [next(there) if is_one else other for other, is_one in zip(others, is_tensor, strict=True)]
         same_args, same_kwargs = unflatten(again, form)
-        with state.put_back():
+        with state.put_back(), repetition.naming_errors():
             output = forward(*same_args, **same_kwargs)
         if stops:  # torch would have
             raise repetition.refuse("it saves fewer tensors then")

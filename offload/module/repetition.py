@@ -1,16 +1,20 @@
 """Whether the forward of a block does the same when backward repeats it.
 
 Owns the comparison of what autograd saves in both: number, shapes and dtypes each time, and values in a block's first
-repetition, at some places of each tensor. So a state that was not put back is not silently another one. Next:
+repetition, at some places of each tensor. So a state that was not put back is not silently another one. Where the
+repetition fails because of it, it says so. Next:
 :mod:`offload.module.recomputing` repeats.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
-from offload.errors import StateError
-from offload.torch_private import no_dispatch, no_functions
+from offload.errors import OffloadError, StateError
+from offload.torch_private import DEVICE_ERRORS, StopsRepetition, no_dispatch, no_functions
 
 PLACES = 1024  # of a tensor whose values are compared
 _GOLDEN = 2654435769  # 2 ** 32 times the golden ratio's fraction: multiples of it fall everywhere, whatever is left out
@@ -20,6 +24,10 @@ _COMPARED = frozenset(
         torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128
     }
 )  # fmt: skip
+
+
+_OTHERS: tuple[type[Exception], ...] = (StopsRepetition, OffloadError, *DEVICE_ERRORS)
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Repetition:
@@ -40,11 +48,25 @@ class Repetition:
         """Return what is compared of a tensor that is saved."""
         return Saved(self, tensor, _values(tensor) if self._compares_values else None)
 
+    @contextlib.contextmanager
+    def naming_errors(self) -> Iterator[None]:
+        """Let errors of the ``with`` block, which the forward had not, say what they come of.
+
+        Raises:
+            StateError: an error that is neither the engine's nor that of a full memory, a device or a drive.
+        """
+        try:
+            yield
+        except _OTHERS:
+            raise
+        except _FAILURES as error:
+            raise self.refuse(f"it fails then with {type(error).__name__}: {error}") from error
+
     def refuse(self, what: str) -> StateError:
         """Return the error that the repetition has done something else."""
         return StateError(
             f"activations: expected the forward of {self.name} to do the same again when backward repeats it, but "
-            f"{what}; it depends on what is not put back, as objects of other classes, arrays of NumPy, iterators, and "
+            f"{what}; it depends on what is not put back, as caches and other objects, arrays of NumPy, iterators, and "
             'whether parameters are frozen; use activations="offload"'
         )
 
